@@ -50,7 +50,7 @@ from accelfn.checkpoint.stages import leave_other_stages
 from accelfn.comm import catch
 from accelfn.context import Context, check_context
 from accelfn.data import LoaderState
-from accelfn.data.place import read_state
+from accelfn.data.resume import read_state
 from accelfn.errors import (
     CheckpointError,
     CheckpointMismatchError,

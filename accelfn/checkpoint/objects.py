@@ -25,7 +25,7 @@ from accelfn.checkpoint.manifest import Json
 from accelfn.data import LoaderState, PreparedDataLoader
 from accelfn.data.loader import passes_of
 from accelfn.data.passes import Passes
-from accelfn.data.place import read_state
+from accelfn.data.resume import read_state
 from accelfn.errors import Misfit
 from accelfn.parallel import is_replicated
 from accelfn.parallel.handle import is_kept_equal

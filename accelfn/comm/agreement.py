@@ -23,7 +23,7 @@ import torch
 from accelfn.context import Context, Unsettled, call_site, check_context, publish, refuse_if_over, text_of
 from accelfn.context.config import GuardMode
 from accelfn.errors import Caller, Disagreement, MismatchError, RemoteRankError, UnevenDataError
-from accelfn.tree import Buffer, PackSpec, flatten, flatten_group
+from accelfn.tree import Buffer, PackSpec, TreeSpec, flatten, flatten_group
 
 # Every buffer starts at a multiple of the largest element (complex128), so that a view of any dtype is
 # possible.
@@ -487,20 +487,34 @@ def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
         raise ValueError(f"{operation}: {name} must be a rank in 0..{ctx.world.size - 1}, got {rank}.")
 
 
-def layout_call(operation: str, options: str, layout: PackSpec, *, pairs: bool = True) -> Call:
-    """Describe an operation on a tree of tensors."""
-    return Call(operation, f"{options}\0{layout.describe()}", lambda: _layout_leaves(layout), pairs=pairs)
+def layout_call(
+    operation: str, options: str, layout: PackSpec, *, pairs: bool = True, name: str = "tree"
+) -> Call:
+    """Describe an operation on a tree of tensors, which errors call ``name``."""
+
+    def leaves() -> dict[str, str]:
+        kinds = map(_tensor_kind, layout.dtypes, layout.shapes)
+        return dict(zip(layout.structure.paths(name), kinds, strict=True))
+
+    return Call(operation, f"{options}\0{layout.describe()}", leaves, pairs=pairs)
 
 
-def describe_tree(operation: str, tree: Any, options: str = "") -> Call:
-    """Describe an operation on a tree whose leaves may be anything."""
-    leaves, structure = flatten(tree)
-    kinds = [_kind(leaf) for leaf in leaves]
+def tree_call(
+    operation: str, options: str, structure: TreeSpec, kinds: Sequence[str], *, pairs: bool = False
+) -> Call:
+    """Describe an operation on a tree; ``kinds`` says what must be equal of each leaf."""
     return Call(
         operation,
         f"{options}\0{structure.describe()}{kinds}",
         lambda: dict(zip(structure.paths(), kinds, strict=True)),
+        pairs=pairs,
     )
+
+
+def describe_tree(operation: str, tree: Any) -> Call:
+    """Describe an operation on a tree whose leaves may be anything."""
+    leaves, structure = flatten(tree)
+    return tree_call(operation, "", structure, [_kind(leaf) for leaf in leaves])
 
 
 def verify_structure(ctx: Context, tree: Any) -> None:
@@ -534,11 +548,6 @@ def _kind(leaf: Any) -> str:
 
 def _tensor_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {shape}"
-
-
-def _layout_leaves(layout: PackSpec) -> dict[str, str]:
-    kinds = (_tensor_kind(dtype, shape) for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True))
-    return dict(zip(layout.structure.paths(), kinds, strict=True))
 
 
 def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:

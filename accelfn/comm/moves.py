@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -171,15 +171,19 @@ class Join(Move):
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gather, and join what came."""
         padded = [
-            _padded(leaf, plan.dim, max(plan.lengths)) for leaf, plan in zip(leaves, self.plans, strict=True)
+            _padded(leaf, plan.dim, max(plan.lengths))[None]
+            for leaf, plan in zip(leaves, self.plans, strict=True)
         ]
-        joined: list[Any] = [None] * len(leaves)
-        for group in _groups(padded):
-            rows = _all_gather(self.ctx, flatten_group(group, padded))
-            for index, row in zip(group.leaves, torch.split(rows, list(group.sizes), dim=1), strict=True):
-                whole = _merged(row.reshape(len(rows), *padded[index].shape), self.plans[index])
-                joined[index] = whole if self.divisor == 1 else whole.div_(self.divisor)
-        return joined
+        wholes = [
+            _merged(rows, plan)
+            for rows, plan in zip(_transfer(padded, self._gather), self.plans, strict=True)
+        ]
+        return wholes if self.divisor == 1 else [whole.div_(self.divisor) for whole in wholes]
+
+    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
+        if not rows.numel():
+            return rows.new_empty(self.ctx.num_processes, 0)
+        return all_gather_rows(self.ctx, rows.view(-1))
 
     def back(self) -> Move:
         """Cut the gradient where it is shared, else sum it."""
@@ -223,16 +227,11 @@ class SumPieces(Move):
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sum on the rank that keeps the piece."""
         blocks = [_blocks(leaf, plan) for leaf, plan in zip(leaves, self.plans, strict=True)]
-        size, rank = self.ctx.num_processes, self.ctx.rank
-        summed: list[Any] = [None] * len(leaves)
-        for group in _groups(blocks):
-            rows = _side_by_side(blocks, group, size)
-            own = self._sum(rows)
-            parts = torch.split(own, [count // size for count in group.sizes])
-            for index, part in zip(group.leaves, parts, strict=True):
-                dim, lengths = self.plans[index]
-                summed[index] = part.view(blocks[index].shape[1:]).narrow(dim, 0, lengths[rank])
-        return [part.clone(memory_format=torch.contiguous_format) for part in summed]
+        rank = self.ctx.rank
+        return [
+            own.narrow(dim, 0, lengths[rank]).clone(memory_format=torch.contiguous_format)
+            for own, (dim, lengths) in zip(_transfer(blocks, self._sum), self.plans, strict=True)
+        ]
 
     def _sum(self, rows: torch.Tensor) -> torch.Tensor:
         if rows.numel() == 0:
@@ -259,7 +258,7 @@ class Exchange(Move):
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Send all pieces at once."""
-        size, rank = self.ctx.num_processes, self.ctx.rank
+        rank = self.ctx.rank
         blocks: list[torch.Tensor] = []
         for leaf, (goes, comes) in zip(leaves, self.plans, strict=True):
             if goes.dim == comes.dim:
@@ -267,18 +266,15 @@ class Exchange(Move):
                 blocks.append(_blocks(leaf, goes, longest))
             else:
                 blocks.append(_blocks(_padded(leaf, comes.dim, max(comes.lengths)), goes))
-        results: list[Any] = [None] * len(leaves)
-        for group in _groups(blocks):
-            rows = _side_by_side(blocks, group, size)
-            came = _all_to_all(self.ctx, rows) if rows.numel() else rows
-            parts = torch.split(came, [count // size for count in group.sizes], dim=1)
-            for index, part in zip(group.leaves, parts, strict=True):
-                goes, comes = self.plans[index]
-                pieces = part.reshape(blocks[index].shape)
-                if goes.dim != comes.dim:
-                    pieces = pieces.narrow(goes.dim + 1, 0, goes.lengths[rank])
-                results[index] = _merged(pieces, comes)
+        results: list[torch.Tensor] = []
+        for pieces, (goes, comes) in zip(_transfer(blocks, self._exchange), self.plans, strict=True):
+            if goes.dim != comes.dim:
+                pieces = pieces.narrow(goes.dim + 1, 0, goes.lengths[rank])
+            results.append(_merged(pieces, comes))
         return results
+
+    def _exchange(self, rows: torch.Tensor) -> torch.Tensor:
+        return _all_to_all(self.ctx, rows) if rows.numel() else rows
 
     def back(self) -> Move:
         """Send them back."""
@@ -359,20 +355,31 @@ def _merged(pieces: torch.Tensor, plan: Pieces) -> torch.Tensor:
     return torch.cat([part.narrow(plan.dim, 0, length) for part, length in parts], plan.dim)
 
 
-def _side_by_side(blocks: Sequence[torch.Tensor], group: Buffer, size: int) -> torch.Tensor:
-    """Put blocks of shape (P, ...) into one of shape (P, n), contiguous."""
-    flat = [
-        blocks[index].reshape(size, -1) if count else blocks[index].new_empty(size, 0)
-        for index, count in zip(group.leaves, group.sizes, strict=True)
-    ]
-    joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
-    return joined.contiguous().resolve_conj().resolve_neg()
+def _transfer(
+    blocks: Sequence[torch.Tensor], send: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Send blocks of shape (P, ...) side by side, as few tensors of shape (P, n), and part what came.
 
+    Args:
+        blocks: Of one size P.
+        send: Is given such a tensor, contiguous, and gives one of shape (Q, n) or (n,).
 
-def _all_gather(ctx: Context, buffer: torch.Tensor) -> torch.Tensor:
-    if not buffer.numel():
-        return buffer.new_empty(ctx.num_processes, 0)
-    return all_gather_rows(ctx, buffer)
+    Returns:
+        Of each block what came for it, of shape (Q, ...) or (...).
+    """
+    results: list[Any] = [None] * len(blocks)
+    for group in _groups(blocks):
+        size = len(blocks[group.leaves[0]])
+        flat = [
+            blocks[index].reshape(size, -1) if count else blocks[index].new_empty(size, 0)
+            for index, count in zip(group.leaves, group.sizes, strict=True)
+        ]
+        joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+        came = send(joined.contiguous().resolve_conj().resolve_neg())
+        parts = torch.split(came, [count // size for count in group.sizes], dim=-1)
+        for index, part in zip(group.leaves, parts, strict=True):
+            results[index] = part.reshape(*came.shape[:-1], *blocks[index].shape[1:])
+    return results
 
 
 def _all_to_all(ctx: Context, rows: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from accelfn.comm.agreement import Call, agree, as_bytes, catch
+from accelfn.comm.agreement import Call, agree, as_bytes, catch, layout_call
 from accelfn.comm.objects import gather_bytes
 from accelfn.comm.transfer import unwrap
 from accelfn.context import AXES, JOINED, Context, check_context
@@ -113,7 +113,9 @@ def _check_part(
     if ctx.world.size == 1:
         unwrap(replica, error)
         return
-    call = Call(_OPERATION) if replica is None else _describe(replica.layout, name)
+    call = Call(_OPERATION)
+    if replica is not None:
+        call = layout_call(_OPERATION, f"name={name!r}", replica.layout, pairs=False, name=name)
     digests = b"" if replica is None else replica.digests
     summary = hashlib.blake2b(digests, digest_size=_DIGEST_BYTES).digest()
     if len(set(gather_bytes(ctx, call, summary, error))) == 1:
@@ -191,14 +193,6 @@ def _axes_of(ctx: Context, leaf: Any, path: Callable[[], str]) -> tuple[str, ...
     parts = {axis for dim in cut for axis in JOINED.get(dim, (dim,))}
     gone = {"dp_shard" if part in ("edp", "ep") else part for part in parts}
     return tuple(axis for axis in _WHOLE if axis not in gone)
-
-
-def _describe(layout: PackSpec, name: str) -> Call:
-    def kinds() -> dict[str, str]:
-        leaves = zip(layout.structure.paths(name), layout.dtypes, layout.shapes, strict=True)
-        return {path: f"{str(dtype).removeprefix('torch.')} {shape}" for path, dtype, shape in leaves}
-
-    return Call(_OPERATION, f"name={name!r}\0{layout.describe()}", kinds)
 
 
 def _find(digests: list[bytes]) -> list[_Drifted]:

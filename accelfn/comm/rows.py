@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from accelfn.comm.agreement import Call, catch, check_rank
+from accelfn.comm.agreement import Call, catch, check_rank, tree_call
 from accelfn.comm.objects import broadcast_bytes, gather_bytes
 from accelfn.comm.transfer import PackedTree, prepare_tree, unwrap
 from accelfn.context import Context, check_context
@@ -221,12 +221,8 @@ def pad_across_processes(
             f"{dtype} of {len(shape)} dimensions"
             for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
         ]
-        call = Call(
-            "pad_across_processes",
-            f"dim={dim} pad_index={pad_index} pad_first={pad_first}\0{layout.structure.describe()}{kinds}",
-            lambda: dict(zip(layout.structure.paths(), kinds, strict=True)),
-            pairs=True,
-        )
+        options = f"dim={dim} pad_index={pad_index} pad_first={pad_first}"
+        call = tree_call("pad_across_processes", options, layout.structure, kinds, pairs=True)
         blob = json.dumps(layout.shapes).encode()
     shapes = [json.loads(row) for row in gather_bytes(ctx, call, blob, error)]
     leaves, layout = unwrap(prepared, error)

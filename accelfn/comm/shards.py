@@ -9,16 +9,17 @@ another of them, which every rank must come to, in the same order.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from accelfn.comm.agreement import Call, catch, check
+from accelfn.comm.agreement import Call, catch, check, tree_call
 from accelfn.comm.moves import (
     Cut,
     Exchange,
     Join,
+    Move,
     Permute,
     Pieces,
     SumPieces,
@@ -28,6 +29,7 @@ from accelfn.comm.moves import (
 )
 from accelfn.comm.objects import gather_bytes
 from accelfn.comm.rows import split_sizes
+from accelfn.comm.transfer import unwrap
 from accelfn.context import Context, check_context
 from accelfn.tree import TreeSpec, flatten, is_packed_sequence, require_tensors
 
@@ -63,14 +65,11 @@ def shard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     >>> run_ranks(lambda ctx: shard(ctx, {"w": torch.arange(5)}), 2)
     [{'w': tensor([0, 1, 2])}, {'w': tensor([3, 4])}]
     """
-    check_context("shard", ctx)
-    ctx = _along(ctx, axis)
-    taken, error = catch(lambda: _take_apart("shard", tree, dim))
-    if ctx.num_processes == 1:
-        return _alone(taken, error, tree)
-    leaves, structure, dims = _open(ctx, "shard", f"dim={dim}", taken, error)
-    plans = _cut_evenly(ctx, leaves, dims)
-    return structure.unflatten(apply_move(Cut(ctx=ctx, operation="shard", plans=plans), leaves))
+
+    def cut(ctx: Context, taken: _Taken, lengths: _Lengths) -> Move:
+        return Cut(ctx=ctx, operation="shard", plans=_cut_evenly(ctx, taken))
+
+    return _operate(ctx, "shard", axis, tree, f"dim={dim}", lambda _: _take_apart("shard", tree, dim), cut)
 
 
 def unshard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
@@ -100,12 +99,7 @@ def unshard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     >>> run_ranks(lambda ctx: unshard(ctx, shard(ctx, torch.arange(3))), 2)
     [tensor([0, 1, 2]), tensor([0, 1, 2])]
     """
-    check_context("unshard", ctx)
-    ctx = _along(ctx, axis)
-    taken, error = catch(lambda: _take_apart("unshard", tree, dim))
-    if ctx.num_processes == 1:
-        return _alone(taken, error, tree)
-    return _join(ctx, "unshard", dim, taken, error, is_shared=True)
+    return _join(ctx, "unshard", axis, tree, dim, _take_apart, is_shared=True)
 
 
 def all_gather(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
@@ -135,14 +129,7 @@ def all_gather(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     >>> run_ranks(lambda ctx: all_gather(ctx, torch.full((1, 2), ctx.rank), dim=1), 2)[0]
     tensor([[0, 0, 1, 1]])
     """
-    check_context("all_gather", ctx)
-    ctx = _along(ctx, axis)
-    taken, error = catch(lambda: _take_apart("all_gather", tree, dim, as_rows=True))
-    if ctx.num_processes == 1:
-        if taken is None or all(one.dim() for one in flatten(tree)[0]):
-            return _alone(taken, error, tree)
-        return taken.structure.unflatten(taken.leaves)
-    return _join(ctx, "all_gather", dim, taken, error, is_shared=False)
+    return _join(ctx, "all_gather", axis, tree, dim, _take_rows, is_shared=False)
 
 
 def reduce_scatter(ctx: Context, tree: T, axis: Axis = None, dim: int = 0, reduction: str = "sum") -> T:
@@ -174,10 +161,8 @@ def reduce_scatter(ctx: Context, tree: T, axis: Axis = None, dim: int = 0, reduc
     >>> run_ranks(lambda ctx: reduce_scatter(ctx, torch.tensor([1.0, 2.0])), 2)
     [tensor([2.]), tensor([4.])]
     """
-    check_context("reduce_scatter", ctx)
-    ctx = _along(ctx, axis)
 
-    def prepare() -> _Taken:
+    def prepare(ctx: Context) -> _Taken:
         if reduction not in ("sum", "mean"):
             raise ValueError(f"reduce_scatter: reduction must be 'sum' or 'mean', got {reduction!r}.")
         taken = _take_apart("reduce_scatter", tree, dim)
@@ -189,15 +174,12 @@ def reduce_scatter(ctx: Context, tree: T, axis: Axis = None, dim: int = 0, reduc
                 )
         return taken
 
-    taken, error = catch(prepare)
-    if ctx.num_processes == 1:
-        return _alone(taken, error, tree)
+    def sum_pieces(ctx: Context, taken: _Taken, lengths: _Lengths) -> Move:
+        divisor = ctx.num_processes if reduction == "mean" else 1
+        return SumPieces(ctx=ctx, operation="reduce_scatter", plans=_cut_evenly(ctx, taken), divisor=divisor)
+
     options = f"dim={dim} reduction={reduction!r}"
-    leaves, structure, dims = _open(ctx, "reduce_scatter", options, taken, error)
-    plans = _cut_evenly(ctx, leaves, dims)
-    divisor = ctx.num_processes if reduction == "mean" else 1
-    move = SumPieces(ctx=ctx, operation="reduce_scatter", plans=plans, divisor=divisor)
-    return structure.unflatten(apply_move(move, leaves))
+    return _operate(ctx, "reduce_scatter", axis, tree, options, prepare, sum_pieces)
 
 
 def all_to_all(ctx: Context, tree: T, split_dim: int, concat_dim: int, axis: Axis = None) -> T:
@@ -231,33 +213,23 @@ def all_to_all(ctx: Context, tree: T, split_dim: int, concat_dim: int, axis: Axi
     tensor([[1],
             [3]])
     """
-    check_context("all_to_all", ctx)
-    ctx = _along(ctx, axis)
 
-    def prepare() -> tuple[_Taken, _Taken]:
-        return _take_apart("all_to_all", tree, split_dim), _take_apart("all_to_all", tree, concat_dim)
+    def prepare(ctx: Context) -> _Taken:
+        joins = _take_apart("all_to_all", tree, concat_dim).dims
+        taken = _take_apart("all_to_all", tree, split_dim)
+        free = [None if split == joined else joined for split, joined in zip(taken.dims, joins, strict=True)]
+        return taken._replace(free=free)
 
-    both, error = catch(prepare)
-    taken, joins = both if both is not None else (None, None)
-    if ctx.num_processes == 1:
-        return _alone(taken, error, tree)
-    options = f"split_dim={split_dim} concat_dim={concat_dim}"
-    free = (
-        None
-        if taken is None or joins is None
-        else [
-            None if split == joined else joined for split, joined in zip(taken.dims, joins.dims, strict=True)
+    def exchange(ctx: Context, taken: _Taken, lengths: _Lengths) -> Move:
+        goes = _cut_evenly(ctx, taken)
+        comes = [
+            Pieces(cut.dim, (cut.lengths[ctx.rank],) * ctx.num_processes) if dim is None else Pieces(dim, own)
+            for dim, own, cut in zip(taken.free or (), lengths, goes, strict=True)
         ]
-    )
-    lengths = _exchange_lengths(ctx, "all_to_all", options, taken, free, error)
-    leaves, structure, dims = cast("_Taken", taken)
-    goes = _cut_evenly(ctx, leaves, dims)
-    comes = [
-        Pieces(dim, own) if dim != cut.dim else Pieces(dim, (cut.lengths[ctx.rank],) * ctx.num_processes)
-        for dim, own, cut in zip(cast("_Taken", joins).dims, lengths, goes, strict=True)
-    ]
-    move = Exchange(ctx=ctx, operation="all_to_all", plans=tuple(zip(goes, comes, strict=True)))
-    return structure.unflatten(apply_move(move, leaves))
+        return Exchange(ctx=ctx, operation="all_to_all", plans=tuple(zip(goes, comes, strict=True)))
+
+    options = f"split_dim={split_dim} concat_dim={concat_dim}"
+    return _operate(ctx, "all_to_all", axis, tree, options, prepare, exchange, uneven=True)
 
 
 def permute(ctx: Context, tree: T, sources: Sequence[int], axis: Axis = None) -> T:
@@ -287,24 +259,20 @@ def permute(ctx: Context, tree: T, sources: Sequence[int], axis: Axis = None) ->
     >>> run_ranks(lambda ctx: permute(ctx, torch.tensor(ctx.rank), [2, 0, 1]), 3)
     [tensor(2), tensor(0), tensor(1)]
     """
-    check_context("permute", ctx)
-    ctx = _along(ctx, axis)
 
-    def prepare() -> _Taken:
+    def prepare(ctx: Context) -> _Taken:
         if sorted(sources) != list(range(ctx.num_processes)):
             raise ValueError(
                 f"permute: sources must name each of the ranks 0 to {ctx.num_processes - 1} once, got "
                 f"{list(sources)}."
             )
-        return _take_apart("permute", tree, None)
+        return _take_apart("permute", tree, None)._replace(options=f"sources={list(sources)}")
 
-    taken, error = catch(prepare)
-    if ctx.num_processes == 1:
-        return _alone(taken, error, tree)
-    leaves, structure, _ = _open(ctx, "permute", f"sources={list(sources)}", taken, error)
-    shapes = tuple([tuple(leaf.shape) for leaf in leaves])
-    move = Permute(ctx=ctx, operation="permute", plans=shapes, sources=tuple(sources))
-    return structure.unflatten(apply_move(move, leaves))
+    def send(ctx: Context, taken: _Taken, lengths: _Lengths) -> Move:
+        shapes = tuple([tuple(leaf.shape) for leaf in taken.leaves])
+        return Permute(ctx=ctx, operation="permute", plans=shapes, sources=tuple(sources))
+
+    return _operate(ctx, "permute", axis, tree, "", prepare, send)
 
 
 class _Taken(NamedTuple):
@@ -313,29 +281,109 @@ class _Taken(NamedTuple):
     leaves: list[torch.Tensor]
     structure: TreeSpec
     dims: list[int]  # the dimension that is meant, from 0, of each leaf
+    free: Sequence[int | None] | None = None  # along which lengths may differ between ranks, where any may
+    are_new: bool = False  # some leaves aren't those of the tree
+    options: str = ""  # that must be equal on every rank, and that preparing has checked first
+
+    def own_lengths(self) -> list[int]:
+        """List the lengths along free dimensions; 0 where there is none."""
+        free = self.free or ()
+        return [0 if dim is None else leaf.shape[dim] for leaf, dim in zip(self.leaves, free, strict=True)]
 
 
-def _along(ctx: Context, axis: Axis) -> Context:
-    if axis is None:
-        return ctx
-    return ctx.along(*((axis,) if isinstance(axis, str) else axis))
+# By leaf, of all ranks: its length along the free dimension.
+_Lengths = Sequence[tuple[int, ...]]
 
 
-def _take_apart(operation: str, tree: Any, dim: int | None, *, as_rows: bool = False) -> _Taken:
+def _operate(
+    ctx: Context,
+    operation: str,
+    axis: Axis,
+    tree: T,
+    options: str,
+    prepare: Callable[[Context], _Taken],
+    plan: Callable[[Context, _Taken, _Lengths], Move],
+    *,
+    uneven: bool = False,
+) -> T:
+    """Move the leaves of a tree along an axis, once its ranks have agreed on what they do.
+
+    Args:
+        ctx: The ranks.
+        operation: Name of the public function.
+        axis: Along which.
+        tree: Of tensors.
+        options: All that must be equal on every rank besides the tree, as text.
+        prepare: Takes the tree apart; what it refuses, every rank is told.
+        plan: Gives the move, knowing the lengths on all ranks.
+        uneven: Lengths along free dimensions may differ between ranks, and are exchanged.
+    """
+    check_context(operation, ctx)
+    if axis is not None:
+        ctx = ctx.along(*((axis,) if isinstance(axis, str) else axis))
+    taken, error = catch(lambda: prepare(ctx))
+    if ctx.num_processes == 1:
+        taken = unwrap(taken, error)
+        return taken.structure.unflatten(taken.leaves) if taken.are_new else tree
+    call = Call(operation) if taken is None else _describe(operation, options + taken.options, taken)
+    lengths: list[tuple[int, ...]] = []
+    with beneath_transforms():
+        if uneven:
+            own = b"" if taken is None else array("q", taken.own_lengths()).tobytes()
+            rows = [array("q", row[: len(own)]) for row in gather_bytes(ctx, call, own, error)]
+            lengths = list(zip(*rows, strict=True))
+        else:
+            check(ctx, call, error)
+    taken = unwrap(taken, error)
+    return taken.structure.unflatten(apply_move(plan(ctx, taken, lengths), taken.leaves))
+
+
+def _join(
+    ctx: Context,
+    operation: str,
+    axis: Axis,
+    tree: T,
+    dim: int,
+    take_apart: Callable[[str, Any, int], _Taken],
+    *,
+    is_shared: bool,
+) -> T:
+    def prepare(ctx: Context) -> _Taken:
+        taken = take_apart(operation, tree, dim)
+        return taken._replace(free=taken.dims)
+
+    def join(ctx: Context, taken: _Taken, lengths: _Lengths) -> Move:
+        plans = tuple([Pieces(*plan) for plan in zip(taken.dims, lengths, strict=True)])
+        return Join(ctx=ctx, operation=operation, plans=plans, is_shared=is_shared)
+
+    return _operate(ctx, operation, axis, tree, f"dim={dim}", prepare, join, uneven=True)
+
+
+def _take_apart(operation: str, tree: Any, dim: int | None) -> _Taken:
     """Flatten a tree.
 
     Args:
         operation: For messages.
         tree: Of tensors.
         dim: That each leaf must have; None: any shape will do.
-        as_rows: Let a 0-d tensor count as one row.
     """
     found, structure = flatten(tree, is_packed_sequence)
-    leaves = require_tensors(operation, found, structure)
+    return _with_dim(operation, require_tensors(operation, found, structure), structure, dim)
+
+
+def _take_rows(operation: str, tree: Any, dim: int) -> _Taken:
+    """Flatten a tree, in which a 0-d tensor counts as one row."""
+    found, structure = flatten(tree, is_packed_sequence)
+    leaves = [
+        leaf if leaf.dim() else leaf.reshape(1) for leaf in require_tensors(operation, found, structure)
+    ]
+    are_new = any(leaf is not one for leaf, one in zip(leaves, found, strict=True))
+    return _with_dim(operation, leaves, structure, dim)._replace(are_new=are_new)
+
+
+def _with_dim(operation: str, leaves: list[torch.Tensor], structure: TreeSpec, dim: int | None) -> _Taken:
     if dim is None:
         return _Taken(leaves, structure, [0] * len(leaves))
-    if as_rows:
-        leaves = [leaf if leaf.dim() else leaf.reshape(1) for leaf in leaves]
     for index, leaf in enumerate(leaves):
         if not -leaf.dim() <= dim < leaf.dim():
             plural = "" if leaf.dim() == 1 else "s"
@@ -346,77 +394,23 @@ def _take_apart(operation: str, tree: Any, dim: int | None, *, as_rows: bool = F
     return _Taken(leaves, structure, [dim % leaf.dim() for leaf in leaves])
 
 
-def _alone(taken: Any, error: Exception | None, tree: T) -> T:
-    del taken
-    if error is not None:
-        raise error
-    return tree
-
-
-def _describe(operation: str, options: str, taken: _Taken, free: Sequence[int | None]) -> Call:
-    """Describe what is the same on every rank: all but the lengths along ``free`` dimensions."""
+def _describe(operation: str, options: str, taken: _Taken) -> Call:
+    """Describe what is the same on every rank: all but the lengths along free dimensions."""
 
     def kind(leaf: torch.Tensor, dim: int | None) -> str:
         shape = ["any" if place == dim else length for place, length in enumerate(leaf.shape)]
         grad = " with gradient" if is_differentiated(leaf) else ""
         return f"{str(leaf.dtype).removeprefix('torch.')} ({', '.join(map(str, shape))}){grad}"
 
+    free = taken.free or [None] * len(taken.leaves)
     kinds = [kind(leaf, dim) for leaf, dim in zip(taken.leaves, free, strict=True)]
-    return Call(
-        operation,
-        f"{options}\0{taken.structure.describe()}{kinds}",
-        lambda: dict(zip(taken.structure.paths(), kinds, strict=True)),
-        pairs=True,
-    )
+    return tree_call(operation, options, taken.structure, kinds, pairs=True)
 
 
-def _open(
-    ctx: Context, operation: str, options: str, taken: _Taken | None, error: Exception | None
-) -> _Taken:
-    """Open an operation on tensors whose shapes are the same on every rank."""
-    call = Call(operation)
-    if taken is not None:
-        call = _describe(operation, options, taken, [None] * len(taken.leaves))
-    with beneath_transforms():
-        check(ctx, call, error)
-    return cast("_Taken", taken)
-
-
-def _exchange_lengths(
-    ctx: Context,
-    operation: str,
-    options: str,
-    taken: _Taken | None,
-    free: Sequence[int | None] | None,
-    error: Exception | None,
-) -> list[tuple[int, ...]]:
-    """Open an operation on tensors whose lengths may differ along ``free``: by leaf, those of all ranks."""
-    call, blob = Call(operation), b""
-    if taken is not None and free is not None:
-        call = _describe(operation, options, taken, free)
-        own = [0 if dim is None else leaf.shape[dim] for leaf, dim in zip(taken.leaves, free, strict=True)]
-        blob = array("q", own).tobytes()
-    with beneath_transforms():
-        rows = [array("q", row[: len(blob)]) for row in gather_bytes(ctx, call, blob, error)]
-    return list(zip(*rows, strict=True))
-
-
-def _join(
-    ctx: Context, operation: str, dim: int, taken: _Taken | None, error: Exception | None, *, is_shared: bool
-) -> Any:
-    free = None if taken is None else taken.dims
-    lengths = _exchange_lengths(ctx, operation, f"dim={dim}", taken, free, error)
-    leaves, structure, dims = cast("_Taken", taken)
-    plans = tuple([Pieces(*plan) for plan in zip(dims, lengths, strict=True)])
-    move = Join(ctx=ctx, operation=operation, plans=plans, is_shared=is_shared)
-    return structure.unflatten(apply_move(move, leaves))
-
-
-def _cut_evenly(ctx: Context, leaves: Sequence[torch.Tensor], dims: Sequence[int]) -> tuple[Pieces, ...]:
-    size = ctx.num_processes
+def _cut_evenly(ctx: Context, taken: _Taken) -> tuple[Pieces, ...]:
     return tuple(
         [
-            Pieces(dim, tuple(split_sizes(leaf.shape[dim], size)))
-            for leaf, dim in zip(leaves, dims, strict=True)
+            Pieces(dim, tuple(split_sizes(leaf.shape[dim], ctx.num_processes)))
+            for leaf, dim in zip(taken.leaves, taken.dims, strict=True)
         ]
     )

@@ -1,13 +1,19 @@
 """Which samples, in which order, to whom."""
 
-from accelfn.data.loader import PreparedDataLoader, next_plan, prepare_data_loader
+from accelfn.data.loader import (
+    PreparedDataLoader,
+    loader_state,
+    next_plan,
+    prepare_data_loader,
+    restore_loader,
+    skip_first_batches,
+)
 from accelfn.data.metrics import gather_for_metrics, gather_objects_for_metrics
 from accelfn.data.microbatch import MicroBatch, Uneven, microbatches, plan_microbatch
 from accelfn.data.order import Order, permute, read_order
 from accelfn.data.picture import draw_plan, draw_plan_svg
-from accelfn.data.place import LoaderState
 from accelfn.data.plan import DataRank, EpochPlan, data_rank, plan_epoch
-from accelfn.data.resume import loader_state, restore_loader, skip_first_batches
+from accelfn.data.resume import LoaderState
 from accelfn.data.sequence import gather_sequence, shard_sequence
 
 __all__ = (

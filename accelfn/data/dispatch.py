@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -13,14 +11,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelfn.comm import failing_together
 from accelfn.context import Context
 from accelfn.data.draws import read_apart
-from accelfn.data.order import IndexFn
-from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import EVENED_OR_DROPPED, BatchInfo, EpochPass, share_of
-from accelfn.data.rebuild import Batches, Keyed, batch_sampler_of, rebuild
-from accelfn.data.sampled import batches_of, whole_batches
+from accelfn.data.plan import BatchInfo, EpochPlan
+from accelfn.data.rebuild import Batches, ListsOf, batch_sampler_of, rebuild
 from accelfn.data.scatter import BatchScatter
 from accelfn.errors import ConfigurationError
 from accelfn.tree import flatten
@@ -39,28 +33,14 @@ class SliceFunction(Protocol):
         ...
 
 
-def check_slicing(ctx: Context, source: DataLoader[Any], slice_fn: SliceFunction | None) -> None:
-    """Refuse a ``slice_fn`` that can't be called as it has to be, or has nothing to cut.
-
-    Ranks: every rank of ``ctx``.
+def check_slicing(source: DataLoader[Any], slice_fn: SliceFunction | None) -> None:
+    """Refuse a ``slice_fn`` that has nothing to cut.
 
     Raises:
         ConfigurationError: The loader makes no batches.
-        TypeError: ``slice_fn`` has another signature.
     """
     if slice_fn is None:
         return
-    with failing_together(ctx, "prepare_data_loader"):  # that of rank 0 is called, and it may be another
-        try:
-            inspect.signature(slice_fn).bind(None, slice(0, 1), process_index=0, num_processes=1)
-        except ValueError:  # of a function that isn't written in Python nobody may know
-            pass
-        except TypeError as error:
-            found = getattr(slice_fn, "__qualname__", type(slice_fn).__name__)
-            raise TypeError(
-                f"slice_fn is called as {_SLICE_FN}, where rows is a slice, and gives these rows of the "
-                f"batch. Got {found}, which can't be called so: {error}."
-            ) from error
     is_stream = isinstance(source.dataset, IterableDataset)
     if (source.batch_size if is_stream else batch_sampler_of(source)) is None:
         raise ConfigurationError(
@@ -81,17 +61,6 @@ class BatchSplitter:
         self._size = ctx.axis_size("dp")
         self._slice_fn = slice_fn
         self.cuts: bool = ctx.loading.split_batches or slice_fn is not None
-
-    def lists(self, plan: EpochPlan, take: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
-        """Return the lists of samples that rank 0's loader reads: a step's in one, or one for each rank."""
-        rows = plan.rank_batch
-        # All ranks' pieces of a step lie one after the other: they are the batch of a world of one.
-        for whole in batches_of(replace(plan, rank_batch=plan.global_batch, size=1), 0, take, key):
-            if self.cuts:
-                yield whole
-                continue
-            for first in range(0, len(whole), rows):
-                yield Keyed(whole[first : first + rows], (*whole.key[:-1], whole.key[-1] + first))
 
     def parts(self, plan: EpochPlan, step: int, batches: Iterator[Any]) -> list[Any]:
         """Take a step's batches, and return one tree for each rank that has rows."""
@@ -175,10 +144,10 @@ def hand_out(
 
 
 class DispatchedSteps(Generic[T]):
-    """Rank 0 reads the batches of all ranks, and sends each its own.
+    """Carries out planned steps: rank 0 reads the batches of all ranks, and sends each its own.
 
     Attributes:
-        cuts: As of :class:`accelfn.data.sampled.PlannedSteps`.
+        cuts: Each step is read as one batch, of which every rank gets rows.
     """
 
     def __init__(self, ctx: Context, source: DataLoader[T], slice_fn: SliceFunction | None) -> None:
@@ -186,44 +155,30 @@ class DispatchedSteps(Generic[T]):
         self._splitter = BatchSplitter(ctx, slice_fn)
         self.cuts: bool = self._splitter.cuts
         self._ctx = ctx
-        self._rank = ctx.coordinate("dp")
         self._batches = Batches()
         self._loader = rebuild(source, self._batches) if ctx.is_main_process else None
 
-    def samples(self, plan: EpochPlan, take: IndexFn, key: tuple[int, int]) -> EpochPass[T]:
-        """Begin a pass over samples in an order."""
-        lists = partial(self._splitter.lists, plan, take, key)
-        return self._begin(plan, lists, key, partial(share_of, plan, rank=self._rank))
-
-    def batches(
-        self,
-        plan: EpochPlan,
-        drawn: Sequence[Sequence[Any]],
-        key: tuple[int, int],
-        share_at: Callable[[int], BatchInfo],
-    ) -> EpochPass[T]:
-        """Begin a pass over batches as they were drawn."""
-        return self._begin(plan, partial(whole_batches, plan, range(plan.size), drawn, key), key, share_at)
-
-    def _begin(
-        self,
-        plan: EpochPlan,
-        lists: Callable[[], Iterator[Keyed]],
-        key: tuple[int, int],
-        share_at: Callable[[int], BatchInfo],
-    ) -> EpochPass[T]:
+    def begin(
+        self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], what: str
+    ) -> Iterator[tuple[T, BatchInfo]]:
+        """Return this rank's batches of a plan, each with what is known of it."""
         steps: Iterator[tuple[list[Any], None]] | None = None
         if self._loader is not None:
-            self._batches.begin(lists)
+            # All ranks' pieces of a step lie one after the other: they are the batch of a world of one.
+            read = plan.of_one_rank() if self.cuts else plan
+            self._batches.begin(partial(lists, read, range(read.size)))
             batches = read_apart(self._loader, is_resumed=plan.start > 0)
             steps = ((self._splitter.parts(plan, step, batches), None) for step in range(plan.num_steps))
-        own = plan.num_batches(self._rank)
+        return self._receive(plan, infos, steps, BatchScatter(self._ctx, what))
 
-        def read() -> Iterator[tuple[Any, BatchInfo]]:
-            scatter = BatchScatter(self._ctx, f"epoch {key[1]} from sample {plan.start}")
-            for step in range(plan.num_steps):
-                parts, _ = cast("tuple[Sequence[Any], None]", hand_out(scatter, steps))
-                if step < own:
-                    yield parts[0], share_at(step)
-
-        return EpochPass(plan.counts, read(), share_at=share_at, evened_by=EVENED_OR_DROPPED)
+    def _receive(
+        self,
+        plan: EpochPlan,
+        infos: Iterator[BatchInfo],
+        steps: Iterator[tuple[list[Any], None]] | None,
+        scatter: BatchScatter,
+    ) -> Iterator[tuple[T, BatchInfo]]:
+        for _ in range(plan.num_steps):
+            parts, _ = cast("tuple[Sequence[Any], None]", hand_out(scatter, steps))
+            if parts:
+                yield parts[0], next(infos)

@@ -7,50 +7,18 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from accelfn.data.workers import begin_reading
 
-__all__ = (
-    "RandomStates",
-    "drawing_apart",
-    "random_states",
-    "read_apart",
-    "restore_random_states",
-    "seed_from",
-)
+__all__ = ("Generators", "drawing_apart", "read_apart", "seed_from")
 
 T = TypeVar("T")
 
 # numpy's mt19937_state: 624 words of 32 bits and a position.
 _MT19937_BYTES = 4 * 624 + 4
-
-
-class RandomStates(NamedTuple):
-    """States of the generators of a process: Python's, torch's on the CPU, and numpy's where it is in use."""
-
-    python: Any
-    torch: torch.Tensor
-    numpy: Any
-
-
-def random_states() -> RandomStates:
-    """Return where the generators of this process are."""
-    # numpy imports this module when it is first asked for. Until then there is nothing that could be lost.
-    numpy = sys.modules.get("numpy.random")
-    return RandomStates(
-        random.getstate(), torch.default_generator.get_state(), None if numpy is None else numpy.get_state()
-    )
-
-
-def restore_random_states(states: RandomStates) -> None:
-    """Bring the generators of this process to where they were."""
-    random.setstate(states.python)
-    torch.default_generator.set_state(states.torch)
-    if states.numpy is not None:
-        sys.modules["numpy.random"].set_state(states.numpy)
 
 
 def seed_from(key: tuple[int, ...]) -> None:
@@ -80,6 +48,7 @@ class _NumpyGenerator:
         self._restored: bytes | None = None  # with no normal number kept
 
     def save(self) -> Any:
+        # numpy imports this module when it is first asked for: until then nothing could be lost.
         numpy = sys.modules.get("numpy.random")
         if numpy is None:
             return None
@@ -106,19 +75,23 @@ def _address_of(numpy: Any) -> int | None:
     return generator.ctypes.state_address if type(generator) is numpy.MT19937 else None
 
 
-class _Generators:
-    """The generators of this process, saved and restored around each batch."""
+class Generators:
+    """The generators of this process: Python's, torch's on the CPU, and numpy's where it is in use."""
 
     def __init__(self) -> None:
+        """Save nothing yet."""
         self._numpy = _NumpyGenerator()
 
-    def save(self) -> RandomStates:
-        return RandomStates(random.getstate(), torch.default_generator.get_state(), self._numpy.save())
+    def save(self) -> tuple[Any, ...]:
+        """Return where the generators are."""
+        return random.getstate(), torch.default_generator.get_state(), self._numpy.save()
 
-    def restore(self, states: RandomStates) -> None:
-        random.setstate(states.python)
-        torch.default_generator.set_state(states.torch)
-        self._numpy.restore(states.numpy)
+    def restore(self, states: tuple[Any, ...]) -> None:
+        """Bring the generators to where they were."""
+        python, of_torch, numpy = states
+        random.setstate(python)
+        torch.default_generator.set_state(of_torch)
+        self._numpy.restore(numpy)
 
 
 def drawing_apart(batches: Iterator[T], *, goes_on: bool) -> Iterator[T]:
@@ -128,8 +101,8 @@ def drawing_apart(batches: Iterator[T], *, goes_on: bool) -> Iterator[T]:
         batches: Seeds the generators as a batch is made.
         goes_on: Each batch goes on drawing where the one before has ended.
     """
-    programs, own = _Generators(), _Generators()
-    state: RandomStates | None = None
+    programs, own = Generators(), Generators()
+    state: tuple[Any, ...] | None = None
     while True:
         before = programs.save()
         try:

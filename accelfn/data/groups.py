@@ -3,70 +3,20 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from accelfn.data.draws import random_states, restore_random_states, seed_from
+from accelfn.data.draws import Generators, seed_from
 from accelfn.data.order import tell
 from accelfn.data.plan import EpochPlan
 from accelfn.data.states import State, StatefulIterator, begun_once
 
-__all__ = ("CollatePiece", "FollowedPieces", "GroupedStream", "Piece", "StreamPlan", "cut_stream")
-
-
-class StreamPlan(NamedTuple):
-    """How a stream is cut.
-
-    Attributes:
-        rows: Samples in a piece.
-        rank: Which piece of a group is this rank's.
-        size: Pieces in a group.
-        even: Complete the last group from the start of the stream.
-        drop_last: Leave out the last group when it isn't full.
-    """
-
-    rows: int
-    rank: int = 0
-    size: int = 1
-    even: bool = False
-    drop_last: bool = False
-
-    @property
-    def group(self) -> int:
-        """Samples in a full group."""
-        return self.rows * self.size
-
-    @property
-    def num_kept(self) -> int:
-        """Samples from the start of the stream that may complete this rank's last piece."""
-        return (self.rank + 1) * self.rows - 1 if self.even and not self.drop_last else 0
-
-    @property
-    def in_step(self) -> bool:
-        """All ranks have equally many pieces."""
-        return self.even or self.drop_last or self.size == 1
-
-    def plan(self, number: int, start: int = 0) -> EpochPlan:
-        """Plan a stream of ``number`` samples from ``start`` on.
-
-        Raises:
-            ValueError: ``start`` is behind its end.
-        """
-        if start > number:
-            raise ValueError(f"the pass is to go on at sample {start}, and the dataset has only {number}.")
-        return EpochPlan(
-            num_samples=number,
-            rank_batch=self.rows,
-            size=self.size,
-            even=self.even,
-            drop_last=self.drop_last,
-            start=start,
-        )
+__all__ = ("CollatePiece", "GroupedStream", "Piece", "cut_stream", "stream_ended")
 
 
 class Piece(NamedTuple):
@@ -92,7 +42,8 @@ class Piece(NamedTuple):
 
 def cut_stream(
     samples: Iterator[Any],
-    cut: StreamPlan,
+    plan: EpochPlan,
+    rank: int,
     start: int = 0,
     begin: int = 0,
     read_first: Callable[[int], list[Any]] | None = None,
@@ -103,7 +54,8 @@ def cut_stream(
 
     Args:
         samples: The stream, from sample ``begin`` on.
-        cut: How it is cut.
+        plan: How it is shared out. The number of samples in it isn't looked at.
+        rank: Whose pieces.
         start: Samples that are read and thrown away before the first group.
         begin: Where ``samples`` begin.
         read_first: Reads the first samples of the stream again; needed where ``samples`` begin later.
@@ -111,35 +63,43 @@ def cut_stream(
     Raises:
         ValueError: The stream ends before ``start``.
 
-    >>> [piece.content for piece in cut_stream(iter(range(9)), StreamPlan(rows=2, rank=1, size=2, even=True))]
+    >>> from accelfn.data.plan import plan_epoch
+    >>> plan = plan_epoch(0, batch_size=2, size=2)
+    >>> [piece.content for piece in cut_stream(iter(range(9)), plan, rank=1)]
     [[2, 3], [6, 7], [1, 2]]
     """
     samples = begun_once(samples)
-    num_kept = 0 if begin else cut.num_kept
+    own, end = rank * plan.rank_batch, (rank + 1) * plan.rank_batch
+    completes = plan.even and not plan.drop_last
+    num_kept = end - 1 if completes and not begin else 0
     first = [_copied(sample) for sample in islice(samples, min(start, num_kept))]
     position = begin + len(first) + sum(1 for _ in islice(samples, start - begin - len(first)))
     if position < start:
-        raise ValueError(
-            f"the pass is to go on at sample {start}, and the stream ended after {position}. Is it the "
-            "stream that the position was taken from?"
-        )
-    own, end = cut.rank * cut.rows, (cut.rank + 1) * cut.rows
+        raise stream_ended(start, position)
     while True:
-        group = list(islice(samples, cut.group))
+        group = list(islice(samples, plan.global_batch))
         number = len(group)
-        at_end = number < cut.group
-        if not number or (at_end and cut.drop_last):
+        at_end = number < plan.global_batch
+        if not number or (at_end and plan.drop_last):
             return
         first += map(_copied, group[: num_kept - len(first)])
-        if at_end and cut.even and number < end:
+        if at_end and completes and number < end:
             if begin and read_first is not None:
-                first = read_first(cut.num_kept)
+                first = read_first(end - 1)
             group += [_copied(first[place % len(first)]) for place in range(end - number)]
         content = group[own:end]
-        yield Piece(content or None, len(content), number, at_end, (cut.rank, position))
+        yield Piece(content or None, len(content), number, at_end, (rank, position))
         if at_end:
             return
         position += number
+
+
+def stream_ended(start: int, end: int) -> ValueError:
+    """Return the error of a stream that ends before the sample at which a pass was to go on."""
+    return ValueError(
+        f"the pass is to go on at sample {start}, and the stream ended after {end}. Is it the stream that "
+        "the position was taken from?"
+    )
 
 
 def _copied(sample: Any) -> Any:
@@ -157,22 +117,23 @@ class GroupedStream(IterableDataset[Piece]):
 
     def __init__(
         self,
-        dataset: Any,
-        cut: StreamPlan,
+        follower: StatefulIterator,
+        plan: EpochPlan,
+        rank: int,
         place: torch.Tensor,
         source: int | None,
-        follower: StatefulIterator | None = None,
     ) -> None:
-        """Read ``dataset``.
+        """Read a dataset.
 
         Args:
-            dataset: The user's.
-            cut: How it is cut.
+            follower: Of the user's dataset.
+            plan: How it is shared out.
+            rank: Whose pieces.
             place: ``(3,)`` int64: seed, epoch and sample to start at, as of the next iteration.
             source: Number of the rank, where it alone reads this stream.
-            follower: Goes through the dataset where its state is to be known.
         """
-        vars(self).update(_dataset=dataset, _parts=(cut, place, source, follower), _recalled=[])
+        parts = (follower, plan, rank, place, source)
+        vars(self).update(_dataset=follower.dataset, _parts=parts, _recalled=[])
 
     def recall(self, state: State | None, at: int) -> None:
         """Let the next iteration in this process begin where ``state`` was taken, at sample ``at``."""
@@ -182,24 +143,17 @@ class GroupedStream(IterableDataset[Piece]):
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[Piece]:
-        dataset = self._dataset
-        cut, place, source, follower = self._parts
+        follower, plan, rank, place, source = self._parts
         seed, epoch, start = (int(number) for number in place)
         worker = get_worker_info()
         if place.is_shared():  # this copy has outlived the pass that it was made for, or may
-            tell(dataset, epoch)
+            tell(self._dataset, epoch)
         # The same on all ranks that read the stream: it may be shuffled by what is drawn while it is read.
         key = (seed, epoch, 0 if worker is None else worker.id, *(() if source is None else (source,)))
-        if worker is None:
-            state, at = self._recalled.pop() if self._recalled else (None, 0)
-            return FollowedPieces(cast("StatefulIterator", follower), cut, start, key, state, at)
-        if worker.num_workers > 1:  # the groups of all workers take turns; whoever puts them together counts
-            start = 0
-        if follower is not None:
-            return FollowedPieces(follower, cut, start, key)
-        seed_from(key)
-        pieces = cut_stream(iter(dataset), cut, start)
-        return (piece._replace(key=(*key, *piece.key)) for piece in pieces)
+        if worker is not None and worker.num_workers > 1:
+            start = 0  # the groups of all workers take turns; whoever puts them together counts
+        state, at = self._recalled.pop() if worker is None and self._recalled else (None, 0)
+        return _Pieces(follower, partial(cut_stream, plan=plan, rank=rank), key, start, state, at)
 
     def __getattr__(self, name: str) -> Any:
         # States are asked of what it gives: that knows the place too.
@@ -211,8 +165,8 @@ class GroupedStream(IterableDataset[Piece]):
         setattr(self._dataset, name, value)
 
 
-class FollowedPieces:
-    """The pieces of a pass, each with the state of the stream behind its group.
+class _Pieces:
+    """The pieces of a pass, each with the state of the stream behind its group, where that has one.
 
     In a worker, torchdata asks for the state and takes it up there.
     """
@@ -220,46 +174,36 @@ class FollowedPieces:
     def __init__(
         self,
         follower: StatefulIterator,
-        cut: StreamPlan,
-        start: int,
+        cut: Callable[..., Iterator[Piece]],
         key: tuple[int, ...],
-        state: State | None = None,
-        begin: int = 0,
+        start: int,
+        state: State | None,
+        begin: int,
     ) -> None:
-        """Cut what ``follower`` goes through.
-
-        Args:
-            follower: Of the dataset.
-            cut: How it is cut.
-            start: Sample to start at.
-            key: What its randomness is derived from.
-            state: Where the stream begins; None at its start.
-            begin: Number of the sample there.
-        """
+        """Cut what ``follower`` goes through, from sample ``start`` on; it was at ``begin`` in ``state``."""
         self._follower, self._cut, self._key = follower, cut, key
-        self._state, self._begin = state, begin
-        self._position = start
+        self._position, self._state, self._begin = start, state, begin
         self._pieces: Iterator[Piece] | None = None
 
-    def __iter__(self) -> FollowedPieces:
+    def __iter__(self) -> _Pieces:
         return self
 
     def __next__(self) -> Piece:
-        key = self._key
+        key, follower = self._key, self._follower
         if self._pieces is None:
             seed_from(key)
-            samples = self._follower.begin(self._state)
-            read_first = functools.partial(_read_first, self._follower, key)  # a method would be a cycle
-            self._pieces = cut_stream(samples, self._cut, self._position, self._begin, read_first)
-        if self._follower.is_stateful:
+            samples = follower.begin(self._state)
+            read_first = partial(_read_first, follower, key)  # a method would be a cycle
+            self._pieces = self._cut(samples, start=self._position, begin=self._begin, read_first=read_first)
+        if follower.is_stateful:
             # By the place, so that whoever goes on there draws the same. Others read from the start again.
             seed_from((*key, self._position))
         piece = next(self._pieces, None)
         if piece is None:
-            self._follower.end()
+            follower.end()
             raise StopIteration
         self._position += piece.num_valid
-        self._state = self._follower.state(piece.at_end)
+        self._state = follower.state(piece.at_end)
         # In a worker, the state is asked for; what is sent along would be sent with each batch.
         stream = self._state if get_worker_info() is None else None
         return piece._replace(key=(*key, *piece.key), stream=stream)
@@ -286,6 +230,7 @@ class CollatePiece:
         """Collate with ``collate``: a list of samples, or each sample as it is when ``is_whole``."""
         self._collate = collate
         self._is_whole = is_whole
+        self._generators = Generators()
 
     def __call__(self, piece: Piece) -> Piece:
         """Collate."""
@@ -293,8 +238,8 @@ class CollatePiece:
             return piece
         samples = piece.content[0] if self._is_whole else piece.content
         # Ranks collate different samples, so they draw apart, and what they draw must not move the stream.
-        before = random_states()
+        before = self._generators.save()
         seed_from(piece.key)
         batch = self._collate(samples)
-        restore_random_states(before)
+        self._generators.restore(before)
         return piece._replace(content=batch, key=())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar, cast, overload
+from itertools import islice
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast, overload
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,21 +14,32 @@ from typing_extensions import Self
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context, check_context
-from accelfn.data.dispatch import DispatchedSteps, SliceFunction, check_slicing
+from accelfn.data.dispatch import SliceFunction, check_slicing
 from accelfn.data.own import OwnReader
 from accelfn.data.passes import Passes
-from accelfn.data.place import read_state
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import Reader
-from accelfn.data.rebuild import check_stateful, sampler_of
-from accelfn.data.sampled import LocalSteps, read_indexed
+from accelfn.data.reader import Reader
+from accelfn.data.rebuild import import_stateful, sampler_of, twin_of
+from accelfn.data.resume import LoaderState, read_state
+from accelfn.data.sampled import read_indexed
 from accelfn.data.stream import read_stream
 from accelfn.errors import ConfigurationError
 
-__all__ = ("PreparedDataLoader", "Sharding", "next_plan", "passes_of", "prepare_data_loader", "skipping")
+__all__ = (
+    "PreparedDataLoader",
+    "Sharding",
+    "Skipped",
+    "Skipping",
+    "loader_state",
+    "next_plan",
+    "passes_of",
+    "prepare_data_loader",
+    "restore_loader",
+    "skip_first_batches",
+)
 
 T = TypeVar("T")
-L = TypeVar("L", bound="PreparedDataLoader[Any]")
+R_co = TypeVar("R_co", covariant=True)
 Sharding = Literal["global", "already_sharded", "by_source"]
 
 
@@ -150,16 +162,7 @@ def next_plan(loader: PreparedDataLoader[Any] | DataLoader[Any]) -> EpochPlan | 
     >>> next_plan(loader).positions(step=2, rank=0)
     [4]
     """
-    if not isinstance(loader, PreparedDataLoader):
-        raise TypeError(
-            f"next_plan takes a loader that prepare_data_loader has returned, got {type(loader).__name__}."
-        )
-    return passes_of(loader).plan()
-
-
-def skipping(loader: L, num_batches: int) -> L:
-    """Return a prepared loader whose passes begin later; see :func:`accelfn.skip_first_batches`."""
-    return loader._twin(passes_of(loader).skipping(num_batches))  # pyright: ignore[reportPrivateUsage]
+    return _prepared_passes("next_plan", loader).plan()
 
 
 # Apart: torch says of what a loader gives, iterated over, nothing.
@@ -225,8 +228,7 @@ def prepare_data_loader(
             with another context, the batch can't be split, each rank is to have shards of its own and there
             are too few, or a ``slice_fn`` has nothing to cut.
         MismatchError: The ranks have loaders of different length, batch size or options.
-        TypeError: ``loader`` can't be iterated over, or only once, its samples have no number, or
-            ``slice_fn`` has another signature.
+        TypeError: ``loader`` can't be iterated over, or only once, or its samples have no number.
         MissingExtraError: ``use_stateful_dataloader`` is asked for, and torchdata isn't installed.
 
     >>> import torch
@@ -256,16 +258,17 @@ def _choose_reader(
 ) -> Reader[T]:
     """Choose the way of reading that a loader needs; arguments as ``prepare_data_loader``'s."""
     agree = partial(_agree_on_seed, ctx)
-    check_stateful(ctx)
-    if ctx.loading.dispatch_batches and sharding != "global":
+    if ctx.loading.use_stateful_dataloader:
+        import_stateful()  # refused here where it is missing, whatever the data
+    dispatches = ctx.loading.dispatch_batches
+    if dispatches and sharding != "global":
         raise ConfigurationError(
             f'sharding="{sharding}" lets each rank read data of its own, and dispatch_batches=True lets rank '
             "0 read for all. Use one of the two."
         )
-    dispatches = ctx.loading.dispatch_batches
     if dispatches:
         _refuse_disorder(loader)
-        check_slicing(ctx, loader, slice_fn)
+        check_slicing(loader, slice_fn)
     elif slice_fn is not None:
         raise ConfigurationError(
             "slice_fn cuts the batches that rank 0 reads for all ranks, and here each rank reads its own. "
@@ -281,9 +284,7 @@ def _choose_reader(
             'gets its own: use sharding="global".'
         )
     _refuse_disorder(loader)
-    rank, size = ctx.coordinate("dp"), ctx.axis_size("dp")
-    steps = DispatchedSteps(ctx, loader, slice_fn) if dispatches else LocalSteps(ctx, loader, rank)
-    reader = read_indexed(ctx, loader, rank, size, steps)
+    reader = read_indexed(ctx, loader, slice_fn)
     reader.seed = agree(loader, f"dispatched by rank 0: {reader.what}" if dispatches else reader.what)
     return reader
 
@@ -358,3 +359,161 @@ def _loader_over(ctx: Context, source: Iterable[T]) -> DataLoader[T]:
 
 def _as_it_is(batch: T) -> T:
     return batch
+
+
+class Skipped(Generic[T]):
+    """An iterable without its first items, which each pass reads and throws away; or a sampler without them.
+
+    Attributes that are not named here are passed through.
+    """
+
+    def __init__(self, source: Iterable[T], number: int) -> None:
+        """Leave out ``number`` items of ``source``."""
+        self._source = source
+        self._number = number
+
+    def __len__(self) -> int:
+        return max(0, len(cast("Sized", self._source)) - self._number)  # a TypeError where it has none
+
+    def __iter__(self) -> Iterator[T]:
+        return islice(iter(self._source), self._number, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+
+class Skipping(Protocol[R_co]):
+    """What knows by itself how to leave out batches."""
+
+    def skip_first_batches(self, num_batches: int = 0, /) -> R_co:
+        """Return the same without the first batches."""
+        ...
+
+
+def loader_state(loader: PreparedDataLoader[Any] | DataLoader[Any]) -> LoaderState:
+    """Return where a loader is in its data.
+
+    Taken after a batch was yielded, it resumes at the next one: also in an accumulation window, and with
+    workers that have read ahead. After the last batch it resumes with what is left of the epoch, which is
+    nothing, and then with the next epoch.
+
+    Ranks: any; doesn't communicate. At the same batch all ranks get the same state, unless each reads data of
+    its own. Of a stream that rank 0 alone reads, rank 0's state is the one to keep: the others know the
+    place, and not the stream's own state.
+
+    Args:
+        loader: From :func:`accelfn.prepare_data_loader` (:func:`accelfn.prepare` gives the same, typed as the
+            DataLoader that it was made of), or of an ``Accelerator``.
+
+    Raises:
+        TypeError: It is no such loader.
+
+    >>> import torch
+    >>> loader = prepare_data_loader(Context(), DataLoader(torch.arange(6), batch_size=2))
+    >>> batches = iter(loader)
+    >>> next(batches), loader_state(loader).consumed
+    (tensor([0, 1]), 2)
+    """
+    return _prepared_passes("loader_state", loader).state()
+
+
+def restore_loader(loader: PreparedDataLoader[Any] | DataLoader[Any], state: LoaderState) -> None:
+    """Let the next pass over ``loader`` begin where ``state`` was taken.
+
+    The number of ranks, the batch size and the number of workers may be others than they were: the order
+    goes on, and each sample that is left comes once. A sampler of your own draws the same order again: it is
+    brought to the state that it had before. Where each rank has data of its own (shards of a source, or what
+    was sharded already) it goes on in a world of the same size, each rank with its own state; a stream that
+    several workers read goes on with as many workers, and the same batch size times ranks.
+
+    Ranks: every rank of the loader's context, with one state; doesn't communicate. Between passes: one
+    that is under way isn't moved.
+
+    Args:
+        loader: Over the same dataset, from :func:`accelfn.prepare_data_loader`, or of an ``Accelerator``.
+        state: From :func:`loader_state`.
+
+    Raises:
+        TypeError: ``loader`` or ``state`` is something else.
+        NotAvailableError: A newer version of accelfn has written the state.
+        ValueError: It is of a dataset of another length.
+        ConfigurationError: The order of a stream depends on workers or ranks, and theirs is another number
+            now. Whatever is raised, nothing was changed.
+    """
+    passes = _prepared_passes("restore_loader", loader)
+    if not isinstance(cast("object", state), LoaderState):
+        raise TypeError(f"restore_loader: state must be a LoaderState, got {type(state).__name__}.")
+    passes.go_to(state)
+
+
+def _prepared_passes(operation: str, loader: object) -> Passes[Any]:
+    if isinstance(loader, PreparedDataLoader):
+        return passes_of(cast("PreparedDataLoader[Any]", loader))
+    raise TypeError(
+        f"{operation} takes a loader that prepare_data_loader has returned, got {type(loader).__name__}."
+    )
+
+
+@overload
+def skip_first_batches(loader: PreparedDataLoader[T], num_batches: int = 0) -> PreparedDataLoader[T]: ...
+@overload
+def skip_first_batches(loader: DataLoader[T], num_batches: int = 0) -> DataLoader[T] | Skipped[Any]: ...
+@overload
+def skip_first_batches(loader: Skipping[T], num_batches: int = 0) -> T: ...
+@overload
+def skip_first_batches(loader: Iterable[T], num_batches: int = 0) -> Iterable[T]: ...
+def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+    """Return a loader whose passes begin behind the first ``num_batches`` batches. ``loader`` isn't changed.
+
+    Of map-style data nothing that is skipped is loaded; what comes as a stream is read and thrown away, when
+    the pass begins. All options of the loader are kept, and where it has a length, so has the result. More
+    than there are: its passes are empty.
+
+    A prepared loader and what is made from it share their epoch: when a pass over the one is complete, both
+    are at the next epoch. Batches count from the start of the epoch, also where :func:`restore_loader` had
+    moved the loader into it: ``num_batches`` says where to go on then, and not the state. A state from the
+    end of an epoch is a place at the start of the next one. A state that is loaded into the result says by
+    itself where to go on, and nothing is skipped in that pass.
+
+    Prepare first and skip then: what is left of a plain loader is shared out as data of its own.
+
+    Ranks: any; doesn't communicate. Every rank of a prepared loader's context skips alike.
+
+    Args:
+        loader: From :func:`accelfn.prepare_data_loader`, of an ``Accelerator``, a torch DataLoader, or any
+            other iterable. One that has a method ``skip_first_batches`` is asked itself.
+        num_batches: Batches of each rank, that is steps of the world.
+
+    Returns:
+        A loader of the same kind; of a stream or another iterable, an iterable.
+
+    Raises:
+        TypeError: ``num_batches`` is no whole number, or ``loader`` can't be iterated over.
+        ValueError: ``num_batches`` is negative.
+
+    >>> list(skip_first_batches(["a", "b", "c"], 2))
+    ['c']
+    """
+    if not isinstance(cast("object", num_batches), int) or isinstance(num_batches, bool):
+        raise TypeError(f"skip_first_batches: num_batches must be a whole number, got {num_batches!r}.")
+    if num_batches < 0:
+        raise ValueError(f"skip_first_batches: num_batches must not be negative, got {num_batches}.")
+    kind: Any = type(cast("object", loader))
+    if isinstance(loader, PreparedDataLoader):
+        prepared = cast("PreparedDataLoader[Any]", loader)
+        return prepared._twin(passes_of(prepared).skipping(num_batches))  # pyright: ignore[reportPrivateUsage]
+    # Of the class: an instance may pass on what it doesn't have itself.
+    own = getattr(kind, "skip_first_batches", None)
+    if own is not None:
+        return own(loader, num_batches)
+    if not isinstance(loader, Iterable):
+        raise TypeError(f"skip_first_batches takes a loader or another iterable, got {kind.__name__}.")
+    # A loader that iterates in its own way may not ask its sampler.
+    source, plain = cast("Any", loader), cast("Any", DataLoader)
+    asks_sampler = issubclass(kind, plain) and kind.__iter__ is plain.__iter__
+    if not asks_sampler or isinstance(source.dataset, IterableDataset):
+        return Skipped(source, num_batches)
+    name = "sampler" if source.batch_sampler is None else "batch_sampler"
+    return twin_of(source, **{name: Skipped(getattr(source, name), num_batches)})

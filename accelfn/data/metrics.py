@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from accelfn.comm import Call, catch, gather, gather_bytes
+from accelfn.comm import catch, gather, gather_bytes
+from accelfn.comm.agreement import tree_call
 from accelfn.context import Context, check_context
 from accelfn.data.microbatch import MicroBatch, check_micro
 from accelfn.errors import MismatchError
@@ -188,12 +189,7 @@ def _tell_all(ctx: Context, structure: TreeSpec, own: _Told, as_objects: bool) -
 
     nothing = "an object" if as_objects else "a tensor"
     kinds = [nothing if one is None else _kind(one) for one in own.objects]
-    call = Call(
-        "gather_for_metrics",
-        f"{structure.describe()}{kinds}",
-        lambda: dict(zip(structure.paths(), kinds, strict=True)),
-        pairs=True,
-    )
+    call = tree_call("gather_for_metrics", "", structure, kinds, pairs=True)
     blob, error = catch(dump)
     return [_Told(*pickle.loads(one)) for one in gather_bytes(ctx, call, blob or b"", error)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -14,7 +14,8 @@ from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader, passes_of
 from accelfn.data.passes import Passes
-from accelfn.data.reading import EVENED, BatchInfo, EpochPass, rows_of
+from accelfn.data.plan import BatchInfo
+from accelfn.data.reader import EVENED, EpochPass, length_of, rows_of
 from accelfn.data.sequence import sequence_sharder
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 
@@ -202,12 +203,9 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
         begun = passes.begin()
         epoch, before = passes.epoch, passes.consumed  # behind a pass that was left, another one begins
         source = f"epoch {epoch}"
-    if uneven == "join":
-        steps = _joined(ctx, begun, epoch)
-    elif begun.counts is None:
-        steps = _in_windows(ctx, begun, uneven)
-    else:
-        steps = _counted(ctx, begun, begun.counts, epoch, uneven)
+    steps = (
+        _in_step(ctx, begun, begun.counts, epoch, uneven) if begun.counts else _in_windows(ctx, begun, uneven)
+    )
     size = ctx.num_processes
     shard = sequence_sharder(whole) if passes is None else None  # a prepared loader does it
     # What MicroBatch(...) calls, at a third of its cost, which each batch pays.
@@ -217,8 +215,8 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     is_full = uneven != "join"  # there, what is planned for a step isn't what the ranks do together
     with whole.collectives.call_log.open_pass() as now:
         index = 0
-        for batch, share, place, window, is_last in steps:
-            own, most, by_all, by_rank, own_valid, _, consumed, _ = share
+        for batch, info, place, window, is_last in steps:
+            own, most, by_all, by_rank, own_valid, _, consumed, _ = info
             if rows is None or valid is None or own is None:
                 rows = valid = None
             else:
@@ -226,11 +224,11 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
                 valid += own if own_valid is None else own_valid
             is_full = is_full and by_all is not None and most is not None and by_all == most * size
             if passes is not None:
-                passes.note(share)
+                passes.note(info)
             draws = None
             if ctx.reduction is not None:
-                draws = _draws_of(ctx, source, index, share, before, begun.is_own)
-                before = share.consumed
+                draws = _draws_of(ctx, source, index, info, before, begun.is_own)
+                before = info.consumed
             known = (index, epoch, place, window, place == window - 1, is_last)
             of_step = (own, most, by_all, by_rank, own_valid, consumed or None)
             index += 1
@@ -261,97 +259,80 @@ def _begin_any(ctx: Context, loader: Iterable[T], uneven: Uneven) -> tuple[Epoch
     generator that the program seeds and saves. All ranks draw, to leave it alike, and take that of rank 0.
     """
     name = "" if ctx.reduction is None else str(int(torch.empty((), dtype=torch.int64).random_()))
-    own = len(loader) if isinstance(loader, Sized) else None
-    shares = ((batch, BatchInfo(num_rows=rows_of(batch))) for batch in loader)
+    own = length_of(loader)
+    batches = ((batch, BatchInfo(num_rows=rows_of(batch))) for batch in loader)
     is_unasked = ctx.guard.mode == GuardMode.OFF and uneven == "error" and ctx.reduction is None
     if ctx.num_processes == 1 or is_unasked:
-        return EpochPass(None if own is None else (own,), shares, in_step=True), f"pass {name}"
+        return EpochPass(None if own is None else (own,), batches, in_step=True), f"pass {name}"
     said: list[tuple[int | None, str]] = [
         json.loads(blob) for blob in gather_bytes(ctx, Call("microbatches"), json.dumps([own, name]).encode())
     ]
     counts = tuple(count for count, _ in said if count is not None)
-    return EpochPass(counts if len(counts) == len(said) else None, shares), f"pass {said[0][1]}"
+    return EpochPass(counts if len(counts) == len(said) else None, batches), f"pass {said[0][1]}"
 
 
-def _counted(
+def _in_step(
     ctx: Context, begun: EpochPass[T], counts: tuple[int, ...], epoch: int, uneven: Uneven
 ) -> Iterator[_Step[T]]:
-    """Go through batches whose number is known on every rank."""
-    if min(counts) != max(counts) and uneven == "error":
-        raise _uneven(counts, begun.evened_by)
-    if uneven == "pad":
-        _check_repeatable(counts, begun.evened_by)
-    num_batches = max(counts) if uneven == "pad" else min(counts)
-    batches = begun.batches
-    if uneven == "pad" and min(counts) < num_batches:
-        batches = _lengthened(batches, num_batches, begun.share_at)
-    steps, ends_window = ctx.accumulation.num_steps, ctx.accumulation.sync_with_dataloader
-    place, window, last = 0, 1, num_batches - 1
-    # Where the data has fewer than its length has promised, all find it out when the pass ends.
-    for index, (batch, share) in enumerate(islice(batches, num_batches)):
-        if steps > 1:
-            place, window = _place_of(index, epoch, num_batches, steps, ends_window)
-        yield batch, share, place, window, index == last
+    """Go through batches whose number is known on every rank.
 
-
-def _joined(ctx: Context, begun: EpochPass[T], epoch: int) -> Iterator[_Step[T]]:
-    """Go through this rank's own batches, and close windows wherever a rank has no more.
-
-    A window that stayed open on a rank without batches would lose its gradients, and ranks whose windows
-    close in different steps would reduce different things.
+    With ``"join"`` each rank goes through its own, and windows close wherever a rank has no more: one that
+    stayed open on a rank without batches would lose its gradients, and ranks whose windows close in different
+    steps would reduce different things.
     """
-    steps = ctx.accumulation.num_steps
-    if steps > 1 and (begun.counts is None or not ctx.accumulation.sync_with_dataloader):
-        raise ConfigurationError(
-            'microbatches: uneven="join" closes windows where a rank ends, so windows of several batches '
-            f"need data with a length, and sync_with_dataloader=True. Got windows of {steps} batches. Use 1, "
-            'or uneven="pad".'
-        )
-    if begun.counts is None:
-        for batch, share in begun.batches:
-            yield batch, share, 0, 1, share.is_last
-        return
-    own = begun.counts[ctx.rank]
-    for index, (batch, share) in enumerate(islice(begun.batches, own)):
-        start = max((count for count in begun.counts if count <= index), default=0)
-        end = min(count for count in begun.counts if count > index)
-        place, window = _place_of(index - start, epoch, end - start, steps, True)
-        yield batch, share, place, window, index == own - 1
+    _refuse_uneven(counts, begun.evened_by, uneven)
+    steps, ends_window = ctx.accumulation.num_steps, ctx.accumulation.sync_with_dataloader
+    number, batches = min(counts), begun.batches
+    if uneven == "join":
+        number = counts[ctx.rank]
+        if steps > 1 and not ends_window:
+            raise _no_joined_windows(steps)
+    elif uneven == "pad" and number < max(counts):
+        number = max(counts)
+        batches = _lengthened(batches, number, begun.info_at)
+    ends = sorted(set(counts)) if uneven == "join" else [number]
+    place, window, start = 0, 1, 0
+    # Where the data has fewer than its length has promised, all find it out when the pass ends.
+    for index, (batch, info) in enumerate(islice(batches, number)):
+        if index == ends[0]:
+            start = ends.pop(0)
+        if steps > 1:
+            place, window = _place_of(index - start, epoch, ends[0] - start, steps, ends_window)
+        yield batch, info, place, window, index == number - 1
 
 
 def _in_windows(ctx: Context, begun: EpochPass[T], uneven: Uneven) -> Iterator[_Step[T]]:
     """Go through batches of unknown number, a window at a time."""
     steps = ctx.accumulation.num_steps
+    if steps > 1 and uneven == "join":
+        raise _no_joined_windows(steps)
     if steps > 1 and not ctx.accumulation.sync_with_dataloader:
         raise ConfigurationError(
             "sync_with_dataloader=False lets windows go on into the next epoch, and in data without a length "
             f"it is unknown where one ends: got windows of {steps} batches. Use sync_with_dataloader=True "
             "or data with a length."
         )
-    agreed = begun.in_step or (ctx.guard.mode == GuardMode.OFF and uneven == "error")
-    batches = begun.batches
+    is_unasked = ctx.guard.mode == GuardMode.OFF and uneven == "error"
+    compares = ctx.num_processes > 1 and not (begun.in_step or uneven == "join" or is_unasked)
+    batches, index = begun.batches, 0
     latest: tuple[T, BatchInfo] | None = None
-    index = 0
     while True:
         held = list(islice(batches, steps))
         number = len(held)
-        if not agreed and ctx.num_processes > 1:
+        if compares:
             blobs = gather_bytes(ctx, Call("microbatches", "a window"), str(number).encode())
             numbers = [int(blob) for blob in blobs]
-            if min(numbers) != max(numbers) and uneven == "error":
-                raise _uneven([index + one for one in numbers], begun.evened_by)
-            if uneven == "pad" and index == 0:
-                _check_repeatable(numbers, begun.evened_by)
+            _refuse_uneven([index + one for one in numbers], begun.evened_by, uneven)
             number = max(numbers) if uneven == "pad" else min(numbers)
-            held = list(_lengthened(iter(held), number, begun.share_at, latest))[:number]
-        for place, (batch, share) in enumerate(held):
+            held = list(_lengthened(iter(held), number, begun.info_at, latest))[:number]
+        for place, (batch, info) in enumerate(held):
             if place < number - 1:
                 is_last: bool | None = False
             elif number < steps:
                 is_last = True
             else:  # the end of this rank's own data is not that of data that is made longer
-                is_last = share.is_last if agreed or uneven != "pad" else None
-            yield batch, share, place, number, is_last
+                is_last = None if compares and uneven == "pad" else info.is_last
+            yield batch, info, place, number, is_last
         index += number
         if number < steps:
             return
@@ -361,7 +342,7 @@ def _in_windows(ctx: Context, begun: EpochPass[T], uneven: Uneven) -> Iterator[_
 def _lengthened(
     batches: Iterator[tuple[T, BatchInfo]],
     number: int,
-    share_at: Callable[[int], BatchInfo] | None = None,
+    info_at: Callable[[int], BatchInfo] | None,
     latest: tuple[T, BatchInfo] | None = None,
 ) -> Iterator[tuple[T, BatchInfo]]:
     """Repeat the latest batch, as padding, until there are ``number``."""
@@ -373,19 +354,37 @@ def _lengthened(
     for index in range(given, number):
         if latest is None:  # a source that gave none has promised some: found out by all when the pass ends
             return
-        batch, share = latest
-        planned = share if share_at is None else share_at(index)
-        yield batch, planned._replace(num_rows=share.num_rows, own_valid=0)
+        batch, info = latest
+        planned = info if info_at is None else info_at(index)
+        yield batch, planned._replace(num_rows=info.num_rows, own_valid=0)
 
 
-def _check_repeatable(counts: Sequence[int], evened_by: Sequence[str]) -> None:
-    """Refuse on every rank what a rank without any batch can't do: repeat its latest one."""
-    if min(counts) == 0 < max(counts):
+def _no_joined_windows(steps: int) -> ConfigurationError:
+    return ConfigurationError(
+        'microbatches: uneven="join" closes windows where a rank ends, so windows of several batches '
+        f"need data with a length, and sync_with_dataloader=True. Got windows of {steps} batches. Use 1, "
+        'or uneven="pad".'
+    )
+
+
+def _refuse_uneven(counts: Sequence[int], evened_by: Sequence[str], uneven: Uneven) -> None:
+    """Refuse, on every rank alike, numbers of batches by rank that the policy has no way to deal with."""
+    if min(counts) == max(counts):
+        return
+    if uneven == "pad" and min(counts) == 0:
         raise ValueError(
             'microbatches: uneven="pad" repeats the latest batch of a rank that has no more, and a rank has '
             f"none at all: the numbers of batches are {', '.join(map(str, counts))} by rank. "
             + _ways_out(counts, evened_by)
         )
+    if uneven == "error":
+        expected = max(counts, key=counts.count)  # of equally common ones that of the lowest rank
+        rows = [
+            Disagreement(rank, "", _batches(expected), _batches(count))
+            for rank, count in enumerate(counts)
+            if count != expected
+        ]
+        raise UnevenDataError("microbatches", rows, _ways_out(counts, evened_by), counts=counts)
 
 
 def _ways_out(counts: Sequence[int], evened_by: Sequence[str]) -> str:
@@ -402,35 +401,25 @@ def _batches(count: int) -> str:
     return f"{count} batch{'' if count == 1 else 'es'}"
 
 
-def _uneven(counts: Sequence[int], evened_by: Sequence[str]) -> UnevenDataError:
-    expected = max(counts, key=counts.count)  # of equally common ones that of the lowest rank
-    rows = [
-        Disagreement(rank, "", _batches(expected), _batches(count))
-        for rank, count in enumerate(counts)
-        if count != expected
-    ]
-    return UnevenDataError("microbatches", rows, _ways_out(counts, evened_by), counts=counts)
-
-
-def _draws_of(ctx: Context, source: str, index: int, share: BatchInfo, before: int, is_own: bool) -> Draws:
+def _draws_of(ctx: Context, source: str, index: int, info: BatchInfo, before: int, is_own: bool) -> Draws:
     """Name the random numbers of a batch. Pure.
 
     Args:
         ctx: Says the rank.
         source: What the batch is of, such as ``"epoch 0"``.
         index: Number of the batch in its pass.
-        share: What is known of it.
+        info: What is known of it.
         before: Samples of the epoch that had been read before it.
         is_own: Each rank has data of its own. Together they count as one order: a batch of each rank in turn.
     """
-    rank, size, read = ctx.rank, ctx.num_processes, share.consumed - before
-    if not share.consumed:  # nobody counts
+    rank, size, read = ctx.rank, ctx.num_processes, info.consumed - before
+    if not info.consumed:  # nobody counts
         return Draws(f"batch {index * size + rank} of {source}")
     if is_own:
         first = before * size + rank * read
-    elif share.valid_by_rank is not None:
-        first = before + sum(share.valid_by_rank[:rank])
+    elif info.valid_by_rank is not None:
+        first = before + sum(info.valid_by_rank[:rank])
     else:
-        rows = -(-read // size) if share.max_rows is None else share.max_rows
+        rows = -(-read // size) if info.max_rows is None else info.max_rows
         first = before + rank * rows
     return Draws(f"sample {first} of {source}")

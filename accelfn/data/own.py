@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -10,42 +10,42 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
 from accelfn.data.order import tell
-from accelfn.data.reading import BatchInfo, EpochPass, Reader, ReadSettings, UserState, rows_of
-from accelfn.data.rebuild import batch_sampler_of, is_stateful, num_workers_of, remake, twin_of
+from accelfn.data.plan import BatchInfo
+from accelfn.data.reader import EpochPass, Reader, ReadSettings, StreamStates, UserState, length_of, rows_of
+from accelfn.data.rebuild import batch_sampler_of, remake, twin_of
 from accelfn.data.states import State, StatefulIterator, begun_once, restore_sampler, sampler_state
 from accelfn.data.workers import begin_reading
 
-__all__ = ("Followed", "OwnReader")
+__all__ = ("OwnReader",)
 
 T = TypeVar("T")
 
 
 class OwnReader(Reader[T]):
-    """Hands out what the user's loader gives."""
+    """Hands out what the user's loader gives. ``start`` and ``consumed`` count batches."""
 
     def __init__(self, ctx: Context, source: DataLoader[T], seed: int) -> None:
         """Read ``source``."""
         self.seed = seed
         self.even_batches: bool | None = False  # each rank has what it was given
         self._ctx = ctx = ctx.along("dp")
-        self._sampler: Any = batch_sampler_of(source)
         self._source: Any = source
-        self._followed: Followed | None = None
-        self._is_stateful = False
+        self._sampler: Any = None
+        self._states: StreamStates | None = None
+        self._followed: _Followed | None = None
         self._to_end: Iterator[Any] | None = None  # of a pass that has given all its batches
         if isinstance(source.dataset, IterableDataset):
-            self._sampler = None
-            self._is_stateful = source.num_workers > 0 and is_stateful(ctx, source)
-            batching = {"batch_size": source.batch_size, "drop_last": source.drop_last}
+            self._states = StreamStates(ctx, source, source.dataset)
             if source.num_workers == 0:
-                self._followed = Followed(source.dataset)
+                self._followed = _Followed(self._states.follower)
                 self._source = twin_of(source, dataset=self._followed)
-            elif self._is_stateful:
+            elif self._states.of_workers:
+                batching = {"batch_size": source.batch_size, "drop_last": source.drop_last}
                 self._source = remake(source, source.dataset, stateful=True, **batching)
-        elif self._sampler is None:
-            self._sampler = cast("Any", source).sampler
-        num_workers = source.num_workers if isinstance(source.dataset, IterableDataset) else None
-        self.setting: ReadSettings = ReadSettings(
+        else:
+            self._sampler = batch_sampler_of(source) or cast("Any", source).sampler
+        num_workers = None if self._states is None else source.num_workers
+        self.settings: ReadSettings = ReadSettings(
             num_workers=num_workers, num_processes=ctx.num_processes, rank=ctx.rank
         )
         size = getattr(source, "batch_size", None)
@@ -53,24 +53,19 @@ class OwnReader(Reader[T]):
 
     def count(self) -> int | None:
         """Count this rank's batches, where the loader has a length."""
-        try:
-            return len(cast("Sized", self._source))
-        except TypeError:
-            return None
+        return length_of(self._source)
 
     def can_recall(self, stream: State) -> bool:
         """Return whether the state of a stream is of this kind of loader."""
-        if self._is_stateful:
-            return num_workers_of(stream) == self._source.num_workers
-        return self._followed is not None and self._followed.follower.can_take(stream)
+        return self._states is not None and self._states.can_recall(stream)
 
     def rest(self) -> UserState:
         """Return the states between passes."""
         sampler = None if self._sampler is None else sampler_state(self._sampler)
-        return UserState(sampler, None if self._followed is None else self._followed.follower.rest())
+        return UserState(sampler, None if self._states is None else self._states.rest())
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
-        """Begin a pass; what comes before ``start``, here a number of batches, is read and thrown away."""
+        """Begin a pass; what comes before ``start`` is read and thrown away."""
         if self._followed is not None:
             self._followed.follower.rewind()
             tell(self._followed, epoch)
@@ -94,14 +89,13 @@ class OwnReader(Reader[T]):
             self._to_end = None
 
     def _read(self, start: int, stream: State | None, at: int) -> Iterator[tuple[T, BatchInfo]]:
-        begin = 0 if stream is None else at
         if self._followed is not None:
             self._followed.recalled = stream
         elif stream is not None:
             self._source.load_state_dict(stream)
         batches: Any = begin_reading(self._source, goes_on=start > 0)
         total = self.count()
-        for number, batch in enumerate(batches, begin + 1):
+        for number, batch in enumerate(batches, 1 if stream is None else at + 1):
             if number <= start:
                 continue
             state: State | None = None
@@ -109,12 +103,12 @@ class OwnReader(Reader[T]):
             if self._followed is not None:
                 state = self._followed.state()
                 self._to_end = batches if state is not None and number == total else None
-            elif self._is_stateful:
+            elif self._states is not None and self._states.of_workers:
                 state = batches.state_dict()
             yield batch, BatchInfo(num_rows=rows_of(batch), consumed=number, stream=state)
 
 
-class Followed(IterableDataset[Any]):
+class _Followed(IterableDataset[Any]):
     """A stream that is read in this process, with its state. For everything else it is that stream.
 
     Attributes:
@@ -122,15 +116,13 @@ class Followed(IterableDataset[Any]):
         recalled: Where the next pass begins; None: at its start.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        """Read ``dataset``."""
-        self.follower: StatefulIterator = StatefulIterator(dataset)
+    def __init__(self, follower: StatefulIterator) -> None:
+        self.follower = follower
         self.recalled: State | None = None
-        self._inner = dataset
         self._has_ended = False
 
     def __len__(self) -> int:
-        return len(self._inner)
+        return len(self.follower.dataset)
 
     def __iter__(self) -> Iterator[Any]:
         recalled, self.recalled, self._has_ended = self.recalled, None, False
@@ -139,10 +131,9 @@ class Followed(IterableDataset[Any]):
         self.follower.end()
 
     def state(self) -> State | None:
-        """Return where the pass is."""
         return self.follower.state(self._has_ended)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("follower", "recalled"):
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        return getattr(self.follower.dataset, name)

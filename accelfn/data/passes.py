@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 from accelfn.comm import failing_together, synchronize_rng_states
 from accelfn.context import Context
 from accelfn.data.order import tell
-from accelfn.data.place import LoaderState, check_state
 from accelfn.data.placement import placer
-from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import BatchInfo, EpochPass, Reader, UserState, start_behind
+from accelfn.data.plan import BatchInfo, EpochPlan
+from accelfn.data.reader import EpochPass, Reader, UserState
+from accelfn.data.resume import LoaderState, check_state
 from accelfn.data.sequence import sequence_sharder
 from accelfn.data.states import rewound
 from accelfn.data.workers import naming_dead_workers
@@ -93,27 +93,23 @@ class Passes(Generic[T]):
 
     def state(self) -> LoaderState:
         """Describe the place; see :func:`accelfn.loader_state`."""
-        place, reader, setting = self._place, self.reader, self.reader.setting
+        place, reader = self._place, self.reader
         own = place.own if place.is_amid or place.is_recalled else reader.rest()
         return LoaderState(
             epoch=place.epoch,
             consumed=place.latest.consumed,
             seed=reader.seed,
             length=reader.length,
-            num_workers=setting.num_workers,
-            group=setting.group,
-            num_processes=setting.num_processes,
-            rank=setting.rank,
-            order=setting.order,
             sampler=own.sampler,
             stream=place.latest.stream or own.stream,
+            **reader.settings._asdict(),
         )
 
     def go_to(self, state: LoaderState) -> None:
         """Let the next pass begin where ``state`` was taken; see :func:`accelfn.restore_loader`."""
         reader, stream = self.reader, state.stream
         by_state = stream is not None and reader.can_recall(stream)
-        if not check_state(state, reader.length, reader.setting, by_state):
+        if not check_state(state, reader.length, reader.settings, by_state):
             stream = None  # the place is reached by reading
         self.move_to(state.epoch, state.consumed, state.seed, UserState(state.sampler, stream))
 
@@ -183,7 +179,7 @@ class Passes(Generic[T]):
         if not self._skips(first):
             return self.reader.plan(first)
         plan = self.reader.plan(0)
-        return None if plan is None else plan.continued(start_behind(plan, self._num_skipped))
+        return None if plan is None else plan.after(self._num_skipped)
 
     def begin(self) -> EpochPass[T]:
         """Begin a pass. Whoever takes a batch from it calls :meth:`note`, and :meth:`finish` at its end.
@@ -193,9 +189,9 @@ class Passes(Generic[T]):
         begun = self._begin()
         return begun._replace(batches=self._placed(begun.batches))
 
-    def note(self, share: BatchInfo) -> None:
+    def note(self, info: BatchInfo) -> None:
         """Take down how far the pass has come."""
-        self._place.latest = share
+        self._place.latest = info
 
     def finish(self) -> None:
         """End a pass: the next one is the next epoch."""
@@ -226,20 +222,19 @@ class Passes(Generic[T]):
 
     def _begin_at(self, start: int, skips: bool) -> EpochPass[T]:
         place, plan = self._place, self.reader.plan(0) if skips else None
-        first = start
-        if skips:
-            first = 0 if plan is None else start_behind(plan, self._num_skipped)
         recalled, place.is_recalled = place.own if place.is_recalled else UserState(), False
-        if first < start:  # the stream has gone beyond the batches that are wanted
+        if skips:  # batches count from the start of the epoch
             recalled = UserState(recalled.sampler, rewound(recalled.stream))
-            start = 0
-        place.start, place.latest = 0, BatchInfo(consumed=first)
-        self.reader.recall(recalled, start)
+            at, start = 0, 0 if plan is None else plan.after(self._num_skipped).start
+        else:
+            at = start
+        place.start, place.latest = 0, BatchInfo(consumed=start)
+        self.reader.recall(recalled, at)
         with failing_together(self.context, "a data loader"), naming_dead_workers(self.context.rank):
             if skips and plan is None:
                 begun = self.reader.begin_after(place.epoch, self._num_skipped)
             else:
-                begun = self.reader.begin(place.epoch, first)
+                begun = self.reader.begin(place.epoch, start)
         place.own, place.is_amid = UserState(begun.sampler, recalled.stream), True
         return begun
 
@@ -268,9 +263,9 @@ class Passes(Generic[T]):
         shard = sequence_sharder(ctx)
         # Once around all: what the loop over the batches raises doesn't come in here, where they are made.
         with failing_together(ctx, "a data loader"), naming_dead_workers(ctx.rank):
-            for batch, share in batches:
+            for batch, info in batches:
                 batch = batch if place is None else place(batch)
-                yield batch if shard is None else shard(batch), share
+                yield batch if shard is None else shard(batch), info
 
     def _synchronize(self) -> None:
         """Bring the random states that the context names to rank 0's, as a pass begins."""

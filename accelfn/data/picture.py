@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import share_of
 
 __all__ = ("draw_plan", "draw_plan_svg")
 
@@ -126,7 +125,7 @@ def _table(plan: EpochPlan, sharing: int, max_steps: int, max_ranks: int) -> lis
 
 def _read(plan: EpochPlan, step: int, rank: int) -> _Cell:
     positions = plan.positions(step, rank)
-    valid = share_of(plan, step, rank).own_valid or 0
+    valid = plan.batch_info(step, rank).own_valid or 0
     return positions[:valid], positions[valid:]
 
 

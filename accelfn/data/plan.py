@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from accelfn.context import plan_mesh
 from accelfn.context.config import DataLoaderConfiguration, ParallelismConfig
+from accelfn.data.states import State
 from accelfn.errors import ConfigurationError
 
-__all__ = ("DataRank", "EpochPlan", "data_rank", "plan_epoch", "rows_in")
+__all__ = (
+    "BatchInfo",
+    "DataRank",
+    "EpochPlan",
+    "data_rank",
+    "plan_epoch",
+    "plan_stream",
+    "refuse_unsplittable",
+)
+
+
+class BatchInfo(NamedTuple):
+    """What is known of one batch of one rank. The first five are those of a MicroBatch, in its order.
+
+    Attributes:
+        num_rows: Samples in it, padding included; None where nobody says.
+        max_rows: Samples in the batch of the rank that has most.
+        num_valid: Samples of all ranks that are no padding; the first ones, in rank order, unless
+            ``valid_by_rank`` says otherwise.
+        valid_by_rank: The same by rank, where batches have different lengths; each rank's first ones.
+        own_valid: Of this rank alone, its first ones; None for all its rows.
+        is_last: Whether no batch follows; None where that shows only when the next one is asked for.
+        consumed: Samples of the epoch that have been read, on all ranks, when this batch is done.
+        stream: State of a stream of the user's own then, where it has one.
+    """
+
+    num_rows: int | None = None
+    max_rows: int | None = None
+    num_valid: int | None = None
+    valid_by_rank: tuple[int, ...] | None = None
+    own_valid: int | None = None
+    is_last: bool | None = None
+    consumed: int = 0
+    stream: State | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +98,11 @@ class EpochPlan:
         return full + 1 if self.even or rest > rank * self.rank_batch else full
 
     @property
+    def in_step(self) -> bool:
+        """Whether all ranks have equally many batches, however many samples there are."""
+        return self.even or self.drop_last or self.size == 1
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Batches of each rank."""
         return tuple(self.num_batches(rank) for rank in range(self.size))
@@ -74,15 +114,15 @@ class EpochPlan:
             return [position % self.num_samples for position in range(first, first + self.rank_batch)]
         return list(range(first, min(first + self.rank_batch, self.num_samples)))
 
-    def block(self, first: int, last: int, rank: int) -> torch.Tensor:
-        """Return the positions of ``rank`` in steps ``first`` to ``last``, that one not included.
+    def block(self, first: int, last: int, ranks: range) -> torch.Tensor:
+        """Return the positions of ``ranks`` in steps ``first`` to ``last``, that one not included.
 
         Returns:
-            ``(n,)`` int64: of each step ``rank_batch`` positions, of an uneven last one those there are.
+            ``(n,)`` int64: of each step ``rank_batch`` positions a rank, of an uneven last one fewer.
         """
-        starts = torch.arange(first, last) * self.global_batch + (self.start + rank * self.rank_batch)
-        positions = (starts[:, None] + torch.arange(self.rank_batch)).reshape(-1)
-        if self.start + (last - 1) * self.global_batch + (rank + 1) * self.rank_batch <= self.num_samples:
+        starts = torch.arange(first, last) * self.global_batch + (self.start + ranks.start * self.rank_batch)
+        positions = (starts[:, None] + torch.arange(len(ranks) * self.rank_batch)).reshape(-1)
+        if self.start + (last - 1) * self.global_batch + ranks.stop * self.rank_batch <= self.num_samples:
             return positions
         if self.even:
             return positions.remainder_(self.num_samples)
@@ -103,13 +143,55 @@ class EpochPlan:
         """Count the samples of the order that have been read when ``step`` is over."""
         return self.start + step * self.global_batch + self.num_valid(step)
 
-    def continued(self, start: int) -> EpochPlan:
-        """Return the plan of the rest of the epoch, from position ``start`` on."""
-        return replace(self, start=start)
+    def batch_info(self, step: int, rank: int) -> BatchInfo:
+        """Describe the batch that ``rank`` reads in ``step``.
 
-    def evened(self, even: bool) -> EpochPlan:
-        """Return the plan that fills the last step up, or leaves it short."""
-        return replace(self, even=even and self.size > 1)  # alone, there is nobody to keep in step with
+        >>> info = plan_epoch(5, 2, 2).batch_info(1, 1)
+        >>> info.num_rows, info.own_valid, info.is_last, info.consumed
+        (2, 0, True, 5)
+        """
+        return BatchInfo(
+            num_rows=self.num_rows(step, rank),
+            max_rows=self.num_rows(step, 0),
+            num_valid=self.num_valid(step),
+            own_valid=max(0, min(self.rank_batch, self.num_valid(step) - rank * self.rank_batch)),
+            is_last=step == self.num_batches(rank) - 1,
+            consumed=self.consumed(step),
+        )
+
+    def batch_infos(self, rank: int) -> Iterator[BatchInfo]:
+        """Describe the batches that ``rank`` reads, one after the other, as :meth:`batch_info` does.
+
+        >>> plan = plan_epoch(9, 2, 2)
+        >>> list(plan.batch_infos(1)) == [plan.batch_info(step, 1) for step in range(3)]
+        True
+        """
+        num_batches = self.num_batches(rank)
+        rows, group, consumed = self.rank_batch, self.global_batch, self.start
+        # Full steps but for a last one differ in their places only.
+        full = max(0, min(num_batches - 1, self.num_left // group))
+        # What BatchInfo(...) calls, at half of its cost, which each batch pays.
+        make = cast("Callable[..., BatchInfo]", cast("Any", tuple).__new__)
+        for _ in range(full):
+            consumed += group
+            yield make(BatchInfo, (rows, rows, group, None, rows, False, consumed, None))
+        for step in range(full, num_batches):
+            yield self.batch_info(step, rank)
+
+    def of_one_rank(self) -> EpochPlan:
+        """Return the plan of a world of one whose batches are whole steps of this one."""
+        return replace(self, rank_batch=self.global_batch, size=1)
+
+    def after(self, num_steps: int) -> EpochPlan:
+        """Return the plan of the epoch without its first steps.
+
+        >>> [plan_epoch(9, 2, 2).after(num_steps).start for num_steps in range(5)]
+        [0, 4, 8, 9, 9]
+        """
+        if num_steps == 0:
+            return self
+        start = self.consumed(num_steps - 1) if num_steps < self.num_steps else self.num_samples
+        return replace(self, start=start)
 
 
 def plan_epoch(
@@ -204,22 +286,37 @@ def data_rank(parallelism: ParallelismConfig, rank: int) -> DataRank:
     return DataRank(mesh.coordinate(rank, "dp"), size, mesh.num_ranks // size)
 
 
-def rows_in(loading: DataLoaderConfiguration, size: int, batch_size: int | None) -> int:
-    """Count the samples in a rank's batch; where the loader doesn't make batches, each one counts as one.
+def plan_stream(
+    loading: DataLoaderConfiguration, size: int, batch_size: int | None, drop_last: bool
+) -> EpochPlan:
+    """Plan how ranks share a stream of unknown length, which counts as 0. Pure.
+
+    Where the loader doesn't make batches, each of its items counts as one sample.
 
     Args:
         loading: How the user wants data to be shared out.
         size: Ranks that read different data.
         batch_size: Of the user's loader.
+        drop_last: Of the user's loader.
 
     Raises:
         ConfigurationError: The batch is to be split and can't be.
     """
-    if batch_size is not None:
-        return plan_epoch(0, batch_size, size, split_batches=loading.split_batches).rank_batch
-    if loading.split_batches:
+    refuse_unsplittable(loading, batch_size)
+    return plan_epoch(
+        0,
+        batch_size or 1,
+        size,
+        split_batches=loading.split_batches,
+        even_batches=loading.even_batches,
+        drop_last=drop_last,
+    )
+
+
+def refuse_unsplittable(loading: DataLoaderConfiguration, batch_size: int | None) -> None:
+    """Refuse to split batches of a loader that makes none."""
+    if loading.split_batches and batch_size is None:
         raise ConfigurationError(
             "split_batches cuts each batch that the loader makes, and with batch_size=None the loader makes "
             "none. Use split_batches=False, or give the loader a batch size."
         )
-    return 1

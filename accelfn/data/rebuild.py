@@ -6,20 +6,22 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelfn.context import Context
 from accelfn.data.draws import seed_from
+from accelfn.data.plan import EpochPlan
 from accelfn.errors import MissingExtraError
 
 __all__ = (
     "Batches",
     "Keyed",
+    "ListsOf",
     "Seeded",
     "batch_sampler_of",
-    "check_stateful",
+    "import_stateful",
     "is_stateful",
     "num_workers_of",
     "rebuild",
@@ -70,6 +72,10 @@ class Keyed(list[Any]):
     def __reduce__(self) -> tuple[type[Keyed], tuple[list[Any], tuple[int, ...]]]:
         """Travel to a worker."""
         return Keyed, (list(self), self.key)
+
+
+# Gives the batches of consecutive ranks, step by step.
+ListsOf: TypeAlias = Callable[[EpochPlan, range], Iterator[Keyed]]
 
 
 class Batches:
@@ -145,7 +151,7 @@ def remake(
     Raises:
         MissingExtraError: torchdata isn't installed.
     """
-    kind: Any = _import_stateful() if stateful else DataLoader
+    kind: Any = import_stateful() if stateful else DataLoader
     if type(source) in (DataLoader, kind) or not isinstance(source, kind):
         options: dict[str, Any] = {name: getattr(source, name) for name in _OPTIONS if hasattr(source, name)}
         if source.num_workers > 0:
@@ -176,23 +182,18 @@ def is_stateful(ctx: Context, source: DataLoader[Any]) -> bool:
     return ctx.loading.use_stateful_dataloader or (kind is not None and isinstance(source, kind))
 
 
-def check_stateful(ctx: Context) -> None:
-    """Refuse to go on without torchdata where it was asked for.
-
-    Raises:
-        MissingExtraError: It isn't installed.
-    """
-    if ctx.loading.use_stateful_dataloader:
-        _import_stateful()
-
-
 def num_workers_of(state: Any) -> int | None:
     """Return how many workers a state of a StatefulDataLoader is of; None where it is no such state."""
     snapshot: Any = state.get("_snapshot")
     return None if snapshot is None else len(snapshot["_worker_snapshots"])
 
 
-def _import_stateful() -> type[DataLoader[Any]]:
+def import_stateful() -> type[DataLoader[Any]]:
+    """Return torchdata's StatefulDataLoader.
+
+    Raises:
+        MissingExtraError: torchdata isn't installed.
+    """
     try:
         return importlib.import_module(_STATEFUL).StatefulDataLoader
     except ImportError as error:

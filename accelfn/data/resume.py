@@ -1,188 +1,171 @@
-"""Where a loader is in its data, as a value; going on from there, in any world; and leaving out batches."""
+"""Where a loader is in its data, as a value that is checked when a loader goes on from it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
-from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar, cast, overload
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
-from torch.utils.data import DataLoader, IterableDataset
+from accelfn.data.reader import ReadSettings
+from accelfn.data.states import State, check_plain
+from accelfn.errors import ConfigurationError, NotAvailableError
 
-from accelfn.data.loader import PreparedDataLoader, passes_of, skipping
-from accelfn.data.place import LoaderState
-from accelfn.data.rebuild import twin_of
+__all__ = ("LoaderState", "check_state", "read_state")
 
-__all__ = ("Skipped", "Skipping", "loader_state", "restore_loader", "skip_first_batches")
-
-T = TypeVar("T")
-R_co = TypeVar("R_co", covariant=True)
+_VERSION = 2
 
 
-class Skipped(Generic[T]):
-    """An iterable without its first items, which each pass reads and throws away; or a sampler without them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderState:
+    """How far the ranks together have come in the data, as plain values that need no pickle.
 
-    Attributes that are not named here are passed through.
-    """
-
-    def __init__(self, source: Iterable[T], number: int) -> None:
-        """Leave out ``number`` items of ``source``."""
-        self._source = source
-        self._number = number
-
-    def __iter__(self) -> Iterator[T]:
-        return islice(iter(self._source), self._number, None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._source, name)
-
-
-class _SizedSkipped(Skipped[T]):
-    """The same of an iterable that has a length."""
-
-    def __len__(self) -> int:
-        return max(0, len(cast("Sized", self._source)) - self._number)
-
-
-def _skip_items(source: Iterable[T], number: int) -> Skipped[T]:
-    try:
-        len(cast("Sized", source))
-    except TypeError:
-        return Skipped(source, number)
-    return _SizedSkipped(source, number)
-
-
-class Skipping(Protocol[R_co]):
-    """What knows by itself how to leave out batches."""
-
-    def skip_first_batches(self, num_batches: int = 0, /) -> R_co:
-        """Return the same without the first batches."""
-        ...
-
-
-def loader_state(loader: PreparedDataLoader[Any] | DataLoader[Any]) -> LoaderState:
-    """Return where a loader is in its data.
-
-    Taken after a batch was yielded, it resumes at the next one: also in an accumulation window, and with
-    workers that have read ahead. After the last batch it resumes with what is left of the epoch, which is
-    nothing, and then with the next epoch.
-
-    Ranks: any; doesn't communicate. At the same batch all ranks get the same state, unless each reads data of
-    its own. Of a stream that rank 0 alone reads, rank 0's state is the one to keep: the others know the
-    place, and not the stream's own state.
-
-    Args:
-        loader: From :func:`accelfn.prepare_data_loader` (:func:`accelfn.prepare` gives the same, typed as the
-            DataLoader that it was made of), or of an ``Accelerator``.
+    Attributes:
+        version: Of this record.
+        epoch: Number of the epoch, from 0.
+        consumed: Samples of it that have been read, over all ranks. Where each rank has data of its own, what
+            this one has read: samples of its shards of a source, or batches of what was sharded already.
+        seed: Of the order.
+        length: Samples in an epoch; None where it is unknown.
+        num_workers: That read a stream; None of other data.
+        group: Samples of a step, where several workers read a stream.
+        num_processes: Ranks, where each has data of its own.
+        rank: Whose data it is then.
+        order: How samples are ordered: ``"sequential"``, ``"shuffled"``, ``"drawn"`` or by a ``"sampler"``;
+            None of batches of your own and of streams.
+        sampler: State of a sampler of your own, before it drew the epoch.
+        stream: State of a stream of your own, in this place.
 
     Raises:
-        TypeError: It is no such loader.
-
-    >>> import torch
-    >>> from accelfn import Context, prepare_data_loader
-    >>> loader = prepare_data_loader(Context(), DataLoader(torch.arange(6), batch_size=2))
-    >>> batches = iter(loader)
-    >>> next(batches), loader_state(loader).consumed
-    (tensor([0, 1]), 2)
+        TypeError: A number is no whole number, or a state holds what a checkpoint can't.
+        ValueError: A number is negative, or more samples were read than there are.
     """
-    return passes_of(_prepared("loader_state", loader)).state()
+
+    version: int = _VERSION
+    epoch: int
+    consumed: int
+    seed: int
+    length: int | None = None
+    num_workers: int | None = None
+    group: int | None = None
+    num_processes: int | None = None
+    rank: int | None = None
+    order: str | None = None
+    # A dict has no hash; equal states have equal numbers.
+    sampler: State | None = field(default=None, hash=False)
+    stream: State | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what can be no place in any data."""
+        for one in fields(self):
+            value: object = getattr(self, one.name)
+            if one.name in ("sampler", "stream"):
+                check_plain(value, f"the state of the {one.name}")
+            elif value is None and one.default is None:
+                continue
+            elif one.name == "order" and not isinstance(value, str):
+                raise TypeError(f"LoaderState: order must be a text, got {value!r}.")
+            elif one.name != "order" and (not isinstance(value, int) or isinstance(value, bool)):
+                raise TypeError(f"LoaderState: {one.name} must be a whole number, got {value!r}.")
+            elif isinstance(value, int) and value < 0:
+                raise ValueError(f"LoaderState: {one.name} must not be negative, got {value}.")
+        _check_consumed(self.consumed, self.length)
 
 
-def restore_loader(loader: PreparedDataLoader[Any] | DataLoader[Any], state: LoaderState) -> None:
-    """Let the next pass over ``loader`` begin where ``state`` was taken.
-
-    The number of ranks, the batch size and the number of workers may be others than they were: the order
-    goes on, and each sample that is left comes once. A sampler of your own draws the same order again: it is
-    brought to the state that it had before. Where each rank has data of its own (shards of a source, or what
-    was sharded already) it goes on in a world of the same size, each rank with its own state; a stream that
-    several workers read goes on with as many workers, and the same batch size times ranks.
-
-    Ranks: every rank of the loader's context, with one state; doesn't communicate. Between passes: one
-    that is under way isn't moved.
-
-    Args:
-        loader: Over the same dataset, from :func:`accelfn.prepare_data_loader`, or of an ``Accelerator``.
-        state: From :func:`loader_state`.
+def read_state(values: Mapping[str, Any]) -> LoaderState:
+    """Read a state from the dict that ``dataclasses.asdict`` has made of one.
 
     Raises:
-        TypeError: ``loader`` or ``state`` is something else.
-        NotAvailableError: A newer version of accelfn has written the state.
+        NotAvailableError: A newer version of accelfn has written it.
+        TypeError, ValueError: It is no state of a loader.
+    """
+    if not isinstance(cast("object", values), Mapping):
+        raise TypeError(
+            f"load_state_dict takes what state_dict() has given, got {type(cast('object', values)).__name__}."
+        )
+    version = values.get("version")
+    if isinstance(version, int):
+        _check_version(version)
+    unknown = sorted(str(name) for name in values.keys() - {one.name for one in fields(LoaderState)})
+    missing = sorted({"epoch", "consumed", "seed"} - values.keys())
+    if unknown or missing:
+        parts = (("lacks", missing), ("has", unknown))
+        wrong = [f"it {verb} {', '.join(names)}" for verb, names in parts if names]
+        raise ValueError(
+            f"load_state_dict: this is no state of a prepared loader: {' and '.join(wrong)}. Pass what its "
+            "state_dict() has given."
+        )
+    return LoaderState(**values)
+
+
+def check_state(state: LoaderState, length: int | None, now: ReadSettings, by_state: bool) -> bool:
+    """Refuse a state that doesn't fit a loader; say whether the state of its stream can be restored.
+
+    Args:
+        state: Taken before.
+        length: Samples in an epoch of the loader, where that is known.
+        now: How its data is read.
+        by_state: Whether the state has one of a stream, of a kind that the loader can take up.
+
+    Raises:
+        NotAvailableError: A newer version of accelfn has written it.
         ValueError: It is of a dataset of another length.
-        ConfigurationError: The order of a stream depends on workers or ranks, and theirs is another number
-            now. Whatever is raised, nothing was changed.
+        ConfigurationError: The data was read in another way, or in another order.
     """
-    prepared = _prepared("restore_loader", loader)
-    if not isinstance(cast("object", state), LoaderState):
-        raise TypeError(f"restore_loader: state must be a LoaderState, got {type(state).__name__}.")
-    passes_of(prepared).go_to(state)
+    _check_version(state.version)
+    if length is not None and state.length is not None and length != state.length:
+        raise ValueError(
+            f"restore_loader: the state is of {state.length} samples in an epoch, and the loader has "
+            f"{length}. Restore it with the data that it was taken with, or begin anew."
+        )
+    _check_consumed(state.consumed, length)
+    is_others = state.version > 1 and (state.num_processes, state.rank) != (now.num_processes, now.rank)
+    if not state.consumed:  # all begin an epoch from its start
+        return by_state and not is_others
+    if is_others:
+        raise ConfigurationError(
+            f"restore_loader: the state is of {_whose(state.num_processes, state.rank)}, and the loader of "
+            f"{_whose(now.num_processes, now.rank)}. Where each rank reads data of its own, go on with as "
+            "many ranks, each with the state that it has saved, or restore a state from the end of an epoch."
+        )
+    if None not in (state.order, now.order) and state.order != now.order:
+        raise ConfigurationError(
+            f"restore_loader: the state is of samples in the order {state.order!r}, and the loader reads "
+            f"them in the order {now.order!r}, so what is left is another part of the data. Restore it with "
+            "a loader that orders them alike (shuffle=, sampler=), or begin an epoch anew."
+        )
+    if by_state or state.num_workers is None or now.num_workers is None:
+        return by_state
+    is_same_group = state.group is None or state.group == now.group
+    if max(1, state.num_workers) != max(1, now.num_workers) or not is_same_group:
+        raise ConfigurationError(
+            f"restore_loader: the state is of a stream that {_readers(state.num_workers, state.group)} had "
+            f"read, and the loader's is read by {_readers(now.num_workers, now.group)}, in another order. Go "
+            "on with as many workers, and the same batch size times ranks, or restore a state from the end "
+            "of an epoch. With num_workers=0 or 1, any world goes on."
+        )
+    return False
 
 
-def _prepared(operation: str, loader: object) -> PreparedDataLoader[Any]:
-    if isinstance(loader, PreparedDataLoader):
-        return cast("PreparedDataLoader[Any]", loader)
-    raise TypeError(
-        f"{operation} takes a loader that prepare_data_loader has given, got {type(loader).__name__}."
-    )
+def _check_version(version: int) -> None:
+    if version > _VERSION:
+        raise NotAvailableError(
+            f"restore_loader: the state has version {version}, and this accelfn knows versions up to "
+            f"{_VERSION}. Use the accelfn that wrote it, or a newer one."
+        )
 
 
-@overload
-def skip_first_batches(loader: PreparedDataLoader[T], num_batches: int = 0) -> PreparedDataLoader[T]: ...
-@overload
-def skip_first_batches(loader: DataLoader[T], num_batches: int = 0) -> DataLoader[T] | Skipped[Any]: ...
-@overload
-def skip_first_batches(loader: Skipping[T], num_batches: int = 0) -> T: ...
-@overload
-def skip_first_batches(loader: Iterable[T], num_batches: int = 0) -> Iterable[T]: ...
-def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """Return a loader whose passes begin behind the first ``num_batches`` batches. ``loader`` isn't changed.
+def _whose(num_processes: int | None, rank: int | None) -> str:
+    return "data that all ranks share" if rank is None else f"rank {rank} of {num_processes}"
 
-    Of map-style data nothing that is skipped is loaded; what comes as a stream is read and thrown away, when
-    the pass begins. All options of the loader are kept, and where it has a length, so has the result. More
-    than there are: its passes are empty.
 
-    A prepared loader and what is made from it share their epoch: when a pass over the one is complete, both
-    are at the next epoch. Batches count from the start of the epoch, also where :func:`restore_loader` had
-    moved the loader into it: ``num_batches`` says where to go on then, and not the state. A state from the
-    end of an epoch is a place at the start of the next one. A state that is loaded into the result says by
-    itself where to go on, and nothing is skipped in that pass.
+def _readers(num_workers: int, group: int | None) -> str:
+    number = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
+    return number if group is None else f"{number} in steps of {group} samples"
 
-    Prepare first and skip then: what is left of a plain loader is shared out as data of its own.
 
-    Ranks: any; doesn't communicate. Every rank of a prepared loader's context skips alike.
-
-    Args:
-        loader: From :func:`accelfn.prepare_data_loader`, of an ``Accelerator``, a torch DataLoader, or any
-            other iterable. One that has a method ``skip_first_batches`` is asked itself.
-        num_batches: Batches of each rank, that is steps of the world.
-
-    Returns:
-        A loader of the same kind; of a stream or another iterable, an iterable.
-
-    Raises:
-        TypeError: ``num_batches`` is no whole number, or ``loader`` can't be iterated over.
-        ValueError: ``num_batches`` is negative.
-
-    >>> list(skip_first_batches(["a", "b", "c"], 2))
-    ['c']
-    """
-    if not isinstance(cast("object", num_batches), int) or isinstance(num_batches, bool):
-        raise TypeError(f"skip_first_batches: num_batches must be a whole number, got {num_batches!r}.")
-    if num_batches < 0:
-        raise ValueError(f"skip_first_batches: num_batches must not be negative, got {num_batches}.")
-    kind: Any = type(cast("object", loader))
-    if isinstance(loader, PreparedDataLoader):
-        return skipping(cast("PreparedDataLoader[Any]", loader), num_batches)
-    # Of the class: an instance may pass on what it doesn't have itself.
-    own = getattr(kind, "skip_first_batches", None)
-    if own is not None:
-        return own(loader, num_batches)
-    if not isinstance(loader, Iterable):
-        raise TypeError(f"skip_first_batches takes a loader or another iterable, got {kind.__name__}.")
-    # A loader that iterates in its own way may not ask its sampler.
-    source, plain = cast("Any", loader), cast("Any", DataLoader)
-    asks_sampler = issubclass(kind, plain) and kind.__iter__ is plain.__iter__
-    if not asks_sampler or isinstance(source.dataset, IterableDataset):
-        return _skip_items(source, num_batches)
-    name = "sampler" if source.batch_sampler is None else "batch_sampler"
-    return twin_of(source, **{name: _SizedSkipped(getattr(source, name), num_batches)})
+def _check_consumed(consumed: int, length: int | None) -> None:
+    if length is not None and consumed > length:
+        raise ValueError(
+            f"a loader's state can't have read {consumed} samples of an epoch that has {length}. "
+            "Take it by loader_state, and change nothing in it."
+        )

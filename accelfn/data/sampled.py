@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelfn.context import Context
+from accelfn.data.dispatch import DispatchedSteps, SliceFunction
 from accelfn.data.draws import read_apart
 from accelfn.data.order import IndexFn, draw_together, read_order, refuse_sharded, take_from
-from accelfn.data.plan import EpochPlan, plan_epoch, rows_in
-from accelfn.data.reading import (
+from accelfn.data.plan import BatchInfo, EpochPlan, plan_epoch, refuse_unsplittable
+from accelfn.data.reader import (
     EVENED,
     EVENED_OR_DROPPED,
-    BatchInfo,
     EpochPass,
     Reader,
     ReadSettings,
     UserState,
-    share_of,
-    shares_of,
-    with_rows,
+    rows_of,
 )
-from accelfn.data.rebuild import Batches, Keyed, batch_sampler_of, rebuild, sampler_of
+from accelfn.data.rebuild import Batches, Keyed, ListsOf, batch_sampler_of, rebuild, sampler_of
 from accelfn.data.states import State
 from accelfn.errors import ConfigurationError
 
-__all__ = (
-    "BatchedReader",
-    "LocalSteps",
-    "PlannedSteps",
-    "SampledReader",
-    "batches_of",
-    "read_indexed",
-    "whole_batches",
-)
+__all__ = ("BatchedReader", "LocalSteps", "SampledReader", "read_indexed")
 
 T = TypeVar("T")
 
@@ -47,35 +37,11 @@ _BLOCK = 16_384
 _FIRST_BLOCK = 256
 
 
-class PlannedSteps(Protocol[T]):
-    """A way of carrying out planned steps: each rank reads its own batches, or rank 0 those of all.
+class LocalSteps(Generic[T]):
+    """Carries out planned steps: each rank reads its own batches.
 
     Attributes:
         cuts: Each step is read as one batch, of which every rank gets rows.
-    """
-
-    cuts: bool
-
-    def samples(self, plan: EpochPlan, take: IndexFn, key: tuple[int, int]) -> EpochPass[T]:
-        """Begin a pass over samples in an order; ``take`` gives what stands at positions."""
-        ...
-
-    def batches(
-        self,
-        plan: EpochPlan,
-        drawn: Sequence[Sequence[Any]],
-        key: tuple[int, int],
-        share_at: Callable[[int], BatchInfo],
-    ) -> EpochPass[T]:
-        """Begin a pass over batches as they were drawn, one a rank and step; ``share_at`` describes them."""
-        ...
-
-
-class LocalSteps(Generic[T]):
-    """Each rank reads its own batches.
-
-    Attributes:
-        cuts: As of :class:`PlannedSteps`.
     """
 
     def __init__(self, ctx: Context, source: DataLoader[T], rank: int) -> None:
@@ -85,48 +51,34 @@ class LocalSteps(Generic[T]):
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
 
-    def samples(self, plan: EpochPlan, take: IndexFn, key: tuple[int, int]) -> EpochPass[T]:
-        """Begin a pass over samples in an order."""
-        rank = self._rank
-        share_at = functools.partial(share_of, plan, rank=rank)
-        self._batches.begin(lambda: batches_of(plan, rank, take, key))
-        return self._begin(plan, share_at, shares_of(plan, rank))
-
-    def batches(
-        self,
-        plan: EpochPlan,
-        drawn: Sequence[Sequence[Any]],
-        key: tuple[int, int],
-        share_at: Callable[[int], BatchInfo],
-    ) -> EpochPass[T]:
-        """Begin a pass over batches as they were drawn."""
-        rank = self._rank
-        self._batches.begin(lambda: whole_batches(plan, (rank,), drawn, key))
-        return self._begin(plan, share_at, map(share_at, range(plan.num_batches(rank))))
-
-    def _begin(
-        self, plan: EpochPlan, share_at: Callable[[int], BatchInfo], shares: Iterator[BatchInfo]
-    ) -> EpochPass[T]:
-        batched = zip(read_apart(self._loader, is_resumed=plan.start > 0), shares, strict=True)
-        return EpochPass(plan.counts, batched, share_at=share_at, evened_by=EVENED_OR_DROPPED)
+    def begin(
+        self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], what: str
+    ) -> Iterator[tuple[T, BatchInfo]]:
+        """Return this rank's batches of a plan, each with what is known of it."""
+        del what
+        self._batches.begin(partial(lists, plan, range(self._rank, self._rank + 1)))
+        return zip(read_apart(self._loader, is_resumed=plan.start > 0), infos, strict=True)
 
 
 def read_indexed(
-    ctx: Context, source: DataLoader[T], rank: int, size: int, steps: PlannedSteps[T]
+    ctx: Context, source: DataLoader[T], slice_fn: SliceFunction | None = None
 ) -> SampledReader[T]:
     """Return what reads ``source``, a loader over a map-style dataset.
 
     Args:
         ctx: The world.
         source: The user's loader.
-        rank: Of those that read different data.
-        size: Their number.
-        steps: How steps are carried out.
+        slice_fn: As for :func:`accelfn.prepare_data_loader`.
 
     Raises:
         ConfigurationError: A sampler already shards the samples, or a batch can't be split.
         TypeError: The dataset or the sampler has no length.
     """
+    rank, size = ctx.coordinate("dp"), ctx.axis_size("dp")
+    if ctx.loading.dispatch_batches:
+        steps: LocalSteps[T] | DispatchedSteps[T] = DispatchedSteps(ctx, source, slice_fn)
+    else:
+        steps = LocalSteps(ctx, source, rank)
     own = type(batch_sampler_of(source)) not in (BatchSampler, type(None))
     return (BatchedReader if own else SampledReader)(ctx, source, rank, size, steps)
 
@@ -144,9 +96,14 @@ class SampledReader(Reader[T]):
     can_choose_even = True
 
     def __init__(
-        self, ctx: Context, source: DataLoader[T], rank: int, size: int, steps: PlannedSteps[T]
+        self,
+        ctx: Context,
+        source: DataLoader[T],
+        rank: int,
+        size: int,
+        steps: LocalSteps[T] | DispatchedSteps[T],
     ) -> None:
-        """Read ``source``, as :func:`read_indexed`."""
+        """Read ``source`` for ``rank`` of ``size`` that read different data; see :func:`read_indexed`."""
         self.even_batches: bool | None = ctx.loading.even_batches
         self._ctx, self._rank, self._size, self._steps = ctx, rank, size, steps
         self._dataset: Any = source.dataset
@@ -159,22 +116,21 @@ class SampledReader(Reader[T]):
 
     def _read_source(self, source: DataLoader[T]) -> str:
         """Read what the samplers ask for."""
-        if self._rows is None:
-            rows_in(self._ctx.loading, self._size, None)  # refuses what makes batches only
+        refuse_unsplittable(self._ctx.loading, self._rows)
         sampler = sampler_of(source)
         self._order = read_order(sampler, source.dataset, 0)
         self._sampler = sampler if self._order.kind == "sampler" else None
         self.length: int | None = self._order.num_samples
-        self.setting: ReadSettings = ReadSettings(order=self._order.kind)
+        self.settings: ReadSettings = ReadSettings(order=self._order.kind)
         if self._rows is None:
             return f"{self._order}, each a batch"
-        plan = self._plan(self.length, 0, self._rows)
+        plan = self._plan(self.length, 0)
         self.batch_size: int | None = plan.global_batch
         return repr(plan)
 
     def plan(self, start: int) -> EpochPlan | None:
         """Plan the samples from ``start`` on."""
-        return self._plan(self._order.num_samples, start, self._rows or 1)
+        return self._plan(self._order.num_samples, start)
 
     def count(self) -> int | None:
         """Count this rank's batches."""
@@ -208,9 +164,26 @@ class SampledReader(Reader[T]):
                     f"and drew {len(drawn)} samples. Its __len__ must count what its __iter__ gives."
                 )
             take = take_from(drawn)
-        plan = self._plan(order.num_samples, start, self._rows or 1)
-        begun = self._steps.samples(plan, take, (self.seed, epoch))
-        return (with_rows(begun) if self._rows is None else begun)._replace(sampler=before)
+        plan = self._plan(order.num_samples, start)
+        begun = self._begin_samples(plan, take, epoch)
+        if (
+            self._rows is None
+        ):  # each item is a batch of the user's own, which alone tells how many rows it has
+            begun = begun._replace(
+                batches=map(_counted, begun.batches),
+                info_at=partial(_consumed_at, plan),
+                evened_by=EVENED,
+            )
+        return begun._replace(sampler=before)
+
+    def _begin_samples(self, plan: EpochPlan, take: IndexFn, epoch: int) -> EpochPass[T]:
+        """Begin a pass over samples in an order; ``take`` gives what stands at positions."""
+        rank = self._rank
+        lists = partial(_batches_of, take=take, key=(self.seed, epoch))
+        batches = self._steps.begin(plan, lists, plan.batch_infos(rank), _what(plan, epoch))
+        return EpochPass(
+            plan.counts, batches, info_at=partial(plan.batch_info, rank=rank), evened_by=EVENED_OR_DROPPED
+        )
 
     def _draw(self, sampler: Any, epoch: int) -> tuple[list[Any], State | None]:
         """Draw an epoch from a sampler of the user's own; return it with the sampler's state before."""
@@ -218,16 +191,32 @@ class SampledReader(Reader[T]):
         drawn, before, self._sampler_after = draw_together(self._ctx, sampler, epoch, own.sampler)
         return drawn, before
 
-    def _plan(self, number: int, start: int, batch_size: int) -> EpochPlan:
+    def _plan(self, number: int, start: int) -> EpochPlan:
         return plan_epoch(
             number,
-            batch_size,
+            self._rows or 1,
             self._size,
             split_batches=self._ctx.loading.split_batches and self._rows is not None,
             even_batches=bool(self.even_batches),
             drop_last=self._drop_last,
             start=start,
         )
+
+
+def _counted(one: tuple[T, BatchInfo]) -> tuple[T, BatchInfo]:
+    batch, info = one
+    own_valid = None if info.own_valid else 0
+    return batch, BatchInfo(
+        num_rows=rows_of(batch), own_valid=own_valid, is_last=info.is_last, consumed=info.consumed
+    )
+
+
+def _consumed_at(plan: EpochPlan, step: int) -> BatchInfo:
+    return BatchInfo(consumed=plan.consumed(step))
+
+
+def _what(plan: EpochPlan, epoch: int) -> str:
+    return f"epoch {epoch} from sample {plan.start}"
 
 
 class BatchedReader(SampledReader[T]):
@@ -240,9 +229,7 @@ class BatchedReader(SampledReader[T]):
     def _read_source(self, source: DataLoader[T]) -> str:
         refuse_sharded(getattr(self._batching, "sampler", None))
         if self._rows is not None:
-            self.batch_size: int | None = self._plan(
-                0, 0, self._rows
-            ).global_batch  # refuses what can't be split
+            self.batch_size: int | None = self._plan(0, 0).global_batch  # refuses what can't be split
         return f"batches of {self._rows}"
 
     def plan(self, start: int) -> None:
@@ -254,9 +241,8 @@ class BatchedReader(SampledReader[T]):
         if not hasattr(self._batching, "__len__"):
             return None
         number = len(self._batching)
-        return (
-            number if self._ctx.loading.split_batches else self._by_batch(number, 0).num_batches(self._rank)
-        )
+        splits = self._ctx.loading.split_batches
+        return number if splits else self._by_batch(number, 0).num_batches(self._rank)
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Draw the batches and begin a pass."""
@@ -268,14 +254,11 @@ class BatchedReader(SampledReader[T]):
 
     def _begin(self, epoch: int, start: int, num_steps: int) -> EpochPass[T]:
         items, before = self._draw(self._batching, epoch)
-        drawn, key = [list(batch) for batch in items], (self.seed, epoch)
-        rows = self._rows
+        drawn, rows = [list(batch) for batch in items], self._rows
         if rows and all(len(one) == rows for one in drawn[:-1]) and len((drawn or [[]])[-1]) <= rows:
             samples = [index for batch in drawn for index in batch]
-            if num_steps:
-                start = min(len(samples), num_steps * self._plan(0, 0, rows).global_batch)
-            plan = self._plan(len(samples), start, rows)
-            begun = self._steps.samples(plan, take_from(samples), key)
+            plan = self._plan(len(samples), start).after(num_steps)
+            begun = self._begin_samples(plan, take_from(samples), epoch)
         elif self._steps.cuts:
             raise ConfigurationError(
                 "split_batches and slice_fn cut each batch into equal parts, and the batch sampler "
@@ -286,9 +269,12 @@ class BatchedReader(SampledReader[T]):
             ends = list(accumulate(lengths))
             # A batch that ``start`` is inside of is read again.
             first = next((number for number, end in enumerate(ends) if end > start), len(ends))
-            plan = self._by_batch(len(ends), min(len(ends), first + num_steps * self._size))
-            share_at = functools.partial(_share_of_batches, plan, self._rank, lengths, ends)
-            begun = self._steps.batches(plan, drawn, key, share_at)
+            plan = self._by_batch(len(ends), first).after(num_steps)
+            info_at = partial(_info_of_batches, plan, self._rank, lengths, ends)
+            infos = map(info_at, range(plan.num_batches(self._rank)))
+            lists = partial(_whole_batches, drawn=drawn, key=(self.seed, epoch))
+            batches = self._steps.begin(plan, lists, infos, _what(plan, epoch))
+            begun = EpochPass(plan.counts, batches, info_at=info_at)
         return begun._replace(evened_by=EVENED, sampler=before)
 
     def _by_batch(self, number: int, start: int) -> EpochPlan:
@@ -302,7 +288,7 @@ class BatchedReader(SampledReader[T]):
         )
 
 
-def _share_of_batches(
+def _info_of_batches(
     plan: EpochPlan, rank: int, lengths: Sequence[int], ends: Sequence[int], step: int
 ) -> BatchInfo:
     """Describe the batch that ``rank`` reads in ``step`` of a plan that counts batches. Pure."""
@@ -321,10 +307,10 @@ def _share_of_batches(
     )
 
 
-def whole_batches(
-    plan: EpochPlan, ranks: Sequence[int], drawn: Sequence[Sequence[Any]], key: tuple[int, int]
+def _whole_batches(
+    plan: EpochPlan, ranks: range, drawn: Sequence[Sequence[Any]], key: tuple[int, int]
 ) -> Iterator[Keyed]:
-    """Return the batches that ``ranks`` read of a plan that counts batches, step by step.
+    """Yield the batches that ``ranks`` read of a plan that counts batches, step by step.
 
     Args:
         plan: Of batches, one a rank and step.
@@ -338,24 +324,27 @@ def whole_batches(
                 yield Keyed(drawn[position], (*key, plan.start + step * plan.size + rank))
 
 
-def batches_of(plan: EpochPlan, rank: int, take: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
-    """Return the batches of ``rank``, as lists of what ``take`` gives for their positions."""
-    position = plan.start + rank * plan.rank_batch
-    for batch in _lists_of(plan, rank, take):
-        yield Keyed(batch, (*key, position))
-        position += plan.global_batch
+def _batches_of(plan: EpochPlan, ranks: range, take: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
+    """Yield the batches of ``ranks``, step by step, as lists of what ``take`` gives for their positions."""
+    for number, batch in enumerate(_lists_of(plan, ranks, take)):
+        step, place = divmod(number, len(ranks))
+        first = plan.start + step * plan.global_batch + (ranks.start + place) * plan.rank_batch
+        yield Keyed(batch, (*key, first))
 
 
-def _lists_of(plan: EpochPlan, rank: int, take: IndexFn) -> Iterator[list[Any]]:
-    """Return the batches, and nothing with them.
+def _lists_of(plan: EpochPlan, ranks: range, take: IndexFn) -> Iterator[list[Any]]:
+    """Yield the batches, and nothing with them.
 
     Computed in blocks of steps, so that neither memory nor the time to the first batch grows with the epoch.
     """
-    steps, first, rows = plan.num_batches(rank), 0, plan.rank_batch
-    samples = _BLOCK if steps * rows <= _BLOCK else _FIRST_BLOCK  # what is one block anyway isn't made two
+    steps, first, rows = plan.num_batches(ranks.start), 0, plan.rank_batch
+    step_rows = rows * len(ranks)
+    samples = (
+        _BLOCK if steps * step_rows <= _BLOCK else _FIRST_BLOCK
+    )  # what is one block anyway isn't made two
     while first < steps:
-        last = min(steps, first + max(1, samples // rows))
-        items = take(plan.block(first, last, rank))
+        last = min(steps, first + max(1, samples // step_rows))
+        items = take(plan.block(first, last, ranks))
         for begin in range(0, len(items), rows):
             yield items[begin : begin + rows]
         first, samples = last, _BLOCK

@@ -198,14 +198,16 @@ class StatefulIterator:
     ``begun``, whether a pass is under way; and ``ended``, whether nothing is left in it.
 
     Attributes:
+        dataset: The user's.
         has_state: Whether the dataset has one; an iterator of it may have one all the same.
         is_amid: Whether the dataset stands where no pass begins.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        """Go through ``dataset``."""
-        self._dataset = dataset
-        self.has_state: bool = has_state(dataset)
+    def __init__(self, dataset: Any, *, follows: bool = True) -> None:
+        """Go through ``dataset``; unless it ``follows``, no state is looked for."""
+        self.dataset: Any = dataset
+        self._follows = follows
+        self.has_state: bool = follows and has_state(dataset)
         self._begin: Any = None
         self._final: Any = None  # state at the end of the pass, where the dataset is asked no more
         self._iterator: Any = None  # of the pass, where it has a state of its own
@@ -221,12 +223,12 @@ class StatefulIterator:
         if "dataset" not in state:
             return False
         if state["dataset"] is None:  # its iterators had one
-            return has_state(iter(self._dataset))
+            return has_state(iter(self.dataset))
         return self.has_state
 
     def begin(self, state: State | None = None) -> Iterator[Any]:
         """Begin a pass: from its start, or where ``state`` was taken."""
-        dataset, self._final, self._iterator = self._dataset, None, None
+        dataset, self._final, self._iterator = self.dataset, None, None
         if self.has_state:
             if state is not None and state["dataset"] is not None:
                 self._begin = state["begin"]
@@ -239,7 +241,7 @@ class StatefulIterator:
             self._final = state["dataset"]
             return iter(())
         samples: Iterator[Any] = iter(dataset)
-        if has_state(samples) and cast("object", samples) is not dataset:
+        if self._follows and has_state(samples) and samples is not dataset:
             self._iterator = samples
             if state is not None and state["iterator"] is not None:
                 self._iterator.load_state_dict(copy.deepcopy(state["iterator"]))
@@ -252,21 +254,21 @@ class StatefulIterator:
     def first(self, number: int) -> list[Any]:
         """Read the first samples of a pass again, behind its end."""
         if self.has_state:
-            self._final = copy.deepcopy(self._dataset.state_dict())
-            self._dataset.load_state_dict(copy.deepcopy(self._begin))
-        samples: Iterator[Any] = iter(self._dataset)
+            self._final = copy.deepcopy(self.dataset.state_dict())
+            self.dataset.load_state_dict(copy.deepcopy(self._begin))
+        samples: Iterator[Any] = iter(self.dataset)
         found = list(islice(begun_once(samples), number))
         close = getattr(samples, "close", None)
         if callable(close):
             close()
         if self.has_state:
-            self._dataset.load_state_dict(copy.deepcopy(self._final))
+            self.dataset.load_state_dict(copy.deepcopy(self._final))
         return found
 
     def end(self) -> None:
         """Note that the pass is over."""
         # What was loaded may come back in the next pass, and is forgotten then.
-        self.is_amid = self.is_amid and _is_hugging_face(self._dataset)
+        self.is_amid = self.is_amid and _is_hugging_face(self.dataset)
 
     def state(self, ended: bool) -> State | None:
         """Return where the pass is; ``ended``: nothing is left in it."""
@@ -274,23 +276,23 @@ class StatefulIterator:
             return None
         own = self._final
         if self.has_state and own is None:
-            own = copy.deepcopy(self._dataset.state_dict())
+            own = copy.deepcopy(self.dataset.state_dict())
         of_iterator = None if self._iterator is None or ended else copy.deepcopy(self._iterator.state_dict())
         return _stream_state(self._begin, own, of_iterator, begun=True, ended=ended)
 
     def rest(self) -> State | None:
         """Return the state between passes."""
-        if not self.has_state or _is_hugging_face(self._dataset):
+        if not self.has_state or _is_hugging_face(self.dataset):
             return None  # a pass begins alike after any other
-        own = self._begin if self.is_amid else copy.deepcopy(self._dataset.state_dict())
+        own = self._begin if self.is_amid else copy.deepcopy(self.dataset.state_dict())
         return _stream_state(own, own)
 
     def _fresh(self) -> Any:
         # A dataset of Hugging Face begins anew in any epoch with an empty state.
-        return {} if _is_hugging_face(self._dataset) else copy.deepcopy(self._dataset.state_dict())
+        return {} if _is_hugging_face(self.dataset) else copy.deepcopy(self.dataset.state_dict())
 
     def rewind(self) -> None:
         """Let a pass begin where the latest one did, if that one wasn't gone through."""
         if self.is_amid:
-            self._dataset.load_state_dict(copy.deepcopy(self._begin))
+            self.dataset.load_state_dict(copy.deepcopy(self._begin))
             self.is_amid = False

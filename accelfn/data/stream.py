@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,23 +15,23 @@ from torch.utils.data import DataLoader
 from accelfn.context import Context
 from accelfn.data.dispatch import BatchSplitter, SliceFunction, hand_out
 from accelfn.data.draws import read_apart
-from accelfn.data.groups import CollatePiece, GroupedStream, Piece, StreamPlan
+from accelfn.data.groups import CollatePiece, GroupedStream, Piece, stream_ended
 from accelfn.data.order import tell
-from accelfn.data.plan import EpochPlan, rows_in
-from accelfn.data.reading import (
+from accelfn.data.plan import BatchInfo, EpochPlan, plan_stream
+from accelfn.data.reader import (
     EVENED,
     EVENED_OR_DROPPED,
-    BatchInfo,
     EpochPass,
     Reader,
     ReadSettings,
+    StreamStates,
     UserState,
+    length_of,
     rows_of,
-    share_of,
 )
-from accelfn.data.rebuild import is_stateful, num_workers_of, remake
+from accelfn.data.rebuild import remake
 from accelfn.data.scatter import BatchScatter
-from accelfn.data.states import State, StatefulIterator, count_shards, take_shards
+from accelfn.data.states import State, count_shards, take_shards
 from accelfn.data.workers import begin_reading
 from accelfn.errors import ConfigurationError
 
@@ -61,11 +62,11 @@ def read_stream(
         ConfigurationError: Too few shards, the dataset was split already, the batch can't be split, or the
             workers don't keep to an order.
     """
-    rank, size, dispatches = ctx.coordinate("dp"), ctx.axis_size("dp"), ctx.loading.dispatch_batches
-    rows = rows_in(ctx.loading, size, source.batch_size)
+    size, dispatches = ctx.axis_size("dp"), ctx.loading.dispatch_batches
+    plan = plan_stream(ctx.loading, size, source.batch_size, source.drop_last)
     dataset: Any = source.dataset
     num_shards = count_shards(dataset)
-    kind = "batches as they are" if source.batch_size is None else f"batches of {rows} a rank"
+    kind = "batches as they are" if source.batch_size is None else f"batches of {plan.rank_batch} a rank"
     what = f"{kind}{', the last one dropped' if source.drop_last else ''}, by {source.num_workers} workers"
     if by_source and (num_shards is None or num_shards < size):
         have = "offers none" if num_shards is None else f"has {num_shards}"
@@ -76,21 +77,18 @@ def read_stream(
         )
     if size > 1 and num_shards is not None and num_shards >= size and not dispatches:
         seed = agree(f"{num_shards} shards, {what}")
-        cut = StreamPlan(rows=rows, drop_last=source.drop_last)
-        return StreamReader(ctx, source, take_shards(dataset, rank, size), cut, True, seed)
-    even = ctx.loading.even_batches and size > 1  # alone, there is nobody to keep in step with
-    cut = StreamPlan(rows=rows, rank=rank, size=size, even=even, drop_last=source.drop_last)
+        own = take_shards(dataset, ctx.coordinate("dp"), size)
+        return StreamReader(ctx, source, own, replace(plan, size=1, even=False), True, seed)
     if dispatches:
-        length = _length_of(dataset, source.num_workers)
-        return StreamDispatch(
-            ctx, source, cut, agree(f"a stream of {length} samples, dispatched by rank 0: {what}"), slice_fn
-        )
+        length = None if source.num_workers > 1 else length_of(dataset)
+        seed = agree(f"a stream of {length} samples, dispatched by rank 0: {what}")
+        return StreamDispatch(ctx, source, plan, seed, slice_fn)
     if size > 1 and source.num_workers > 1 and not getattr(source, "in_order", True):
         raise ConfigurationError(
             "in_order=False yields batches as workers come by them, and ranks that read one stream must "
             "hand them out in the same order. Use in_order=True, or num_workers=1."
         )
-    seed = agree(f"a stream of {_length_of(dataset)} samples, {what}")
+    seed = agree(f"a stream of {length_of(dataset)} samples, {what}")
     if size > 1 and ctx.is_main_process:
         warnings.warn(
             f"each of {size} ranks reads the whole stream and keeps its part, so the data is read {size} "
@@ -98,38 +96,28 @@ def read_stream(
             'once; one that gives each rank its own part goes with sharding="already_sharded".',
             stacklevel=4,
         )
-    return StreamReader(ctx, source, dataset, cut, False, seed)
-
-
-class _Seen:
-    """What was known last of what is read.
-
-    Attributes:
-        share: How far the ranks have come together, whether this one has a batch there or not.
-        stream: State of the stream, on the rank that reads it for all.
-    """
-
-    def __init__(self) -> None:
-        self.share: BatchInfo = BatchInfo()
-        self.stream: State | None = None
+    return StreamReader(ctx, source, dataset, plan, False, seed)
 
 
 class _Stream(Reader[T]):
     """What readers of a stream have in common. ``start`` and ``consumed`` count samples of it."""
 
     def __init__(
-        self, ctx: Context, source: DataLoader[T], dataset: Any, cut: StreamPlan, is_own: bool, seed: int
+        self, ctx: Context, source: DataLoader[T], dataset: Any, plan: EpochPlan, is_own: bool, seed: int
     ) -> None:
         self.seed = seed
         self._dataset = dataset
-        self._cut = cut
+        self._plan = plan  # of unknown length
+        self._rank = ctx.coordinate("dp") if plan.size > 1 else 0
         self._is_own = is_own
         self._is_whole = source.batch_size is None
         self._num_workers = source.num_workers
+        # How far the ranks have come together, whether this one has a batch there or not.
+        self._latest = BatchInfo()
         self.length: int | None = self._length()
-        self.setting: ReadSettings = ReadSettings(
+        self.settings: ReadSettings = ReadSettings(
             num_workers=source.num_workers,
-            group=cut.group if source.num_workers > 1 else None,
+            group=plan.global_batch if source.num_workers > 1 else None,
             num_processes=ctx.axis_size("dp") if is_own else None,
             rank=ctx.coordinate("dp") if is_own else None,
         )
@@ -141,30 +129,44 @@ class _Stream(Reader[T]):
             ValueError: ``start`` is behind its end.
         """
         number = self._length()
-        return None if number is None else self._cut.plan(number, start)
+        if number is None:
+            return None
+        if start > number:
+            raise ValueError(f"the pass is to go on at sample {start}, and the dataset has only {number}.")
+        return replace(self._plan, num_samples=number, start=start)
 
     def count(self) -> int | None:
         """Count this rank's batches, where the stream has a length."""
         plan = self.plan(0)
-        return None if plan is None else plan.num_batches(self._cut.rank)
+        return None if plan is None else plan.num_batches(self._rank)
 
     def _length(self) -> int | None:
         """Count the samples that all ranks read."""
-        return None if self._is_own else _length_of(self._dataset, self._num_workers)
+        # Nobody can say of several workers: each may cut its part short.
+        return None if self._is_own or self._num_workers > 1 else length_of(self._dataset)
 
-    def _pass(
-        self, batches: Iterator[tuple[T, BatchInfo]], plan: EpochPlan | None, seen: _Seen
-    ) -> EpochPass[T]:
-        """Make a pass of the batches of a stream that all ranks read."""
+    def _pass(self, batches: Iterator[tuple[T, BatchInfo]], plan: EpochPlan | None) -> EpochPass[T]:
+        """Make a pass of ``batches``."""
+        if self._is_own:
+            return EpochPass(None, batches, is_own=True)
         return EpochPass(
             None if plan is None else plan.counts,
             batches,
-            in_step=self._cut.in_step,
-            share_at=functools.partial(_share_at, plan, self._cut.rank, self._is_whole, seen),
+            in_step=self._plan.in_step,
+            info_at=functools.partial(self._info_at, plan),
             evened_by=EVENED if self._is_whole else EVENED_OR_DROPPED,
         )
 
-    def _share(
+    def _info_at(self, plan: EpochPlan | None, step: int) -> BatchInfo:
+        """Describe a step in which this rank may have no batch."""
+        if plan is None:
+            return self._latest
+        info = (
+            BatchInfo(consumed=plan.consumed(step)) if self._is_whole else plan.batch_info(step, self._rank)
+        )
+        return info._replace(stream=self._latest.stream)
+
+    def _info(
         self,
         content: Any,
         num_valid: int,
@@ -174,44 +176,26 @@ class _Stream(Reader[T]):
         plan: EpochPlan | None,
     ) -> BatchInfo:
         """Describe this rank's batch of a group of ``num_valid`` samples."""
-        cut = self._cut
+        rank, rows, even = self._rank, self._plan.rank_batch, self._plan.even
+        own_valid = max(0, min(rows, num_valid - rank * rows))
+        if self._is_own:
+            # That a rank with a stream of its own has no more doesn't say that of the others.
+            num_rows = rows_of(content) if self._is_whole else own_valid
+            return BatchInfo(num_rows=num_rows, consumed=consumed)
         if plan is not None:
-            is_last = step == plan.num_batches(cut.rank) - 1
-        own_valid = max(0, min(cut.rows, num_valid - cut.rank * cut.rows))
-        rows = cut.rows if cut.even else own_valid
+            is_last = step == plan.num_batches(rank) - 1
         if self._is_whole:  # how many rows a batch of the user's own has shows in the batch only
-            share = BatchInfo(num_rows=rows_of(content), own_valid=None if own_valid else 0)
-        elif self._is_own:
-            share = BatchInfo(num_rows=rows)
-        else:
+            padding = None if own_valid else 0
+            return BatchInfo(rows_of(content), own_valid=padding, is_last=is_last, consumed=consumed)
+        return BatchInfo(
+            num_rows=rows if even else own_valid,
+            max_rows=rows if even else min(rows, num_valid),
             # Where ranks may end apart, those that have no piece of the last group don't learn of it.
-            planned = plan is not None or cut.in_step
-            share = BatchInfo(
-                num_rows=rows,
-                max_rows=cut.rows if cut.even else min(cut.rows, num_valid),
-                num_valid=num_valid if planned else None,
-                own_valid=own_valid,
-            )
-        # That a rank with a stream of its own has no more doesn't say that of the others.
-        return share._replace(is_last=None if self._is_own else is_last, consumed=consumed)
-
-
-def _share_at(plan: EpochPlan | None, rank: int, is_whole: bool, seen: _Seen, step: int) -> BatchInfo:
-    """Describe a step in which a rank may have no batch."""
-    if plan is None:
-        return seen.share
-    share = BatchInfo(consumed=plan.consumed(step)) if is_whole else share_of(plan, step, rank)
-    return share._replace(stream=seen.share.stream)
-
-
-def _length_of(dataset: Any, num_workers: int = 0) -> int | None:
-    """Count the samples of a stream; None where nobody can say: several workers may each cut theirs short."""
-    if num_workers > 1:
-        return None
-    try:
-        return len(cast("Sized", dataset))
-    except (TypeError, NotImplementedError):
-        return None
+            num_valid=num_valid if plan is not None or self._plan.in_step else None,
+            own_valid=own_valid,
+            is_last=is_last,
+            consumed=consumed,
+        )
 
 
 class StreamReader(_Stream[T]):
@@ -222,7 +206,7 @@ class StreamReader(_Stream[T]):
         ctx: Context,
         source: DataLoader[T],
         dataset: Any,
-        cut: StreamPlan,
+        plan: EpochPlan,
         is_own: bool,
         seed: int,
         collate: Callable[[list[Any]], Any] | None = None,
@@ -233,67 +217,58 @@ class StreamReader(_Stream[T]):
             ctx: The world.
             source: The user's loader.
             dataset: What is read.
-            cut: How it is cut.
+            plan: How it is shared out; its length is unknown.
             is_own: No other rank reads the same.
             seed: Of randomness in workers.
             collate: Makes a batch of the samples of a piece; None: as ``source`` does.
         """
-        super().__init__(ctx, source, dataset, cut, is_own, seed)
+        super().__init__(ctx, source, dataset, plan, is_own, seed)
         self._is_whole = source.batch_size is None and collate is None
         if not self._is_whole:
-            self.batch_size: int | None = cut.rows * (ctx.axis_size("dp") if is_own else cut.size)
+            self.batch_size: int | None = plan.rank_batch * (ctx.axis_size("dp") if is_own else plan.size)
         # In shared memory for workers that outlive a pass: they learn of the next one by it.
         self._place = torch.zeros(3, dtype=torch.int64)
         if source.persistent_workers:
             self._place.share_memory_()
         # Weak: what is left of a pass, and its workers with it, ends when nobody goes through it.
         self._to_end: weakref.ref[Generator[Piece, None, None]] | None = None
-        # Workers read ahead, so of theirs only torchdata knows which state belongs to a batch.
-        self._is_stateful = source.num_workers > 0 and is_stateful(ctx, source)
-        follows = source.num_workers == 0 or self._is_stateful
-        self._follower = StatefulIterator(dataset) if follows else None
-        rank = ctx.coordinate("dp") if is_own else None
-        self._grouped = GroupedStream(dataset, cut, self._place, rank, self._follower)
-        collate = collate or cast("Any", source).collate_fn
+        self._states = StreamStates(ctx, source, dataset)
+        self._grouped = GroupedStream(
+            self._states.follower, plan, self._rank, self._place, ctx.coordinate("dp") if is_own else None
+        )
         self._loader: Any = remake(
             source,
             self._grouped,
-            stateful=self._is_stateful,
-            collate_fn=CollatePiece(cast("Any", collate), self._is_whole),
+            stateful=self._states.of_workers,
+            collate_fn=CollatePiece(collate or cast("Any", source).collate_fn, self._is_whole),
         )
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass."""
-        if self._follower is not None:
-            self._follower.rewind()
+        self._states.follower.rewind()
         tell(self._dataset, epoch)  # shards are another object than the dataset that the loader tells
         self._place.copy_(torch.tensor([self.seed, epoch, start]))
         self.length: int | None = self._length()
         plan = self.plan(start)
         own, at = self._take_recalled()
         recalled = own.stream if own.stream is not None and self.can_recall(own.stream) else None
-        seen = _Seen()
+        self._latest = BatchInfo()
         pieces = self._pieces(recalled, at, start > 0)
         self._to_end = None if self._is_own else weakref.ref(pieces)
         first = start
-        if self._is_stateful and recalled is not None:
+        if self._states.of_workers and recalled is not None:
             first = at
         elif self._num_workers > 1:  # they have read from the stream's start, and say how long each group was
             first = 0
-        batches = self._read(pieces, first, start, plan, seen)
-        return EpochPass(None, batches, is_own=True) if self._is_own else self._pass(batches, plan, seen)
+        return self._pass(self._read(pieces, first, start, plan), plan)
 
     def can_recall(self, stream: State) -> bool:
         """Return whether the state of a stream is of this kind of loader."""
-        if self._is_stateful:
-            return num_workers_of(stream) == self._num_workers
-        return self._follower is not None and self._follower.can_take(stream)
+        return self._states.can_recall(stream)
 
     def rest(self) -> UserState:
         """Return the state of the stream between passes, where this process reads it."""
-        if self._num_workers or self._follower is None:
-            return UserState()
-        return UserState(stream=self._follower.rest())
+        return UserState(stream=self._states.rest())
 
     def finish(self) -> None:
         """Let the dataset see its end, for which a loop that knows its length doesn't ask.
@@ -301,13 +276,12 @@ class StreamReader(_Stream[T]):
         Behind it, the dataset makes itself ready for the next pass, alike on ranks that have read the same.
         """
         left = None if self._to_end is None else self._to_end()
-        if left is None or self._num_workers or self._follower is None or not self._follower.has_state:
-            return
-        for _ in left:
-            pass
+        if left is not None and not self._num_workers and self._states.follower.has_state:
+            for _ in left:
+                pass
 
     def _pieces(self, recalled: State | None, at: int, goes_on: bool) -> Generator[Piece, None, None]:
-        if not self._is_stateful:
+        if not self._states.of_workers:
             self._grouped.recall(recalled, at)
             yield from read_apart(self._loader, is_resumed=goes_on, goes_on=True)
             return
@@ -318,7 +292,7 @@ class StreamReader(_Stream[T]):
             yield piece._replace(stream=pieces.state_dict())
 
     def _read(
-        self, pieces: Iterator[Piece], first: int, start: int, plan: EpochPlan | None, seen: _Seen
+        self, pieces: Iterator[Piece], first: int, start: int, plan: EpochPlan | None
     ) -> Iterator[tuple[T, BatchInfo]]:
         """Return the batches of ``pieces``, which begin at sample ``first``, from sample ``start`` on."""
         consumed = first
@@ -338,20 +312,17 @@ class StreamReader(_Stream[T]):
             if consumed <= start:
                 continue
             if not piece.num_rows:
-                seen.share = seen.share._replace(consumed=consumed, stream=piece.stream)
+                self._latest = self._latest._replace(consumed=consumed, stream=piece.stream)
                 continue
             is_last = True if piece.at_end and self._num_workers <= 1 else None
-            share = self._share(piece.content, piece.num_valid, is_last, consumed, step, plan)
-            seen.share = share = share._replace(stream=piece.stream)
-            yield cast("T", piece.content), share
+            info = self._info(piece.content, piece.num_valid, is_last, consumed, step, plan)
+            self._latest = info = info._replace(stream=piece.stream)
+            yield cast("T", piece.content), info
             step += 1
-        if plan is not None and step < plan.num_batches(self._cut.rank):
+        if plan is not None and step < plan.num_batches(self._rank):
             raise self._wrong_length(plan, f"ended after {consumed}")
         if consumed < start:
-            raise ValueError(
-                f"the pass is to go on at sample {start}, and the stream ended after {consumed}. Is it the "
-                "stream that the position was taken from?"
-            )
+            raise stream_ended(start, consumed)
 
     def _wrong_length(self, plan: EpochPlan, what: str) -> ValueError:
         return ValueError(
@@ -364,34 +335,41 @@ class StreamDispatch(_Stream[T]):
     """Rank 0 reads the stream in groups, and each rank receives its part of each."""
 
     def __init__(
-        self, ctx: Context, source: DataLoader[T], cut: StreamPlan, seed: int, slice_fn: SliceFunction | None
+        self,
+        ctx: Context,
+        source: DataLoader[T],
+        plan: EpochPlan,
+        seed: int,
+        slice_fn: SliceFunction | None,
     ) -> None:
-        """Read ``source``; ``cut`` says what each rank gets of it."""
-        super().__init__(ctx, source, source.dataset, cut, False, seed)
-        self.batch_size: int | None = None if self._is_whole else cut.group
+        """Read ``source``; ``plan`` says what each rank gets of it."""
+        super().__init__(ctx, source, source.dataset, plan, False, seed)
+        self.batch_size: int | None = None if self._is_whole else plan.global_batch
         self._ctx = ctx
         self._splitter = BatchSplitter(ctx, slice_fn)
         self._reader: Reader[Any] = Reader()  # which reads nothing
         if ctx.is_main_process:
-            # To the reader, a group is one batch of a world of one.
-            whole = cut._replace(rows=cut.group, rank=0, size=1)
             collate: Any = cast("Any", source).collate_fn
             if not self._splitter.cuts:
-                collate = functools.partial(_collate_parts, collate, cut.rows, self._is_whole)
-            self._reader = StreamReader(ctx, source, source.dataset, whole, False, seed, collate=collate)
+                collate = functools.partial(_collate_parts, collate, plan.rank_batch, self._is_whole)
+            # To the reader, a group is one batch of a world of one.
+            self._reader = StreamReader(
+                ctx, source, source.dataset, plan.of_one_rank(), False, seed, collate=collate
+            )
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass."""
         self.length: int | None = self._length()
-        plan, seen = self.plan(start), _Seen()
+        plan = self.plan(start)
+        self._latest = BatchInfo()
         own, at = self._take_recalled()
         steps: Iterator[tuple[list[Any], Any]] | None = None
         if self._ctx.is_main_process:
             self._reader.seed = self.seed
             self._reader.recall(own, at)
-            steps = self._steps(self._reader.begin(epoch, start).batches, seen)
+            steps = self._steps(self._reader.begin(epoch, start).batches)
         scatter = BatchScatter(self._ctx, f"epoch {epoch} from sample {start}")
-        return self._pass(self._read(scatter, steps, plan, seen), plan, seen)
+        return self._pass(self._read(scatter, steps, plan), plan)
 
     def can_recall(self, stream: State) -> bool:
         """Return whether the state of a stream is of this kind of loader; rank 0 alone has one."""
@@ -410,7 +388,6 @@ class StreamDispatch(_Stream[T]):
         scatter: BatchScatter,
         steps: Iterator[tuple[list[Any], Any]] | None,
         plan: EpochPlan | None,
-        seen: _Seen,
     ) -> Iterator[tuple[T, BatchInfo]]:
         step = 0
         while plan is None or step < plan.num_steps:
@@ -418,31 +395,32 @@ class StreamDispatch(_Stream[T]):
             if received is None:
                 return
             parts, (num_valid, is_last, consumed) = received
+            stream = self._latest.stream
             if parts:
-                share = self._share(parts[0], num_valid, is_last, consumed, step, plan)
-                seen.share = share = share._replace(stream=seen.stream)
-                yield parts[0], share
+                info = self._info(parts[0], num_valid, is_last, consumed, step, plan)
+                self._latest = info = info._replace(stream=stream)
+                yield parts[0], info
             else:
-                seen.share = seen.share._replace(consumed=consumed)
+                self._latest = self._latest._replace(consumed=consumed)
             if is_last and plan is None:
                 return
             step += 1
 
     def _steps(
-        self, groups: Iterator[tuple[Any, BatchInfo]], seen: _Seen
+        self, groups: Iterator[tuple[Any, BatchInfo]]
     ) -> Iterator[tuple[list[Any], tuple[int, bool | None, int]]]:
         """Return the parts of each group, and what the other ranks can't know of it; on rank 0."""
-        for content, share in groups:
+        for content, info in groups:
             parts: list[Any] = content
             if self._splitter.cuts:
-                whole = self._cut.plan(share.num_rows or 0)
-                parts = self._splitter.cut(content, [whole.num_rows(0, rank) for rank in range(whole.size)])
-            seen.stream = share.stream
-            if share.is_last:
+                group = replace(self._plan, num_samples=info.num_rows or 0)
+                parts = self._splitter.cut(content, [group.num_rows(0, rank) for rank in range(group.size)])
+            self._latest = self._latest._replace(stream=info.stream)
+            if info.is_last:
                 # Sees that the stream doesn't go on where its length says that it ends.
                 for _ in groups:
                     pass
-            yield parts, (share.num_valid or 0, share.is_last, share.consumed)
+            yield parts, (info.num_valid or 0, info.is_last, info.consumed)
 
 
 def _collate_parts(

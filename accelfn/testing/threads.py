@@ -45,14 +45,8 @@ from accelfn.testing.part import Outcome, conclude, taking_part
 class _Brought(NamedTuple):
     """What one rank brings to a rendezvous."""
 
-    call: tuple[object, ...]  # what it is doing; must be equal on every rank
+    call: str  # what it is doing; must be equal on every rank
     value: Any
-
-
-class _Left(NamedTuple):
-    """Why a rank comes to no rendezvous any more."""
-
-    how: str  # "returned", "died" or "failed"
 
 
 class _Turns:
@@ -104,7 +98,7 @@ class Rendezvous:
         self._round = 0
         self._brought: dict[int, _Brought] = {}
         self._last: list[_Brought] = []
-        self._left: dict[int, _Left] = {}
+        self._left: dict[int, str] = {}  # how: "returned", "died" or "failed"
         self._words: dict[str, str] = {}
         self._parts: dict[tuple[int, tuple[int, ...]], Rendezvous] = {}
         self.board: MessageBoard = MessageBoard(post=self._post, post_once=self._post_once, read=self._read)
@@ -130,7 +124,7 @@ class Rendezvous:
         """Wait for this rank's first turn."""
         self._turns.semaphores[rank].acquire()
 
-    def meet(self, rank: int, call: tuple[object, ...], value: Any, call_log: CallLog) -> list[Any]:
+    def meet(self, rank: int, call: str, value: Any, call_log: CallLog) -> list[Any]:
         """Contribute ``value``, wait for all ranks, and return what each contributed, in rank order.
 
         Raises:
@@ -155,11 +149,12 @@ class Rendezvous:
                 self._turns.pass_on()
         if not complete:
             self._wait(rank, number, call_log)
-        met = self._last
-        expected = met[0].call
-        if any(one.call != expected for one in met):
-            raise _mismatch(met)
-        return [one.value for one in met]
+        calls = [one.call for one in self._last]
+        expected = max(calls, key=calls.count)
+        rows = [Disagreement(rank, "", expected, own) for rank, own in enumerate(calls) if own != expected]
+        if rows:
+            raise MismatchError(expected, rows)
+        return [one.value for one in self._last]
 
     @contextmanager
     def aside(self, rank: int) -> Generator[None, None, None]:
@@ -184,7 +179,7 @@ class Rendezvous:
             self._go(rank, how)
 
     def _go(self, rank: int, how: str) -> None:
-        self._left.setdefault(rank, _Left(how))
+        self._left.setdefault(rank, how)
         self._brought.pop(rank, None)
         # Who waits can only wait in vain now: each gets a turn to find out.
         self._turns.may_run.update(self._members[one] for one in self._brought)
@@ -251,22 +246,9 @@ class Rendezvous:
             raise explain_departure(Departure(*json.loads(text)), call_log, rank)
         now = call_log.current
         raise MissingRankError(
-            f"{now.operation}: rank {gone} {self._left[gone].how} while rank {rank} waits for it in call "
+            f"{now.operation}: rank {gone} {self._left[gone]} while rank {rank} waits for it in call "
             f"{now.number} at {now.site}. Every rank must call the same operations in the same order."
         )
-
-
-def _mismatch(met: list[_Brought]) -> MismatchError:
-    calls = [" ".join(str(part) for part in one.call) for one in met]
-    expected = max(calls, key=calls.count)
-    rows = tuple(
-        Disagreement(rank, "", expected, call) for rank, call in enumerate(calls) if call != expected
-    )
-    return MismatchError(_name(met[0].call), rows)
-
-
-def _name(call: tuple[object, ...]) -> str:
-    return str(call[0])
 
 
 T = TypeVar("T")
@@ -405,23 +387,23 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
     have read.
     """
 
-    def meet(call: tuple[object, ...], value: Any) -> list[Any]:
+    def meet(call: str, value: Any) -> list[Any]:
         return rendezvous.meet(rank, call, value, call_log)
 
     def finish(name: str) -> None:
-        meet((name, "end"), None)
+        meet(f"the end of {name}", None)
 
     def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Messages are never written again, so one rendezvous is enough.
-        return tuple(meet(("all_gather_bytes",), message))
+        return tuple(meet("all_gather_bytes", message))
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
-        joined = torch.cat(meet(("all_gather", *_form(buffer)), buffer))
+        joined = torch.cat(meet("all_gather", buffer))
         finish("all_gather")
         return joined
 
     def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
-        stacked = torch.stack(meet(("all_reduce", op, *_form(buffer)), buffer))
+        stacked = torch.stack(meet(f"all_reduce {op}", buffer))
         if op == "sum":
             result = stacked.sum(0, dtype=stacked.dtype)
         else:
@@ -430,37 +412,37 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
         buffer.copy_(result)
 
     def reduce_scatter(buffer: torch.Tensor) -> torch.Tensor:
-        parts = meet(("reduce_scatter", *_form(buffer)), buffer)
+        parts = meet("reduce_scatter", buffer)
         stacked = torch.stack([part.view(size, -1)[rank] for part in parts])
         finish("reduce_scatter")
         return stacked.sum(0, dtype=stacked.dtype)
 
     def broadcast(buffer: torch.Tensor, source: int) -> None:
-        sent = meet(("broadcast", source, *_form(buffer)), buffer)[source]
+        sent = meet(f"broadcast from {source}", buffer)[source]
         if rank != source:
             buffer.copy_(sent)
         finish("broadcast")
 
     def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
-        sent = meet(("scatter", source, *_form(output)), buffer)[source]
+        sent = meet(f"scatter from {source}", buffer)[source]
         output.copy_(sent.view(size, -1)[rank])
         finish("scatter")
 
     def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
-        parts = meet(("all_to_all", *_form(buffer)), buffer)
+        parts = meet("all_to_all", buffer)
         received = torch.cat([part.view(size, -1)[rank] for part in parts])
         finish("all_to_all")
         return received
 
     def permute(outgoing: torch.Tensor, incoming: torch.Tensor, to: int, source: int) -> None:
         del to
-        sent = meet(("permute",), outgoing)
+        sent = meet("permute", outgoing)
         if incoming.numel():
             incoming.copy_(sent[source])
         finish("permute")
 
     def barrier() -> None:
-        meet(("barrier",), None)
+        meet("barrier", None)
 
     numbers = itertools.count()
 
@@ -490,7 +472,3 @@ def _part(place: Rendezvous, rank: int, members: Sequence[int]) -> Part:
     if len(members) == 1:
         return Part(Collectives())
     return Part(memory_collectives(place, list(members).index(rank), len(members), CallLog()))
-
-
-def _form(buffer: torch.Tensor) -> tuple[object, ...]:
-    return tuple(buffer.shape), buffer.dtype

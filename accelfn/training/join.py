@@ -86,7 +86,7 @@ def _check_loader(loader: object, even: bool) -> None:
     if not isinstance(loader, PreparedDataLoader):
         raise TypeError(
             f"join_uneven_inputs: loaders must be prepared, got {type(loader).__name__}. Pass what "
-            "prepare_data_loader has given."
+            "prepare_data_loader has returned."
         )
     passes = passes_of(cast("PreparedDataLoader[Any]", loader))
     if passes.even_batches != even and not passes.can_choose_even:

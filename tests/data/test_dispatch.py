@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import (
     BatchSampler,
@@ -23,13 +21,11 @@ from torch.utils.data import (
 )
 
 from accelfn import Accelerator, Context, DataLoaderConfiguration
-from accelfn.data import gather_for_metrics, loader_state, microbatches, plan_epoch, prepare_data_loader
+from accelfn.data import gather_for_metrics, microbatches, prepare_data_loader
 from accelfn.data.loader import passes_of
-from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError
+from accelfn.errors import ConfigurationError, RemoteRankError
 from accelfn.testing import run_ranks
-from tests.data.streams import Numbers, Sized
-
-Batches = list[list[int]]
+from tests.data.sources import Listed, Numbers, Sized
 
 
 def numbers(kind: str, num: int, batch_size: int | None, **options: Any) -> DataLoader[Any]:
@@ -39,163 +35,6 @@ def numbers(kind: str, num: int, batch_size: int | None, **options: Any) -> Data
 
 def config(**options: Any) -> Any:
     return DataLoaderConfiguration(dispatch_batches=True, **options)
-
-
-def dispatched(source: Any, size: int, on: Any = "memory", **options: Any) -> list[list[Any]]:
-    """Give what each rank reads, each batch as a list."""
-
-    def read(ctx: Context) -> list[Any]:
-        return [batch.tolist() for batch in prepare_data_loader(ctx, source())]
-
-    return run_ranks(read, size, on, dataloader_config=config(**options))
-
-
-kinds = st.sampled_from(["map", "stream", "sized"])
-
-
-@given(
-    kinds,
-    st.integers(0, 100),
-    st.integers(1, 5),
-    st.integers(1, 5),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-)
-def test_index_lists_are_those_of_the_plan(
-    kind: str, num: int, rows: int, size: int, split: bool, even: bool, drop_last: bool
-) -> None:
-    batch_size = rows * size if split else rows
-    got = dispatched(
-        lambda: numbers(kind, num, batch_size, drop_last=drop_last),
-        size,
-        split_batches=split,
-        even_batches=even,
-    )
-    plan = plan_epoch(num, rows, size, even_batches=even, drop_last=drop_last)
-    assert got == [
-        [plan.positions(step, rank) for step in range(plan.num_batches(rank))] for rank in range(size)
-    ]
-
-
-# As Accelerate 1.15 dispatches, where it does so well; each row was observed there.
-TABLE: tuple[tuple[int, bool, Batches, Batches], ...] = (
-    (8, False, [[0, 1], [4, 5]], [[2, 3], [6, 7]]),
-    (11, False, [[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 0]]),
-    (3, False, [[0, 1]], [[2, 0]]),
-    (11, True, [[0, 1], [4, 5]], [[2, 3], [6, 7]]),
-    (9, True, [[0, 1], [4, 5]], [[2, 3], [6, 7]]),
-    # It gives [8] and [0] there, and empty batches with more ranks.
-    (9, False, [[0, 1], [4, 5], [8, 0]], [[2, 3], [6, 7], [1, 2]]),
-    # And raises a TypeError there.
-    (3, True, [], []),
-    (1, True, [], []),
-    (0, False, [], []),
-)
-
-
-@pytest.mark.parametrize("kind", ["map", "stream", "sized"])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_batches_are_those_of_accelerate_where_they_are_well_defined(split: bool, kind: str) -> None:
-    for num, drop_last, *expected in TABLE:
-        batch_size = 4 if split else 2
-
-        def source(num: int = num, batch_size: int = batch_size, drop_last: bool = drop_last) -> Any:
-            return numbers(kind, num, batch_size, drop_last=drop_last)
-
-        assert dispatched(source, 2, split_batches=split) == expected
-
-
-@given(kinds, st.integers(0, 60), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(1, 3))
-def test_gathering_for_metrics_gives_the_dataset_in_order(
-    kind: str, num: int, rows: int, size: int, split: bool, window: int
-) -> None:
-    def run(ctx: Context) -> tuple[list[int], list[tuple[int, bool, Any]]]:
-        loader = prepare_data_loader(ctx, numbers(kind, num, rows * size if split else rows))
-        seen: list[int] = []
-        facts: list[tuple[int, bool, Any]] = []
-        for batch, micro in microbatches(ctx, loader):
-            assert len(batch) == micro.num_rows
-            seen += gather_for_metrics(ctx, batch, micro).tolist()
-            facts.append((micro.window, micro.sync, micro.is_last))
-            assert loader_state(loader).consumed == len(seen)
-        return seen, facts
-
-    results = run_ranks(
-        run, size, dataloader_config=config(split_batches=split), gradient_accumulation_steps=window
-    )
-    steps = -(-num // (rows * size))
-    for seen, facts in results:
-        assert seen == list(range(num))
-        assert [one[0] for one in facts] == [
-            min(window, steps - step // window * window) for step in range(steps)
-        ]
-        assert all(last in (None, False) for *_, last in facts[:-1])
-        assert not facts or kind == "stream" or facts[-1][2] is True
-
-
-@given(kinds, st.integers(1, 40), st.integers(1, 3), st.integers(2, 4), st.booleans())
-def test_uneven_data_can_be_padded_and_is_still_gathered_exactly(
-    kind: str, num: int, rows: int, size: int, split: bool
-) -> None:
-    num += rows * size  # a rank without any batch has none that it could repeat
-
-    def run(ctx: Context) -> list[int]:
-        loader = prepare_data_loader(ctx, numbers(kind, num, rows * size if split else rows))
-        return [
-            one
-            for batch, micro in microbatches(ctx, loader, "pad")
-            for one in gather_for_metrics(ctx, batch, micro).tolist()
-        ]
-
-    options = config(split_batches=split, even_batches=False)
-    assert run_ranks(run, size, dataloader_config=options) == [list(range(num))] * size
-
-
-@given(
-    kinds,
-    st.integers(0, 60),
-    st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    st.integers(0, 5),
-)
-def test_a_pass_can_go_on_in_another_world(
-    kind: str, num: int, before: tuple[int, int], after: tuple[int, int], stop: int
-) -> None:
-    def begin(ctx: Context) -> tuple[list[int], int]:
-        loader = prepare_data_loader(ctx, numbers(kind, num, before[0]))
-        seen: list[int] = []
-        for index, (batch, micro) in enumerate(microbatches(ctx, loader)):
-            if index == stop:
-                break
-            seen += gather_for_metrics(ctx, batch, micro).tolist()
-        return seen, len(seen)
-
-    seen, place = run_ranks(begin, before[1], dataloader_config=config())[0]
-
-    def go_on(ctx: Context) -> list[int]:
-        loader = prepare_data_loader(ctx, numbers(kind, num, after[0]))
-        passes_of(loader).move_to(0, place)
-        return [
-            one
-            for batch, micro in microbatches(ctx, loader)
-            for one in gather_for_metrics(ctx, batch, micro).tolist()
-        ]
-
-    assert seen + run_ranks(go_on, after[1], dataloader_config=config())[0] == list(range(num))
-
-
-def test_a_shuffled_order_is_that_of_ranks_that_read_for_themselves() -> None:
-    def read(ctx: Context) -> list[Any]:
-        loader = prepare_data_loader(ctx, numbers("map", 23, 3, shuffle=True))
-        return [[batch.tolist() for batch in loader] for _ in range(2)]
-
-    for even in (True, False):
-        plain = DataLoaderConfiguration(data_seed=4, even_batches=even)
-        through_rank_zero = replace(plain, dispatch_batches=True)
-        assert run_ranks(read, 3, dataloader_config=through_rank_zero) == run_ranks(
-            read, 3, dataloader_config=plain
-        )
 
 
 class Draws(Dataset[torch.Tensor]):
@@ -271,88 +110,6 @@ def test_several_workers_of_a_stream_give_each_sample_once() -> None:
         ), len(pairs)
 
     assert run_ranks(run, 2, "processes", dataloader_config=config()) == [(list(range(23)), 6)] * 2
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("kind", ["map", "stream"])
-def test_other_ways_of_making_batches(kind: str, split: bool) -> None:
-    if kind == "map":  # a sampler and batch samplers of one's own, asked on rank 0 alone
-        order = [5, 3, 8, 1, 2, 0, 7]
-
-        def sampled(sampler: Any) -> Any:
-            return lambda: DataLoader(cast("Any", torch.arange(9)), **sampler)
-
-        expected = [[[5, 3], [2, 0]], [[8, 1], [7, 5]]]
-        rows = 4 if split else 2
-        assert dispatched(sampled({"batch_size": rows, "sampler": order}), 2, split_batches=split) == expected
-        batches = [order[start : start + rows] for start in range(0, 7, rows)]
-        even = Listed(batches, rows)
-        assert dispatched(sampled({"batch_sampler": even}), 2, split_batches=split) == expected
-    else:
-        expected = [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
-        got = dispatched(lambda: numbers("stream", 7, 4 if split else 2), 2, split_batches=split)
-        assert got == expected
-
-
-class Listed(Sampler[list[int]]):
-    def __init__(self, batches: list[list[int]], batch_size: int | None = None) -> None:
-        self.batches = batches
-        self.batch_size = batch_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-@given(st.lists(st.integers(1, 4), max_size=8), st.integers(1, 3))
-def test_batches_of_different_sizes_go_one_to_a_rank(sizes: list[int], size: int) -> None:
-    num = sum(sizes)
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    batches = [list(range(start, start + one)) for start, one in zip(starts, sizes, strict=True)]
-
-    def run(ctx: Context) -> list[int]:
-        data: Any = torch.arange(num)
-        source = DataLoader(data, batch_sampler=Listed(batches))
-        loader = prepare_data_loader(ctx, source)
-        assert len(loader) == -(-len(sizes) // size)
-        return [
-            one
-            for batch, micro in microbatches(ctx, loader)
-            for one in gather_for_metrics(ctx, batch, micro).tolist()
-        ]
-
-    if num:
-        assert run_ranks(run, size, dataloader_config=config()) == [list(range(num))] * size
-
-
-@pytest.mark.parametrize("kind", ["map", "stream", "sized"])
-def test_samples_that_are_batches_go_one_to_a_rank(kind: str) -> None:
-    class Rows(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter([torch.arange(start, start + 1 + start % 3) for start in (0, 1, 3)])
-
-    class SizedRows(Rows):
-        def __len__(self) -> int:
-            return 3
-
-    data: Any = {"map": list(Rows()), "stream": Rows(), "sized": SizedRows()}[kind]
-
-    def run(ctx: Context) -> tuple[list[Any], list[int]]:
-        loader = prepare_data_loader(ctx, DataLoader(data, batch_size=None))
-        own = [batch.tolist() for batch in loader]
-        gathered = [
-            one
-            for batch, micro in microbatches(ctx, loader)
-            for one in gather_for_metrics(ctx, batch, micro).tolist()
-        ]
-        return own, gathered
-
-    assert run_ranks(run, 2, dataloader_config=config()) == [
-        ([[0], [3]], [0, 1, 2, 3]),
-        ([[1, 2], [0]], [0, 1, 2, 3]),
-    ]
 
 
 class Pair(NamedTuple):
@@ -504,25 +261,6 @@ def test_the_accelerator_takes_a_slice_function() -> None:
     assert [batch.tolist() for batch in loader] == [[100, 101], [102]]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [lambda batch: batch, lambda batch, part: batch[part], lambda batch, part, rank, size: batch[part], 5],
-    ids=["batch", "no ranks", "other names", "no function"],
-)
-@pytest.mark.parametrize("where", [(0, 1), (0,), (1,)])
-def test_a_slice_function_of_another_signature_is_every_ranks_error(
-    wrong: Any, where: tuple[int, ...]
-) -> None:
-    def run(ctx: Context) -> str:
-        slice_fn = wrong if ctx.rank in where else right
-        with pytest.raises(TypeError if ctx.rank in where else RemoteRankError) as caught:
-            prepare_data_loader(ctx, numbers("map", 8, 2), slice_fn=slice_fn)
-        return str(caught.value)
-
-    for text in run_ranks(run, 2, dataloader_config=config()):
-        assert "slice_fn(batch, rows, *, process_index, num_processes)" in text
-
-
 def right(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
     return batch[part]
 
@@ -531,8 +269,11 @@ def test_type_errors_of_a_slice_function_and_nothing_at_all_are_every_ranks_erro
     def raises(batch: Any, part: slice, **_: Any) -> Any:
         raise TypeError("mine")
 
+    def has_another_signature(batch: Any, part: slice) -> Any:
+        return batch[part]
+
     def forgets(batch: Any, part: slice, **_: Any) -> Any:
-        right(batch, part, 0, 1)
+        del batch, part
 
     def run(ctx: Context, slice_fn: Any) -> str:
         loader = prepare_data_loader(ctx, numbers("map", 8, 2), slice_fn=slice_fn)
@@ -543,39 +284,14 @@ def test_type_errors_of_a_slice_function_and_nothing_at_all_are_every_ranks_erro
     own, other = run_ranks(lambda ctx: run(ctx, raises), 2, dataloader_config=config())
     assert own == "mine"
     assert "TypeError: mine" in other
+    for text in run_ranks(lambda ctx: run(ctx, has_another_signature), 2, dataloader_config=config()):
+        assert "unexpected keyword argument 'process_index'" in text
     for text in run_ranks(lambda ctx: run(ctx, forgets), 2, dataloader_config=config()):
         assert "must return these rows of the batch, and it returned None" in text
 
 
-class Fails(Dataset[int]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise OSError("the disk is gone")
-        return index
-
-
 def fail(*_: Any, **__: Any) -> Any:
     raise OSError("the disk is gone")
-
-
-@pytest.mark.parametrize("where", ["dataset", "collate_fn", "slice_fn"])
-def test_an_error_of_rank_zero_is_every_ranks(where: str) -> None:
-    def run(ctx: Context) -> str:
-        data: Any = Fails() if where == "dataset" else list(range(8))
-        collate = fail if where == "collate_fn" else None
-        loader = prepare_data_loader(
-            ctx,
-            DataLoader(data, batch_size=2, collate_fn=collate),
-            slice_fn=fail if where == "slice_fn" else None,
-        )
-        with pytest.raises(OSError if ctx.is_main_process else RemoteRankError) as caught:
-            list(loader)
-        return str(caught.value)
-
-    assert all("the disk is gone" in text for text in run_ranks(run, 2, dataloader_config=config()))
 
 
 @pytest.mark.parametrize("says", [3, 4, 5, 9, 30])
@@ -636,27 +352,6 @@ def test_a_batch_sampler_over_samples_that_are_dealt_out_already_is_refused() ->
             prepare_data_loader(ctx, source)
 
 
-def test_batches_of_different_sizes_are_not_cut() -> None:
-    def run(ctx: Context) -> None:
-        data: Any = torch.arange(4)
-        loader = prepare_data_loader(ctx, DataLoader(data, batch_sampler=Listed([[0], [1, 2, 3]])))
-        with pytest.raises(ConfigurationError, match="Listed gives batches of different sizes"):
-            list(loader)
-
-    run_ranks(run, 2, dataloader_config=config(split_batches=True))
-
-
-def test_ranks_with_different_loaders_are_told() -> None:
-    def prepare(ctx: Context) -> str:
-        with pytest.raises(MismatchError) as caught:
-            prepare_data_loader(ctx, numbers("sized", 8 + ctx.rank, 2))
-        return str(caught.value)
-
-    first, second = run_ranks(prepare, 2, dataloader_config=config())
-    assert first == second
-    assert "stream of 9 samples" in first
-
-
 @pytest.mark.parametrize(("kind", "extra"), [("map", 0), ("sized", 0), ("stream", 1)])
 def test_the_end_costs_at_most_one_exchange(kind: str, extra: int) -> None:
     def run(ctx: Context) -> tuple[int, int]:
@@ -690,48 +385,3 @@ def test_a_pass_that_was_left_early_can_be_begun_again() -> None:
 
     batches = [[0, 1], [4, 5], [8, 0]]
     assert run_ranks(run, 2, dataloader_config=config())[0] == batches + batches
-
-
-class Batched(IterableDataset[torch.Tensor]):
-    """A stream whose elements are batches of given sizes."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes = sizes
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(sum(self.sizes)).split(self.sizes))
-
-
-@pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 1, 5], [3, 1, 3, 5, 5], [1]])
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_repeated_batches_of_the_users_own_are_cut_exactly(sizes: list[int], steps: int, size: int) -> None:
-    def work(ctx: Context) -> list[int]:
-        loader = prepare_data_loader(ctx, DataLoader(Batched(sizes), batch_size=None))
-        found: list[int] = []
-        for batch, micro in microbatches(ctx, loader, "pad"):
-            found += gather_for_metrics(ctx, batch, micro).tolist()
-        return found
-
-    if len(sizes) < size:
-        with pytest.raises((ValueError, RemoteRankError)):
-            run_ranks(work, size, dataloader_config=config(even_batches=False))
-        return
-    seen = run_ranks(
-        work, size, dataloader_config=config(even_batches=False), gradient_accumulation_steps=steps
-    )
-    assert [sorted(one) for one in seen] == [list(range(sum(sizes)))] * size
-
-
-@pytest.mark.parametrize("then", [6, 12])
-def test_a_dataset_that_changed_its_length_is_refused(then: int) -> None:
-    def work(ctx: Context) -> str:
-        items = list(range(8))
-        loader = prepare_data_loader(ctx, DataLoader(cast("Any", items), batch_size=2))
-        list(loader)
-        items[:] = range(then)
-        with pytest.raises(ValueError, match=f"had a length of 8 when .* one of {then}") as caught:
-            list(loader)
-        return str(caught.value)
-
-    assert len(set(run_ranks(work, 2, dataloader_config=config()))) == 1

@@ -104,11 +104,16 @@ def test_workers_draw_what_a_loader_without_workers_draws(kind: str) -> None:
         assert rows_of(alone) == rows_of(with_worker)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine of few cores
+@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", ["map", "shuffled", "bulk", "batches", "items"])
-def test_the_number_of_workers_changes_no_augmentation(kind: str) -> None:
+def test_the_number_of_workers_changes_no_augmentation(kind: str, persistent: bool) -> None:
     ctx = Context().replace(dataloader_config=SEEDED)
-    alone, with_workers = (prepare_data_loader(ctx, SOURCES[kind](num_workers=number)) for number in (0, 2))
-    assert rows_of(alone) == rows_of(with_workers)
+    alone = prepare_data_loader(ctx, SOURCES[kind]())
+    source = SOURCES[kind](num_workers=3 if persistent else 2, persistent_workers=persistent)
+    with_workers = prepare_data_loader(ctx, source)
+    for _ in range(2):
+        assert rows_of(alone) == rows_of(with_workers)
 
 
 @pytest.mark.parametrize("kind", [*SOURCES])

@@ -4,7 +4,6 @@
 
 import contextlib
 import copy
-import functools
 from typing import Any, cast
 
 import pytest
@@ -15,8 +14,6 @@ from accelfn import Accelerator, Context, DataLoaderConfiguration, gather
 from accelfn.context.world import World
 from accelfn.data import (
     Order,
-    gather_for_metrics,
-    loader_state,
     microbatches,
     next_plan,
     plan_epoch,
@@ -24,13 +21,10 @@ from accelfn.data import (
     skip_first_batches,
 )
 from accelfn.data.loader import passes_of
-from accelfn.errors import ConfigurationError, MismatchError
+from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from accelfn.tree import flatten
-
-
-def numbers(num: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
-    return DataLoader(torch.arange(num), batch_size=batch_size, **options)  # pyright: ignore[reportArgumentType]
+from tests.data.sources import numbers
 
 
 class InWorker(Dataset[tuple[int, int]]):
@@ -260,18 +254,6 @@ def test_a_pass_begins_with_the_random_states_that_the_context_names() -> None:
     assert shared == shared_there
 
 
-@pytest.mark.parametrize("on", ["length", "batch"])
-def test_ranks_with_different_loaders_are_told(on: str) -> None:
-    def prepare(ctx: Context) -> Any:
-        source = numbers(9 + ctx.rank) if on == "length" else numbers(10, 2 + ctx.rank)
-        with pytest.raises(MismatchError, match="EpochPlan") as caught:
-            prepare_data_loader(ctx, source)
-        return str(caught.value)
-
-    first, second = run_ranks(prepare, 2)
-    assert first == second
-
-
 def test_epochs_count_from_0() -> None:
     loader = prepare_data_loader(Context(), numbers(4, shuffle=True))
     loader.set_epoch(2)
@@ -281,30 +263,6 @@ def test_epochs_count_from_0() -> None:
         with pytest.raises(ValueError, match=f"got {wrong}"):
             passes_of(loader).move_to(wrong, 0)
     assert loader.epoch == 2
-
-
-def test_a_pass_goes_on_where_another_has_stopped_in_any_world() -> None:
-    def read(ctx: Context, start: int, stop: int | None) -> list[int]:
-        loader = prepare_data_loader(ctx, numbers(23, 2, shuffle=True))
-        passes_of(loader).move_to(1, start)
-        assert loader_state(loader).consumed == start
-        rows: list[int] = []
-        for batch, micro in microbatches(ctx, loader):
-            rows += gather_for_metrics(ctx, batch, micro).tolist()
-            assert loader_state(loader).consumed == start + len(rows)
-            if micro.index + 1 == stop:
-                break
-        return rows
-
-    config = DataLoaderConfiguration(data_seed=5)
-    (whole,) = run_ranks(lambda ctx: read(ctx, 0, None), 1, dataloader_config=config)
-    rows: list[int] = []
-    for world, stop in ((4, 1), (2, 2), (3, None)):
-        part = functools.partial(read, start=len(rows), stop=stop)
-        found = run_ranks(part, world, dataloader_config=config)
-        assert all(one == found[0] for one in found)
-        rows += found[0]
-    assert rows == whole
 
 
 def test_a_seed_that_is_moved_to_gives_its_order() -> None:

@@ -13,23 +13,18 @@ from torch.utils.data import DataLoader
 from accelfn import Context, DataLoaderConfiguration
 from accelfn.data import (
     MicroBatch,
-    Order,
     gather_for_metrics,
     gather_objects_for_metrics,
     loader_state,
     microbatches,
-    plan_epoch,
     plan_microbatch,
     prepare_data_loader,
     restore_loader,
 )
 from accelfn.errors import MismatchError
 from accelfn.testing import run_ranks
-from tests.data.streams import Numbers, Sized, make_source
-
-
-def numbers(num: int, batch_size: int | None = 2, **options: Any) -> DataLoader[Any]:
-    return DataLoader(torch.arange(num), batch_size=batch_size, **options)  # pyright: ignore[reportArgumentType]
+from tests.data.cases import Case, cases
+from tests.data.sources import Counting, make_source, numbers
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
@@ -60,110 +55,19 @@ def test_gathering_over_an_epoch_gives_exactly_the_dataset(world: int, even: boo
         assert scalars == [world] * 3
 
 
-@st.composite
-def options(draw: st.DrawFn) -> dict[str, Any]:
-    world = draw(st.integers(1, 7))
-    split = draw(st.booleans())
-    return {
-        "world": world,
-        "num": draw(st.integers(0, 60)),
-        "batch_size": draw(st.integers(1, 4)) * (world if split else 1),
-        "split": split,
-        "even": draw(st.booleans()),
-        "drop_last": draw(st.booleans()),
-        "shuffle": draw(st.booleans()),
-        "uneven": draw(st.sampled_from(["pad", "stop_first"])),
-    }
-
-
-@given(options(), st.integers(1, 4))
-def test_gathering_is_exact_for_every_option(drawn: dict[str, Any], steps: int) -> None:
-    world, num = drawn["world"], drawn["num"]
-    rank_batch = drawn["batch_size"] // (world if drawn["split"] else 1)
-
-    def run(ctx: Context) -> tuple[list[int], list[str], list[bool]]:
-        source = numbers(
-            num, drawn["batch_size"], shuffle=drawn["shuffle"] and num > 0, drop_last=drawn["drop_last"]
-        )
-        rows: list[int] = []
-        names: list[str] = []
-        syncs: list[bool] = []
-        for batch, micro in microbatches(ctx, prepare_data_loader(ctx, source), uneven):
-            tree: dict[str, torch.Tensor] = {
-                "x": batch,
-                "loss": batch.sum(),
-                "twice": batch * 2,
-                "classes": torch.ones(101),
-            }
-            found = gather_for_metrics(ctx, tree, micro)
-            rows += found["x"].tolist()
-            assert found["twice"].tolist() == [2 * row for row in found["x"].tolist()]
-            assert found["loss"].shape == (world,)
-            # No multiple of the batch's rows, unless these are 1: then each sample has 101.
-            kept = len(found["x"]) if rank_batch == 1 else world
-            assert found["classes"].shape == (101 * kept,)
-            names += gather_for_metrics(ctx, [str(int(one)) for one in batch], micro)
-            syncs.append(micro.sync)
-        return rows, names, syncs
-
-    order = list(range(num))
-    if drawn["shuffle"] and num:
-        order = (
-            Order(kind="shuffled", num_samples=num, num_items=num, seed=5).at(0, torch.arange(num)).tolist()
-        )
-    plan = plan_epoch(
-        num,
-        drawn["batch_size"],
-        world,
-        split_batches=drawn["split"],
-        even_batches=drawn["even"],
-        drop_last=drawn["drop_last"],
-    )
-    counts = [plan.num_batches(rank) for rank in range(world)]
-    # A rank without any batch has none to repeat.
-    uneven: Any = "stop_first" if min(counts) == 0 < max(counts) else drawn["uneven"]
-    num_steps = max(counts) if uneven == "pad" else min(counts)
-    expected = order[: plan.consumed(num_steps - 1) if num_steps else 0]
-    config = DataLoaderConfiguration(data_seed=5, split_batches=drawn["split"], even_batches=drawn["even"])
-    for rows, names, syncs in run_ranks(
-        run, world, dataloader_config=config, gradient_accumulation_steps=steps
-    ):
-        assert rows == expected
-        assert names == [str(one) for one in expected]
-        assert syncs == [(step + 1) % steps == 0 or step + 1 == num_steps for step in range(num_steps)]
-
-
-SOURCES = ("samples", "batches", "items", "stream", "sized")
-
-
-def source_of(kind: str, num: int, batch_size: int, drop_last: bool) -> DataLoader[Any]:
-    """The numbers up to ``num``, in batches of any kind of data."""
-    if kind == "batches":  # of different lengths
-        ends = [*range(0, num, batch_size), num]
-        lists = [list(range(start, end)) for start, end in zip(ends[::2], [*ends[2::2], num], strict=False)]
-        return DataLoader(cast("Any", torch.arange(num)), batch_sampler=[one for one in lists if one])
-    if kind == "items":
-        return numbers(num, None, collate_fn=lambda item: item.reshape(1))
-    data: Any = {"samples": torch.arange, "stream": Numbers, "sized": Sized}[kind](num)
-    return DataLoader(data, batch_size=batch_size, drop_last=drop_last)
-
-
 @pytest.mark.filterwarnings("ignore:each of . ranks reads the whole stream")
-@given(options(), st.sampled_from(SOURCES), st.booleans(), st.integers(2, 4), st.integers(1, 3))
-def test_what_was_collected_over_a_pass_is_gathered_once(
-    drawn: dict[str, Any], kind: str, dispatched: bool, times: int, steps: int
-) -> None:
+@given(cases(), st.sampled_from(["pad", "stop_first"]), st.integers(2, 4))
+def test_what_was_collected_over_a_pass_is_gathered_once(case: Case, uneven: Any, times: int) -> None:
     """At any batch: as a loop that is left has it, or one that ends."""
-    world, num = drawn["world"], drawn["num"]
+    world = case.size
 
     def run(ctx: Context) -> None:
-        source = source_of(kind, num, drawn["batch_size"], drawn["drop_last"])
-        loader = prepare_data_loader(ctx, source)
+        loader = prepare_data_loader(ctx, case.source(Counting(case.num)))
         rows: list[torch.Tensor] = []
         names: list[str] = []
         by_batch: list[int] = []
         by_rank: list[list[int]] = [[] for _ in range(world)]
-        for batch, micro in microbatches(ctx, loader, drawn["uneven"]):
+        for batch, micro in microbatches(ctx, loader, uneven):
             tree = {"x": batch, "rank": torch.full((len(batch),), ctx.rank), "loss": batch.sum()}
             found = gather_for_metrics(ctx, tree, micro)
             by_batch += found["x"].tolist()
@@ -185,15 +89,10 @@ def test_what_was_collected_over_a_pass_is_gathered_once(
             assert several[1].tolist() == several[0].repeat_interleave(times).tolist()
         assert len(set(by_batch)) == len(by_batch)
 
-    config = DataLoaderConfiguration(
-        even_batches=drawn["even"],
-        split_batches=drawn["split"] and kind in ("samples", "stream", "sized"),
-        dispatch_batches=dispatched,
-    )
     try:
-        run_ranks(run, world, dataloader_config=config, gradient_accumulation_steps=steps)
+        run_ranks(run, world, **case.options())
     except ValueError as error:
-        if "a rank has none at all" not in str(error) or drawn["uneven"] != "pad":
+        if "a rank has none at all" not in str(error) or uneven != "pad":
             raise
 
 

@@ -19,11 +19,7 @@ from accelfn.data import (
 )
 from accelfn.errors import ConfigurationError, MismatchError, UnevenDataError
 from accelfn.testing import run_ranks
-from tests.data.streams import Numbers, Shards, make_source
-
-
-def numbers(num: int, batch_size: int | None = 2, **options: Any) -> DataLoader[Any]:
-    return DataLoader(torch.arange(num), batch_size=batch_size, **options)  # pyright: ignore[reportArgumentType]
+from tests.data.sources import Numbers, Shards, make_source, numbers
 
 
 @given(st.integers(1, 40), st.integers(1, 7))

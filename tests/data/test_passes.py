@@ -21,12 +21,9 @@ from accelfn.data import (
     skip_first_batches,
 )
 from accelfn.testing import run_ranks
+from tests.data.sources import numbers
 
 SEEDED = DataLoaderConfiguration(data_seed=5)
-
-
-def numbers(num: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
-    return DataLoader(torch.arange(num), batch_size=batch_size, **options)  # pyright: ignore[reportArgumentType]
 
 
 def order(num: int, epoch: int, seed: int = 5) -> list[int]:

@@ -14,12 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
-    SequentialSampler,
 )
 
 import accelfn as af
@@ -37,35 +34,7 @@ from accelfn.data import (
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
-
-
-def numbers(num: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
-    if num == 0:
-        options.pop("shuffle", None)  # torch refuses to shuffle nothing
-    return DataLoader(torch.arange(num), batch_size=batch_size, **options)  # pyright: ignore[reportArgumentType]
-
-
-class Counting(Dataset[Any]):
-    """Remembers what was read."""
-
-    def __init__(self, num: int) -> None:
-        self.num = num
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> int:
-        self.read.append(index)
-        return index
-
-
-class Stream(IterableDataset[Any]):
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(self.num))
+from tests.data.sources import Counting, Numbers, Shards, numbers
 
 
 class Leg(NamedTuple):
@@ -212,7 +181,7 @@ def test_in_the_same_world_the_batches_themselves_are_what_they_would_have_been(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_pass_that_goes_on_leaves_random_numbers_to_the_program(workers: int, stream: bool) -> None:
     def new() -> Any:
-        data: Any = Streamed(8) if stream else torch.arange(8)
+        data: Any = Numbers(8) if stream else torch.arange(8)
         return prepare_data_loader(Context(), DataLoader(data, batch_size=2, num_workers=workers))
 
     loader = new()
@@ -227,14 +196,6 @@ def test_a_pass_that_goes_on_leaves_random_numbers_to_the_program(workers: int, 
     torch.set_rng_state(state)
     restore_loader(again, place)
     assert [float(torch.rand(())) for _ in range(2) for _ in again] == drawn[2:]
-
-
-class Streamed(IterableDataset[Any]):
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.num))
 
 
 def test_the_seed_travels_with_the_state() -> None:
@@ -289,44 +250,6 @@ class Uneven:
 
     def __len__(self) -> int:
         return 5
-
-
-@pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (3, 2), (2, 3)])
-@pytest.mark.parametrize("stop", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["uneven", "named", "sampler"])
-def test_samplers_of_ones_own_resume_too(worlds: tuple[int, int], stop: int, kind: str) -> None:
-    def source() -> DataLoader[Any]:
-        data: Any = torch.arange(12)
-        if kind == "uneven":
-            return DataLoader(data, batch_sampler=cast("Any", Uneven()))
-        if kind == "sampler":
-            return DataLoader(data, batch_size=2, sampler=list(reversed(range(12))))
-
-        class Own(BatchSampler):
-            pass
-
-        return DataLoader(data, batch_sampler=Own(SequentialSampler(data), 2, False))
-
-    def run(ctx: Context, state: LoaderState | None, number: int | None) -> Any:
-        loader = prepare_data_loader(ctx, source())
-        if state is not None:
-            restore_loader(loader, state)
-        found = [
-            batch[: micro.own_valid].tolist()
-            for batch, micro in islice(microbatches(ctx, loader, "pad"), number)
-        ]
-        return found, loader_state(loader)
-
-    samples: list[int] = []
-    state: LoaderState | None = None
-    for world, number in zip(worlds, (stop, None), strict=True):
-        ranks = run_ranks(lambda ctx, state=state, number=number: run(ctx, state, number), world)
-        for step in range(len(ranks[0][0])):
-            for found, _ in ranks:
-                samples += found[step]
-        state = ranks[0][1]
-        assert {one for _, one in ranks} == {state}
-    assert samples == (list(reversed(range(12))) if kind == "sampler" else list(range(12)))
 
 
 def test_batches_of_different_sizes_keep_their_random_numbers_too() -> None:
@@ -425,7 +348,7 @@ def test_a_state_is_plain_numbers() -> None:
 
 @pytest.mark.parametrize("thing", [[1, 2], numbers(4)], ids=["list", "torch"])
 def test_only_prepared_loaders_have_a_state(thing: Any) -> None:
-    with pytest.raises(TypeError, match="loader_state takes a loader that prepare_data_loader has given"):
+    with pytest.raises(TypeError, match="loader_state takes a loader that prepare_data_loader has returned"):
         loader_state(thing)
     with pytest.raises(TypeError, match="restore_loader takes a loader"):
         restore_loader(thing, LoaderState(epoch=0, consumed=0, seed=0))
@@ -508,36 +431,6 @@ def test_in_an_unchanged_world_the_losses_are_equal_bit_for_bit() -> None:
 # --- skip_first_batches ----------------------------------------------------------------------------
 
 
-@given(
-    num=st.integers(0, 30),
-    skipped=st.integers(0, 8),
-    more=st.integers(0, 3),
-    world=st.integers(1, 4),
-    even=st.booleans(),
-    drop_last=st.booleans(),
-)
-def test_a_prepared_loader_begins_behind_what_is_skipped_and_loads_nothing_of_it(
-    num: int, skipped: int, more: int, world: int, even: bool, drop_last: bool
-) -> None:
-    def run(ctx: Context) -> None:
-        data = Counting(num)
-        source: Any = DataLoader(data, batch_size=2, shuffle=num > 0, drop_last=drop_last)
-        whole = prepare_data_loader(ctx, source)
-        epochs = [[batch.tolist() for batch in whole] for _ in range(2)]
-        whole.set_epoch(0)
-        data.read.clear()
-        rest = skip_first_batches(skip_first_batches(whole, skipped), more)
-        for number, expected in enumerate(epochs):
-            assert rest.epoch == whole.epoch == number
-            assert len(rest) == max(0, len(expected) - skipped - more)
-            assert [batch.tolist() for batch in rest] == expected[skipped + more :]
-        assert sorted(data.read) == sorted(
-            index for expected in epochs for batch in expected[skipped + more :] for index in batch
-        )
-
-    run_ranks(run, world, dataloader_config=DataLoaderConfiguration(even_batches=even, data_seed=5))
-
-
 def test_a_skipped_pass_moves_the_original_on_and_its_states_are_the_originals() -> None:
     ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
     loader = prepare_data_loader(ctx, numbers(12, 3, shuffle=True))
@@ -580,26 +473,14 @@ def test_microbatches_of_a_skipped_loader_know_their_place() -> None:
     ]
 
 
-@pytest.mark.parametrize("skipped", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", ["uneven", "named"])
-def test_prepared_batch_samplers_skip_without_loading(skipped: int, kind: str) -> None:
-    def run(ctx: Context) -> list[Any]:
-        data = Counting(12)
-        own: Any = Uneven()
-        if kind == "named":
-            own.batch_size = 3
-            own = BatchSampler(SequentialSampler(data), 3, False)
-            vars(own)["is_mine"] = True
-            own.__class__ = type("Own", (BatchSampler,), {})
-        loader = prepare_data_loader(ctx, DataLoader(cast("Any", data), batch_sampler=own))
-        whole = [batch.tolist() for batch in loader]
+def test_shards_are_skipped_too() -> None:
+    def run(ctx: Context) -> None:
+        loader = prepare_data_loader(ctx, DataLoader(Shards([0, 1, 2]), batch_size=3))
+        micros = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, loader, "pad")]
         loader.set_epoch(0)
-        data.read.clear()
-        rest = skip_first_batches(loader, skipped)
-        assert len(rest) == max(0, len(whole) - skipped)
-        assert [batch.tolist() for batch in rest] == whole[skipped:]
-        assert data.read == [index for batch in whole[skipped:] for index in batch]
-        return whole
+        rest = skip_first_batches(loader, 1)
+        found = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, rest, "pad")]
+        assert found == micros[1:]
 
     run_ranks(run, 2)
 
@@ -614,45 +495,6 @@ def test_data_that_was_sharded_already_is_skipped_too() -> None:
     assert run_ranks(run, 2) == [[1, ([4], None), ([4], 0)], [2, ([4, 5], None), ([6], None)]]
 
 
-class Sized(Stream):
-    def __len__(self) -> int:
-        return self.num
-
-
-class Sharded(Stream):
-    num_shards = 2
-
-    def shard(self, num_shards: int, index: int) -> Stream:
-        return Stream(self.num + index)
-
-
-@pytest.mark.filterwarnings("ignore:each of 2 ranks reads the whole stream")
-@pytest.mark.parametrize("skipped", [0, 1, 2, 9])
-@pytest.mark.parametrize("kind", ["sized", "unsized", "shards", "items"])
-def test_streams_and_items_are_skipped_too(kind: str, skipped: int) -> None:
-    def run(ctx: Context) -> None:
-        sources: dict[str, Any] = {
-            "sized": lambda: DataLoader(Sized(11), batch_size=2),
-            "unsized": lambda: DataLoader(Stream(11), batch_size=2),
-            "shards": lambda: DataLoader(Sharded(5), batch_size=2),
-            "items": lambda: DataLoader(cast("Any", torch.arange(10).reshape(5, 2)), batch_size=None),
-        }
-        loader = prepare_data_loader(ctx, sources[kind]())
-        micros = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, loader, "pad")]
-        rest = skip_first_batches(loader, skipped)
-        if kind in ("sized", "items"):
-            assert len(rest) == max(0, len(micros) - skipped)
-        for number in (2, 3):
-            found = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, rest, "pad")]
-            assert found == micros[skipped:]
-            assert loader.epoch == number
-        state = loader_state(rest)
-        restore_loader(rest, state)
-        assert loader_state(loader) == state
-
-    run_ranks(run, 2)
-
-
 def test_how_items_are_shared_out_can_be_chosen() -> None:
     def run(ctx: Context) -> list[int]:
         source: Any = DataLoader(cast("Any", torch.arange(10).reshape(5, 2)), batch_size=None)
@@ -665,29 +507,6 @@ def test_how_items_are_shared_out_can_be_chosen() -> None:
         return lengths
 
     assert run_ranks(run, 2) == [[3, 3, 3, 3], [3, 3, 2, 2]]
-
-
-@pytest.mark.parametrize("skipped", [0, 1, 2, 9])
-@pytest.mark.parametrize("kind", ["map", "stream"])
-def test_what_rank_0_reads_for_all_is_skipped_too(kind: str, skipped: int) -> None:
-    def run(ctx: Context) -> list[int]:
-        data = Counting(11)
-        source: Any = DataLoader(data if kind == "map" else Stream(11), batch_size=2)
-        loader = prepare_data_loader(ctx, source)
-        micros = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, loader)]
-        data.read.clear()
-        rest = skip_first_batches(loader, skipped)
-        assert [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, rest)] == (
-            micros[skipped:]
-        )
-        assert loader.epoch == 2
-        return data.read
-
-    config = DataLoaderConfiguration(dispatch_batches=True)
-    first, second = run_ranks(run, 2, dataloader_config=config)
-    assert second == []
-    if kind == "map":
-        assert set(first) - {0} == set(range(max(1, 4 * skipped), 11))  # the padding is sample 0
 
 
 class Sub(DataLoader[Any]):
@@ -771,10 +590,11 @@ def test_a_skipped_torch_loader_can_be_prepared() -> None:
 
 
 def test_a_stream_is_read_and_thrown_away() -> None:
-    rest = skip_first_batches(DataLoader(Stream(7), batch_size=2), 2)
+    rest = skip_first_batches(DataLoader(Numbers(7), batch_size=2), 2)
     assert [batch.tolist() for batch in rest] == [[4, 5], [6]]
     assert [batch.tolist() for batch in rest] == [[4, 5], [6]]
-    assert not hasattr(rest, "__len__")
+    with pytest.raises(TypeError, match="has no len"):
+        len(cast("Any", rest))
     assert cast("Any", rest).batch_size == 2
 
 

@@ -3,8 +3,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import os
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    RandomSampler,
     SequentialSampler,
     get_worker_info,
 )
@@ -31,45 +31,16 @@ from accelfn.data import (
     prepare_data_loader,
 )
 from accelfn.data.loader import passes_of
-from accelfn.data.rebuild import Keyed, Seeded
-from accelfn.errors import ConfigurationError, RemoteRankError
+from accelfn.data.rebuild import Keyed
+from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
+from tests.data.sources import Listed, consecutive, numbers
 
 Batches = list[list[int]]
 
 
-class Listed:
-    """A batch sampler of one's own: the batches of a list."""
-
-    def __init__(
-        self, batches: Batches, batch_size: int | None = None, drop_last: bool | None = None
-    ) -> None:
-        self.batches = batches
-        self.drawn = 0
-        if batch_size is not None:
-            self.batch_size = batch_size
-        if drop_last is not None:
-            self.drop_last = drop_last
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.drawn += 1
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
 def by_batches(batch_sampler: Any, num: int = 200, **options: Any) -> DataLoader[Any]:
     return DataLoader(torch.arange(num), batch_sampler=batch_sampler, **options)  # pyright: ignore[reportArgumentType]
-
-
-def numbers(num: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
-    return DataLoader(torch.arange(num), batch_size=batch_size, **options)  # pyright: ignore[reportArgumentType]
-
-
-def consecutive(sizes: Sequence[int]) -> Batches:
-    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
 
 def read(
@@ -140,18 +111,6 @@ def test_a_named_size_that_batches_do_not_have_loses_no_sample(world: int, even:
     assert found == list(range(11))
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_batches_of_the_named_size_are_samples_in_an_order(split: bool) -> None:
-    size = 4 if split else 2
-    batches = [
-        [10 * index for index in batch] for batch in consecutive([size] * (8 // size) + [3 if split else 1])
-    ]
-    samples = [index for batch in batches for index in batch]
-    first, second = read(lambda: by_batches(Listed(batches, batch_size=size)), 2, split_batches=split)
-    assert first == [samples[0:2], samples[4:6], samples[8:10] if split else [samples[8], samples[0]]]
-    assert second == [samples[2:4], samples[6:8], [samples[10], samples[0]] if split else samples[1:3]]
-
-
 @given(
     st.lists(st.integers(1, 4), max_size=12),
     st.integers(1, 4),
@@ -185,14 +144,15 @@ def test_batches_are_drawn_on_rank_0_once_an_epoch() -> None:
     assert run_ranks(run, 2) == [(2, [[0, 1], [3, 4, 5]]), (0, [[2], [6]])]
 
 
-def test_batches_that_cannot_be_cut_are_not_split() -> None:
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_batches_that_cannot_be_cut_are_not_split(dispatch: bool) -> None:
     def run(ctx: Context) -> str:
         loader = prepare_data_loader(ctx, by_batches(Listed([[0, 1], [2], [3, 4]], batch_size=2)))
         with pytest.raises(ConfigurationError, match="Listed gives batches of different sizes"):
             next(iter(loader))
         return "refused"
 
-    split = DataLoaderConfiguration(split_batches=True)
+    split = DataLoaderConfiguration(split_batches=True, dispatch_batches=dispatch)
     assert run_ranks(run, 2, dataloader_config=split) == ["refused"] * 2
     with pytest.raises(ConfigurationError, match="got batch_size=3 and 2 ranks"):
         run_ranks(
@@ -239,92 +199,6 @@ def test_a_subclass_of_torchs_batch_sampler_is_ones_own() -> None:
         return by_batches(Backwards(SequentialSampler(range(8)), 2, drop_last=False))
 
     assert read(make, 2) == [[[6, 7], [2, 3]], [[4, 5], [0, 1]]]
-
-
-# --- random numbers in workers -------------------------------------------------------------------
-
-
-class Augmented(Dataset[tuple[int, int, int, int]]):
-    """Gives random numbers beside each index, as augmentation would."""
-
-    def __init__(self, num: int = 12) -> None:
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> tuple[int, int, int, int]:
-        if get_worker_info() is None:
-            return index, -1, -1, -1
-        numpy: Any = pytest.importorskip("numpy")
-        drawn = int(torch.randint(1 << 60, ()))
-        return index, drawn, random.getrandbits(60), int(numpy.random.randint(1 << 30))
-
-
-def augment(ctx: Context, epochs: int = 1, **options: Any) -> list[list[Any]]:
-    source = DataLoader(Augmented(), batch_size=2, collate_fn=list, **options)
-    loader = prepare_data_loader(ctx, source)
-    passes = [[row for batch in loader for row in batch] for _ in range(epochs)]
-    inner = vars(vars(passes_of(loader).reader)["_steps"])["_loader"]
-    if options.get("persistent_workers"):
-        inner._iterator._shutdown_workers()
-    return passes
-
-
-SEEDED = DataLoaderConfiguration(data_seed=5)
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine of few cores
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_random_numbers_of_a_batch_are_the_same_in_any_worker(workers: int, persistent: bool) -> None:
-    ctx = Context().replace(dataloader_config=SEEDED)
-    expected = augment(ctx, 2, num_workers=3)
-    found = augment(ctx, 2, num_workers=workers, persistent_workers=persistent)
-    assert found == expected
-    for number in (1, 2, 3):  # torch's, Python's and numpy's
-        assert len({row[number] for one in found for row in one}) == 24
-
-
-def test_without_workers_random_numbers_are_the_programs_own() -> None:
-    def states(loader: Any) -> tuple[list[int], Any]:
-        torch.manual_seed(3)
-        random.seed(3)
-        assert [row[0] for batch in loader for row in batch] == list(range(12))
-        return torch.get_rng_state().tolist(), random.getstate()
-
-    source = DataLoader(Augmented(), batch_size=2, collate_fn=list)
-    assert states(prepare_data_loader(Context(), source)) == states(source)
-
-
-def test_no_two_ranks_share_a_random_number_and_a_resumption_changes_none() -> None:
-    def run(ctx: Context) -> tuple[list[Any], list[Any]]:
-        whole = augment(ctx, num_workers=1)[0]
-        source = DataLoader(Augmented(), batch_size=2, collate_fn=list, num_workers=2)
-        loader = prepare_data_loader(ctx, source)
-        passes_of(loader).move_to(0, 4)
-        return whole, [row for batch in loader for row in batch]
-
-    (first, rest), (second, other_rest) = run_ranks(run, 2, "processes", dataloader_config=SEEDED)
-    for number in (1, 2, 3):
-        assert len({row[number] for row in first + second}) == 12
-    assert rest == first[2:]
-    assert other_rest == second[2:]
-
-
-def test_seeding_is_that_of_the_batch_alone() -> None:
-    batch = Keyed([3, 1], (5, 0, 8))
-    assert (list(batch), batch.key) == ([3, 1], (5, 0, 8))
-    constructor, parts = batch.__reduce__()
-    again = constructor(*parts)
-    assert (list(again), again.key) == (list(batch), batch.key)
-    seeded = Seeded(Augmented())
-    assert len(seeded) == 12
-    assert Seeded(Augmented(), one=True)[Keyed([3], (5, 0, 3))][0] == 3
-    assert seeded.num == 12
-    assert [row[0] for row in seeded.__getitems__(batch)] == [3, 1]
-    with pytest.raises(AttributeError):
-        _ = seeded._hidden
 
 
 # --- what of the loader is kept ------------------------------------------------------------------
@@ -423,7 +297,10 @@ class Growing(Dataset[int]):
 
 @pytest.mark.parametrize("length", [7, 9])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_dataset_that_changes_its_length_is_an_error_on_every_rank(length: int, shuffle: bool) -> None:
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_dataset_that_changes_its_length_is_an_error_on_every_rank(
+    dispatch: bool, shuffle: bool, length: int
+) -> None:
     def run(ctx: Context) -> str:
         dataset = Growing(8)
         loader = prepare_data_loader(ctx, DataLoader(dataset, batch_size=2, shuffle=shuffle))
@@ -433,7 +310,7 @@ def test_a_dataset_that_changes_its_length_is_an_error_on_every_rank(length: int
             next(iter(loader))
         return str(caught.value)
 
-    messages = run_ranks(run, 2)
+    messages = run_ranks(run, 2, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
     assert messages[0] == messages[1]
     assert f"now has one of {length}" in messages[0]
 
@@ -537,3 +414,106 @@ def add_ten(worker: int) -> None:
 def test_what_a_worker_sets_on_its_dataset_reaches_the_users() -> None:
     loader = DataLoader(Offset(), batch_size=3, num_workers=1, worker_init_fn=add_ten)
     assert [cast("Any", batch).tolist() for batch in prepare_data_loader(Context(), loader)] == [[10, 11, 12]]
+
+
+class Items(Dataset[torch.Tensor]):
+    """Item ``k`` is a batch of ``k + 1`` rows."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert isinstance(index, int)
+        return torch.full((index + 1,), index)
+
+
+class Bulk(Dataset[torch.Tensor]):
+    """Is asked for all samples of a batch at once."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: list[int]) -> torch.Tensor:
+        assert type(index) is list
+        return torch.tensor(index)
+
+
+def items(number: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Items(number), batch_size=None, **options)
+
+
+def test_a_shuffled_order_is_the_same_for_any_number_of_ranks_and_workers() -> None:
+    def run(ctx: Context) -> list[int]:
+        source = items(6, shuffle=True, num_workers=ctx.num_processes % 2)
+        return [len(batch) for batch in prepare_data_loader(ctx, source)]
+
+    config = DataLoaderConfiguration(data_seed=1)
+    (alone,) = run_ranks(run, 1, "processes", dataloader_config=config)
+    assert sorted(alone) == [1, 2, 3, 4, 5, 6] != alone
+    for size in (2, 3):
+        found = run_ranks(run, size, "processes" if size == 3 else "memory", dataloader_config=config)
+        assert [number for step in zip(*found, strict=True) for number in step] == alone
+
+
+def test_a_restored_seed_brings_its_order() -> None:
+    def order(data_seed: int, seed: int | None) -> list[int]:
+        ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=data_seed))
+        loader = prepare_data_loader(ctx, items(8, shuffle=True))
+        passes_of(loader).move_to(0, 0, seed)
+        return [len(batch) for batch in loader]
+
+    assert order(1, None) == order(2, 1) != order(2, None)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_sampler_in_the_samplers_place_asks_for_lists(num_workers: int) -> None:
+    def run(ctx: Context) -> tuple[list[list[int]], list[int]]:
+        sampler = BatchSampler(SequentialSampler(range(11)), 2, drop_last=False)
+        source = DataLoader(Bulk(), batch_size=None, sampler=sampler, num_workers=num_workers)
+        own: list[list[int]] = []
+        found: list[int] = []
+        for batch, micro in microbatches(ctx, prepare_data_loader(ctx, source)):
+            own.append(batch.tolist())
+            found += gather_for_metrics(ctx, batch, micro).tolist()
+        return own, found
+
+    (first, gathered), (second, _) = run_ranks(run, 2, "processes" if num_workers else "memory")
+    assert first == [[0, 1], [4, 5], [8, 9]]
+    assert second == [[2, 3], [6, 7], [10, 0]]
+    assert gathered == list(range(11))
+
+
+def test_the_seed_of_a_sampler_inside_of_a_batch_sampler_is_kept() -> None:
+    def order(seed: int) -> list[int]:
+        sampler = RandomSampler(range(8), generator=torch.Generator().manual_seed(seed))
+        source = DataLoader(range(8), batch_sampler=BatchSampler(sampler, 4, drop_last=False))  # pyright: ignore[reportArgumentType]
+        return torch.cat(list(prepare_data_loader(Context(), source))).tolist()
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_the_sampler_inside_of_a_batch_sampler_says_the_order() -> None:
+    class Backwards(SequentialSampler):
+        def __iter__(self) -> Any:
+            return reversed(range(5))
+
+    sampler = BatchSampler(Backwards(range(5)), 2, drop_last=False)
+    source = DataLoader(range(5), batch_sampler=sampler)  # pyright: ignore[reportArgumentType]
+    assert [batch.tolist() for batch in prepare_data_loader(Context(), source)] == [[4, 3], [2, 1], [0]]
+
+
+def test_what_is_no_batch_can_not_be_split_and_ranks_read_the_same() -> None:
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    with pytest.raises(ConfigurationError, match="batch_size=None"):
+        prepare_data_loader(ctx, items(4))
+    with pytest.raises(ConfigurationError, match="by its indices"):
+        prepare_data_loader(Context(), items(4), "by_source")
+
+    def prepare(ctx: Context) -> None:
+        with pytest.raises(MismatchError):
+            prepare_data_loader(ctx, items(4 + ctx.rank))
+
+    run_ranks(prepare, 2)

@@ -14,13 +14,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accelfn import Context, DataLoaderConfiguration, GradientAccumulationPlugin
+from accelfn import Context, DataLoaderConfiguration
 from accelfn.data import (
-    MicroBatch,
     gather_for_metrics,
     loader_state,
     microbatches,
@@ -31,7 +30,7 @@ from accelfn.data import (
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError, UnevenDataError
 from accelfn.testing import run_ranks
-from tests.data.streams import Numbers, Shards, Sized
+from tests.data.sources import Numbers, Shards, Sized
 
 # Said once a world, and tested below.
 pytestmark = [
@@ -60,88 +59,6 @@ def evaluate(ctx: Context, loader: Any, uneven: Uneven = "error") -> list[int]:
 
 def rows_of_pass(loader: Any) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
-
-
-@given(
-    number=st.integers(0, 200),
-    batch_size=st.integers(1, 9),
-    size=st.integers(1, 5),
-    drop_last=st.booleans(),
-    split=st.booleans(),
-    even=st.booleans(),
-    sized=st.booleans(),
-    steps=st.integers(1, 3),
-)
-@example(number=5, batch_size=4, size=1, drop_last=False, split=False, even=True, sized=False, steps=1)
-@example(number=5, batch_size=4, size=2, drop_last=False, split=False, even=True, sized=False, steps=2)
-def test_each_sample_is_read_once_and_gathered_in_order(
-    number: int,
-    batch_size: int,
-    size: int,
-    drop_last: bool,
-    split: bool,
-    even: bool,
-    sized: bool,
-    steps: int,
-) -> None:
-    batch_size = batch_size * size if split else batch_size
-    plan = plan_epoch(number, batch_size, size, split_batches=split, even_batches=even, drop_last=drop_last)
-    counts = [plan.num_batches(rank) for rank in range(size)]
-    uneven: Uneven = "error" if min(counts) == max(counts) else "stop_first"
-
-    def run(ctx: Context) -> tuple[list[list[int]], list[int], list[int], list[MicroBatch]]:
-        data = Sized(number) if sized else Numbers(number)
-        loader = prepare_data_loader(ctx, DataLoader(data, batch_size=batch_size, drop_last=drop_last))
-        plain = rows_of_pass(loader)
-        found: list[int] = []
-        valid: list[int] = []
-        micros: list[MicroBatch] = []
-        for batch, micro in microbatches(ctx, loader, uneven):
-            found += gather_for_metrics(ctx, batch, micro).tolist()
-            valid += batch[: micro.own_valid].tolist()
-            micros.append(micro)
-        assert loader.epoch == 2
-        return plain, found, valid, micros
-
-    results = run_ranks(
-        run,
-        size,
-        dataloader_config=DataLoaderConfiguration(split_batches=split, even_batches=even),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=steps),
-    )
-    read = plan.consumed(min(counts) - 1) if min(counts) else 0
-    for rank, (plain, found, _, micros) in enumerate(results):
-        assert plain == [plan.positions(step, rank) for step in range(counts[rank])]
-        assert found == list(range(read))
-        assert [micro.num_rows for micro in micros] == [len(batch) for batch in plain[: len(micros)]]
-        assert [micro.max_rows for micro in micros] == [plan.num_rows(step, 0) for step in range(min(counts))]
-        assert [micro.place for micro in micros] == [step % steps for step in range(min(counts))]
-        assert all(micro.window == min(steps, min(counts) - micro.index + micro.place) for micro in micros)
-        if sized:
-            assert [micro.is_last for micro in micros] == [
-                step == min(counts) - 1 for step in range(min(counts))
-            ]
-        else:  # never wrong, and said where it can be known
-            assert all(micro.is_last in (None, micro.index == min(counts) - 1) for micro in micros)
-            if read % plan.global_batch and even:
-                assert micros[-1].is_last
-    assert sorted(one for _, _, valid, _ in results for one in valid) == list(range(read))
-
-
-@given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 4), st.booleans())
-def test_ranks_whose_groups_run_out_are_padded_on_request(
-    number: int, batch_size: int, size: int, sized: bool
-) -> None:
-    def run(ctx: Context) -> list[int]:
-        data = Sized(number) if sized else Numbers(number)
-        return evaluate(ctx, prepare_data_loader(ctx, DataLoader(data, batch_size=batch_size)), "pad")
-
-    config = DataLoaderConfiguration(even_batches=False)
-    if 0 < number <= (size - 1) * batch_size:
-        with pytest.raises(ValueError, match="has none at all"):
-            run_ranks(run, size, dataloader_config=config)
-    else:
-        assert run_ranks(run, size, dataloader_config=config) == [list(range(number))] * size
 
 
 @settings(max_examples=6)
@@ -271,16 +188,6 @@ def test_a_pass_goes_on_where_a_group_ended(num_workers: int, groups: int) -> No
     passes_of(loader).move_to(0, ends[groups])
     assert loader_state(loader).consumed == ends[groups]
     assert rows_of_pass(loader) == whole[groups:]
-
-
-def test_a_stream_goes_on_at_any_sample_for_another_world() -> None:
-    def run(ctx: Context) -> list[int]:
-        loader = prepare_data_loader(ctx, numbers(23, 2))
-        passes_of(loader).move_to(0, 5)
-        return evaluate(ctx, loader)
-
-    for size in (1, 2, 3):
-        assert run_ranks(run, size) == [list(range(5, 23))] * size
 
 
 def test_a_start_that_is_no_end_of_a_group_of_several_workers_is_refused() -> None:
@@ -526,25 +433,6 @@ class Elements(IterableDataset[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (torch.full((index + 1,), index) for index in range(self.number))
-
-
-@given(st.integers(0, 12), st.integers(1, 4))
-def test_elements_that_are_batches_are_dealt_out_one_a_rank(number: int, size: int) -> None:
-    def run(ctx: Context) -> tuple[list[int], list[int]]:
-        loader = prepare_data_loader(ctx, DataLoader(Elements(number), batch_size=None))
-        with pytest.raises(AttributeError):
-            _ = loader.total_batch_size
-        own: list[int] = []
-        found: list[int] = []
-        for batch, micro in microbatches(ctx, loader):
-            own.append(len(batch) - 1)
-            found += gather_for_metrics(ctx, batch, micro).tolist()
-        return own, found
-
-    plan = plan_epoch(number, 1, size)
-    for rank, (own, found) in enumerate(run_ranks(run, size)):
-        assert own == [plan.positions(step, rank)[0] for step in range(plan.num_steps)]
-        assert found == [index for index in range(number) for _ in range(index + 1)]
 
 
 # Shards

@@ -51,7 +51,7 @@ def test_every_round_hands_over_what_each_brought(size: int, rounds: int) -> Non
     def work(rank: int) -> Any:
         call_log = in_operation()
         return [
-            rendezvous.meet(rank, ("round", number), (number, rank), call_log) for number in range(rounds)
+            rendezvous.meet(rank, f"round {number}", (number, rank), call_log) for number in range(rounds)
         ]
 
     expected = [[(number, rank) for rank in range(size)] for number in range(rounds)]
@@ -63,11 +63,11 @@ def test_other_calls_are_a_mismatch_for_all() -> None:
     errors = together(
         rendezvous,
         3,
-        lambda rank: rendezvous.meet(rank, ("gather" if rank else "reduce", 7), None, in_operation()),
+        lambda rank: rendezvous.meet(rank, "gather" if rank else "reduce", None, in_operation()),
     )
     assert [type(error) for error in errors] == [MismatchError] * 3
     assert len({error.rows for error in errors}) == 1
-    assert [(row.rank, row.found, row.expected) for row in errors[0].rows] == [(0, "reduce 7", "gather 7")]
+    assert [(row.rank, row.found, row.expected) for row in errors[0].rows] == [(0, "reduce", "gather")]
 
 
 def end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
@@ -104,7 +104,7 @@ def test_who_waits_hears_why_nobody_comes(
     def work(rank: int) -> Any:
         # In rank order: so the other one sees rank 1 go, and finds rank 0 gone.
         if rank != leaver:
-            return rendezvous.meet(rank, ("gather",), 1, in_operation())
+            return rendezvous.meet(rank, "gather", 1, in_operation())
         before = CallLog()
         before.begin("scatter", "train.py:6 in main", "", 1)
         last_words(rendezvous.board, before, rank)
@@ -123,7 +123,7 @@ def test_a_rank_that_has_failed_frees_those_that_wait_before_it_ends() -> None:
     def work(rank: int) -> Any:
         if rank == 0:
             try:
-                return rendezvous.meet(0, ("gather",), None, in_operation())
+                return rendezvous.meet(0, "gather", None, in_operation())
             finally:
                 told.set()
         publish(rendezvous.board, in_operation(), 1, OSError("disk"))
@@ -138,7 +138,7 @@ def test_a_rank_may_leave_after_it_has_come() -> None:
     rendezvous = Rendezvous(2)
 
     def work(rank: int) -> Any:
-        return rendezvous.meet(rank, ("last",), rank, in_operation())
+        return rendezvous.meet(rank, "last", rank, in_operation())
 
     assert together(rendezvous, 2, work) == [[0, 1]] * 2
 
@@ -146,7 +146,7 @@ def test_a_rank_may_leave_after_it_has_come() -> None:
 def test_who_waits_too_long_names_the_missing() -> None:
     rendezvous = Rendezvous(3)
     error = together(
-        rendezvous, 1, lambda rank: rendezvous.meet(rank, ("gather",), None, in_operation(patience_s=0.05))
+        rendezvous, 1, lambda rank: rendezvous.meet(rank, "gather", None, in_operation(patience_s=0.05))
     )[0]
     assert isinstance(error, CollectiveTimeoutError)
     # Rank 1 has the turn; rank 2 only waits for it.
@@ -175,7 +175,7 @@ def test_one_rank_runs_at_a_time_and_always_in_the_same_order(size: int, rounds:
                 time.sleep(0)  # gives way to any other thread that is free to run
                 log.append((number, rank))
                 if number < rounds:
-                    rendezvous.meet(rank, ("round",), None, call_log)
+                    rendezvous.meet(rank, "round", None, call_log)
 
         assert together(rendezvous, size, work) == [None] * size
         return log
@@ -195,7 +195,7 @@ def test_a_rank_that_was_told_of_another_may_go_on_alone() -> None:
             raise error
         for _ in range(2):
             with pytest.raises(RemoteRankError, match="rank 1 failed: OSError: disk"):
-                rendezvous.meet(rank, ("gather",), None, in_operation())
+                rendezvous.meet(rank, "gather", None, in_operation())
         return "went on"
 
     assert together(rendezvous, 3, work)[::2] == ["went on"] * 2

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import Enum
 from os import PathLike, fspath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from accelfn.context.config import enums
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound=StringEnum)
 
-POSITIVE = (1, math.inf)
 _NATURAL = (0, math.inf)
 # What a field takes by the first word of its annotation, and what messages call it.
 _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
@@ -101,19 +101,36 @@ def settle(record: object, **values: object) -> None:
         object.__setattr__(record, name, value)
 
 
-def settle_fields(record: DataclassInstance, /, **bounds: tuple[float, float]) -> None:
+def in_range(least: float, most: float = math.inf) -> Mapping[str, Any]:
+    """Return the metadata of a field whose numbers lie in a range."""
+    return MappingProxyType({"range": (least, most)})
+
+
+POSITIVE: Mapping[str, Any] = in_range(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Base of the records: each field is checked by its annotation and its metadata."""
+
+    def __post_init__(self) -> None:
+        """Check and normalise the fields."""
+        settle_fields(self)
+
+
+def settle_fields(record: DataclassInstance, /) -> None:
     """Check and normalise every field by its annotation, so that none is forgotten.
 
     Flags are bools, texts aren't empty, names of an enum become its members (``| int``: also their positions
     from 1), mappings become immutable copies, and iterables of texts or comma-separated texts tuples. Numbers
-    (``| str``: or "auto") are finite and at least 0 where ``bounds`` doesn't say otherwise, durations are
-    positive. Other annotations are left to the record itself.
+    (``| str``: or "auto") are finite, and at least 0 unless the field's metadata says otherwise, durations
+    are positive. Other annotations are left to the record itself.
     """
     for item in fields(record):
         words = str(item.type).split(" | ")
         value = getattr(record, item.name)
         if not ((value is None and "None" in words) or (value == "auto" and words[0] in ("int", "float"))):
-            settled = _settled(where(record, item.name), value, words, bounds.get(item.name, _NATURAL))
+            settled = _settled(where(record, item.name), value, words, item.metadata.get("range", _NATURAL))
             settle(record, **{item.name: settled})
 
 

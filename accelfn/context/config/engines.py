@@ -6,10 +6,10 @@ The records can be built and compared, so that a program that names them can be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, get_args, get_type_hints
 
-from accelfn.context.config.checks import POSITIVE, FrozenOptions, settle, settle_fields
+from accelfn.context.config.checks import POSITIVE, FrozenOptions, Record, in_range, settle
 from accelfn.context.config.enums import FP8AmaxAlgorithm, FP8Backend, FP8Format, FP8OptLevel, OffloadDevice
 from accelfn.context.config.handlers import (
     AutocastKwargs,
@@ -23,7 +23,7 @@ from accelfn.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(Record):
     """How DeepSpeed shards and offloads.
 
     Attributes:
@@ -47,7 +47,7 @@ class DeepSpeedPlugin:
     hf_ds_config: Any = None
     gradient_accumulation_steps: int | str = "auto"
     gradient_clipping: float | str = "auto"
-    zero_stage: int = 2
+    zero_stage: int = field(default=2, metadata=in_range(0, 3))
     is_train_batch_min: bool = True
     offload_optimizer_device: OffloadDevice | str = OffloadDevice.NONE
     offload_param_device: OffloadDevice | str = OffloadDevice.NONE
@@ -58,10 +58,6 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: Iterable[str] | None = None
     enable_msamp: bool = False
     msamp_opt_level: FP8OptLevel | str = FP8OptLevel.O1
-
-    def __post_init__(self) -> None:
-        """Check and normalise the fields."""
-        settle_fields(self, zero_stage=(0, 3))
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -104,16 +100,12 @@ class TERecipeKwargs(KwargsHandler):
 
     use_autocast_during_eval: bool = False
     margin: int = 0
-    interval: int = 1
+    interval: int = field(default=1, metadata=POSITIVE)
     fp8_format: FP8Format | str = FP8Format.HYBRID
-    amax_history_len: int = 1024
+    amax_history_len: int = field(default=1024, metadata=POSITIVE)
     amax_compute_algo: FP8AmaxAlgorithm | str = FP8AmaxAlgorithm.MOST_RECENT
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     use_mxfp8_block_scaling: bool = False
-
-    def __post_init__(self) -> None:
-        """Check and normalise the fields."""
-        settle_fields(self, interval=POSITIVE, amax_history_len=POSITIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +162,14 @@ class FP8RecipeKwargs(KwargsHandler):
     opt_level: FP8OptLevel | str = FP8OptLevel.O2
     use_autocast_during_eval: bool = False
     margin: int = 0
-    interval: int = 1
+    interval: int = field(default=1, metadata=POSITIVE)
     fp8_format: FP8Format | str = FP8Format.HYBRID
-    amax_history_len: int = 1024
+    amax_history_len: int = field(default=1024, metadata=POSITIVE)
     amax_compute_algo: FP8AmaxAlgorithm | str = FP8AmaxAlgorithm.MOST_RECENT
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     use_mxfp8_block_scaling: bool = False
     pad_inner_dim: bool = True
     enable_fsdp_float8_all_gather: bool = True
-
-    def __post_init__(self) -> None:
-        """Check and normalise the fields."""
-        settle_fields(self, interval=POSITIVE, amax_history_len=POSITIVE)
 
 
 class Handlers(TypedDict, total=False):

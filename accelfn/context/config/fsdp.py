@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from accelfn.context.config.checks import (
     FrozenOptions,
+    in_range,
     settle,
     settle_fields,
     unchecked,
@@ -85,7 +86,7 @@ class FullyShardedDataParallelPlugin:
     A real request of a field that the version does not have is an error.
     """
 
-    fsdp_version: int = 1
+    fsdp_version: int = field(default=1, metadata=in_range(1, 2))
     sharding_strategy: ShardingStrategy | str | int | None = None
     reshard_after_forward: bool | ShardingStrategy | str | None = None
     backward_prefetch: BackwardPrefetch | str | int | None = None
@@ -109,7 +110,7 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        settle_fields(self, fsdp_version=(1, 2))
+        settle_fields(self)
         if self.backward_prefetch == BackwardPrefetch.NO_PREFETCH:
             settle(self, backward_prefetch=None)
         asked = self.reshard_after_forward

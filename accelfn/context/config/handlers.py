@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from accelfn.context.config.checks import (
     POSITIVE,
     FrozenOptions,
+    Record,
     as_choice,
     settle,
     settle_fields,
@@ -39,15 +40,11 @@ _POWER_SGD = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KwargsHandler:
+class KwargsHandler(Record):
     """Base of the records that turn into keyword arguments of something else.
 
     A handler never looks at the environment. Every field has a default.
     """
-
-    def __post_init__(self) -> None:
-        """Check and normalise the fields."""
-        settle_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, as a deep copy with plain dicts for options."""
@@ -109,7 +106,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     dim: int = 0
     broadcast_buffers: bool = True
-    bucket_cap_mb: int = 25
+    bucket_cap_mb: int = field(default=25, metadata=POSITIVE)
     find_unused_parameters: bool = False
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
@@ -120,7 +117,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        settle_fields(self, bucket_cap_mb=POSITIVE)
+        settle_fields(self)
         wrappers = (_NO_HOOK, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
         as_choice(where(self, "comm_wrapper"), self.comm_wrapper, DDPCommunicationHookType, allowed=wrappers)
         if self.comm_wrapper != _NO_HOOK and self.comm_hook == _NO_HOOK:
@@ -151,12 +148,12 @@ class GradScalerKwargs(KwargsHandler):
     init_scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
-    growth_interval: int = 2000
+    growth_interval: int = field(default=2000, metadata=POSITIVE)
     enabled: bool = True
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        settle_fields(self, growth_interval=POSITIVE)
+        settle_fields(self)
         if not (self.init_scale > 0 and self.growth_factor > 1 and 0 < self.backoff_factor < 1):
             raise ConfigurationError(
                 "GradScalerKwargs: init_scale must be above 0, growth_factor above 1 and backoff_factor "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from accelfn.context.config.checks import POSITIVE, settle, settle_fields, where, wrong_type
+from accelfn.context.config.checks import POSITIVE, Record, settle, settle_fields, where, wrong_type
 from accelfn.context.config.enums import ContextParallelStrategy
 from accelfn.errors import ConfigurationError, NotAvailableError
 
@@ -60,7 +60,7 @@ class TorchTensorParallelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchContextParallelConfig:
+class TorchContextParallelConfig(Record):
     """Options of context parallelism.
 
     Attributes:
@@ -68,10 +68,6 @@ class TorchContextParallelConfig:
     """
 
     cp_comm_strategy: ContextParallelStrategy | str = ContextParallelStrategy.ALLGATHER
-
-    def __post_init__(self) -> None:
-        """Normalise the field."""
-        settle_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +87,16 @@ class PipelineParallelConfig:
             registered or in the source of the model's ``forward``. Default ().
     """
 
-    num_microbatches: int | None = None
+    num_microbatches: int | None = field(default=None, metadata=POSITIVE)
     schedule: str = "1f1b"
     split: Sequence[str] = ()
     _: KW_ONLY
-    stages_per_rank: int | None = None
+    stages_per_rank: int | None = field(default=None, metadata=POSITIVE)
     last: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        settle_fields(self, num_microbatches=POSITIVE, stages_per_rank=POSITIVE)
+        settle_fields(self)
         schedule = self.schedule.lower()
         if schedule not in _SCHEDULES:
             raise ConfigurationError(
@@ -117,7 +113,7 @@ class PipelineParallelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertParallelConfig:
+class ExpertParallelConfig(Record):
     """Options of expert parallelism.
 
     Attributes:
@@ -126,10 +122,6 @@ class ExpertParallelConfig:
     """
 
     experts: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check the field."""
-        settle_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +147,14 @@ class ParallelismConfig:
             more than one rank, outermost first; torch's engines use its groups. Default None.
     """
 
-    dp_replicate_size: int = 1
-    dp_shard_size: int = 1
-    tp_size: int = 1
-    cp_size: int = 1
+    dp_replicate_size: int = field(default=1, metadata=POSITIVE)
+    dp_shard_size: int = field(default=1, metadata=POSITIVE)
+    tp_size: int = field(default=1, metadata=POSITIVE)
+    cp_size: int = field(default=1, metadata=POSITIVE)
     _: KW_ONLY
-    sp_size: int = 1
-    pp_size: int = 1
-    ep_size: int = 1
+    sp_size: int = field(default=1, metadata=POSITIVE)
+    pp_size: int = field(default=1, metadata=POSITIVE)
+    ep_size: int = field(default=1, metadata=POSITIVE)
     cp_backend: str = "torch"
     sp_backend: str = "torch"
     tp_handler: TorchTensorParallelConfig | None = None
@@ -173,7 +165,7 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         """Check the fields and make the options of the axes in use."""
-        settle_fields(self, **{f"{axis}_size": POSITIVE for axis in (*_MESH_ORDER, "ep")})
+        settle_fields(self)
         for name in ("cp_backend", "sp_backend"):
             if getattr(self, name) != "torch":
                 raise NotAvailableError(

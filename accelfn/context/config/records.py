@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from os import PathLike
 from typing import Any, cast
 
 from accelfn.context.config.checks import (
     POSITIVE,
+    Record,
     settle,
     settle_fields,
     settle_path,
@@ -34,18 +35,14 @@ class GradientAccumulationPlugin(KwargsHandler):
             sharding and costs time; the optimizer still steps once per window. Default False.
     """
 
-    num_steps: int = 1
+    num_steps: int = field(default=1, metadata=POSITIVE)
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        settle_fields(self, num_steps=POSITIVE)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CanonicalReduction:
+class CanonicalReduction(Record):
     """Exact mode: an optimizer step sums the gradients of a fixed number of microbatches in a fixed order.
 
     So training gives the same bits at any number of ranks that divides the number of microbatches.
@@ -57,12 +54,8 @@ class CanonicalReduction:
         seed: Of what torch draws at random inside of ``accumulate``, at least 0. Default 0.
     """
 
-    num_microbatches: int | None = None
+    num_microbatches: int | None = field(default=None, metadata=POSITIVE)
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        settle_fields(self, num_microbatches=POSITIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +77,14 @@ class ProjectConfiguration:
     project_dir: str | PathLike[str] | None = None
     logging_dir: str | PathLike[str] | None = None
     automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
+    total_limit: int | None = field(default=None, metadata=POSITIVE)
     iteration: int = 0
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
         settle_path(self, "project_dir", "logging_dir")
-        settle_fields(self, total_limit=POSITIVE)
+        settle_fields(self)
         if self.logging_dir is None:
             settle(self, logging_dir=self.project_dir)
 
@@ -159,7 +152,7 @@ class DataLoaderConfiguration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
+class Guard(Record):
     """What is checked before ranks communicate, and when waiting ends.
 
     Attributes:
@@ -191,13 +184,9 @@ class Guard:
     timeout: timedelta = timedelta(minutes=5)
     long_timeout: timedelta = timedelta(minutes=30)
     watchdog: bool = False
-    check_replicas_every: int | None = None
+    check_replicas_every: int | None = field(default=None, metadata=POSITIVE)
     check_gradients: bool = False
     check_replicas_before_saving: bool = True
-
-    def __post_init__(self) -> None:
-        """Check and normalise the fields."""
-        settle_fields(self, check_replicas_every=POSITIVE)
 
     @property
     def timeout_s(self) -> float:

@@ -8,12 +8,12 @@ writes it. A variable that is empty counts as not set.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from accelfn.context.config import enums
-from accelfn.context.config.checks import POSITIVE, settle_fields
+from accelfn.context.config.checks import POSITIVE, Record
 from accelfn.context.config.enums import GuardMode, LogLevel, PrecisionType
 from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin
 from accelfn.context.config.handlers import TorchDynamoPlugin
@@ -27,7 +27,7 @@ _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(Record):
     """Defaults that the environment gives to ``init_context``; ``None`` where it says nothing.
 
     Attributes:
@@ -53,7 +53,7 @@ class Settings:
     cpu: bool = False
     device: str | None = None
     mixed_precision: PrecisionType | str | None = None
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: int | None = field(default=None, metadata=POSITIVE)
     debug: bool = False
     guard: GuardMode | str | None = None
     reduction: str | None = None
@@ -67,10 +67,6 @@ class Settings:
     dynamo_plugin: TorchDynamoPlugin | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
-
-    def __post_init__(self) -> None:
-        """Check and normalise the fields."""
-        settle_fields(self, gradient_accumulation_steps=POSITIVE)
 
 
 @dataclass(frozen=True, slots=True)
