@@ -23,8 +23,8 @@ from accelfn.parallel import PipelinePlan, SchedulePlan, plan_stages, read_facts
 from accelfn.parallel.facts import owner_of
 from accelfn.parallel.forward import WrappedForward
 from accelfn.parallel.parameters import names_on_meta
-from accelfn.parallel.pipeline import Line, PipelineEngine
-from accelfn.parallel.stages import Outline, apply_stages, run_stage
+from accelfn.parallel.pipeline import PipelineEngine
+from accelfn.parallel.stages import Outline, StageRun, apply_stages, run_stage
 from accelfn.tree import count_rows, send_to_device
 
 _PREPARE = "prepare_pipeline"
@@ -141,8 +141,9 @@ class Pipeline(nn.Module):
         self._engine: PipelineEngine | None = None
         if ctx.num_processes > 1:
             schedule = SchedulePlan("gpipe", ctx.num_processes, 1, num_chunks)
-            line = Line([range(ctx.num_processes)], self._ctx, _group_of(ctx))
-            self._engine = PipelineEngine(self._ctx, stage, plan, schedule, line)
+            self._engine = PipelineEngine(
+                self._ctx, stage, plan, schedule, self._ctx, _group_of(ctx), [range(ctx.num_processes)]
+            )
 
     def outlines_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Outline] | None:
         """Return what stages exchange for a microbatch; None where none of its shapes has been run lately."""
@@ -432,7 +433,9 @@ class _Stage(nn.Module):
                 "been called with, and stages have to know what they exchange. Call the model with such a "
                 "batch once, on all ranks, or pass one as the example, with num_chunks as the schedule's."
             )
-        return run_stage(pipeline.stage, pipeline.plan, self._index, outlines, received, args, kwargs)
+        device = received[0].device if received else "cpu"  # the first stage skips no module
+        run = StageRun(pipeline.plan, self._index, outlines, received, device)
+        return run_stage(pipeline.stage, run, args, kwargs)
 
 
 def _torch_stage(ctx: Context, pipeline: Pipeline) -> object:

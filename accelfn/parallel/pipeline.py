@@ -6,35 +6,29 @@ passes on the number of the microbatch alone: every rank along "pp" has the batc
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import math
+import pickle
+import struct
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
-from accelfn.errors import ConfigurationError
-from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
-from accelfn.parallel.stages import Outline, outline_stage, run_stage
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-import hashlib
-import math
-import pickle
-import struct
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal, NamedTuple
-
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
+from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, Handle
 from accelfn.parallel.norm import count_stages
 from accelfn.parallel.parameters import named, whole_of
+from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
 from accelfn.parallel.shard_handle import ShardHandle
+from accelfn.parallel.stages import Outline, StageRun, has_stand_in, run_stage
 from accelfn.tree import (
     concatenate,
     count_rows,
@@ -48,6 +42,10 @@ from accelfn.tree import (
     slice_tensors,
 )
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+L = TypeVar("L")
 R = TypeVar("R")
 
 
@@ -57,11 +55,6 @@ class SentError(BaseException):
     No ``Exception``, since a loss function may catch those.
     """
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Carry what is sent."""
-        super().__init__()
-        self.tensors = tensors
-
 
 class StageCall:
     """The call of a model that is cut into stages: runs the stage whose turn it is.
@@ -69,154 +62,76 @@ class StageCall:
     It keeps nothing alive. Outside of a schedule the model's forward refuses the call by name.
     """
 
-    def __init__(
-        self, model: nn.Module, plan: PipelinePlan, around: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, around: Callable[..., Any] | None = None) -> None:
         """Replace the call of ``model``.
 
         Args:
             model: In which :func:`accelfn.parallel.stages.apply_stages` has left some stages.
-            plan: That it was cut by.
             around: Calls what it is given, as ``around(call, *args, **kwargs)``; None for nothing.
         """
         self._model = weakref.ref(model)
-        self._plan = plan
         self._around = around
-        self._turn: Callable[..., Any] | None = None  # runs a stage, once
-        self._calls = 0
+        self._run: StageRun | None = None  # whose turn it is, once
+        self._has_run = False
         vars(model)["_call_impl"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model on the last stage.
 
         Raises:
-            SentError: Another stage was run, with what it sends.
+            SentError: Another stage was run.
             ConfigurationError: The loss function has called the model before.
         """
         model: Any = self._model()
-        turn, self._turn = self._turn, None
-        if turn is None and self._calls == 1:
+        run, self._run = self._run, None
+        if run is not None:
+            output = run_stage(model, run, args, kwargs)
+            self._has_run = True
+            if run.sent is not None:
+                raise SentError
+            return output
+        if self._has_run:
             raise ConfigurationError(
                 "the loss function has called the model twice, and a pipeline runs one forward pass of each "
                 "batch. Call it once, on the rows of both calls."
             )
-        if turn is None:  # in run_stage, or refused by the forward
-            kind = cast("Any", type(model))
-            call = kind._call_impl
-            return (
-                call(model, *args, **kwargs)
-                if self._around is None
-                else self._around(call, model, *args, **kwargs)
-            )
-        stage, output = turn(model, args, kwargs)
-        self._calls = 1
-        if stage + 1 < len(self._plan.stages):
-            raise SentError(output)
-        return output
+        call = cast("Any", type(model))._call_impl  # in run_stage, or refused by the forward
+        if self._around is None:
+            return call(model, *args, **kwargs)
+        return self._around(call, model, *args, **kwargs)
 
-    def run(
-        self,
-        stage: int,
-        outlines: Sequence[Outline],
-        received: tuple[torch.Tensor, ...],
-        compute: Callable[[], Any],
-    ) -> Any:
+    def run(self, run: StageRun, compute: Callable[[], Any]) -> Any:
         """Return what ``compute``, which calls the model, gives on the last stage; of others what they send.
 
         Raises:
             ConfigurationError: ``compute`` has not called the model, or more than once; or it has caught
-                :class:`SentError`.
+                :class:`SentError`, or used parameters of other stages.
             Exception: As ``compute``.
         """
-
-        def turn(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
-            return stage, run_stage(model, self._plan, stage, outlines, received, args, kwargs)
-
-        return self._take(stage, turn, compute)
-
-    def outline(
-        self,
-        stage: int,
-        before: Sequence[Outline],
-        device: torch.device,
-        compute: Callable[[], Any],
-    ) -> tuple[Outline, Any]:
-        """Return the outline of a stage, and on the last one what ``compute`` gives.
-
-        Raises:
-            ConfigurationError: As :meth:`run`.
-            Exception: As ``compute``.
-        """
-        found: list[Outline] = []
-
-        def turn(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
-            outline, output = outline_stage(model, self._plan, stage, before, device, args, kwargs)
-            found.append(outline)
-            return stage, output
-
-        result = self._take(stage, turn, compute)
-        return found[0], result
-
-    def _take(self, stage: int, turn: Callable[..., Any], compute: Callable[[], Any]) -> Any:
-        self._turn, self._calls = turn, 0
+        self._run, self._has_run = run, False
         try:
             result = compute()
-        except SentError as sent:
-            return sent.tensors
+        except SentError:
+            return run.sent
         finally:
-            called, self._calls = self._calls, 0
-            self._turn = None
-        if not called:
+            has_run, self._has_run, self._run = self._has_run, False, None
+        if not has_run:
             raise ConfigurationError(
                 "the loss function hasn't called the model that it was given, and a pipeline runs the model "
                 "in that call. Call it once, and not a module inside of it."
             )
-        if stage + 1 < len(self._plan.stages):
+        if run.sent is not None:
             raise ConfigurationError(
                 "the loss function has caught what ends it after the model's call, on the stages that have "
                 "no output. It isn't an Exception: write `except Exception:` instead of a bare `except:`."
             )
+        if has_stand_in(result):
+            raise ConfigurationError(
+                "the loss depends on tensors whose values another stage of the pipeline has. A model has to "
+                "return tensors as such, or in tuples, lists, dicts and outputs of transformers; parameters "
+                "of other stages can't be used."
+            )
         return result
-
-
-class PipelineProgram:
-    """What the stages of a rank compute in one call of a schedule, by the number of the microbatch.
-
-    Attributes:
-        compute: ``compute(stage, received, index)`` returns what the stage sends, or on the last one what is
-            differentiated; None where nothing is. The first stage receives nothing.
-        stops: Whether an error ends the schedule on this rank at once. Otherwise its stages send zeros from
-            then on, so that the schedule ends on all ranks, which then can tell each other.
-        error: The first exception of this rank.
-    """
-
-    def __init__(
-        self,
-        compute: Callable[
-            [int, tuple[torch.Tensor, ...], int], tuple[torch.Tensor, ...] | torch.Tensor | None
-        ],
-        *,
-        stops: bool = False,
-    ) -> None:
-        """Run ``compute``."""
-        self.compute = compute
-        self.stops = stops
-        self.error: Exception | None = None
-
-    def attempt(self, action: Callable[[], R]) -> R | None:
-        """Return what ``action`` does; None after an error.
-
-        Raises:
-            Exception: What it raised, where that ends the schedule.
-        """
-        if self.error is None:
-            try:
-                return action()
-            except Exception as error:
-                self.error = error
-                if self.stops:
-                    raise
-        return None
 
 
 class _StageModule(nn.Module):
@@ -226,15 +141,12 @@ class _StageModule(nn.Module):
         self,
         index: int,
         own: Callable[[int], Sequence[nn.Parameter]],
-        sent: tuple[torch.Tensor, ...],
-        device: torch.device,
+        forward: Callable[[int, tuple[torch.Tensor, ...], int], Any],
     ) -> None:
         super().__init__()
         self.index = index
-        self.program: PipelineProgram | None = None
         self.own = own
-        self.sent = sent
-        self.device = device
+        self.compute = forward
 
     def parameters(self, recurse: bool = True) -> Any:
         """Return those of the stage: a schedule with two backward passes asks for them."""
@@ -243,29 +155,7 @@ class _StageModule(nn.Module):
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
         """Compute one microbatch."""
-        program = cast("PipelineProgram", self.program)
-
-        result = program.attempt(
-            lambda: program.compute(self.index, received if self.index else (), int(index))
-        )
-        return _like(self.sent, self.device) if result is None else result
-
-    def catch_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return torch's backward pass of a stage, which after an error computes zeros."""
-
-        def run(kind: str, values: dict[str, Any], last_backward: bool = False) -> Any:
-            def compute() -> Any:
-                try:
-                    return backward(kind, values, last_backward=last_backward)
-                except RuntimeError as error:
-                    raise error.__cause__ or error  # noqa: B904 -- torch puts its own around every one
-
-            computed = cast("PipelineProgram", self.program).attempt(compute)
-            if computed is not None:
-                return computed
-            return tuple(map(torch.zeros_like, values.get("input_values", ()))), []
-
-        return run
+        return self.compute(self.index, received if self.index else (), int(index))
 
 
 def _like(tensors: tuple[torch.Tensor, ...], device: torch.device | str) -> tuple[torch.Tensor, ...]:
@@ -305,81 +195,133 @@ def sent_of(
     return sent
 
 
-def make_schedule(
-    plan: SchedulePlan,
-    rank: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    boundaries: Sequence[tuple[torch.Tensor, ...]],
-    parameters: Callable[[int], Sequence[nn.Parameter]],
-    *,
-    is_trained: bool,
-) -> Callable[[PipelineProgram], None]:
-    """Make a schedule of torch's for batches of one shape, and return what runs it.
+class BatchSchedule:
+    """A schedule of torch's for batches of one shape, which runs the stages of this rank.
 
-    Ranks: every rank of ``group`` runs it, with the same plan and boundaries.
-
-    Args:
-        plan: As the batch allows it.
-        rank: This one's along "pp".
-        group: The ranks along "pp".
-        device: Of the tensors that are sent.
-        boundaries: What each stage but the last one sends of a microbatch, on the meta device.
-        parameters: Those of a stage, by its index.
-        is_trained: Run backward passes too.
+    After an error of one of them the stages of this rank send zeros, so that the schedule ends on all ranks,
+    which then can tell each other.
     """
-    from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import get_schedule_class
 
-    modules: list[_StageModule] = []
-    stages: list[Any] = []
-    for index in plan.stages_of(rank):
-        is_last = index + 1 == plan.num_stages
-        sent = (torch.empty((), device="meta"),) if is_last else boundaries[index]
-        module = _StageModule(index, parameters, sent, device)
-        stage: Any = PipelineStage(
-            module,
-            index,
-            plan.num_stages,
-            device,
-            # Shapes that are given: torch would find them out in a forward and a backward pass of nothing.
-            input_args=_like(boundaries[index - 1], "meta") if index else (),
-            output_args=_like(sent, "meta"),
-            group=group,
+    def __init__(
+        self,
+        plan: SchedulePlan,
+        rank: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        boundaries: Sequence[tuple[torch.Tensor, ...]],
+        parameters: Callable[[int], Sequence[nn.Parameter]],
+        *,
+        is_trained: bool,
+        stops: bool,
+    ) -> None:
+        """Make the schedule.
+
+        Args:
+            plan: As the batch allows it.
+            rank: This one's along "pp".
+            group: The ranks along "pp".
+            device: Of the tensors that are sent.
+            boundaries: What each stage but the last one sends of a microbatch, on the meta device.
+            parameters: Those of a stage, by its index.
+            is_trained: Run backward passes too.
+            stops: Whether an error ends the schedule on this rank at once.
+        """
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        self._device = device
+        self._sent = (*boundaries, (torch.empty((), device="meta"),))
+        self._count = plan.num_microbatches
+        self._is_trained = is_trained
+        self._stops = stops
+        self._compute: Callable[[int, tuple[torch.Tensor, ...], int], Any] | None = None
+        self._error: Exception | None = None
+        self._stages: list[Any] = []
+        for index in plan.stages_of(rank):
+            stage: Any = PipelineStage(
+                _StageModule(index, parameters, self._forward),
+                index,
+                plan.num_stages,
+                device,
+                # Given: torch would find them out in a forward and a backward pass of nothing.
+                input_args=_like(boundaries[index - 1], "meta") if index else (),
+                output_args=_like(self._sent[index], "meta"),
+                group=group,
+            )
+            stage.backward_maybe_with_nosync = partial(self._backward, stage.backward_maybe_with_nosync)
+            self._stages.append(stage)
+        is_multiple = plan.stages_per_rank > 1 or plan.name not in ("gpipe", "1f1b")
+        self._schedule: Any = cast("Any", get_schedule_class(plan.name))(
+            self._stages if is_multiple else self._stages[0],
+            plan.num_microbatches,
+            loss_fn=_as_it_is if is_trained else None,
+            scale_grads=False,
         )
-        stage.backward_maybe_with_nosync = module.catch_backward(stage.backward_maybe_with_nosync)
-        modules.append(module)
-        stages.append(stage)
-    kind = cast("Any", get_schedule_class(plan.name))
-    is_multiple = plan.stages_per_rank > 1 or plan.name not in ("gpipe", "1f1b")
-    schedule = kind(
-        stages if is_multiple else stages[0],
-        plan.num_microbatches,
-        loss_fn=_as_it_is if is_trained else None,
-        scale_grads=False,
-    )
-    if plan.is_v_shaped and not is_trained:
-        _leave_out_backward(schedule, plan)
-    numbers = torch.arange(plan.num_microbatches)
+        if plan.is_v_shaped and not is_trained:
+            _leave_out_backward(self._schedule, plan)
 
-    def run(program: PipelineProgram) -> None:
-        for module in modules:
-            module.program = program
+    def run(
+        self,
+        compute: Callable[
+            [int, tuple[torch.Tensor, ...], int], tuple[torch.Tensor, ...] | torch.Tensor | None
+        ],
+    ) -> Exception | None:
+        """Run a batch. Returns the first exception of this rank's stages; None where there was none.
+
+        Args:
+            compute: ``compute(stage, received, index)`` returns what the stage sends of a microbatch, or on
+                the last one what is differentiated; None where nothing is. The first stage receives nothing.
+
+        Raises:
+            Exception: That of a stage, where it ends the schedule; or torch's own.
+        """
+        self._compute, self._error = compute, None
+        numbers = torch.arange(self._count)
         try:
-            if is_trained:
-                schedule.step(index=numbers, target=numbers, return_outputs=False)
+            if self._is_trained:
+                self._schedule.step(index=numbers, target=numbers, return_outputs=False)
             else:
-                schedule.eval(index=numbers, return_outputs=False)
+                self._schedule.eval(index=numbers, return_outputs=False)
+            return self._error
         except RuntimeError as error:
-            if program.error is None:
+            if self._error is None:
                 raise
-            raise program.error from error.__cause__ if error.__cause__ is not program.error else None
+            raise self._error from error.__cause__ if error.__cause__ is not self._error else None
         finally:
-            for module, stage in zip(modules, stages, strict=True):
-                module.program = None
+            self._compute = self._error = None
+            for stage in self._stages:
                 stage.clear_runtime_states()  # else it keeps activations until the next batch
 
-    return run
+    def _attempt(self, action: Callable[..., Any], *args: Any) -> Any:
+        """Return what ``action`` does; None after an error."""
+        if self._error is None:
+            try:
+                return action(*args)
+            except Exception as error:
+                self._error = error
+                if self._stops:
+                    raise
+        return None
+
+    def _forward(self, stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
+        result = self._attempt(cast("Any", self._compute), stage, received, index)
+        return _like(self._sent[stage], self._device) if result is None else result
+
+    def _backward(
+        self, backward: Callable[..., Any], kind: str, values: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run torch's backward pass of a stage, which after an error computes zeros."""
+
+        def compute() -> Any:
+            try:
+                return backward(kind, values, last_backward=last_backward)
+            except RuntimeError as error:
+                raise error.__cause__ or error  # noqa: B904 -- torch puts its own around every one
+
+        computed = self._attempt(compute)
+        if computed is not None:
+            return computed
+        return tuple(map(torch.zeros_like, values.get("input_values", ()))), []
 
 
 def _leave_out_backward(schedule: Any, plan: SchedulePlan) -> None:
@@ -405,25 +347,9 @@ def _as_it_is(value: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     return value
 
 
-L = TypeVar("L")
-
 _HEADER = struct.Struct("<q16s")  # rows of the batch, and a digest of all else of its shape
 _SMALL_BYTES = 4096  # of a tensor on the CPU that travels in the agreement
 _NUM_KEPT = 4  # shapes of batches whose schedules, with their buffers, are kept
-
-
-class Line(NamedTuple):
-    """The ranks that the stages of a model are on.
-
-    Attributes:
-        lines: All lines of the world, each a list of ranks; those of one line work on the same batch.
-        along: The context of the ranks of this line, numbered as they are in it.
-        group: Torch's, of the same ranks.
-    """
-
-    lines: Sequence[Sequence[int]]
-    along: Context
-    group: dist.ProcessGroup
 
 
 class _Shape(NamedTuple):
@@ -443,33 +369,10 @@ class _Shape(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """What was found out about batches of one shape.
-
-    Attributes:
-        outlines: Of each stage.
-        run: Runs the schedule.
-    """
+    """What was found out about batches of one shape: outlines of all stages, and how they are run."""
 
     outlines: list[Outline]
-    run: Callable[[PipelineProgram], None]
-
-
-class Prepared(NamedTuple, Generic[L]):
-    """A batch that can go through the stages.
-
-    Attributes:
-        operation: What errors call it.
-        compute: Calls the model with a microbatch.
-        pieces: The microbatches.
-        rows: Of each.
-        measured: What stages exchange for each, and in which order they run.
-    """
-
-    operation: str
-    compute: Callable[[Any], L]
-    pieces: list[Any]
-    rows: int
-    measured: _Measured
+    schedule: BatchSchedule
 
 
 class PipelineEngine:
@@ -484,7 +387,9 @@ class PipelineEngine:
         model: nn.Module,
         plan: PipelinePlan,
         schedule: SchedulePlan,
-        line: Line,
+        along: Context,
+        group: dist.ProcessGroup,
+        lines: Sequence[Sequence[int]],
         *,
         around: Callable[..., Any] | None = None,
         waits_inside: bool = False,
@@ -496,7 +401,9 @@ class PipelineEngine:
             model: With the stages of this rank alone.
             plan: That it was cut by.
             schedule: Of a batch that can be cut as was asked for.
-            line: Where the stages are.
+            along: The context of the ranks that have the stages of one batch, numbered as they are in it.
+            group: Torch's, of the same ranks.
+            lines: All such lists of ranks in the world.
             around: Calls the model, as :class:`StageCall` has it.
             waits_inside: Whether ranks wait for others inside of a stage, so that one whose stage has failed
                 must not go on.
@@ -505,43 +412,90 @@ class PipelineEngine:
         self._model = weakref.ref(model)
         self._plan = plan
         self._schedule = schedule
-        self._lines = line.lines
-        self._line = next(one for one in line.lines if ctx.rank in one)
-        self._along = line.along
-        self.rank: int = line.along.rank
-        self.group: dist.ProcessGroup = line.group
+        self._lines = lines
+        self._line = next(one for one in lines if ctx.rank in one)
+        self._along = along
+        self.rank: int = along.rank
+        self.group: dist.ProcessGroup = group
         self._waits_inside = waits_inside
-        self._call = StageCall(model, plan, around)
-        self._known: dict[tuple[int, _Shape], None] = {}  # of all ranks; the latest at the end
-        self._measured: dict[_Shape, _Measured] = {}
+        self._call = StageCall(model, around)
+        # By rank and shape, the latest at the end: the same on all ranks, each of which has its own measured.
+        self._known: dict[tuple[int, _Shape], _Measured | None] = {}
 
-    def prepare(
+    def outlines_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Outline] | None:
+        """Return what stages exchange for a microbatch; None where none of its shapes has been run lately."""
+        form = self._form_of("forward", (args, dict(kwargs)), is_trained=False)
+        for (_, shape), measured in self._known.items():
+            if measured is not None and (shape.rows, shape.digest) == form:
+                return measured.outlines
+        return None
+
+    def run(
         self,
         operation: str,
         batch: Any,
         compute: Callable[[Any], L],
+        join: Callable[[Sequence[L]], L],
         *,
-        is_trained: bool,
+        to_differentiate: Callable[[L, int], torch.Tensor] | None = None,
         num_batches: int = 1,
-    ) -> Prepared[L]:
-        """Cut a batch into microbatches, as many on every rank, and find out what stages send of it.
+        everywhere: bool = True,
+    ) -> L | None:
+        """Run a batch. Returns what its microbatches give together, without gradients.
 
-        Ranks: every rank of the context.
+        Ranks: every rank of the context. After an error the others go on to the end of the batch, where all
+        are told.
 
         Args:
             operation: What errors call it.
             batch: A tree. Tensors in it have a row for each sample, or are 0-d. Where nothing is trained,
                 tensors with another number of rows than the first, and all else, belong to each microbatch.
             compute: Calls the model with a microbatch.
-            is_trained: Cut it into as many microbatches as divide its rows. Otherwise the last row is
-                repeated until they are divided.
+            join: Puts together what microbatches give.
+            to_differentiate: Gives what is differentiated of one of so many microbatches, which are as many
+                as divide the rows. None: nothing is, and the last row is repeated until they are divided.
             num_batches: How many batches of the usual size this one is as large as.
+            everywhere: Return the result on all ranks, and not on that of the last stage only.
 
         Raises:
             ValueError: The batch can't be cut along its rows.
             ConfigurationError: Ranks of a line have different batches, or the model can't run in stages.
-            Exception: As ``compute``.
+            Exception: What a stage of this rank has raised, or ``join``.
+            RemoteRankError: That of another rank.
         """
+        is_trained = to_differentiate is not None
+        told = self._agree_on(operation, batch, is_trained=is_trained)
+        schedule = self._fit([rows for rows, _ in told], num_batches, is_trained=is_trained)
+        count = schedule.num_microbatches
+        shapes = [_Shape(schedule, _divided(rows, count), digest, is_trained) for rows, digest in told]
+        rows, size = told[self._ctx.rank][0], shapes[self._ctx.rank].rows
+        pieces = [_take(batch, rows, index * size, size) for index in range(count)]
+        measured = self._measured(operation, shapes, lambda: compute(pieces[0]))
+        parts: dict[int, L] = {}
+
+        def compute_stage(stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
+            run = StageRun(self._plan, stage, measured.outlines, received, self._ctx.device)
+            result = self._call.run(run, lambda: compute(pieces[index]))
+            if run.sent is not None:
+                return result
+            parts[index] = map_tensors(torch.Tensor.detach, result)
+            return None if to_differentiate is None else to_differentiate(result, count)
+
+        try:
+            error = measured.schedule.run(compute_stage)
+        except BaseException as error:
+            self._known.clear()  # schedules that have stopped in the middle
+            # What torch says of a lost rank is less than is known.
+            explained = (
+                self._ctx.collectives.translate_error(error) if isinstance(error, RuntimeError) else error
+            )
+            if explained is error:
+                raise
+            raise explained from (explained.__cause__ or error)
+        return self._finish(operation, parts, join, error, everywhere=everywhere)
+
+    def _agree_on(self, operation: str, batch: Any, *, is_trained: bool) -> list[tuple[int, bytes]]:
+        """Return rows and digest of the batch of each rank."""
         header, error = catch(lambda: _HEADER.pack(*self._form_of(operation, batch, is_trained=is_trained)))
         found = gather_bytes(self._ctx, Call(operation, "of a pipeline"), header or b"", error)
         told: list[tuple[int, bytes]] = [_HEADER.unpack(one) for one in found]
@@ -553,27 +507,7 @@ class PipelineEngine:
                         f"batches: {told[line[0]][0]} and {told[rank][0]} rows, or other shapes. Ranks along "
                         'pp read the same batches: those of ctx.coordinate("dp").'
                     )
-        schedule = self._schedule._replace(num_microbatches=self._schedule.num_microbatches * num_batches)
-        if is_trained:
-            schedule = schedule.fit(math.gcd(*(rows for rows, _ in told)))
-        else:
-            most = schedule.num_microbatches
-            schedule = schedule.fit(max(_divided(rows, _divided(rows, most)) for rows, _ in told))
-        count = schedule.num_microbatches
-        shapes = [_Shape(schedule, _divided(rows, count), digest, is_trained) for rows, digest in told]
-        shape, rows = shapes[self._ctx.rank], told[self._ctx.rank][0]
-        if self._is_new(shapes):  # measured on all ranks together: the stages of each wait for its replicas
-            self._measured.pop(shape, None)
-        pieces = [_take(batch, rows, index * shape.rows, shape.rows) for index in range(count)]
-        if shape not in self._measured:
-            self._measured[shape] = self._measure(operation, shape, lambda: compute(pieces[0]))
-        return Prepared(operation, compute, pieces, shape.rows, self._measured[shape])
-
-    def outlines_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Outline] | None:
-        """Return what stages exchange for a microbatch; None where none of its shapes has been run lately."""
-        form = self._form_of("forward", (args, dict(kwargs)), is_trained=False)
-        known = {(shape.rows, shape.digest): one.outlines for shape, one in self._measured.items()}
-        return known.get(form)
+        return told
 
     def _form_of(self, operation: str, batch: Any, *, is_trained: bool) -> tuple[int, bytes]:
         """Return the number of rows of a batch, and a digest of all else of its shape."""
@@ -590,23 +524,30 @@ class PipelineEngine:
         text = repr((kinds, structure.describe(), is_trained, is_training, torch.is_autocast_enabled()))
         return rows, hashlib.blake2b(text.encode(), digest_size=16).digest()
 
-    def _is_new(self, shapes: Sequence[_Shape]) -> bool:
-        """Return whether any rank has a new shape: the same on all ranks. Forgets those of long ago."""
+    def _fit(self, rows: Sequence[int], num_batches: int, *, is_trained: bool) -> SchedulePlan:
+        """Return the schedule of batches of so many rows, by rank: with as many microbatches on each."""
+        most = self._schedule.num_microbatches * num_batches
+        schedule = self._schedule._replace(num_microbatches=most)
+        if is_trained:
+            return schedule.fit(math.gcd(*rows))
+        return schedule.fit(max(_divided(one, _divided(one, most)) for one in rows))
+
+    def _measured(self, operation: str, shapes: Sequence[_Shape], compute: Callable[[], Any]) -> _Measured:
+        """Return what is known of batches of the shape of this rank's; forgets shapes of long ago.
+
+        What is new on any rank is measured on all of them together: stages wait for their replicas.
+        """
         latest = [*enumerate(shapes)]
-        is_new = any(one not in self._known for one in latest)
+        own = self._ctx.rank, shapes[self._ctx.rank]
+        measured = self._known.get(own)
+        if measured is None or any(one not in self._known for one in latest):
+            measured = self._measure(operation, own[1], compute)
         for one in latest:
             self._known.pop(one, None)
-            self._known[one] = None
+            self._known[one] = measured if one == own else None
         while len(self._known) > _NUM_KEPT * len(shapes):
-            rank, shape = next(iter(self._known))
-            del self._known[rank, shape]
-            if rank == self._ctx.rank:
-                self._measured.pop(shape, None)
-        return is_new
-
-    def _forget(self) -> None:
-        self._measured.clear()
-        self._known.clear()
+            del self._known[next(iter(self._known))]
+        return measured
 
     def _measure(self, operation: str, shape: _Shape, compute: Callable[[], Any]) -> _Measured:
         """Find out what stages exchange for batches of one shape, and make their schedule.
@@ -620,15 +561,17 @@ class PipelineEngine:
             owner = self._schedule.rank_of(stage)
 
             def measure(stage: int = stage) -> bytes:
+                run = StageRun(self._plan, stage, outlines, (), device)
                 with torch.no_grad(), self._as_before():
-                    return pickle.dumps(self._call.outline(stage, outlines, device, compute)[0])
+                    self._call.run(run, compute)
+                return pickle.dumps(run.outline)
 
             blob, error = catch(measure) if owner == self.rank else (b"", None)
             call = Call(operation, f"first microbatch of its shape, stage {stage}", takes_long=True)
             outlines.append(
                 pickle.loads(gather_bytes(self._ctx, call, blob or b"", error)[self._line[owner]])
             )
-        run = make_schedule(
+        schedule = BatchSchedule(
             shape.schedule,
             self.rank,
             self.group,
@@ -636,8 +579,9 @@ class PipelineEngine:
             sent_of(outlines, self._plan, shape.schedule, is_trained=shape.is_trained),
             self._parameters_of,
             is_trained=shape.is_trained,
+            stops=self._waits_inside,
         )
-        return _Measured(outlines, run)
+        return _Measured(outlines, schedule)
 
     @contextmanager
     def _as_before(self) -> Generator[None, None, None]:
@@ -655,98 +599,41 @@ class PipelineEngine:
         names = [name for name in self._plan.stages[stage].parameters if name in own]
         return [cast("nn.Parameter", one) for one in {id(own[name]): own[name] for name in names}.values()]
 
-    def _is_last(self, stage: int) -> bool:
-        return stage + 1 == self._schedule.num_stages
-
-    def run(
+    def _finish(
         self,
-        prepared: Prepared[L],
+        operation: str,
+        parts: Mapping[int, L],
         join: Callable[[Sequence[L]], L],
+        error: Exception | None,
         *,
-        to_differentiate: Callable[[L, int], torch.Tensor] | None = None,
-        everywhere: bool = True,
+        everywhere: bool,
     ) -> L | None:
-        """Run a batch. Returns what its microbatches give together, without gradients.
+        """Join the results of microbatches, which the ranks of the last stage have, and send them to others.
 
-        Ranks: every rank of the context. After an error the others go on to the end of the batch, where all
-        are told.
-
-        Args:
-            prepared: By :meth:`prepare`.
-            join: Puts together what microbatches give.
-            to_differentiate: Gives what is differentiated of one of so many microbatches; None: nothing is.
-            everywhere: Return the result on all ranks, and not on that of the last stage only.
-
-        Raises:
-            Exception: What a stage of this rank has raised, or ``join``.
-            RemoteRankError: That of another rank.
+        One agreement for all ranks, before gradients are reduced; what is small travels in it.
         """
-        parts: dict[int, L] = {}
 
-        outlines = prepared.measured.outlines
+        def joined() -> L:
+            return send_to_device(join([parts[index] for index in sorted(parts)]), self._ctx.device)
 
-        def compute(stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
-            result = self._call.run(
-                stage, outlines, received, lambda: prepared.compute(prepared.pieces[index])
-            )
-            if not self._is_last(stage):
-                return result
-            parts[index] = map_tensors(torch.Tensor.detach, result)
-            return None if to_differentiate is None else to_differentiate(result, len(prepared.pieces))
-
-        program = PipelineProgram(compute, stops=self._waits_inside)
-        try:
-            prepared.measured.run(program)
-        except BaseException as error:
-            self._forget()  # schedules that have stopped in the middle
-            # What torch says of a lost rank is less than is known.
-            explained = (
-                self._ctx.collectives.translate_error(error) if isinstance(error, RuntimeError) else error
-            )
-            if explained is error:
-                raise
-            raise explained from (explained.__cause__ or error)
-
-        # One agreement for all ranks, before gradients are reduced; what is small travels in it.
-        def finish() -> tuple[L, bytes, list[torch.Tensor]]:
-            result = join([parts[index] for index in sorted(parts)])
-            return self._announce(result) if everywhere else (result, b"", [])
-
-        found, error = None, program.error
+        result: L | None = None
+        blob = b""
         if parts and error is None:
-            found, error = catch(finish)
-        call = Call(prepared.operation, "end of a batch", takes_long=True)
-        blobs = gather_bytes(self._ctx, call, found[1] if found else b"", error)
+            result, error = catch(joined)
+        if parts and error is None and everywhere:
+            blob = pickle.dumps(map_tensors(_announced, result))
+        blobs = gather_bytes(self._ctx, Call(operation, "end of a batch", takes_long=True), blob, error)
         if not everywhere:
-            return found[0] if found else None
+            return result
         source = self._schedule.rank_of(self._schedule.num_stages - 1)
-        broadcast = self._along.collectives.broadcast
-        if found:
-            for row in found[2]:
-                broadcast(row, source)
-            return found[0]
-
-        def receive(announced: torch.Tensor) -> torch.Tensor:
-            if not announced.is_meta:
-                return announced
-            received = torch.empty(announced.shape, dtype=announced.dtype, device=self._ctx.device)
-            broadcast(flatten_tensor(received).view(torch.uint8), source)
-            return received
-
-        return map_tensors(receive, pickle.loads(blobs[self._line[source]]))
-
-    def _announce(self, result: L) -> tuple[L, bytes, list[torch.Tensor]]:
-        """Return a result, what the agreement carries of it, and the bytes of the tensors that follow."""
-        result = send_to_device(result, self._ctx.device)
-        rows: list[torch.Tensor] = []
-
-        def announce(one: torch.Tensor) -> torch.Tensor:
-            if one.device.type == "cpu" and one.nbytes <= _SMALL_BYTES:
-                return one
-            rows.append(flatten_tensor(one).view(torch.uint8))
-            return torch.empty_like(one, device="meta")
-
-        return result, pickle.dumps(map_tensors(announce, result)), rows
+        leaves, structure = flatten(pickle.loads(blobs[self._line[source]]))
+        own = flatten(result)[0] if parts else leaves
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                one = own[index] if parts else torch.empty_like(leaf, device=self._ctx.device)
+                self._along.collectives.broadcast(flatten_tensor(one).view(torch.uint8), source)
+                leaves[index] = one
+        return structure.unflatten(leaves)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, everywhere: bool = True) -> Any:
         """Return the output of the model, without gradients.
@@ -760,32 +647,39 @@ class PipelineEngine:
 
         Raises:
             ValueError: The arguments, or the output, can't be cut along their rows.
-            ConfigurationError: As :meth:`prepare`.
             Exception: As :meth:`run`.
         """
         model = cast("nn.Module", self._model())
 
         def call(piece: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
-            return model(*piece[0], **piece[1])
+            output = model(*piece[0], **piece[1])
+            size = find_batch_size(piece)
+            leaves, structure = flatten(output)
+            for index, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor) and leaf.shape[:1] != (size,):
+                    raise ValueError(
+                        f"forward: {structure.paths('output')[index]} has the shape {tuple(leaf.shape)}, "
+                        f"for a microbatch of {size} rows, and a pipeline joins microbatches along their "
+                        "rows. Let the model return tensors with a row for each sample: without labels, for "
+                        "example."
+                    )
+            return output
 
         def join(found: Sequence[Any]) -> Any:
-            for one in found:
-                leaves, structure = flatten(one)
-                for index, leaf in enumerate(leaves):
-                    if isinstance(leaf, torch.Tensor) and leaf.shape[:1] != (prepared.rows,):
-                        raise ValueError(
-                            f"forward: {structure.paths('output')[index]} has the shape {tuple(leaf.shape)}, "
-                            f"for a microbatch of {prepared.rows} rows, and a pipeline joins microbatches "
-                            "along their rows. Let the model return tensors with a row for each sample: "
-                            "without labels, for example."
-                        )
-            return slice_tensors(concatenate(found), slice(rows))
+            return slice_tensors(concatenate(found), slice(find_batch_size(batch)))
 
+        batch = (args, dict(kwargs))
         with torch.no_grad():
-            batch = (args, dict(kwargs))
-            prepared = self.prepare("forward", batch, call, is_trained=False)
-            rows = find_batch_size(batch)
-            return self.run(prepared, join, everywhere=everywhere)
+            return self.run("forward", batch, call, join, everywhere=everywhere)
+
+
+def _announced(one: torch.Tensor) -> torch.Tensor:
+    """Return what the agreement carries of a tensor: itself where it is small, or its shape and dtype."""
+    return (
+        one
+        if one.device.type == "cpu" and one.nbytes <= _SMALL_BYTES
+        else torch.empty_like(one, device="meta")
+    )
 
 
 def _divided(rows: int, parts: int) -> int:
@@ -832,13 +726,14 @@ class PipelineHandle(Handle):
         self._inner = inner
         self._is_open = False  # whether gradients of shared parameters are those of this rank's stages alone
         mesh = cast("Any", ctx.mesh)
-        lines = {mesh.plan.group(rank, "pp") for rank in range(ctx.num_processes)}
         self._engine = PipelineEngine(
             ctx,
             model,
             plan,
             schedule,
-            Line(sorted(lines), ctx.along("pp"), mesh.device_mesh("pp").get_group()),
+            ctx.along("pp"),
+            mesh.device_mesh("pp").get_group(),
+            sorted({mesh.plan.group(rank, "pp") for rank in range(ctx.num_processes)}),
             around=inner.compute if isinstance(inner, ShardHandle) else None,
             waits_inside=mesh.plan.size("dp_shard", "cp", "sp") > 1,
         )
@@ -881,17 +776,17 @@ class PipelineHandle(Handle):
                 model once; or the model can't run in these stages.
             Exception: As the loss function, and RemoteRankError on the other ranks where it failed at once.
         """
-        prepared = self._engine.prepare(
-            "forward_backward",
-            batch.batch,
-            partial(batch.loss_fn, batch.model),
-            is_trained=True,
-            num_batches=batch.num_batches,
-        )
         self._open()
         try:
             with self._inner.without_sync():
-                loss = self._engine.run(prepared, batch.join, to_differentiate=batch.to_differentiate)
+                loss = self._engine.run(
+                    "forward_backward",
+                    batch.batch,
+                    partial(batch.loss_fn, batch.model),
+                    batch.join,
+                    to_differentiate=batch.to_differentiate,
+                    num_batches=batch.num_batches,
+                )
         except BaseException:
             self._inner.discard()
             raise
@@ -940,15 +835,15 @@ def _add_up(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any
     parameter.grad = gradient
     with torch.no_grad():
         own = local_of(gradient).contiguous()
-        parts = {one: own if one == rank else torch.empty_like(own) for one in ranks}
-        # One after another in one order of pairs, so that no two ranks wait for each other.
-        for sender in ranks:
-            for receiver in ranks:
-                if sender == rank != receiver:
-                    dist.send(own, group=group, group_dst=receiver)
-                elif receiver == rank != sender:
-                    dist.recv(parts[sender], group=group, group_src=sender)
-        total = parts[ranks[0]].clone()
-        for one in ranks[1:]:
-            total += parts[one]
-        local_of(gradient).copy_(total)
+        first, *others = ranks
+        if rank != first:
+            dist.send(own, group=group, group_dst=first)
+            dist.recv(own, group=group, group_src=first)
+        else:
+            own, part = own.clone(), torch.empty_like(own)
+            for other in others:
+                dist.recv(part, group=group, group_src=other)
+                own += part
+            for other in others:
+                dist.send(own, group=group, group_dst=other)
+        local_of(gradient).copy_(own)

@@ -7,19 +7,18 @@ that the call has at the same places in the stage before. So masks, positions an
 the model's own on each stage. Whatever else depends on another stage is refused by name.
 
 Which places these are, and what the modules of earlier stages return, is found out once for batches of one
-shape, by running the stages one after another (:func:`outline_stage`).
+shape, by running the stages one after another (:class:`StageRun`).
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType, MethodType
-from typing import Any, NamedTuple, cast
+from types import MethodType
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
@@ -69,22 +68,11 @@ _READS = frozenset(
         "__array__",
     )
 )
-# Most arguments of a module are leaves, and a walk over a tree takes as long as a small module.
 _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
-_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
-
-
-class Scope:
-    """Where tensors may be computed with that stand in for others: in a model's forward, while it runs."""
-
-    def __init__(self) -> None:
-        self.is_open = False
 
 
 class StandIn(torch.Tensor):
     """A tensor of no value, and what is computed from one. Made by :func:`stand_in_for`."""
-
-    scope: Scope
 
     @classmethod
     @override
@@ -96,110 +84,65 @@ class StandIn(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run ``func``; its tensors stand in too, unless they depend on shapes alone."""
-        kwargs = kwargs or _NO_KEYWORDS
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if name in _READS:
             raise ConfigurationError(
-                f"{name}() was called on a tensor whose values an earlier stage of the pipeline has. What "
-                "the model's forward does around its blocks must not depend on such values."
+                f"{name}() was called on a tensor whose values another stage of the pipeline has. What the "
+                "model's forward does around its blocks must not depend on such values."
             )
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             result: Any = func(*args, **kwargs)
         written = args[0] if name == "__setitem__" else kwargs.get("out", result)
-        if not any(isinstance(one, torch.Tensor) for one in _pytree.tree_leaves(written)):
-            return result
-        scope = next(one.scope for one in _pytree.tree_leaves((args, kwargs)) if isinstance(one, StandIn))
-        if not scope.is_open:
-            raise ConfigurationError(
-                f"{name}() was called outside of a forward pass on a tensor whose values another stage of "
-                "the pipeline has. A model has to return tensors as such, or in tuples, lists, dicts and "
-                "outputs of transformers; parameters of other stages can't be used."
-            )
-        used: Any = (args, kwargs)
+        used = (*args, *kwargs.values())
         if name in _LIKE_FIRST:
-            used = (args[1:], kwargs)
+            used = used[1:]
         elif name in _LIKE_OTHERS:
             used = args[:1]
-        if not any(isinstance(one, StandIn) for one in _pytree.tree_iter(used)):
+        has_tensors = any(isinstance(one, torch.Tensor) for one in _pytree.tree_leaves(written))
+        if not has_tensors or not has_stand_in(*used):
             return result
         given = (*args, kwargs.get("out"))
         if not isinstance(written, StandIn) and any(written is one for one in given):
             raise ConfigurationError(
-                f"{name}() wrote values that an earlier stage of the pipeline has into a tensor, which the "
+                f"{name}() wrote values that another stage of the pipeline has into a tensor, which the "
                 "model may have under other names. Compute a new tensor instead."
             )
 
         def stand_in(value: Any) -> Any:
             is_plain = isinstance(value, torch.Tensor) and not isinstance(value, StandIn)
-            return stand_in_for(value, scope) if is_plain else value
+            return stand_in_for(value) if is_plain else value
 
-        return map_leaves(stand_in, result)
+        return _pytree.tree_map(stand_in, result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return one for the copy of the model, of the same memory: nobody writes into it."""
-        return stand_in_for(self, copy.deepcopy(self.scope, memo))
+        """Return itself: nobody writes into it."""
+        return self
 
 
-def stand_in_for(tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
+def stand_in_for(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the shape, dtype and device of ``tensor``, of which nobody may use the values."""
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-        made = cast("StandIn", cast("Any", tensor.detach()).as_subclass(StandIn))
-    made.scope = scope
-    return made
+        return cast("Any", tensor.detach()).as_subclass(StandIn)
 
 
-def stand_in_of_parameter(tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
-    """Return a tensor of the shape and dtype of ``tensor`` that takes the memory of one element."""
-    device = "cpu" if tensor.is_meta else tensor.device
-    return stand_in_for(torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape), scope)
-
-
-def stand_in_of_outline(outline: torch.Tensor, device: torch.device | str, scope: Scope) -> torch.Tensor:
-    """Return a tensor of the shape and dtype of ``outline``, into which models may write."""
-    # What indexes may be computed from has to be in range; of other values nothing is read.
-    make = torch.empty if outline.is_floating_point() else torch.zeros
-    return stand_in_for(make(outline.shape, dtype=outline.dtype, device=device), scope)
-
-
-def has_stand_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether anything in the arguments of a call stands in for a tensor."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, StandIn):
-            return True
-        if not isinstance(value, _LEAVES) and any(
-            isinstance(one, StandIn) for one in _pytree.tree_iter(value)
-        ):
+def has_stand_in(*values: Any) -> bool:
+    """Return whether anything in some trees, most of which are leaves, stands in for a tensor."""
+    for value in values:
+        # A walk over a tree takes as long as a small module.
+        leaves = (value,) if isinstance(value, _LEAVES) else _pytree.tree_iter(value)
+        if any(isinstance(one, StandIn) for one in leaves):
             return True
     return False
 
 
-def find_stand_ins(tree: Any) -> list[str]:
-    """List where a tree has tensors that stand in for others: paths such as ``[0]['mask']``."""
-    return [
-        _pytree.keystr(path)
-        for path, leaf in _pytree.tree_flatten_with_path(tree)[0]
-        if isinstance(leaf, StandIn)
-    ]
-
-
-def leaves_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _leaves(args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the leaves of a call's arguments by their paths, such as ``args[0]`` and ``kwargs['mask']``."""
-    leaves: dict[str, Any] = {}
-    for place, value in (
-        *((f"args[{index}]", value) for index, value in enumerate(args)),
-        *((f"kwargs[{name!r}]", value) for name, value in kwargs.items()),
-    ):
-        if isinstance(value, _LEAVES):
-            leaves[place] = value
-        else:
-            for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
-                leaves[place + _pytree.keystr(path)] = leaf
-    return leaves
-
-
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a tree with ``function`` of each leaf."""
-    return function(tree) if isinstance(tree, _LEAVES) else _pytree.tree_map(function, tree)
+    return {
+        name + _pytree.keystr(path): leaf
+        for name, tree in (("args", args), ("kwargs", kwargs))
+        for path, leaf in _pytree.tree_flatten_with_path(tree)[0]
+    }
 
 
 # What torch's Module.__call__ calls in the place of hooks and forward, where a module has it.
@@ -249,33 +192,41 @@ class _Received(torch.autograd.Function):
 
 
 class StageRun:
-    """One forward pass of one stage; without its outline among ``outlines``, in order to make it."""
+    """One forward pass of one stage: what it is run with, and what comes of it.
+
+    Attributes:
+        plan: That the model was cut by.
+        index: Of the stage.
+        outlines: Of all stages, for a batch of the same shapes. Of those before it alone, to outline it.
+        received: What the stage before has sent; nothing for the first one, and where it is outlined.
+        device: Where this rank computes.
+        sent: Afterwards what goes to the next stage: what is in the call of its first block, as the model
+            computes it, and not in another dtype that a wrapper gives the model's output. Of the last stage
+            None.
+        outline: Afterwards that of the stage.
+    """
 
     def __init__(
         self,
-        scope: Scope,
         plan: PipelinePlan,
         index: int,
         outlines: Sequence[Outline],
         received: tuple[torch.Tensor, ...],
         device: torch.device | str,
     ) -> None:
-        self.scope = scope
         self.plan = plan
         self.index = index
-        self.before: Sequence[Outline] = outlines[:index]
-        self.outline: Outline | None = outlines[index] if len(outlines) > index else None
-        self.following: Outline | None = outlines[index + 1] if len(outlines) > index + 1 else None
+        self.outlines = outlines
         self.received = received
         self.device = device
-        self.has_begun: bool = index == 0
-        self.called: Counter[str] = Counter()
-        self.skipped: dict[str, None] = {}
-        self.known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what stands in, and what for
         self.sent: tuple[torch.Tensor, ...] | None = None
-        self.receives: tuple[str, ...] = ()
-        self.results: dict[tuple[str, int], Any] = {}
-        self.offers: dict[str, torch.Tensor] = {}
+        self.is_outlining: bool = len(outlines) == index
+        self.outline: Outline = Outline((), {}, {}) if self.is_outlining else outlines[index]
+        self._has_begun = index == 0
+        self._called: Counter[str] = Counter()
+        self._skipped: dict[str, None] = {}
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what stands in, and what for
+        self._results: dict[tuple[str, int], Any] = {}
 
     @contextmanager
     def gates(self, units: Iterable[tuple[str, tuple[int, ...], nn.Module]]) -> Generator[None, None, None]:
@@ -284,39 +235,39 @@ class StageRun:
         Around all of a module's hooks, whatever has been done with it since it was cut: so a module that
         doesn't run has no hooks that run, and one that runs has them see its real input.
         """
-        before: list[tuple[nn.Module, Any]] = []
+        units = [*units]
+        owners = [vars(module) for _, _, module in units]
+        before = [one.get(_CALL) for one in owners]
         try:
-            for name, stages, module in units:
-                before.append((module, vars(module).get(_CALL)))
-                vars(module)[_CALL] = self._gate(name, stages, module)
+            for owner, unit in zip(owners, units, strict=True):
+                owner[_CALL] = self._gate(*unit)
             yield
         finally:
-            for module, call in before:
-                if call is None:
-                    del vars(module)[_CALL]
-                else:
-                    vars(module)[_CALL] = call
+            for owner, call in zip(owners, before, strict=True):
+                owner.pop(_CALL, None)
+                if call is not None:
+                    owner[_CALL] = call
 
     def _gate(self, name: str, stages: tuple[int, ...], module: nn.Module) -> Callable[..., Any]:
         # Its own torch.compile, where it has one.
         inner: Callable[..., Any] = vars(module).get(_CALL) or cast("Any", module)._call_impl
 
         def gate(*args: Any, **kwargs: Any) -> Any:
-            call = (name, self.called[name])
-            self.called[name] += 1
+            call = (name, self._called[name])
+            self._called[name] += 1
             if self.index < stages[0]:
-                return self._leave(name, stages[0], args, kwargs)
+                self._leave(name, stages[0], args, kwargs)
             if self.index not in stages:
                 return self._skip(call, stages[0])
-            if not self.has_begun and name == self.plan.stages[self.index].blocks[0]:
+            if not self._has_begun and name == self.plan.stages[self.index].blocks[0]:
                 self._begin(name, args, kwargs)
-            if has_stand_in(args, kwargs):
-                if not self.has_begun and len(stages) > 1:
+            if has_stand_in(*args, *kwargs.values()):
+                if not self._has_begun and len(stages) > 1:
                     return self._skip(call, stages[0])
                 args, kwargs = self._filled_in(name, args, kwargs)
             result = inner(*args, **kwargs)
-            if self.outline is None:
-                self.results[call] = map_leaves(_outline_of, result)
+            if self.is_outlining:
+                self._results[call] = _pytree.tree_map(_outline_of, result)
             return result
 
         return gate
@@ -324,47 +275,58 @@ class StageRun:
     def _skip(self, call: tuple[str, int], stage: int) -> Any:
         """Return something in the place of what a module of an earlier stage has returned there."""
         name, number = call
-        if self.has_begun:
+        if self._has_begun:
             raise ConfigurationError(
                 f"{name} is a module of stage {stage}, and the model calls it after the first block of stage "
                 f"{self.index}. Blocks have to be called once each, in their order. If it is called only "
                 "after the blocks, name it in plan_stages(..., last=...)."
             )
-        found = next((one.results for one in reversed(self.before) if call in one.results), None)
+        before = reversed(self.outlines[: self.index])
+        found = next((one.results for one in before if call in one.results), None)
         if found is None:
             raise ConfigurationError(
                 f"{name} is a module of stage {stage}, where it was called {number} times; in stage "
                 f"{self.index} it is called once more before the stage begins. What the model calls must not "
                 "depend on values that one of the stages alone has."
             )
-        self.skipped[name] = None
+        self._skipped[name] = None
 
         def stand_in(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return stand_in_of_outline(leaf, self.device, self.scope)
+            # What indexes may be computed from has to be in range; of other values nothing is read.
+            make = torch.empty if leaf.is_floating_point() else torch.zeros
+            return stand_in_for(make(leaf.shape, dtype=leaf.dtype, device=self.device))
 
-        return map_leaves(stand_in, found[call])
+        return _pytree.tree_map(stand_in, found[call])
 
-    def _leave(self, name: str, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if stage != self.index + 1 or name != self.plan.stages[stage].blocks[0] or not self.has_begun:
+    def _leave(self, name: str, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        """Keep what the call of a later stage's block has, and leave the model's forward.
+
+        Raises:
+            LeaveError: Always, if not the following.
+            ConfigurationError: It isn't the first block of the next stage, or has other tensors than before.
+        """
+        if stage != self.index + 1 or name != self.plan.stages[stage].blocks[0] or not self._has_begun:
             raise ConfigurationError(
                 f"{name} is a module of stage {stage}, and the model calls it in stage {self.index}, before "
                 f"{self.plan.stages[self.index + 1].blocks[0]}, with which the next one begins. Blocks have "
                 "to be called in their order, and a module that is called before them has to be registered "
                 "before them."
             )
-        args, kwargs = self._filled_in(name, args, kwargs)
-        leaves = leaves_of_call(args, kwargs)
-        tensors = {path: one for path, one in leaves.items() if isinstance(one, torch.Tensor)}
-        if self.outline is None:
-            self.offers = {path: _outline_of(one) for path, one in tensors.items()}
-        if self.following is None:
+        tensors = {
+            path: one
+            for path, one in _leaves(*self._filled_in(name, args, kwargs)).items()
+            if isinstance(one, torch.Tensor)
+        }
+        if self.is_outlining:
+            offers = {path: _outline_of(one) for path, one in tensors.items()}
+            self.outline = self.outline._replace(results=self._results, offers=offers)
             self.sent = ()
             raise LeaveError
         sent: list[torch.Tensor] = []
-        for path in self.following.receives:
-            one, before = tensors.get(path), cast("Outline", self.outline).offers[path]
+        for path in self.outlines[stage].receives:
+            one, before = tensors.get(path), self.outline.offers[path]
             if one is None or (one.shape, one.dtype) != (before.shape, before.dtype):
                 raise ConfigurationError(
                     f"{path} of the call of {name}, which stage {self.index} sends, has another shape or "
@@ -377,39 +339,40 @@ class StageRun:
 
     def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find what stands for tensors of earlier stages in the call of the stage's first block."""
-        self.has_begun = True
+        self._has_begun = True
         found: dict[int, tuple[str, torch.Tensor]] = {}
-        for path, one in leaves_of_call(args, kwargs).items():
+        for path, one in _leaves(args, kwargs).items():
             if isinstance(one, StandIn):
                 found.setdefault(id(one), (path, one))
-        self.receives = tuple(path for path, _ in found.values())
+        receives = tuple(path for path, _ in found.values())
         if not found:
             raise ConfigurationError(
                 f"{name} is the first block of stage {self.index}, and nothing in its call comes from the "
                 "blocks before it. Blocks have to be called one after another, each with what the one before "
                 "has returned."
             )
-        received = self.received
-        if self.outline is None:
-            offers = self.before[-1].offers
-            missing = [path for path in self.receives if path not in offers]
+        if self.is_outlining:
+            offers = self.outlines[-1].offers
+            missing = [path for path in receives if path not in offers]
             if missing:
                 raise ConfigurationError(
                     f"{name} is the first block of stage {self.index}, and {missing[0]} of its call comes "
                     "from an earlier stage, which has no tensor there: a stage can receive tensors alone. "
                     "Begin the stage with another block."
                 )
-            received = tuple(torch.zeros_like(offers[path], device=self.device) for path in self.receives)
-        elif self.receives != self.outline.receives:
+            self.outline = self.outline._replace(receives=receives)
+            self.received = tuple(torch.zeros_like(offers[path], device=self.device) for path in receives)
+        elif receives != self.outline.receives:
             raise ConfigurationError(
-                f"stage {self.index} would receive {', '.join(self.receives)} of the call of {name}, and "
-                f"for the first batch of this shape it was {', '.join(self.outline.receives)}. What stages "
-                "send must depend on the shape of a batch alone."
+                f"stage {self.index} would receive {', '.join(receives)} of the call of {name}, and for the "
+                f"first batch of this shape it was {', '.join(self.outline.receives)}. What stages send must "
+                "depend on the shape of a batch alone."
             )
+        received = self.received
         if len(received) > 1 and torch.is_grad_enabled() and any(one.requires_grad for one in received):
             received = cast("tuple[torch.Tensor, ...]", cast("Any", _Received).apply(*received))
         for (_, one), value in zip(found.values(), received, strict=True):
-            self.known[id(one)] = one, value
+            self._known[id(one)] = one, value
 
     def _filled_in(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -419,14 +382,11 @@ class StageRun:
         Raises:
             ConfigurationError: Something else in them stands in for a tensor.
         """
-        if not has_stand_in(args, kwargs):
-            return args, kwargs
-        args = tuple(self._with_received(one) for one in args)
-        kwargs = {key: self._with_received(one) for key, one in kwargs.items()}
-        if has_stand_in(args, kwargs):
-            found = [path for path, one in leaves_of_call(args, kwargs).items() if isinstance(one, StandIn)]
+        args, kwargs = self._with_received((args, kwargs))
+        if has_stand_in(*args, *kwargs.values()):
+            path = next(path for path, one in _leaves(args, kwargs).items() if isinstance(one, StandIn))
             raise ConfigurationError(
-                f"{name} is called in stage {self.index}, and {found[0]} of its call depends on "
+                f"{name} is called in stage {self.index}, and {path} of its call depends on "
                 f"{self._others()}. A stage receives what is in the call of its first block, and has nothing "
                 "else of earlier ones. Pass it to that block too, or cut the model elsewhere."
             )
@@ -436,13 +396,15 @@ class StageRun:
         """Return a tree with what was received in the place of what stands for it."""
 
         def replace(leaf: Any) -> Any:
-            return self.known[id(leaf)][1] if id(leaf) in self.known else leaf
+            return self._known[id(leaf)][1] if id(leaf) in self._known else leaf
 
-        return map_leaves(replace, tree)
+        return _pytree.tree_map(replace, tree) if has_stand_in(tree) else tree
 
     def _others(self) -> str:
         """Return in words what tensors may depend on that stand in for others."""
-        called = f" ({_few([*self.skipped])})" if self.skipped else ""
+        names = [*self._skipped]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        called = f" ({', '.join(names[:4])}{more})" if names else ""
         return f"modules of other stages{called}, or parameters of them"
 
     def check_output(self, output: Any) -> Any:
@@ -451,20 +413,20 @@ class StageRun:
         Raises:
             ConfigurationError: Something in it depends on earlier stages, or a stage didn't run.
         """
-        if self.index + 1 < len(self.plan.stages) or not self.has_begun:
-            later = self.index + 1 if self.has_begun else self.index
+        if self.index + 1 < len(self.plan.stages) or not self._has_begun:
+            later = self.index + 1 if self._has_begun else self.index
             raise ConfigurationError(
                 f"the forward ended without a call of {self.plan.stages[later].blocks[0]}, with which stage "
                 f"{later} begins. Every block has to be called in each forward pass."
             )
         output = self._with_received(output)
-        found = find_stand_ins(output)
-        if found:
-            raise ConfigurationError(
-                f"output{found[0]} of the model depends on {self._others()}, and the last stage has nothing "
-                "of them but what is in the call of its first block. Return what comes out of the last "
-                "block, or leave that output out."
-            )
+        for path, one in _pytree.tree_flatten_with_path(output)[0]:
+            if isinstance(one, StandIn):
+                raise ConfigurationError(
+                    f"output{_pytree.keystr(path)} of the model depends on {self._others()}, and the last "
+                    "stage has nothing of them but what is in the call of its first block. Return what comes "
+                    "out of the last block, or leave that output out."
+                )
         return output
 
 
@@ -479,10 +441,6 @@ def _outline_of(leaf: Any) -> Any:
 
 def _form(tensor: torch.Tensor | None) -> str:
     return "none" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 # What models of transformers collect from all blocks, by their names of arguments and of fields of a config.
@@ -512,7 +470,6 @@ class StagedForward(WrappedForward):
                 stages.setdefault(name, []).append(index)
         modules = modules_of(model)
         self._units = [(name, tuple(own), modules[name]) for name, own in stages.items()]
-        self.scope: Scope = Scope()
         self.run: StageRun | None = None  # while run_stage runs
         self._names = tuple(inspect.signature(forward).parameters)
 
@@ -527,14 +484,11 @@ class StagedForward(WrappedForward):
                 "train it, and accelfn.forward(ctx, model, ...) for its output."
             )
         kwargs = self._without_collecting(model, args, kwargs)
-        self.scope.is_open = True
         try:
             with run.gates(self._units):
                 output = self.__wrapped__(*args, **kwargs)
         except LeaveError:
             return run.sent
-        finally:
-            self.scope.is_open = False
         return run.check_output(output)
 
     def _without_collecting(
@@ -610,96 +564,42 @@ def apply_stages(model: nn.Module, plan: PipelinePlan, own: Sequence[int]) -> No
             f"apply_stages: the plan is of another model: {type(model).__name__} has no {', '.join(missing)}."
         )
     remember_whole(model)
-    staged = StagedForward(model, plan)
     kept = {part for index in own for name in by_stage[index] for part in modules[name].modules()}
     for module in {part for name in plan.elsewhere(own) for part in modules[name].modules()} - kept:
         for kind in ("_parameters", "_buffers"):
             tensors = cast("dict[str, torch.Tensor | None]", vars(module)[kind])
-            # As plain attributes, for models that look at the dtype of a weight.
+            # As plain attributes of one element each, for models that look at the dtype of a weight.
             for key, one in tensors.items():
-                vars(module)[key] = None if one is None else stand_in_of_parameter(one, staged.scope)
+                vars(module)[key] = None if one is None else _stand_in_of_parameter(one)
             tensors.clear()
-    model.forward = staged
+    model.forward = StagedForward(model, plan)
 
 
-def outline_stage(
-    model: nn.Module,
-    plan: PipelinePlan,
-    index: int,
-    before: Sequence[Outline],
-    device: torch.device | str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> tuple[Outline, Any]:
-    """Run the forward pass of one stage on zeros, to find out what other stages have to know of it.
-
-    Ranks: any; doesn't communicate.
-
-    Args:
-        model: As of :func:`run_stage`.
-        plan: That it was cut by.
-        index: Of the stage.
-        before: Outlines of the stages before it, of the same batch.
-        device: Of what the stage will receive.
-        args: Positional arguments of the whole model's call.
-        kwargs: Keyword arguments of it.
-
-    Returns:
-        The outline of the stage, and of the last one the model's output; of others nothing.
-
-    Raises:
-        ConfigurationError: As :func:`run_stage`.
-    """
-    staged = _staged(model)
-    run = StageRun(staged.scope, plan, index, before, (), device)
-    output = _call(model, staged, run, args, kwargs)
-    return Outline(run.receives, run.results, run.offers), output
+def _stand_in_of_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    device = "cpu" if tensor.is_meta else tensor.device
+    return stand_in_for(torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
 
 
-def run_stage(
-    model: nn.Module,
-    plan: PipelinePlan,
-    index: int,
-    outlines: Sequence[Outline],
-    received: tuple[torch.Tensor, ...],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Run the forward pass of one stage.
+def run_stage(model: nn.Module, run: StageRun, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run the forward pass of one stage, on the arguments of the whole model's call.
 
     Ranks: any; doesn't communicate.
 
     Args:
         model: In which :func:`apply_stages` has left the stage; whatever has been put around it since.
-        plan: That it was cut by.
-        index: Of the stage.
-        outlines: Of all stages, from :func:`outline_stage`, for a batch of the same shapes.
-        received: What the stage before has returned; of the first one nothing.
+        run: Which stage, and what it receives; afterwards it has the outline of the stage.
         args: Positional arguments of the whole model's call.
         kwargs: Keyword arguments of it.
 
     Returns:
-        Of the last stage the model's output; of others the tensors to be sent to the next stage: what is in
-        the call of its first block, as the model computes it, and not in another dtype that a wrapper around
-        the model gives its output.
+        Of the last stage the model's output; of others the tensors to be sent to the next stage, none where
+        the stage is outlined.
 
     Raises:
         ConfigurationError: The model isn't cut, or can't run in these stages; the message says what depends
             on what.
     """
-    if len(outlines) != len(plan.stages) or len(received) != len(outlines[index].receives):
-        raise ConfigurationError(
-            f"run_stage: stage {index} of {len(plan.stages)} takes an outline of each stage and the tensors "
-            f"that the one before has returned; got {len(outlines)} outlines and {len(received)} tensors."
-        )
     staged = _staged(model)
-    device = received[0].device if received else "cpu"  # the first stage skips no module
-    return _call(model, staged, StageRun(staged.scope, plan, index, outlines, received, device), args, kwargs)
-
-
-def _call(
-    model: nn.Module, staged: StagedForward, run: StageRun, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
     staged.run = run
     try:
         output = model(*args, **kwargs)

@@ -131,6 +131,11 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name_on_every_rank() -> None:
         except:  # noqa: E722 -- what a user may have written
             return torch.zeros((), requires_grad=True)
 
+    def elsewhere(model: nn.Module, batch: Batch) -> Any:
+        """Use a weight that is in the first stage where the last one computes the loss."""
+        total, _ = summed_loss(model, batch)
+        return total + cast("GPT", model).positions.weight.square().sum()
+
     def work(ctx: af.Context) -> tuple[list[str], float]:
         model = af.prepare(ctx, GPT())
         said: list[str] = []
@@ -142,7 +147,7 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name_on_every_rank() -> None:
                 said.append(f"{type(error).__name__}: {error}")
 
         attempt(lambda: model(make_batch(0)[0]))
-        for one in (twice, never, fails, catches):
+        for one in (twice, never, fails, catches, elsewhere):
             attempt(lambda one=one: run(ctx, model, make_batch(0), one))
         attempt(lambda: run(ctx, model, make_batch(0, 4 if ctx.rank else 2)))
         attempt(lambda: run(ctx, model, ("words", make_batch(0)[1])))
@@ -151,16 +156,17 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name_on_every_rank() -> None:
 
     ranks = run_ranks(work, 2, "processes", timeout_s=60, parallelism_config=stages())
     for said, loss in ranks:
-        assert len(said) == 8, said
+        assert len(said) == 9, said
         assert "accelfn.forward_backward(ctx, model, loss_fn, ...)" in said[0]
         assert "has called the model twice" in said[1]
         assert "hasn't called the model" in said[2]
         assert "KeyError: 'mine'" in said[3]
         assert "except Exception" in said[4]
-        assert "ranks 0 and 1 have stages of one model, and different batches: 2 and 4 rows" in said[5]
-        assert "batch[0] is of type str" in said[6]
-        assert "forward: in a pipeline" in said[7]
-        assert "no rows" in said[7]
+        assert "loss depends on tensors whose values another stage of the pipeline has" in said[5]
+        assert "ranks 0 and 1 have stages of one model, and different batches: 2 and 4 rows" in said[6]
+        assert "batch[0] is of type str" in said[7]
+        assert "forward: in a pipeline" in said[8]
+        assert "no rows" in said[8]
         assert loss == pytest.approx(summed_loss(GPT(), make_batch(0))[0].item(), rel=1e-5)
 
 
