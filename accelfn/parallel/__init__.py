@@ -1,7 +1,7 @@
 """Strategies: how a model is spread over ranks."""
 
 from accelfn.parallel.budget import Budget, plan_memory
-from accelfn.parallel.expert_plans import ExpertPlan, HeldExperts, plan_experts
+from accelfn.parallel.experts import ExpertPlan, HeldExperts, plan_experts
 from accelfn.parallel.facts import ModelFacts, read_facts
 from accelfn.parallel.handle import is_replicated
 from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan, StagePlan, plan_schedule, plan_stages

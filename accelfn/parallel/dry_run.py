@@ -11,7 +11,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.attention import apply_attention
+from accelfn.parallel.forward import MixedPrecisionForward
 from accelfn.parallel.parameters import named, retie
 from accelfn.parallel.pipeline_plan import PipelinePlan
 from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.tensor import TensorPlan, apply_tensor
-from accelfn.tree import convert_to_fp32, is_dtensor, map_tensors
+from accelfn.tree import is_dtensor, map_tensors
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -196,21 +197,8 @@ def _set_precision(ctx: Context, model: nn.Module, plans: Sequence[ModelPlan]) -
     """Compute under autocast, or cast inputs and outputs as FSDP does."""
     shards = [plan.shard for plan in plans if plan.shard is not None]
     if not shards:
-        forward = model.forward
-        mode = ctx.precision
-
-        def autocast() -> AbstractContextManager[Any]:
-            if mode.mode == "no":
-                return nullcontext()
-            dtype = torch.float16 if mode.mode == "fp16" else torch.bfloat16
-            return torch.autocast(ctx.device.type, dtype=dtype, cache_enabled=mode.autocast.cache_enabled)
-
-        def in_precision(*args: Any, **kwargs: Any) -> Any:
-            with autocast():
-                result = forward(*args, **kwargs)
-            return result if mode.mode == "no" else convert_to_fp32(result)
-
-        model.forward = in_precision
+        if ctx.precision.mode != "no":
+            model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
         return
     policy = shards[0]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -17,9 +18,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import Self
 
-from accelfn.context.config import TorchDynamoPlugin
+from accelfn.context import Precision
+from accelfn.context.config import AutocastKwargs, TorchDynamoPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of, repeated_blocks
+from accelfn.tree import convert_to_fp32
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -87,6 +90,41 @@ def copied_without(model: M, kind: type[WrappedForward], modules: dict[str, Any]
         if other.forward != forward:  # else the class gives the same
             other.__dict__["forward"] = forward
     return other
+
+
+def autocast_in(
+    precision: Precision, device_type: str, handler: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Return a block that computes in a precision, with other options where there is a handler."""
+    if precision.mode == "no":
+        return nullcontext()
+    options = precision.autocast if handler is None else handler
+    return torch.autocast(
+        device_type,
+        dtype=torch.float16 if precision.mode == "fp16" else torch.bfloat16,
+        enabled=options.enabled,
+        cache_enabled=options.cache_enabled,
+    )
+
+
+class MixedPrecisionForward(WrappedForward):
+    """A module's ``forward`` under autocast, with float32 results.
+
+    It stands in for the method on the instance, so that the module keeps its class and the keys of its state
+    dict.
+    """
+
+    def __init__(self, forward: Callable[..., Any], precision: Precision, device_type: str) -> None:
+        """Keep what to call, and how."""
+        super().__init__(forward)
+        self._precision = precision
+        self._device_type = device_type
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``forward`` in mixed precision."""
+        with autocast_in(self._precision, self._device_type):
+            result = self.__wrapped__(*args, **kwargs)
+        return convert_to_fp32(result)
 
 
 class CompiledForward(WrappedForward):

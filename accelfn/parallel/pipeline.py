@@ -27,7 +27,7 @@ from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, Handle
 from accelfn.parallel.norm import count_stages
 from accelfn.parallel.parameters import named, whole_of
 from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
-from accelfn.parallel.shard_handle import ShardHandle
+from accelfn.parallel.shard import ShardHandle
 from accelfn.parallel.stages import Outline, StageRun, has_stand_in, run_stage
 from accelfn.tree import (
     concatenate,

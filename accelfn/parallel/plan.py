@@ -19,8 +19,7 @@ from accelfn.context.config import (
 )
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_attention
-from accelfn.parallel.expert_plans import ExpertPlan, plan_experts
-from accelfn.parallel.experts import apply_experts
+from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
 from accelfn.parallel.facts import ModelFacts, read_facts
 from accelfn.parallel.forward import compile_, plan_recompute, plan_regions, recompute
 from accelfn.parallel.handle import LocalHandle
@@ -28,8 +27,7 @@ from accelfn.parallel.parameters import fill, leave_pointers, materialize, named
 from accelfn.parallel.pipeline import PipelineHandle
 from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan, plan_schedule, plan_stages
 from accelfn.parallel.replicate import check_each_forward, replicate
-from accelfn.parallel.shard import ShardPlan, apply_shard, plan_shard
-from accelfn.parallel.shard_handle import ShardHandle, with_named_errors
+from accelfn.parallel.shard import ShardHandle, ShardPlan, apply_shard, plan_shard, with_named_errors
 from accelfn.parallel.stages import apply_stages
 from accelfn.parallel.tensor import TensorPlan, apply_tensor, plan_tensor
 from accelfn.parallel.wrap import choose_units, names_of_ignored, names_of_wrapped

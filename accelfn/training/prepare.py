@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -21,12 +21,20 @@ from accelfn.context.config import AutocastKwargs
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import ModelPlan, plan_model, read_facts
-from accelfn.parallel.forward import WrappedForward, compile_, copied_without, plain_forward, without_compile
+from accelfn.parallel.forward import (
+    MixedPrecisionForward,
+    WrappedForward,
+    autocast_in,
+    compile_,
+    copied_without,
+    plain_forward,
+    without_compile,
+)
 from accelfn.parallel.handle import has_engine, uncompiled
 from accelfn.parallel.parameters import materialize, names_on_meta, newest, refuse_unfilled, repoint
 from accelfn.parallel.plan import apply_model, modules_to_compile, share_attention
 from accelfn.parallel.replicate import check_wrapped, replicate
-from accelfn.tree import convert_to_fp32, is_dtensor, send_to_device
+from accelfn.tree import is_dtensor, send_to_device
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -48,41 +56,7 @@ def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> Ab
     torch.bfloat16
     """
     check_context("autocast", ctx)
-    return _autocast(ctx.precision, ctx.device.type, autocast_handler)
-
-
-def _autocast(
-    precision: Precision, device_type: str, handler: AutocastKwargs | None = None
-) -> AbstractContextManager[Any]:
-    if precision.mode == "no":
-        return nullcontext()
-    options = precision.autocast if handler is None else handler
-    return torch.autocast(
-        device_type,
-        dtype=torch.float16 if precision.mode == "fp16" else torch.bfloat16,
-        enabled=options.enabled,
-        cache_enabled=options.cache_enabled,
-    )
-
-
-class MixedPrecisionForward(WrappedForward):
-    """A module's ``forward`` under autocast, with float32 results.
-
-    It stands in for the method on the instance, so that the module keeps its class and the keys of its state
-    dict.
-    """
-
-    def __init__(self, forward: Callable[..., Any], precision: Precision, device_type: str) -> None:
-        """Keep what to call, and how."""
-        super().__init__(forward)
-        self._precision = precision
-        self._device_type = device_type
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` in mixed precision."""
-        with _autocast(self._precision, self._device_type):
-            result = self.__wrapped__(*args, **kwargs)
-        return convert_to_fp32(result)
+    return autocast_in(ctx.precision, ctx.device.type, autocast_handler)
 
 
 def with_precision(ctx: Context, model: M) -> M:

@@ -13,7 +13,7 @@ import accelfn as af
 from accelfn.context.config import ExpertParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import read_facts
-from accelfn.parallel.expert_plans import plan_experts
+from accelfn.parallel.experts import plan_experts
 from accelfn.parallel.plan import plan_at
 from tests.parallel.expert_models import HIDDEN, WIDTH, Experts, SparseGPT
 from tests.parallel.tensor_models import GPT, Block
