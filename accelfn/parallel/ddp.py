@@ -2,9 +2,8 @@
 
 # No postponed annotations: torch looks at those of the hook.
 
-import copy
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +18,7 @@ from accelfn.comm import broadcast, reduce
 from accelfn.context import Context
 from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle, register
+from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle
 from accelfn.parallel.parameters import is_made_of_others
 
 
@@ -184,42 +183,22 @@ class DDPHandle(Handle):
         ignored: set[str] = cast("Any", model).parameters_to_ignore
         module = cast("nn.Module", cast("Any", model).module)
         named = module.named_parameters()
-        watched = [one for name, one in named if one.requires_grad and name not in ignored]
-        super().__init__(model, watched)
+        watched = {name: one for name, one in named if one.requires_grad and name not in ignored}
+        super().__init__(model, watched.values())
+        self._unreduced: str | None = BY_HAND
         self._watch(watched)
         model.register_forward_hook(self.after_forward)
 
-    def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = [weakref.ref(one) for one in parameters]
+    def _watched(self) -> Mapping[str, torch.Tensor]:
+        found = {name: reference() for name, reference in self._parameters.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
+    def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = {name: weakref.ref(one) for name, one in parameters.items()}
         self._backward = -1  # torch's number of the latest one
         self._is_announced = False  # by a forward pass whose backward pass is to come
-        self._unreduced: str | None = BY_HAND
-        for one in parameters:
+        for one in parameters.values():
             cast("Any", one).register_post_accumulate_grad_hook(self._on_gradient)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DDPHandle":
-        """Watch the copy of the model, which averages too."""
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        model = self._model()
-        twin._model = weakref.ref(cast("Any", copy.deepcopy(model, memo)))
-        found = [reference() for reference in self._parameters]
-        watched = [copy.deepcopy(one, memo) for one in found if one is not None]
-        register(twin, watched)
-        twin._watch(watched)
-        twin._unreduced = self._unreduced  # gradients are copied with the parameters
-        return twin
-
-    def __reduce__(self) -> Any:
-        """Leave no world in a pickle: prepare what is loaded from it."""
-        return DDPHandle._of_nothing, ()
-
-    @classmethod
-    def _of_nothing(cls) -> "DDPHandle":
-        handle = object.__new__(cls)
-        handle._model = weakref.ref(cast("Any", nn.Module()))  # gone at once
-        handle._parameters = []
-        return handle
 
     @contextmanager
     def without_sync(self) -> Generator[None, None, None]:
@@ -347,38 +326,22 @@ class ThreadDDP(Handle):
         self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
         self._backward: int | None = None  # torch's number of the latest one
         self._unreduced: str | None = BY_HAND
-        self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
+        watched = {name: item for name, item in model.named_parameters() if item.requires_grad}
         with torch.no_grad():
             buffers = dict(model.named_buffers()) if ctx.strategy.ddp.broadcast_buffers else {}
             own = {name: one for name, one in model.named_parameters() if not is_made_of_others(one)}
             self._take({**own, **buffers})
-        super().__init__(model, self._parameters.values())
-        self._watch()
+        super().__init__(model, watched.values())
+        self._watch(watched)
         if ctx.strategy.ddp.broadcast_buffers:
             model.register_forward_pre_hook(self._on_forward)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ThreadDDP":
-        """Average the gradients of a copied model too, as a copy of DistributedDataParallel does."""
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin._syncs, twin._ctx, twin._backward, twin._unreduced = (
-            self._syncs,
-            self._ctx,
-            None,
-            self._unreduced,
-        )
-        twin._model = weakref.ref(cast("nn.Module", copy.deepcopy(self._model(), memo)))
-        twin._parameters = copy.deepcopy(self._parameters, memo)
-        register(twin, twin._parameters.values())
-        twin._watch()  # copies of parameters come without hooks
-        return twin
+    def _watched(self) -> Mapping[str, torch.Tensor]:
+        return self._parameters
 
-    def __reduce__(self) -> tuple[Callable[[], "ThreadDDP"], tuple[()]]:
-        """Pickle without the world: a model that is loaded belongs to none."""
-        return _replica_of_no_world, ()
-
-    def _watch(self) -> None:
-        for parameter in self._parameters.values():
+    def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        for parameter in parameters.values():
             cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
 
     def _take(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -400,7 +363,7 @@ class ThreadDDP(Handle):
 
     def _on_forward(self, module: nn.Module, arguments: Any) -> None:
         del arguments
-        if self.will_sync_buffers(module):
+        if self.is_alive and self.will_sync_buffers(module):
             with torch.no_grad():
                 self._take(dict(module.named_buffers()))
 
@@ -433,16 +396,6 @@ class ThreadDDP(Handle):
         buffers = model is not None and self.will_sync_buffers(model)
         return Communication(self._syncs and torch.is_grad_enabled(), buffers, at_once=buffers)
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it has come with its model, and not from a pickle."""
-        return bool(self._parameters)
-
     def why_unreduced(self) -> str | None:
         """Return why the current gradients are those of this rank alone; None where they are averaged."""
         return self._unreduced
-
-
-def _replica_of_no_world() -> "ThreadDDP":
-    # The hook that brings it to rank 0's buffers comes with a model from a pickle, and finds one rank.
-    return ThreadDDP(Context(), nn.Module())

@@ -176,8 +176,9 @@ class ExactReplica(ThreadDDP):
                 )
         super().__init__(ctx, model)
 
-    def _watch(self) -> None:
-        self._items = list(self._parameters.values())
+    def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._items = list(parameters.values())
         self._sum = OrderedSum(self._ctx, self._items)  # of the window that is open
         self._pass: list[Callable[[], None]] | None = None  # by which a backward pass is told from others
         self._got: set[int] = set()  # what got a gradient in it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast
 
@@ -111,9 +111,31 @@ class Handle(ABC):
         register(self, parameters, instead_of=instead_of)
         setattr(model, HANDLE, self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        """Belong to the copy of the model, whose gradients are reduced too."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        model = copy.deepcopy(self._model(), memo)
+        vars(twin).update(vars(self), _model=weakref.ref(cast("nn.Module", model)))
+        watched = copy.deepcopy(self._watched(), memo)
+        register(twin, watched.values())
+        twin._watch(watched)  # copies of parameters come without hooks
+        return twin
+
+    def __reduce__(self) -> tuple[Callable[..., Handle], tuple[type[Handle]]]:
+        """Pickle without the world: a model that is loaded belongs to none until it is prepared."""
+        return _dead, (type(self),)
+
+    def _watched(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters that are reduced, by name."""
+        return dict(cast("nn.Module", self._model()).named_parameters())
+
+    def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:  # noqa: B027 -- some have no hooks
+        """Hook the parameters that are reduced."""
+
     @property
     def is_alive(self) -> bool:
-        """Whether somebody holds the model still."""
+        """Whether somebody holds the model still. That of one from a pickle has none."""
         return self._model() is not None
 
     @abstractmethod
@@ -169,15 +191,6 @@ class LocalHandle(Handle):
         """Let the parameters of ``model`` know."""
         super().__init__(model, model.parameters())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LocalHandle:
-        """Belong to the copy of the model: its gradients are whole too."""
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        model = cast("nn.Module", self._model())
-        twin._model = weakref.ref(copy.deepcopy(model, memo))
-        register(twin, copy.deepcopy(list(model.parameters()), memo))
-        return twin
-
     def why_unreduced(self) -> str | None:
         """Return None: there is nothing to average."""
         return None
@@ -185,6 +198,13 @@ class LocalHandle(Handle):
     def communicates(self) -> Communication:
         """Return that layers wait for their other parts, in both passes."""
         return Communication(gradients=torch.is_grad_enabled(), parameters=True, at_once=True)
+
+
+def _dead(kind: type[Handle]) -> Handle:
+    """Return a handle of no model."""
+    handle = object.__new__(kind)
+    vars(handle)["_model"] = weakref.ref(nn.Module())  # gone at once
+    return handle
 
 
 def handle_of(model: nn.Module) -> Handle | None:
