@@ -14,7 +14,7 @@ from torch import nn
 from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.dry_run import StageCost, dry_run
-from accelfn.parallel.facts import ModelFacts, owner_of, read_facts
+from accelfn.parallel.facts import ModelFacts, owner_of, read_facts, table_text
 from accelfn.parallel.pipeline_plan import SchedulePlan
 from accelfn.parallel.plan import ModelPlan, plan_at
 from accelfn.parallel.shard import ShardPlan
@@ -136,9 +136,7 @@ class Budget(NamedTuple):
 
     def __str__(self) -> str:
         """Return the budget as a table."""
-        rows = self.rows()
-        width = max(map(len, rows))
-        return "\n".join(f"{title.ljust(width)}  {text}" for title, text in rows.items())
+        return table_text(self.rows())
 
     def svg(self) -> str:
         """Return a picture, as a whole SVG document: bars of what is there at once, and of what moves."""

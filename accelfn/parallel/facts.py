@@ -189,6 +189,19 @@ def owner_of(name: str, modules: frozenset[str] | set[str]) -> str | None:
     return "" if "" in modules else None
 
 
+def table_text(rows: Mapping[str, str]) -> str:
+    r"""Return lines of text by title, which may have several, as a table.
+
+    >>> print(table_text({"model": "Linear", "mesh": "dp 2\ntp 2"}))
+    model  Linear
+    mesh   dp 2
+           tp 2
+    """
+    width = max(map(len, rows))
+    indent = "\n" + " " * (width + 2)
+    return "\n".join(f"{title.ljust(width)}  {text.replace(chr(10), indent)}" for title, text in rows.items())
+
+
 def _blocks(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     listed = {kind for one in modules.values() for kind in _no_split(one)}
     named = tuple(name for name, one in modules.items() if name and type(one).__name__ in listed)

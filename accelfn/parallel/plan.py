@@ -20,7 +20,7 @@ from accelfn.context.config import (
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_attention
 from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
-from accelfn.parallel.facts import ModelFacts, read_facts
+from accelfn.parallel.facts import ModelFacts, read_facts, table_text
 from accelfn.parallel.forward import compile_, plan_recompute, plan_regions, recompute
 from accelfn.parallel.handle import LocalHandle
 from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release, retie
@@ -107,12 +107,7 @@ class ModelPlan(NamedTuple):
 
     def __str__(self) -> str:
         """Return the plan as a table."""
-        rows = self.rows()
-        width = max(map(len, rows))
-        indent = "\n" + " " * (width + 2)
-        return "\n".join(
-            f"{title.ljust(width)}  {text.replace(chr(10), indent)}" for title, text in rows.items()
-        )
+        return table_text(self.rows())
 
 
 def _row_of_attention(plan: AttentionPlan) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from accelfn.context.config import TorchTensorParallelConfig
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.facts import ModelFacts, modules_of
+from accelfn.parallel.facts import ModelFacts, modules_of, owner_of, table_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -148,9 +148,7 @@ class TensorPlan(NamedTuple):
 
     def __str__(self) -> str:
         """Return the plan as a table."""
-        rows = self.rows()
-        width = max(map(len, rows))
-        return "\n".join(f"{title.ljust(width)}  {text}" for title, text in rows.items())
+        return table_text(self.rows())
 
 
 def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: int) -> TensorPlan:
@@ -192,11 +190,11 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
     problems += more
     logits: frozenset[str] = frozenset()
     if record.loss_parallel:
-        inside = facts.blocks
+        blocks = frozenset(facts.blocks)
         logits = frozenset(
             name
             for name, style in full.items()
-            if style == "gather" and facts.layers.get(name) == "linear" and not _is_inside(name, inside)
+            if style == "gather" and facts.layers.get(name) == "linear" and owner_of(name, blocks) is None
         )
         if not logits:
             problems.append(
@@ -375,10 +373,6 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _names_parameter(pattern: str, facts: ModelFacts) -> bool:
     return any(_matches(name, pattern) for name in facts.shapes)
-
-
-def _is_inside(name: str, blocks: Sequence[str]) -> bool:
-    return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
 
 def _generic(name: str) -> str:
