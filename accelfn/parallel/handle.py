@@ -260,6 +260,18 @@ def swapped(name: str, value: object, owners: Iterable[object]) -> Generator[Non
             one.update(was)
 
 
+@contextmanager
+def naming_lost_ranks(ctx: Context) -> Generator[None, None, None]:
+    """Report what is known of a lost rank where torch, which reduces inside, says less."""
+    try:
+        yield
+    except RuntimeError as error:
+        explained = ctx.collectives.translate_error(error)
+        if explained is error:
+            raise
+        raise explained from (explained.__cause__ or error)
+
+
 def local_steps(*models: nn.Module) -> AbstractContextManager[None]:
     """Let steps inside be on the gradients of each rank, as local SGD has them."""
     return swapped("is_local", True, [one for one in map(handle_of, models) if one is not None])

@@ -23,7 +23,7 @@ from torch import nn
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, Handle
+from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, Handle, naming_lost_ranks
 from accelfn.parallel.norm import count_stages
 from accelfn.parallel.parameters import named, whole_of
 from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
@@ -482,16 +482,11 @@ class PipelineEngine:
             return None if to_differentiate is None else to_differentiate(result, count)
 
         try:
-            error = measured.schedule.run(compute_stage)
-        except BaseException as error:
+            with naming_lost_ranks(self._ctx):
+                error = measured.schedule.run(compute_stage)
+        except BaseException:
             self._known.clear()  # schedules that have stopped in the middle
-            # What torch says of a lost rank is less than is known.
-            explained = (
-                self._ctx.collectives.translate_error(error) if isinstance(error, RuntimeError) else error
-            )
-            if explained is error:
-                raise
-            raise explained from (explained.__cause__ or error)
+            raise
         return self._finish(operation, parts, join, error, everywhere=everywhere)
 
     def _agree_on(self, operation: str, batch: Any, *, is_trained: bool) -> list[tuple[int, bytes]]:

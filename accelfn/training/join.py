@@ -16,7 +16,7 @@ from accelfn.context import Context, check_context
 from accelfn.data import PreparedDataLoader
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.handle import joined, uncompiled
+from accelfn.parallel.handle import joined, naming_lost_ranks, uncompiled
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def _joined(ctx: Context, joinables: list[Joinable]) -> Generator[None, None, No
     models = [one for one in joinables if isinstance(one, nn.Module)]
     join = Join(joinables)
     try:
-        with joined(*models), failing_together(ctx, "join_uneven_inputs"), _explaining(ctx):
+        with joined(*models), failing_together(ctx, "join_uneven_inputs"), naming_lost_ranks(ctx):
             yield
             # Here, where no exception has come: torch's own `with` changes the filters of warnings for good.
             with warnings.catch_warnings():
@@ -162,15 +162,3 @@ def _joined(ctx: Context, joinables: list[Joinable]) -> Generator[None, None, No
         # Torch leaves its models joined, and each forward pass would go on telling ranks that aren't waiting.
         for one, config in zip(joinables, configs, strict=True):
             cast("Any", one)._join_config = config
-
-
-@contextmanager
-def _explaining(ctx: Context) -> Generator[None, None, None]:
-    """Report what is known of a lost rank where torch, which reduces inside, says less."""
-    try:
-        yield
-    except RuntimeError as error:
-        explained = ctx.collectives.translate_error(error)
-        if explained is error:
-            raise
-        raise explained from (explained.__cause__ or error)

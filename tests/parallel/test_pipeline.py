@@ -1,4 +1,4 @@
-"""Tests of accelfn.parallel.pipeline and pipeline_handle: what is trained, and what is refused, in stages."""
+"""Tests of accelfn.parallel.pipeline: what is trained, and what is refused, in stages."""
 
 # torch leaves backward partly untyped.
 # pyright: reportUnknownMemberType=false

@@ -1,4 +1,4 @@
-"""Tests of accelfn.parallel.schedule."""
+"""Tests of the schedules of accelfn.parallel.pipeline_plan."""
 
 from __future__ import annotations
 
