@@ -144,14 +144,16 @@ def _usual_processes(answers: Answers) -> int:
     return next((count for count in (mesh, places) if count > 1), least)
 
 
-_RESHARDS = {"FULL_SHARD": "yes (FULL_SHARD)", "SHARD_GRAD_OP": "no (SHARD_GRAD_OP)"}
-_VERSIONS = {"2": "2 (fully_shard)", "1": "1 (FullyShardedDataParallel)"}
-_WRAPS = {
-    "TRANSFORMER_BASED_WRAP": "the blocks of the model (TRANSFORMER_BASED_WRAP)",
-    "SIZE_BASED_WRAP": "those with so many parameters (SIZE_BASED_WRAP)",
-    "NO_WRAP": "none: the model is gathered at once (NO_WRAP)",
-}
-_BACKENDS = {"static": "each machine has its number (static)", "c10d": "assigned (c10d)"}
+_RESHARDS = MappingProxyType({"FULL_SHARD": "yes (FULL_SHARD)", "SHARD_GRAD_OP": "no (SHARD_GRAD_OP)"})
+_VERSIONS = MappingProxyType({"2": "2 (fully_shard)", "1": "1 (FullyShardedDataParallel)"})
+_WRAPS = MappingProxyType(
+    {
+        "TRANSFORMER_BASED_WRAP": "the blocks of the model (TRANSFORMER_BASED_WRAP)",
+        "SIZE_BASED_WRAP": "those with so many parameters (SIZE_BASED_WRAP)",
+        "NO_WRAP": "none: the model is gathered at once (NO_WRAP)",
+    }
+)
+_BACKENDS = MappingProxyType({"static": "each machine has its number (static)", "c10d": "assigned (c10d)"})
 
 
 def _ranks(answers: Answers) -> tuple[str, ...]:
