@@ -2,8 +2,8 @@
 
 import pathlib
 
-from accelfn.launch.config import FIELDS, Field
-from accelfn.launch.flags import ACTIONS
+from accelfn.launch.command_line import ACTIONS
+from accelfn.launch.config import OPTIONS, Option
 
 __all__ = ("PAGE", "make_page")
 
@@ -11,11 +11,11 @@ PAGE = pathlib.Path(__file__).parent / "pages" / "reference" / "cli.md"
 
 HEAD = """# accelfn launch: all flags
 
-<!-- Written by docs/cli.py from the table of fields; change accelfn/launch/config/ and run it again. -->
+<!-- Written by docs/cli.py from the table of options; change accelfn/launch/config/ and run it again. -->
 
 `accelfn launch [flags] script [arguments of the script]`. The guide is [Launching](../guide/launch.md). In
-names of flags `-` and `_` mean the same. A flag without a value, and one with BOOL, also exists as
-`--no_...`, which switches off. Each field may also stand in a variable and in a
+names of flags `-` and `_` mean the same. A flag with BOOL can do without its value, and also exists as
+`--no_...`, which switches off. Each option may also come from a variable and from a
 [configuration file](../guide/launch.md#a-configuration-file), under the names given here; the flag wins over
 the variable, and the variable over the file. "Handed on as" names the variables that the script's processes
 get.
@@ -29,29 +29,29 @@ def make_page() -> str:
     True
     """
     lines = [HEAD, "## The command itself", "", "| Flag | |", "| --- | --- |"]
-    for action in ACTIONS:
-        metavar = f" {action.metavar}" if action.metavar else ""
-        names = ", ".join(f"`{name}{metavar}`" for name in (f"--{action.name}", *action.aliases))
+    for action in ACTIONS.values():
+        metavar = "" if action.kind.is_bool else f" {action.kind.metavar}"
+        names = ", ".join(f"`{name}{metavar}`" for name in action.flags)
         lines.append(f"| {names} | {action.about} |")
     heading = ""
-    for field in FIELDS:
-        if field.group != heading:
-            heading = field.group
-            title = f"{heading} (a section)" if heading == "TPU" and field.section else heading
+    for option in OPTIONS.values():
+        section = option.section
+        title = f"{option.heading} (a section)" if section.title == "TPU" and section.name else option.heading
+        if title != heading:
+            heading = title
             lines += ["", f"## {title}", "", "| Flag | | Default | Variable | In a file | Handed on as |"]
             lines.append("| --- | --- | --- | --- | --- | --- |")
-        lines.append(_row(field))
+        lines.append(_row(option))
     return "\n".join(lines) + "\n"
 
 
-def _row(field: Field) -> str:
-    metavar = "" if not field.kind.metavar else f" {field.kind.metavar}"
-    names = ", ".join(f"`{flag}{metavar}`" for flag in field.flags)
-    about = field.about + (f": {field.kind.accepts}" if field.kind.metavar == "NAME" else "")
-    default = "" if field.default is None else f"`{field.kind.write(field.default)}`"
-    variables = ", ".join(f"`{name}`" for name in field.variables)
-    exports = ", ".join(f"`{name}`" for name in field.exports)
-    return f"| {names} | {about} | {default} | {variables} | `{field.path}` | {exports} |"
+def _row(option: Option) -> str:
+    metavar = f" {option.kind.metavar}"
+    names = ", ".join(f"`{flag}{metavar}`" for flag in option.flags)
+    default = "" if option.default is None else f"`{option.kind.write(option.default)}`"
+    variables = ", ".join(f"`{name}`" for name in option.variables)
+    exports = ", ".join(f"`{name}`" for name in option.exports)
+    return f"| {names} | {option.help} | {default} | {variables} | `{option.path}` | {exports} |"
 
 
 if __name__ == "__main__":

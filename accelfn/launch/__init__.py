@@ -3,11 +3,10 @@
 Nothing here imports torch, so ``accelfn --help``, ``--dry_run`` and bad input answer at once.
 """
 
+from accelfn.launch.command_line import parse_flags
 from accelfn.launch.config import LaunchConfig, Resolved, resolve
-from accelfn.launch.flags import parse_flags
 from accelfn.launch.plan import LaunchPlan, Machine, Script, format_plan, plan_launch
-from accelfn.launch.run_curves import draw_runs_svg
-from accelfn.launch.run_files import Curve, RunRecord, RunTable, find_runs, read_run
+from accelfn.launch.runs import Curve, RunRecord, RunTable, draw_runs_svg, find_runs, read_run
 
 __all__ = (
     "Curve",

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.command_line import CommandParser, read_arguments
 
 
 def run_checkpoint(argv: Sequence[str]) -> int:

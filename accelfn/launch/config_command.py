@@ -11,19 +11,19 @@ from pathlib import Path
 from types import MappingProxyType
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.command_line import CommandParser, read_arguments
 from accelfn.launch.config.accelerate import import_accelerate
 from accelfn.launch.config.ask import ask_values, format_launch
-from accelfn.launch.config.fields import FIELD_OF, build_config, list_not_yet
 from accelfn.launch.config.files import (
     find_config_file,
     format_config,
     read_config,
     read_text,
     read_tree,
-    require_reader,
 )
-from accelfn.launch.config.sources import resolve
+from accelfn.launch.config.options import OPTIONS
+from accelfn.launch.config.record import LaunchConfig, list_not_yet
+from accelfn.launch.config.resolve import resolve
 from accelfn.launch.output import print_origins
 from accelfn.launch.plan.machine import Machine, read_machine
 
@@ -95,7 +95,7 @@ def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if values is None:
         print(f"accelfn config: {path} was left as it is.", file=sys.stderr)
         return 1
-    status = _save(format_config(build_config(values), path, frozenset(values)), path)
+    status = _save(format_config(LaunchConfig(**values), path, frozenset(values)), path)
     print(format_launch(values, path if options.config_file else None))
     return status
 
@@ -104,19 +104,19 @@ def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int
     path = _place(options, environment)
     _refuse_to_overwrite(path, options)
     values = default_values(read_machine(environment), options.mixed_precision)
-    return _save(format_config(build_config(values), path, frozenset(values)), path)
+    return _save(format_config(LaunchConfig(**values), path, frozenset(values)), path)
 
 
 def _update(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _place(options, environment)
     file = read_config(path)
     for name in file.values:
-        if FIELD_OF[name].secret:
-            variable = FIELD_OF[name].variables[0]
+        if OPTIONS[name].secret:
+            variable = OPTIONS[name].variables[0]
             print(
                 f"note: {name} is left out, for secrets are never written; set {variable}.", file=sys.stderr
             )
-    return _save(format_config(build_config(file.values), path, frozenset(file.values)), path)
+    return _save(format_config(LaunchConfig(**file.values), path, frozenset(file.values)), path)
 
 
 def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -131,18 +131,17 @@ def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     source = options.source or accelerate_path(environment, os.path.expanduser("~"))
-    try:
-        text = read_text(source)
-    except FileNotFoundError:
+    if not os.path.exists(source):
         raise ConfigurationError(
             f"there is no configuration of Accelerate at {source!r}. Name it: accelfn config import FILE"
-        ) from None
+        )
+    text = read_text(source)
     # Accelerate writes JSON into files that end in .yaml as well; YAML reads both.
     name = f"{source}.json" if text.lstrip().startswith("{") and not source.endswith(".json") else source
     imported = import_accelerate(read_tree(text, name), source)
     later = [
-        f"{field.name}: accelfn doesn't support {what} yet, so this can't be launched."
-        for field, what in list_not_yet(imported.config)
+        f"{option.name}: accelfn doesn't support {what} yet, so this can't be launched."
+        for option, what in list_not_yet(imported.config)
     ]
     for note in (*imported.notes, *later):
         print(f"note: {note}", file=sys.stderr)
@@ -159,7 +158,6 @@ def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
 
 
 def _save(text: str, path: str) -> int:
-    require_reader(path)  # else no launch could read what it finds there
     target = Path(path)
     part = target.with_name(f"{target.name}.part")
     try:
@@ -207,10 +205,10 @@ def config_parser() -> CommandParser:
         "--mixed_precision", choices=("no", "fp16", "bf16"), default="no", help="precision (no)"
     )
     default.add_argument("--overwrite", action="store_true", help="replace a file that is there")
-    add("update", "write a file anew as this version does")
+    add("update", "write a file again, as this version does")
     show = add("show", "show what counts, and where it comes from")
     show.add_argument("--all", action="store_true", help="defaults too")
-    taken = add("import", "take over a configuration of Accelerate")
+    taken = add("import", "import a config file of Accelerate")
     taken.add_argument("source", metavar="SOURCE", nargs="?", help="its file (where Accelerate keeps it)")
     taken.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     return parser

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.command_line import CommandParser, read_arguments
 from accelfn.launch.output import show_text
 
 

@@ -1,4 +1,4 @@
-"""``accelfn env``: what this machine, this Python and this configuration are, to paste into a report."""
+"""``accelfn env``: what this machine, this Python and this configuration are, to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.config.files import Entry, find_config_file, parse_config, read_text, read_tree
+from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.launch.config.files import find_config_file, parse_config, read_text, read_tree
 from accelfn.launch.config.secrets import hide_in_text, is_secret
 
 # What accelfn needs, and what it works with where it is installed.
@@ -68,7 +68,7 @@ def env_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn env",
-        description="Print what a report of a fault needs: versions, devices, variables, configuration.",
+        description="Print system information for a bug report: versions, devices, variables, configuration.",
         epilog="In names of flags - and _ mean the same. Values that look secret are left out.",
     )
     parser.add_argument("--config_file", metavar="FILE", help="configuration to show (the default one)")
@@ -84,7 +84,7 @@ def describe_environment(env: Mapping[str, str], config_file: str | None = None)
         config_file: Of the configuration; None: the one that counts.
 
     Returns:
-        Facts by name, as JSON has them. What can't be found out is told in words, never an exception.
+        Facts by name, as JSON has them. What can't be found out is a text that says why, never an exception.
     """
     return {
         "accelfn": __version__,
@@ -172,8 +172,8 @@ def _describe_cpu() -> dict[str, Any]:
     }
     if sys.platform == "linux":
         try:
-            told = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-            facts["model"] = told[1] if told else facts["model"]
+            model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+            facts["model"] = model[1] if model else facts["model"]
             nodes = Path("/sys/devices/system/node").glob("node[0-9]*")
             facts["NUMA nodes"] = {
                 node.name: (node / "cpulist").read_text().strip() for node in sorted(nodes)
@@ -185,10 +185,10 @@ def _describe_cpu() -> dict[str, Any]:
 
 def _describe_memory() -> str:
     try:
-        told = Path("/proc/meminfo").read_text() if sys.platform == "linux" else ""
+        text = Path("/proc/meminfo").read_text() if sys.platform == "linux" else ""
     except OSError:
-        told = ""
-    found = {name: int(kb) for name, kb in re.findall(r"^(\w+):\s+(\d+) kB$", told, re.MULTILINE)}
+        text = ""
+    found = {name: int(kb) for name, kb in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
     if "MemTotal" not in found:
         return "unknown"
     total, free = found["MemTotal"] / 2**20, found.get("MemAvailable", 0) / 2**20
@@ -263,11 +263,11 @@ def _describe_launcher(env: Mapping[str, str]) -> str:
 
 def _describe_configuration(env: Mapping[str, str], given: str | None) -> dict[str, Any] | str:
     path, _ = find_config_file(given, env, sys.platform, os.path.expanduser("~"))
+    if not os.path.exists(path):
+        return f"none (looked for {path})"
     try:
         text = read_text(path)
         tree = read_tree(text, path)
-    except FileNotFoundError:
-        return f"none (looked for {path})"
     except (ConfigurationError, MissingExtraError) as error:
         return str(error)
     # Never the text of the file: which parts of that are secret only who reads it knows.
@@ -279,12 +279,12 @@ def _describe_configuration(env: Mapping[str, str], given: str | None) -> dict[s
     return {**facts, "contents": {key: _shown(key, entry) for key, entry in tree.items()}}
 
 
-def _shown(key: str, entry: Entry) -> Any:
+def _shown(key: str, value: Any) -> Any:
     """Return an entry as JSON has it, without what looks secret."""
     if is_secret(key):
         return _LEFT_OUT
-    if isinstance(entry.value, str):
-        return hide_in_text(entry.value)
-    if isinstance(entry.value, tuple):
-        return [_shown("", one) for one in entry.value]
-    return {name: _shown(name, one) for name, one in entry.value.items()}
+    if isinstance(value, list):
+        return [_shown("", one) for one in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {name: _shown(name, one) for name, one in cast("dict[str, Any]", value).items()}
+    return hide_in_text(value)

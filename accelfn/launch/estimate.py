@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.command_line import CommandParser, read_arguments
 from accelfn.launch.output import (
     FORMATS,
     choose_format,
@@ -114,9 +114,7 @@ def estimate_parser() -> CommandParser:
         nargs="+",
         help="such as float32 bfloat16 float8 int8 int4 (all usual ones)",
     )
-    parser.add_argument(
-        "--format", choices=FORMATS, help="how it is told (table, or by the ending of --output)"
-    )
+    parser.add_argument("--format", choices=FORMATS, help="the form (table, or by the ending of --output)")
     parser.add_argument("--output", metavar="FILE", help="write it to this file instead of printing it")
     parser.add_argument(
         "--library_name",

@@ -208,9 +208,9 @@ def _pack_error(rank: int, error: BaseException) -> bytes:
             content = _pack((None, error, text))
             _unpack(content, "cpu")  # an exception may pickle and still not come back
             return content
-    told = f"left by sys.exit({text_of(error)})" if isinstance(error, SystemExit) else ""
-    told = told or f"raised {type(error).__name__}: {text_of(error)}".removesuffix(": ")
-    return _pack((None, DistributedError(f"rank {rank} {told}"), text))
+    how = f"left by sys.exit({text_of(error)})" if isinstance(error, SystemExit) else ""
+    how = how or f"raised {type(error).__name__}: {text_of(error)}".removesuffix(": ")
+    return _pack((None, DistributedError(f"rank {rank} {how}"), text))
 
 
 def reported(folder: Path, attempt: int | None = None) -> dict[int, int]:

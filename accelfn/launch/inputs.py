@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import shutil
 import sys
@@ -12,10 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.fields import FIELDS, Field, is_active, value_of
-from accelfn.launch.config.kinds import FILE
-from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.config.sources import Resolved
+from accelfn.launch.config.options import FILE, OPTIONS, Option
+from accelfn.launch.config.record import LaunchConfig, is_active
+from accelfn.launch.config.resolve import Resolved
 from accelfn.launch.plan.record import Script
 
 
@@ -32,19 +29,19 @@ def refuse_missing(script: Script, resolved: Resolved) -> None:
         ConfigurationError: The script, the module or a file isn't there or can't be read.
     """
     config = resolved.config
-    if config.tpu and config.tpu_options.use_cluster:
-        return  # all of it lies on other machines
+    if config.tpu and config.tpu_cluster:
+        return  # all of it is on other machines
     if config.compute_environment == "LOCAL_MACHINE":
         _refuse_absent_program(script.name, config)
-    for field in FIELDS:
-        path: object = value_of(config, field)
-        if field.kind is FILE and is_active(config, field) and isinstance(path, str):
-            if field.name == "deepspeed_config_file":
-                _refuse_deepspeed_config(field, path, resolved)
-                continue
-            _refuse_absent_file(field, path, resolved)
-            if field.name.endswith("hostfile"):
-                _refuse_no_hosts(field, path)
+    for name, option in OPTIONS.items():
+        path: object = getattr(config, name)
+        if option.kind is not FILE or not isinstance(path, str) or not is_active(config, option):
+            continue
+        if name == "deepspeed_config_file" and (path == "none" or path.lstrip().startswith(("{", "ey"))):
+            continue  # the JSON itself, or its base64, which a plugin takes too
+        _refuse_absent_file(option, path, resolved)
+        if name.endswith("hostfile"):
+            _refuse_no_hosts(option, path)
     if config.log_dir is not None:
         _refuse_folder_of_logs(config.log_dir)
 
@@ -64,16 +61,12 @@ def _refuse_absent_program(name: str, config: LaunchConfig) -> None:
 
 
 def _refuse_absent_script(name: str) -> None:
-    path = Path(name)
-    if not path.is_file():
-        word = name.lower() in ("true", "false", "yes", "no")
-        hint = (
-            f"a flag without a value stands before it: write --flag={name}, or --no_flag"
-            if word
-            else "Check the path; for a module use -m, for another program --no_python"
+    if not os.path.isfile(name):
+        raise ConfigurationError(
+            f"there is no script {name!r} in {os.getcwd()!r}. Check the path; for a module use -m, for "
+            "another program --no_python."
         )
-        raise ConfigurationError(f"there is no script {name!r} in {os.getcwd()!r}. {hint}.")
-    if not os.access(path, os.R_OK):
+    if not os.access(name, os.R_OK):
         raise ConfigurationError(f"the script {name!r} can't be read. Check its permissions.")
 
 
@@ -96,55 +89,23 @@ def _refuse_absent_module(name: str) -> None:
         )
 
 
-def _refuse_absent_file(field: Field, path: str, resolved: Resolved) -> None:
-    origin = resolved.origins[field.name]
+def _refuse_absent_file(option: Option, path: str, resolved: Resolved) -> None:
+    origin = resolved.origins[option.name]
     where = "" if origin.source == "flag" else f" (from {origin})"
     there = Path(path).expanduser()
     if not there.is_file():
         what = "it must be a file, and is a folder:" if there.is_dir() else "there is no file"
-        raise ConfigurationError(f"{field.flags[0]}: {what} {path!r}{where}. Check the path.")
+        raise ConfigurationError(f"{option.flags[0]}: {what} {path!r}{where}. Check the path.")
     if not os.access(there, os.R_OK):
-        raise ConfigurationError(f"{field.flags[0]}: {path!r}{where} can't be read. Check its permissions.")
+        raise ConfigurationError(f"{option.flags[0]}: {path!r}{where} can't be read. Check its permissions.")
 
 
-def _refuse_no_hosts(field: Field, path: str) -> None:
+def _refuse_no_hosts(option: Option, path: str) -> None:
     lines = Path(path).expanduser().read_text(encoding="utf-8", errors="replace").splitlines()
     if not any(line.partition("#")[0].strip() for line in lines):
         raise ConfigurationError(
-            f"{field.flags[0]}: {path!r} names no host. Write one on each line, such as: node1 slots=8"
+            f"{option.flags[0]}: {path!r} names no host. Write one on each line, such as: node1 slots=8"
         )
-
-
-def _refuse_deepspeed_config(field: Field, given: str, resolved: Resolved) -> None:
-    if given == "none" or (not os.path.exists(given) and _is_object(_decode(given))):
-        return  # the JSON itself, which a plugin takes too
-    _refuse_absent_file(field, given, resolved)
-    try:
-        found = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(
-            f"{field.flags[0]} {given} is not valid JSON: {error}. Fix the file."
-        ) from None
-    if not isinstance(found, dict):
-        raise ConfigurationError(
-            f"{field.flags[0]} {given} must hold an object, {{...}}, and holds {type(found).__name__}."
-        )
-
-
-def _decode(given: str) -> str:
-    if given.lstrip().startswith("{"):
-        return given
-    try:
-        return base64.urlsafe_b64decode(given).decode("utf-8")
-    except ValueError:
-        return ""
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
 
 
 def _refuse_folder_of_logs(given: str) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
+from accelfn.launch.command_line import Parsed, launch_parser, parse_flags
 from accelfn.launch.config.accelerate import import_accelerate
-from accelfn.launch.config.fields import FIELD_OF, FIELDS, read_value, value_of
 from accelfn.launch.config.files import (
     ConfigFile,
     find_config_file,
@@ -18,8 +18,9 @@ from accelfn.launch.config.files import (
     read_text,
     read_tree,
 )
-from accelfn.launch.config.sources import Resolved, refuse_not_yet, resolve
-from accelfn.launch.flags import Parsed, format_help, parse_flags, spell
+from accelfn.launch.config.options import OPTIONS, read_value
+from accelfn.launch.config.record import changed_values
+from accelfn.launch.config.resolve import Resolved, refuse_not_yet, resolve
 from accelfn.launch.inputs import refuse_missing
 from accelfn.launch.output import print_origins
 from accelfn.launch.plan.choose import plan_launch
@@ -49,7 +50,7 @@ def run_launch(argv: Sequence[str]) -> int:
 
 
 def load_config(given: str | None, environment: Mapping[str, str]) -> ConfigFile | None:
-    """Read the configuration file that counts, if there is one. Effect: reads the disk.
+    """Read the config file that counts, if there is one. Effect: reads the disk.
 
     A file of Accelerate is read as one, and a line on the standard error stream says so.
 
@@ -64,16 +65,13 @@ def load_config(given: str | None, environment: Mapping[str, str]) -> ConfigFile
         config, notes = import_accelerate(tree, path)
         for note in (f"{path} is a configuration of Accelerate, and is read as one.", *notes):
             print(f"accelfn launch: {note}", file=sys.stderr)
-        values = {
-            field.name: value for field in FIELDS if (value := value_of(config, field)) != field.default
-        }
-        return ConfigFile(path=path, values=values, places={})
+        return ConfigFile(path=path, values=changed_values(config), lines={})
     return read_config(path)
 
 
 def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     if "help" in parsed.actions:
-        print(format_help())
+        print(launch_parser().format_help().rstrip())
         return 0
     try:
         os.getcwd()
@@ -98,7 +96,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     refuse_missing(script, resolved)
     if writes_script is not None:
         return _write_sbatch(parsed, resolved, script, environment, writes_script)
-    machine = read_machine(environment, wants_mpi=config.mpirun.hostfile is not None)
+    machine = read_machine(environment, wants_mpi=config.mpirun_hostfile is not None)
     worker = str(Path(__file__).parent / "run" / "worker.py")
     plan = plan_launch(resolved, script, environment, machine, worker=worker)
     if "dry_run" in parsed.actions:
@@ -113,35 +111,28 @@ _MARK = "-m accelfn launch"
 
 def _read_step(parsed: Parsed, environment: Mapping[str, str]) -> Mapping[str, tuple[object, str]]:
     """Ask srun and mpirun which machine of how many this is, unless the user says how many there are."""
-    field = FIELD_OF["num_machines"]
-    texts = [parsed.flags[field.name].text] if field.name in parsed.flags else []
-    texts += [environment[name] for name in field.variables if environment.get(name, "").strip()]
+    option = OPTIONS["num_machines"]
+    texts = [parsed.flags[option.name].text] if option.name in parsed.flags else []
+    texts += [environment[name] for name in option.variables if environment.get(name, "").strip()]
     try:
-        chosen = read_value(field, texts[0]) if texts else None
+        chosen = read_value(option, texts[0]) if texts else None
     except ValueError:
         chosen = None  # the sentence about it comes with all that is read
     if chosen == 1:
         return {}
     step = read_step(environment) or read_mpi(environment)
     # Rank and address are those of the step's machines, not of as many as the user has in mind.
-    return {} if step and chosen not in (None, step[field.name][0]) else step
+    return {} if step and chosen not in (None, step[option.name][0]) else step
 
 
 def _write_sbatch(
     parsed: Parsed, resolved: Resolved, script: Script, environment: Mapping[str, str], path: str
 ) -> int:
-    tokens: list[str] = []
-    secret = [field for field in FIELDS if field.secret]
-    hidden = {flag for field in secret for flag in field.flags}
-    skip = False
-    for token in parsed.tokens:
-        name = spell(token).partition("=")[0]
-        if skip:
-            skip = False
-        elif name == "--sbatch" or name.startswith("--slurm_") or name in hidden:
-            skip = "=" not in token
-        elif name != "--dry_run":
-            tokens.append(token)
+    secret = [name for name in parsed.flags if OPTIONS[name].secret]
+    tokens = [f"--config_file={parsed.actions['config_file']}"] if "config_file" in parsed.actions else []
+    for name, given in parsed.flags.items():
+        if OPTIONS[name].section.name != "slurm" and name not in secret:
+            tokens += [f"--{name}={text}" for text in given.text.split("\n")]
     text = write_sbatch(resolved.config, script, tokens, read_machine(environment))
     if "dry_run" in parsed.actions:
         print(text, end="")
@@ -152,14 +143,13 @@ def _write_sbatch(
         raise ConfigurationError(
             f"--sbatch {path} is there and none of these scripts. Name another, or remove it."
         )
-    for field in secret:
-        if field.name in parsed.flags:
-            # A job's script lies about, and SLURM keeps a copy of it.
-            print(
-                f"accelfn launch: {field.flags[0]} isn't written into {path}. Set {field.variables[0]} where "
-                "you call sbatch, which hands variables on.",
-                file=sys.stderr,
-            )
+    for name in secret:
+        # A job's script lies about, and SLURM keeps a copy of it.
+        print(
+            f"accelfn launch: --{name} isn't written into {path}. Set {OPTIONS[name].variables[0]} where you "
+            "call sbatch, which passes variables on.",
+            file=sys.stderr,
+        )
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelfn import __version__
-from accelfn.launch.arguments import CommandParser, flags_of, read_arguments
 from accelfn.launch.checkpoint import checkpoint_parser, run_checkpoint
-from accelfn.launch.config.fields import FIELDS
+from accelfn.launch.command_line import CommandParser, add_launch_flags, launch_parser, read_arguments
 from accelfn.launch.config_command import config_parser, run_config
 from accelfn.launch.data_plan import data_plan_parser, run_data_plan
 from accelfn.launch.env import env_parser, run_env
 from accelfn.launch.estimate import estimate_parser, run_estimate
-from accelfn.launch.flags import ACTIONS
 from accelfn.launch.launch import run_launch
 from accelfn.launch.merge_weights import merge_weights_parser, run_merge_weights
 from accelfn.launch.plan_memory import plan_memory_parser, run_plan_memory
@@ -99,41 +97,25 @@ def _parser() -> CommandParser:
 
 
 def _complete(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="accelfn")
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers()
-    for command in _COMMANDS:
-        commands.add_parser(command.name, help=command.about)
-        commands.choices[command.name] = command.parser()
-    return run_completion(argv, parser)
-
-
-def run_completion(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Print the script for one shell.
-
-    Args:
-        argv: Arguments after ``completion``.
-        parser: Of ``accelfn``, with those of its commands.
-
-    Returns:
-        The exit status: 0, or 2 where shtab isn't installed.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
-    """
-    options = read_arguments(completion_parser(), argv)
+    """Print the script by which one shell completes commands and flags."""
+    options = read_arguments(_completion_parser(), argv)
     try:
         shtab: Any = importlib.import_module("shtab")
     except ImportError:
         missing = "it needs shtab, which is not installed. Run: pip install 'accelfn[cli]'"
         print(f"accelfn completion: error: {missing}", file=sys.stderr)
         return 2
+    parser = argparse.ArgumentParser(prog="accelfn")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers()
+    for command in _COMMANDS:
+        commands.add_parser(command.name, help=command.about)
+        commands.choices[command.name] = command.parser()
     print(shtab.complete(parser, options.shell))
     return 0
 
 
-def completion_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+def _completion_parser() -> CommandParser:
     parser = CommandParser(
         prog="accelfn completion",
         description="Print a script by which a shell completes the accelfn command.",
@@ -144,43 +126,18 @@ def completion_parser() -> CommandParser:
     return parser
 
 
-def launch_parser() -> CommandParser:
-    """Describe the arguments of ``accelfn launch``."""
-    parser = CommandParser(prog="accelfn launch", add_help=False)
-    _add_launch_flags(parser)
-    script: Any = parser.add_argument("script", nargs=argparse.REMAINDER, help="script, and its arguments")
-    script.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
-    return parser
-
-
-def parser_of_test() -> CommandParser:
+def _parser_of_test() -> CommandParser:
     """Describe the arguments of ``accelfn test``: its own flags and those of ``accelfn launch``."""
     parser = self_test_parser()
-    _add_launch_flags(parser)
+    add_launch_flags(parser)
     return parser
-
-
-def _add_launch_flags(parser: CommandParser) -> None:
-    taken = set(flags_of(parser))
-
-    def add(names: tuple[str, ...], about: str, choices: tuple[str, ...], *, is_alone: bool) -> None:
-        more: dict[str, Any] = {"action": "store_true"} if is_alone else {"choices": choices or None}
-        if taken.isdisjoint(names):
-            parser.add_argument(*names, help=about.replace("%", "%%"), **more)
-
-    for action in ACTIONS:
-        add((f"--{action.name}", *action.aliases), action.about, (), is_alone=not action.metavar)
-    for field in FIELDS:
-        # A yes or no may stand alone, and what follows it may be the script.
-        names = (*field.flags, *((field.no_flag,) if field.no_flag else ()))
-        add(names, field.about, field.kind.choices, is_alone=field.kind.is_bool)
 
 
 _COMMANDS = (
     _Command("launch", "start a training script on one or more processes", run_launch, launch_parser),
     _Command("config", "create, show, update and import config files", run_config, config_parser),
     _Command("env", "print system information for a bug report", run_env, env_parser),
-    _Command("test", "try the configured setup, and report what works", run_self_test, parser_of_test),
+    _Command("test", "try the configured setup, and report what works", run_self_test, _parser_of_test),
     _Command("data-plan", "draw which rank reads which samples", run_data_plan, data_plan_parser),
     _Command("estimate-memory", "estimate how much memory a model takes", run_estimate, estimate_parser),
     _Command(
@@ -195,5 +152,5 @@ _COMMANDS = (
     ),
     _Command("to-fsdp2", "rewrite a configuration of FSDP for FSDP2", run_to_fsdp2, to_fsdp2_parser),
     _Command("tpu-config", "run commands on every machine of a TPU", run_tpu_config, tpu_config_parser),
-    _Command("completion", "complete commands and flags in a shell", _complete, completion_parser),
+    _Command("completion", "complete commands and flags in a shell", _complete, _completion_parser),
 )

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.command_line import CommandParser, read_arguments
 
 
 def run_merge_weights(argv: Sequence[str]) -> int:

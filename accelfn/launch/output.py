@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from accelfn.launch.config.sources import Resolved, origin_rows
+from accelfn.launch.config.resolve import Resolved, origin_rows
 
 FORMATS = ("table", "json", "svg", "html")
 
@@ -133,7 +133,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: S
 
 
 def print_origins(resolved: Resolved, *, everything: bool = True) -> None:
-    """Print each field's value, and where it came from. Secrets are hidden.
+    """Print each option's value, and where it came from. Secrets are hidden.
 
     Args:
         resolved: From ``resolve``.

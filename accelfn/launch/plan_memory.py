@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.command_line import CommandParser, read_arguments
 from accelfn.launch.output import (
     FORMATS,
     choose_format,
@@ -111,7 +111,7 @@ def _as_table(plan: DevicePlan, source: str) -> str:
 
 
 def _as_json(plan: DevicePlan, source: str) -> str:
-    said = {
+    facts = {
         "source": source,
         "device_map": plan.device_map,
         "places": [
@@ -130,7 +130,7 @@ def _as_json(plan: DevicePlan, source: str) -> str:
         "copies": [copy._asdict() for copy in plan.copies],
         "warnings": plan.warnings,
     }
-    return json.dumps(said, indent=1)
+    return json.dumps(facts, indent=1)
 
 
 def _as_svg(plan: DevicePlan, source: str) -> str:

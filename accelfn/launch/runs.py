@@ -1,4 +1,7 @@
-"""``accelfn runs``: list, show and draw what the JSONL tracker has written. Loads no torch."""
+"""Runs that the JSONL tracker has written: records of them, pictures, and the command ``accelfn runs``.
+
+Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,367 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.output import print_table
-from accelfn.launch.run_curves import draw_runs_svg, draw_runs_text, names_of, number_text
-from accelfn.launch.run_files import RunRecord, find_runs, read_run
+from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.launch.output import print_table, show_text
 
+_FORMAT = 1
+_FILE = "events.jsonl"
 _MOST_VALUES = 3
+_MOST = 1e300  # beyond it differences overflow
+# Of the picture, in its own units.
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW, _RIGHT, _ROW = 360, 200, 70, 34, 30, 20, 20
+_COLORS = ("#14407a", "#d9730d", "#2e8540", "#a23b72", "#7a6a00", "#5b5b5b", "#0b8a8f", "#b3261e")
+_INK, _GREY, _LINE, _GROUND = "#111111", "#666666", "#e2e2e2", "#ffffff"
+
+
+class Curve(NamedTuple):
+    """Values of one name, by step.
+
+    Attributes:
+        steps: Number of each step, growing; a value without one has that after the last, or 0.
+        values: The last that was logged for each.
+    """
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+class RunTable(NamedTuple):
+    """A table that was logged."""
+
+    name: str
+    step: int | None
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRecord:
+    """A run, as its file tells it.
+
+    Attributes:
+        folder: Of the run.
+        project: What it belongs to.
+        name: Of the run.
+        started_s: When it began, in seconds since 1970.
+        last_s: When the last line was written.
+        is_finished: Whether it has ended by itself. If not it is running, or was killed.
+        num_starts: How often it was started: more than once if it was resumed.
+        config: Its configuration.
+        curves: Numbers by name; ``/`` joins names of nested ones.
+        texts: The last that was logged of each name that isn't a number.
+        images: Files by name, relative to the folder.
+        tables: In the order in which they were logged.
+        num_damaged: Lines that can't be read, as one is torn where a program was killed.
+    """
+
+    folder: Path
+    project: str = ""
+    name: str = ""
+    started_s: float = math.nan
+    last_s: float = math.nan
+    is_finished: bool = False
+    num_starts: int = 0
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
+    texts: dict[str, str] = field(default_factory=dict[str, str])
+    images: dict[str, tuple[str, ...]] = field(default_factory=dict[str, "tuple[str, ...]"])
+    tables: tuple[RunTable, ...] = ()
+    num_damaged: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the longest curve."""
+        return max((len(curve.steps) for curve in self.curves.values()), default=0)
+
+    @property
+    def title(self) -> str:
+        """Project and name."""
+        return f"{self.project}/{self.name}" if self.project else self.name
+
+
+def find_runs(folder: str | Path) -> list[Path]:
+    """Return the folders of all runs below a folder, by the names of their projects and their own.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+    """
+    top = Path(folder)
+    if not top.is_dir():
+        raise FileNotFoundError(f"there is no folder {str(folder)!r}. Name the logging_dir of the runs.")
+    return sorted(file.parent for file in top.rglob(_FILE))
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """Read a run that the JSONL tracker has written, also while it is running.
+
+    A step that was logged twice, as when a run is resumed from a checkpoint, counts as it was logged last.
+
+    Args:
+        folder: Of the run, or its ``events.jsonl``.
+
+    Raises:
+        FileNotFoundError: There is no run.
+        ConfigurationError: A newer version of accelfn has written it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "events.jsonl").write_text('{"kind": "log", "step": 0, "values": {"loss": 0.5}}')
+    ...     read_run(folder).curves["loss"]
+    Curve(steps=(0,), values=(0.5,))
+    """
+    path = Path(folder)
+    file = path if path.name == _FILE else path / _FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no run in {str(folder)!r}: it has no {_FILE}.")
+    run = RunRecord(folder=file.parent, name=file.parent.name)
+    points: dict[str, dict[int, float]] = {}
+    last: dict[str, int] = {}  # step of each name
+    with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+        for line in lines:
+            _add_line(run, line, points, last)
+    for name, by_step in points.items():
+        steps = sorted(by_step)
+        run.curves[name] = Curve(tuple(steps), tuple(by_step[step] for step in steps))
+    return run
+
+
+def _add_line(run: RunRecord, line: str, points: dict[str, dict[int, float]], last: dict[str, int]) -> None:
+    try:
+        _add_event(run, json.loads(line), points, last)
+    except ConfigurationError:
+        raise
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
+        run.num_damaged += 1  # no JSON, or not of the form that the tracker writes
+
+
+def _add_event(
+    run: RunRecord, event: dict[str, Any], points: dict[str, dict[int, float]], last: dict[str, int]
+) -> None:
+    """Add what one line says; kinds of later versions are ignored."""
+    kind = event.get("kind")
+    run.last_s = float(event.get("time", math.nan))
+    if kind == "start":
+        if event.get("format", _FORMAT) > _FORMAT:
+            raise ConfigurationError(
+                f"the run {event.get('run')!r} is of format {event['format']}, and this version of accelfn "
+                f"reads {_FORMAT}. Read it with a newer version."
+            )
+        run.started_s = run.last_s if run.num_starts == 0 else run.started_s
+        run.num_starts += 1
+        run.project, run.name = str(event.get("project", "")), str(event.get("run", ""))
+        run.is_finished = False
+    elif kind == "config":
+        run.config.update(event.get("values") or {})
+    elif kind == "log":
+        step = None if event.get("step") is None else int(event["step"])
+        for name, value in _flat(event.get("values") or {}):
+            # What JSON has no number for is written as a text.
+            number = float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+            if isinstance(number, (int, float)):
+                last[name] = last.get(name, -1) + 1 if step is None else step
+                points.setdefault(name, {})[last[name]] = float(number)
+            elif value is not None:
+                run.texts[name] = str(value)
+    elif kind == "images" and event["files"]:
+        before = run.images.get(str(event.get("name")), ())
+        run.images[str(event.get("name"))] = (*before, *map(str, event["files"]))
+    elif kind == "table":
+        columns = tuple(map(str, event.get("columns") or ()))
+        rows = tuple(tuple(row) for row in event.get("rows") or ())
+        run.tables = (*run.tables, RunTable(str(event.get("name")), event.get("step"), columns, rows))
+    elif kind == "finish":
+        run.is_finished = True
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        path = f"{above}/{name}" if above else name
+        if isinstance(value, dict):
+            yield from _flat(cast("dict[str, Any]", value), path)
+        else:
+            yield path, value
+
+
+# --- Pictures ---------------------------------------------------------------------------------------
+
+
+def draw_runs_svg(runs: Sequence[RunRecord], names: Sequence[str], *, log_scale: bool = False) -> str:
+    """Draw curves of runs over each other, a panel for each name, as an SVG image. Pure.
+
+    Args:
+        runs: Each is a line of its own colour.
+        names: Of the curves.
+        log_scale: Whether values are drawn by their logarithm; what isn't positive is left out then.
+
+    Returns:
+        A whole SVG document.
+
+    >>> run = RunRecord(folder=Path(), curves={"loss": Curve((0, 1), (2.0, 1.0))})
+    >>> draw_runs_svg([run], ["loss"]).count("<polyline")
+    1
+    """
+    across, down = _LEFT + _WIDTH + _RIGHT, _TOP + _HEIGHT + _BELOW
+    columns = min(2, max(1, len(names)))
+    width, plots = columns * across, -(-len(names) // columns) * down
+    height = plots + _ROW * (len(runs) + 1)
+    parts: list[str] = []
+    for number, name in enumerate(names):
+        left, top = number % columns * across + _LEFT, number // columns * down + _TOP
+        curves = [run.curves.get(name, Curve((), ())) for run in runs]
+        parts += [f'<g transform="translate({left} {top})">', *_panel(name, curves, log_scale), "</g>"]
+    for number, run in enumerate(runs):
+        top = plots + _ROW * number + _ROW // 2
+        parts.append(f'<path d="M{_LEFT} {top}h30" {_stroke(number)} stroke-width="2"/>')
+        parts.append(_text(_LEFT + 38, top + 4, run.title, _INK))
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" role="img" font-family="sans-serif" font-size="12">'
+    )
+    title = f"<title>{escape(', '.join(names))}</title>"
+    ground = f'<rect width="{width}" height="{height}" fill="{_GROUND}"/>'
+    return "\n".join([head, title, ground, *parts, "</svg>\n"])
+
+
+def _panel(name: str, curves: Sequence[Curve], log_scale: bool) -> list[str]:
+    parts = [list(_stretches(curve, log_scale)) for curve in curves]
+    flat = [point for one in parts for part in one for point in part]
+    lines = [_text(0, -12, name, _INK, size=14)]
+    if not flat:
+        return [*lines, _text(0, _HEIGHT // 2, "nothing to draw", _GREY)]
+    first, last = min(step for step, _ in flat), max(step for step, _ in flat)
+    ticks = _ticks(min(value for _, value in flat), max(value for _, value in flat))
+
+    def place(step: float, value: float) -> str:
+        x = _WIDTH * (step - first) / (last - first) if last > first else _WIDTH / 2
+        return f"{x:.1f},{_HEIGHT * (ticks[-1] - value) / (ticks[-1] - ticks[0]):.1f}"
+
+    for tick in ticks:
+        y = _HEIGHT * (ticks[-1] - tick) / (ticks[-1] - ticks[0])
+        lines.append(f'<path d="M0 {y:.1f}h{_WIDTH}" stroke="{_LINE}"/>')
+        # 10**tick is no float any more where ticks reach beyond the values.
+        label = number_text(tick) if not log_scale else number_text(10**tick) if tick < 300 else f"1e{tick:g}"
+        lines.append(_text(-6, y + 4, label, _GREY, anchor="end"))
+    lines.append(_text(0, _HEIGHT + 16, f"{first}", _GREY))
+    lines.append(_text(_WIDTH, _HEIGHT + 16, f"step {last}", _GREY, anchor="end"))
+    for number, one in enumerate(parts):
+        for part in one:
+            points = [place(*point) for point in part]
+            if len(points) == 1:
+                x, y = points[0].split(",")
+                lines.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{_color(number)}"/>')
+            else:
+                line = " ".join(points)
+                lines.append(f'<polyline points="{line}" fill="none" {_stroke(number)} stroke-width="1.5"/>')
+    return lines
+
+
+def _stretches(curve: Curve, log_scale: bool) -> Iterator[list[tuple[int, float]]]:
+    """Yield the points of a curve to draw, in stretches between those that have no place."""
+    stretch: list[tuple[int, float]] = []
+    for step, value in zip((*curve.steps, 0), (*curve.values, math.nan), strict=True):
+        if abs(value) < _MOST and not (log_scale and value <= 0):  # NaN isn't less either
+            stretch.append((step, math.log10(value) if log_scale else value))
+        elif stretch:
+            yield _thinned(stretch)
+            stretch = []
+
+
+def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Leave out what can't be seen: of many points, the lowest and the highest of each few stay."""
+    few = len(points) // _WIDTH
+    if few < 4:
+        return points
+    kept = {points[0], points[-1]}
+    for begin in range(0, len(points), few):
+        some = points[begin : begin + few]
+        kept |= {min(some, key=lambda point: point[1]), max(some, key=lambda point: point[1])}
+    return sorted(kept)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return round numbers that reach from ``low`` to ``high``.
+
+    >>> _ticks(0.13, 2.2)
+    [0.0, 1.0, 2.0, 3.0]
+    >>> _ticks(5.0, 5.0)
+    [4.0, 5.0, 6.0]
+    """
+    most = max(abs(low), abs(high))
+    if high - low < max(most * 1e-9, 1e-300):  # no number between them could be told apart
+        spread = max(most / 5, high - low) or 1.0
+        return [low - spread, low, low + spread]
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    # The last one is for a logarithm that was rounded down to the power below.
+    step = next((power * part for part in (1, 2, 5, 10) if power * part >= rough), power * 20)
+    return [number * step for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
+
+
+def _color(number: int) -> str:
+    return _COLORS[number % len(_COLORS)]
+
+
+def _stroke(number: int) -> str:
+    """Return colour and dashes of a line: where colours begin again, dashes tell lines apart."""
+    dashes = number // len(_COLORS)
+    return f'stroke="{_color(number)}"' + (f' stroke-dasharray="{2 + 3 * dashes} 3"' if dashes else "")
+
+
+def _text(x: float, y: float, text: str, color: str, *, anchor: str = "start", size: int = 12) -> str:
+    attributes = f'fill="{color}" text-anchor="{anchor}" font-size="{size}"'
+    return f'<text x="{x:g}" y="{y:.1f}" {attributes}>{escape(text)}</text>'
+
+
+def draw_runs_text(runs: Sequence[RunRecord], names: Sequence[str], *, is_ascii: bool = False) -> str:
+    """Draw curves of runs for a terminal: a line for each, with its first and last value. Pure.
+
+    Args:
+        runs: As for :func:`draw_runs_svg`.
+        names: The same.
+        is_ascii: Whether to do without block characters.
+
+    >>> run = RunRecord(folder=Path(), name="one", curves={"loss": Curve((0, 1, 2), (2.0, 1.0, 0.5))})
+    >>> print(draw_runs_text([run], ["loss"]))
+    loss
+      one  2 █▃▁ 0.5  (3 steps)
+    """
+    levels = "_.-~=+*#" if is_ascii else "▁▂▃▄▅▆▇█"
+    width = max((len(run.title) for run in runs), default=0)
+    lines: list[str] = []
+    for name in names:
+        found = [(run, run.curves[name]) for run in runs if name in run.curves]
+        values = [value for _, curve in found for value in curve.values if abs(value) < _MOST]
+        low, spread = min(values, default=0.0), (max(values, default=0.0) - min(values, default=0.0)) or 1.0
+        lines.append(name)
+        for run, curve in found:
+            count = len(curve.values)
+            places = range(count) if count <= 60 else [place * (count - 1) // 59 for place in range(60)]
+            shown = [curve.values[place] for place in places]
+            heights = [round((one - low) / spread * 7) if abs(one) < _MOST else None for one in shown]
+            line = "".join(" " if height is None else levels[height] for height in heights)
+            first, last = number_text(curve.values[0]), number_text(curve.values[-1])
+            lines.append(f"  {run.title:<{width}}  {first} {line} {last}  ({count} steps)")
+    return "\n".join(lines)
+
+
+def number_text(value: float) -> str:
+    """Write a number briefly.
+
+    >>> number_text(0.123456), number_text(12000.0), number_text(1e-9), number_text(3.0)
+    ('0.1235', '1.2e+04', '1e-09', '3')
+    """
+    return f"{value:.4g}"
+
+
+# --- The command ------------------------------------------------------------------------------------
 
 
 def run_runs(argv: Sequence[str]) -> int:
@@ -27,22 +380,23 @@ def run_runs(argv: Sequence[str]) -> int:
         argv: Arguments after ``runs``.
 
     Returns:
-        The exit status: 0, or 2 after one sentence on what is wrong.
+        The exit status.
 
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    options = read_arguments(runs_parser(), argv)
+    parser = runs_parser()
+    options = read_arguments(parser, argv)
+    parser.prog = f"accelfn runs {options.action}"
     act = {"list": _list, "show": _show, "plot": _plot}[options.action]
     try:
-        act(options)
+        act(options, parser)
     except (FileNotFoundError, ValueError, ConfigurationError) as error:
-        print(f"accelfn runs {options.action}: error: {error}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
     return 0
 
 
-def _list(options: argparse.Namespace) -> None:
+def _list(options: argparse.Namespace, parser: CommandParser) -> None:
     top = options.folder or options.dir
     runs = [run for folder in find_runs(top) if (run := _readable(folder)) is not None]
     runs.sort(key=lambda run: (math.isnan(run.started_s), run.started_s))
@@ -56,8 +410,7 @@ def _list(options: argparse.Namespace) -> None:
     for run in runs:
         last = [f"{name} {number_text(curve.values[-1])}" for name, curve in run.curves.items()]
         more = f", and {len(last) - _MOST_VALUES} more" if len(last) > _MOST_VALUES else ""
-        name = run.folder.relative_to(top).as_posix()
-        values = ", ".join(last[:_MOST_VALUES]) + more
+        name, values = run.folder.relative_to(top).as_posix(), ", ".join(last[:_MOST_VALUES]) + more
         rows.append((name, _time(run.started_s), _state(run), str(run.num_steps), values))
     _print_table(("run", "began", "state", "steps", "last values"), rows, right=(3,))
 
@@ -70,36 +423,27 @@ def _readable(folder: Path) -> RunRecord | None:
         return None
 
 
-def _show(options: argparse.Namespace) -> None:
+def _show(options: argparse.Namespace, parser: CommandParser) -> None:
     run = read_run(_find(options.run, options.dir))
     if options.json:
         print(json.dumps(_facts(run), indent=1))
         return
-    facts = [
-        ("run", run.name),
-        ("project", run.project),
-        ("folder", str(run.folder)),
-        ("began", f"{_time(run.started_s)}, {_state(run)}, {_duration(run.last_s - run.started_s)}"),
-    ]
+    began = f"{_time(run.started_s)}, {_state(run)}, {_duration(run.last_s - run.started_s)}"
+    facts = [("run", run.name), ("project", run.project), ("folder", str(run.folder)), ("began", began)]
     if run.num_starts > 1:
         facts.append(("", f"resumed {'once' if run.num_starts == 2 else f'{run.num_starts - 1} times'}"))
     if run.num_damaged:
-        facts.append(("damaged", f"{run.num_damaged} lines can't be read"))
+        facts.append(("damaged", f"{run.num_damaged} unreadable line{'s' * (run.num_damaged > 1)}"))
     _print_table((), facts)
-    if run.config:
-        print()
-        _print_table((), [(name, json.dumps(value)) for name, value in run.config.items()])
-    if run.curves:
-        rows: list[tuple[str, ...]] = []
-        for name, curve in run.curves.items():
-            numbers = [value for value in curve.values if not math.isnan(value)] or [math.nan]
-            shown = (curve.values[0], curve.values[-1], min(numbers), max(numbers))
-            rows.append((name, str(len(curve.steps)), *map(number_text, shown)))
-        print()
-        _print_table(("name", "steps", "first", "last", "least", "most"), rows, right=(1, 2, 3, 4, 5))
-    if run.texts:
-        print()
-        _print_table((), list(run.texts.items()))
+    _print_table((), [(name, json.dumps(value)) for name, value in run.config.items()], space=True)
+    rows: list[tuple[str, ...]] = []
+    for name, curve in run.curves.items():
+        numbers = [value for value in curve.values if not math.isnan(value)] or [math.nan]
+        shown = (curve.values[0], curve.values[-1], min(numbers), max(numbers))
+        rows.append((name, str(len(curve.steps)), *map(number_text, shown)))
+    head = ("name", "steps", "first", "last", "least", "most")
+    _print_table(head, rows, right=(1, 2, 3, 4, 5), space=True)
+    _print_table((), list(run.texts.items()), space=True)
     for name, files in run.images.items():
         print(f"\nimages {_clean(name)}: {len(files)}, the last is {_clean(str(run.folder / files[-1]))}")
     for table in run.tables:
@@ -108,9 +452,16 @@ def _show(options: argparse.Namespace) -> None:
         _print_table(table.columns, [tuple(map(str, row)) for row in table.rows])
 
 
-def _plot(options: argparse.Namespace) -> None:
+def _plot(options: argparse.Namespace, parser: CommandParser) -> None:
     runs = [read_run(_find(one, options.dir)) for one in options.runs]
-    names = names_of(runs, options.names or ())
+    known = list(dict.fromkeys(name for run in runs for name in run.curves))
+    missing = [name for name in options.names or () if name not in known]
+    if missing:
+        raise ValueError(
+            f"no run has numbers called {', '.join(map(repr, missing))}. There are: "
+            f"{', '.join(known) or 'none'}."
+        )
+    names = options.names or known
     if not names:
         raise ValueError("there is nothing to draw: no numbers have been logged yet.")
     if options.output is None and sys.stdout.isatty():
@@ -119,42 +470,32 @@ def _plot(options: argparse.Namespace) -> None:
             print(_clean(line))
         print("--output FILE.svg draws a picture.")
         return
-    text = draw_runs_svg(runs, names, log_scale=options.log_scale)
-    if options.output is None:
-        print(text.rstrip("\n"))
-        return
-    try:
-        Path(options.output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"can't write {options.output!r}: {error.strerror}. Check --output.") from None
+    show_text(parser, draw_runs_svg(runs, names, log_scale=options.log_scale), options.output)
 
 
 def _find(given: str, top: str) -> Path:
     """Find a run by its folder, by its name or the beginning of that, or as the latest one."""
     path = Path(given)
-    if path.name == "events.jsonl" or (path / "events.jsonl").is_file():
+    if path.name == _FILE or (path / _FILE).is_file():
         return path
     folders = find_runs(top)
     if given == "latest" and folders:
-        return max(folders, key=_began)
+        began = {folder: run.started_s for folder in folders if (run := _readable(folder)) is not None}
+        return max(folders, key=lambda folder: (began.get(folder, -math.inf) > 0, began.get(folder, 0.0)))
     names = {folder: folder.relative_to(top).as_posix() for folder in folders}
     exact = [folder for folder in folders if given in (folder.name, names[folder])]
     found = exact or [one for one in folders if one.name.startswith(given) or names[one].startswith(given)]
     if len(found) == 1:
         return found[0]
     if not found:
-        there = ", ".join(names.values()) or "none"
-        raise FileNotFoundError(f"there is no run {given!r} in {top!r}. Runs there: {there}.")
+        runs = ", ".join(names.values()) or "none"
+        raise FileNotFoundError(f"there is no run {given!r} in {top!r}. Runs there: {runs}.")
     several = ", ".join(names[one] for one in found)
     raise ValueError(f"{given!r} may mean several runs: {several}. Give one of these.")
 
 
-def _began(folder: Path) -> float:
-    run = _readable(folder)
-    return -math.inf if run is None or math.isnan(run.started_s) else run.started_s
-
-
 def _facts(run: RunRecord) -> dict[str, Any]:
+    last = {name: curve.values[-1] for name, curve in run.curves.items()}
     return {
         "run": run.name,
         "project": run.project,
@@ -162,17 +503,13 @@ def _facts(run: RunRecord) -> dict[str, Any]:
         "began": None if math.isnan(run.started_s) else run.started_s,
         "state": _state(run),
         "steps": run.num_steps,
-        "config": dict(run.config),
-        "last": {name: _json(curve.values[-1]) for name, curve in run.curves.items()},
-        "texts": dict(run.texts),
-        "images": {name: list(files) for name, files in run.images.items()},
+        "config": run.config,
+        "last": {name: value if math.isfinite(value) else str(value) for name, value in last.items()},
+        "texts": run.texts,
+        "images": run.images,
         "tables": [table._asdict() for table in run.tables],
         "damaged_lines": run.num_damaged,
     }
-
-
-def _json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def _state(run: RunRecord) -> str:
@@ -206,10 +543,15 @@ def _clean(text: str) -> str:
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Print what was logged: rows of any length, and texts with any signs."""
+def _print_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), *, space: bool = False
+) -> None:
+    """Print what was logged: rows of any length, and texts with any signs. With ``space``, a line before."""
+    if space and not rows:
+        return
     width = max(map(len, (head, *rows)))
     even = [[_clean(cell) for cell in (*row, *[""] * (width - len(row)))] for row in (head, *rows)]
+    print("\n" * space, end="")
     print_table(even[0] if head else (), even[1:], right=right)
 
 
@@ -228,9 +570,7 @@ def runs_parser() -> CommandParser:
     showing.add_argument("run", metavar="RUN")
     plotting = actions.add_parser("plot", help="curves of one run or several")
     plotting.add_argument("runs", metavar="RUN", nargs="+")
-    plotting.add_argument(
-        "--names", metavar="NAME", nargs="+", help="what to draw, such as loss (all numbers)"
-    )
+    plotting.add_argument("--names", metavar="NAME", nargs="+", help="which curves, such as loss (all)")
     plotting.add_argument("--output", metavar="FILE", help="write an SVG image to this file")
     plotting.add_argument("--log_scale", action="store_true", help="draw values by their logarithm")
     for one in (listing, showing):

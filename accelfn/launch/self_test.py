@@ -13,8 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.arguments import CommandParser
-from accelfn.launch.flags import parse_flags, spell
+from accelfn.launch.command_line import CommandParser, parse_flags, spell
 from accelfn.launch.selftest.table import CHECK_NAMES, FAULTS, add_missing, print_results, read_results
 
 _MODULE = "accelfn.launch.selftest"

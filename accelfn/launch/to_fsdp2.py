@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.config.fields import RENAMED
-from accelfn.launch.config.files import format_plain, read_plain
+from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.launch.config.files import format_tree, read_text, read_tree
+from accelfn.launch.config.options import RENAMED
 
 # Section of a file, and what stands before its keys: Accelerate's, and ours.
 _SECTIONS = (("fsdp_config", "fsdp_"), ("fsdp", ""))
@@ -128,14 +128,19 @@ def run_to_fsdp2(argv: Sequence[str]) -> int:
     options = read_arguments(parser, argv)
     if options.output_file is None and not options.overwrite:
         parser.error("give --output_file for the new file, or --overwrite to replace the old one.")
-    if options.output_file is not None and not options.output_file.strip():
-        parser.error(f"--output_file needs the name of a file, got {options.output_file!r}.")
+    for name in ("config_file", "output_file"):
+        given: str | None = getattr(options, name)
+        if given is not None and not given.strip():
+            parser.error(f"--{name} needs the name of a file, got {given!r}.")
     target = Path(options.output_file or options.config_file)
     if options.output_file is not None and os.path.lexists(target) and not options.overwrite:
         parser.error(f"{target} is there already. Give another --output_file, or --overwrite.")
     try:
-        made = rewrite_for_fsdp2(read_plain(options.config_file))
-        text = format_plain(str(target), made.tree)
+        tree = read_tree(read_text(options.config_file), options.config_file, typed=True)
+        if not tree:
+            parser.error(f"{options.config_file} is empty. Make a new file, or give another one.")
+        made = rewrite_for_fsdp2(tree)
+        text = format_tree(made.tree, str(target))
     except (ConfigurationError, MissingExtraError) as error:
         parser.error(str(error))
     if made.notes or options.output_file is not None:

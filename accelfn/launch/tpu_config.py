@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.config.files import find_config_file, read_plain
+from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.launch.config.files import find_config_file, read_text, read_tree
 from accelfn.launch.config.secrets import hide_in_words
 
 # A directory of every machine in which nothing of the user's hides an installed package.
@@ -100,7 +100,7 @@ def _configured(given: str | None) -> dict[str, Any]:
     path, is_asked = find_config_file(given, os.environ, sys.platform, os.path.expanduser("~"))
     if not is_asked and not os.path.exists(path):
         return {}
-    tree = read_plain(path)
+    tree = read_tree(read_text(path), path, typed=True)
     section = tree.get("tpu_options")
     own: Mapping[str, Any] = cast("Mapping[str, Any]", section) if isinstance(section, dict) else {}
     names = {"name": "tpu_name", "zone": "tpu_zone", "commands": "commands", "command_file": "command_file"}

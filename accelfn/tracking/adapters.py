@@ -18,20 +18,6 @@ from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.tracking.tracker import GeneralTracker, warn_caller
 from accelfn.tracking.values import as_array, as_pillow, flatten_names, read_pixels
 
-__all__ = (
-    "AimTracker",
-    "BuiltInTracker",
-    "ClearMLTracker",
-    "CometMLTracker",
-    "DVCLiveTracker",
-    "MLflowTracker",
-    "SwanLabTracker",
-    "Table",
-    "TensorBoardTracker",
-    "TrackioTracker",
-    "WandBTracker",
-)
-
 
 class Table(NamedTuple):
     """What ``log_table`` was called with.
@@ -64,18 +50,25 @@ class BuiltInTracker(GeneralTracker):
     """Base of the built-in trackers.
 
     Attributes:
-        modules: What is imported, any of them; empty where nothing is needed.
-        install: What pip installs.
+        modules: What is imported, any of them; by default that of its name.
+        install: What pip installs; by default the first of them.
         default_directory: Where it writes when no directory is given; None if one must be given, or it
             writes nowhere.
     """
 
     requires_logging_directory = False
-    modules: ClassVar[tuple[str, ...]] = ()
-    install: ClassVar[str] = ""
+    modules: ClassVar[tuple[str, ...]]
+    install: ClassVar[str]
     default_directory: ClassVar[str | None] = None
     #: Name of the attribute that is the object behind it.
     handle: ClassVar[str] = "run"
+
+    def __init_subclass__(cls) -> None:
+        """Name the package, where it isn't called otherwise."""
+        if "modules" not in vars(cls) and "name" in vars(cls):
+            cls.modules = (cls.name,)
+        if "install" not in vars(cls) and vars(cls).get("modules"):
+            cls.install = cls.modules[0]
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         """Keep the name and the arguments; nothing is started before ``start``."""
@@ -208,8 +201,6 @@ class WandBTracker(_ProjectTracker):
     """
 
     name = "wandb"
-    modules: ClassVar[tuple[str, ...]] = ("wandb",)
-    install = "wandb"
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Keep the configuration."""
@@ -232,8 +223,6 @@ class TrackioTracker(_ProjectTracker):
     """
 
     name = "trackio"
-    modules: ClassVar[tuple[str, ...]] = ("trackio",)
-    install = "trackio"
 
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
         drawn = _numbered(name, [self._package.Image(one.numpy(), **options) for one in images], "/")
@@ -252,8 +241,6 @@ class SwanLabTracker(_ProjectTracker):
     """
 
     name = "swanlab"
-    modules: ClassVar[tuple[str, ...]] = ("swanlab",)
-    install = "swanlab"
 
     def start(self) -> None:
         """Begin the run, and tell SwanLab which framework it is of."""
@@ -289,7 +276,6 @@ class TensorBoardTracker(BuiltInTracker):
     name = "tensorboard"
     requires_logging_directory = True
     modules: ClassVar[tuple[str, ...]] = ("tensorboard", "tensorboardX")
-    install = "tensorboard"
     handle = "writer"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -370,9 +356,8 @@ class AimTracker(BuiltInTracker):
     """
 
     name = "aim"
-    requires_logging_directory = True
-    modules: ClassVar[tuple[str, ...]] = ("aim",)
     install = "'aim<4'"
+    requires_logging_directory = True
     handle = "writer"
 
     def __init__(
@@ -430,8 +415,6 @@ class CometMLTracker(BuiltInTracker):
     """
 
     name = "comet_ml"
-    modules: ClassVar[tuple[str, ...]] = ("comet_ml",)
-    install = "comet_ml"
     handle = "writer"
 
     def start(self) -> None:
@@ -490,8 +473,6 @@ class ClearMLTracker(BuiltInTracker):
     """
 
     name = "clearml"
-    modules: ClassVar[tuple[str, ...]] = ("clearml",)
-    install = "clearml"
     handle = "task"
 
     def start(self) -> None:
@@ -571,8 +552,6 @@ class DVCLiveTracker(BuiltInTracker):
     """
 
     name = "dvclive"
-    modules: ClassVar[tuple[str, ...]] = ("dvclive",)
-    install = "dvclive"
     handle = "live"
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
@@ -628,8 +607,6 @@ class MLflowTracker(BuiltInTracker):
     """
 
     name = "mlflow"
-    modules: ClassVar[tuple[str, ...]] = ("mlflow",)
-    install = "mlflow"
     handle = "active_run"
 
     def __init__(
@@ -737,3 +714,10 @@ def _read_tags(tags: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
         return dict(json.loads(tags))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"mlflow: tags must be a JSON object: got {tags!r} ({error}).") from error
+
+
+#: Those that need a package.
+ADAPTERS: tuple[type[BuiltInTracker], ...] = (
+    *(AimTracker, TensorBoardTracker, WandBTracker, TrackioTracker, CometMLTracker, MLflowTracker),
+    *(ClearMLTracker, DVCLiveTracker, SwanLabTracker),
+)

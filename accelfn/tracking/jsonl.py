@@ -18,8 +18,6 @@ from accelfn.errors import ConfigurationError
 from accelfn.tracking.adapters import BuiltInTracker, Table
 from accelfn.tracking.values import as_pillow, plain_config, read_pixels
 
-__all__ = ("JSONLTracker",)
-
 
 class JSONLTracker(BuiltInTracker):
     """Writes a run into a folder: ``<logging_dir>/<project_name>/<run_name>/``.
@@ -39,6 +37,7 @@ class JSONLTracker(BuiltInTracker):
     """
 
     name = "jsonl"
+    modules: ClassVar[tuple[str, ...]] = ()
     requires_logging_directory = True
     default_directory: ClassVar[str | None] = "runs"
     handle = "folder"

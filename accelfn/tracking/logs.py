@@ -16,8 +16,6 @@ from accelfn.context import Context, detect_environment
 from accelfn.context.config import LogLevel
 from accelfn.errors import ConfigurationError, MissingExtraError
 
-__all__ = ("ProgressBar", "RankLogger", "get_logger", "install_rich_tracebacks", "tqdm")
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 

@@ -17,8 +17,6 @@ from accelfn.context import Context, check_context
 from accelfn.context.config import ProfileKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = ("profile",)
-
 
 @contextmanager
 def profile(

@@ -12,8 +12,6 @@ from typing_extensions import Self
 
 from accelfn.errors import NotAvailableError
 
-__all__ = ("BlankTracker", "GeneralTracker", "check_tracker", "warn_caller")
-
 _REQUIRED = ("name", "requires_logging_directory", "tracker")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 

@@ -7,7 +7,7 @@ Every rank may call these, and a tracker acts on the main process alone, or on e
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal
@@ -16,49 +16,14 @@ from accelfn.comm import catch, failing_together
 from accelfn.context import Context, check_context
 from accelfn.context.config.records import settle_log_with
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.tracking.adapters import (
-    AimTracker,
-    BuiltInTracker,
-    ClearMLTracker,
-    CometMLTracker,
-    DVCLiveTracker,
-    MLflowTracker,
-    SwanLabTracker,
-    TensorBoardTracker,
-    TrackioTracker,
-    WandBTracker,
-)
+from accelfn.tracking.adapters import ADAPTERS, BuiltInTracker
 from accelfn.tracking.jsonl import JSONLTracker
 from accelfn.tracking.tracker import BlankTracker, GeneralTracker, check_tracker, warn_caller
 from accelfn.tracking.values import plain_config, read_numbers
 
-__all__ = (
-    "OnError",
-    "TrackerPlan",
-    "Trackers",
-    "finish",
-    "get_tracker",
-    "init_trackers",
-    "log",
-    "log_images",
-    "log_table",
-    "plan_trackers",
-)
-
 OnError = Literal["warn", "raise"]
 
-_BUILT_IN: tuple[type[BuiltInTracker], ...] = (
-    JSONLTracker,
-    AimTracker,
-    TensorBoardTracker,
-    WandBTracker,
-    TrackioTracker,
-    CometMLTracker,
-    MLflowTracker,
-    ClearMLTracker,
-    DVCLiveTracker,
-    SwanLabTracker,
-)
+_BUILT_IN: tuple[type[BuiltInTracker], ...] = (JSONLTracker, *ADAPTERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,13 +205,7 @@ def init_trackers(
     directory = logging_dir if logging_dir is not None else ctx.project.logging_dir
     plan = plan_trackers(asked, directory)
     options = init_kwargs or {}
-    unknown = [name for name in options if name not in plan.names]
-    if unknown:
-        chosen = ", ".join(plan.names) or "none"
-        raise ConfigurationError(
-            f"init_trackers: init_kwargs has arguments for {', '.join(unknown)}, and chosen are: {chosen}. "
-            "Leave them out, or add the tracker to log_with."
-        )
+    _check_names("init_trackers: init_kwargs has arguments for", options, plan.names)
     values = None if config is None else plain_config(config)
     trackers = Trackers(ctx=ctx, names=plan.names, on_error=on_error)
     if ctx.is_main_process:
@@ -328,11 +287,11 @@ def log_images(
     """
     options = _options(trackers, "log_images", log_kwargs)
     at = None if step is None else index(step)
-    _each(
-        trackers,
-        "log_images",
-        lambda one: one.log_images(dict(values), step=at, **options.get(one.name, {})),
-    )
+
+    def keep(one: GeneralTracker) -> None:
+        one.log_images(dict(values), step=at, **options.get(one.name, {}))
+
+    _each(trackers, "log_images", keep)
 
 
 def log_table(
@@ -417,12 +376,7 @@ def get_tracker(trackers: Trackers, name: str, unwrap: bool = False) -> Any:
     Raises:
         ConfigurationError: No tracker of this name was chosen.
     """
-    if name not in trackers.names:
-        known = ", ".join(trackers.names) or "none"
-        raise ConfigurationError(
-            f"get_tracker: there is no tracker {name!r} in this run. Those of it: {known}. Add it to "
-            "log_with."
-        )
+    _check_names("get_tracker: asked for", (name,), trackers.names)
     found = next((one for one in trackers.active if one.name == name), None)
     if found is None:
         return BlankTracker(name)
@@ -466,14 +420,18 @@ def _options(
         raise ConfigurationError(
             f"{operation}: these trackers have ended. Log before finish, or start them again."
         )
-    for name in log_kwargs or ():
-        if name not in trackers.names:
-            known = ", ".join(trackers.names) or "none"
-            raise ConfigurationError(
-                f"{operation}: log_kwargs has arguments for {name!r}, which isn't in this run. Those of it: "
-                f"{known}."
-            )
+    _check_names(f"{operation}: log_kwargs has arguments for", log_kwargs or (), trackers.names)
     return log_kwargs or {}
+
+
+def _check_names(what: str, given: Iterable[str], names: Sequence[str]) -> None:
+    """Check that each name is that of a tracker of the run."""
+    for name in given:
+        if name not in names:
+            raise ConfigurationError(
+                f"{what} {name!r}, which isn't in this run. Its trackers: {', '.join(names) or 'none'}. Add "
+                "it to log_with."
+            )
 
 
 def _each(trackers: Trackers, doing: str, action: Callable[[GeneralTracker], None]) -> None:
@@ -493,10 +451,11 @@ def _attempt(trackers: Trackers, name: str, doing: str, action: Callable[[], Non
     if trackers.on_error == "raise" or is_mistake:
         return error
     if trackers.failures[name] == 1:
-        what = f"the tracker {name!r}" if name in trackers.names else f"the {name}"
-        end = "it is left out of this run" if doing == "start" else "it may lack what is logged"
-        if name not in trackers.names:
-            end = "it is skipped"
+        what, end = f"the tracker {name!r}", "it may lack what is logged"
+        if doing == "start":
+            end = "it is left out of this run"
+        elif name not in trackers.names:
+            what, end = f"the {name}", "it is skipped"
         warn_caller(
             f"{what} failed in {doing}: {type(error).__name__}: {str(error).rstrip('.')}. The run goes on, "
             f'and {end} (warned once). With on_error="raise" this would stop the run.'

@@ -17,8 +17,6 @@ import torch
 from accelfn.errors import MissingExtraError, NotAvailableError
 from accelfn.tree import is_dtensor, local_of
 
-__all__ = ("as_array", "as_pillow", "flatten_names", "plain_config", "read_numbers", "read_pixels")
-
 _CHANNELS = (1, 3, 4)
 
 

@@ -27,7 +27,7 @@ from accelfn import (
 )
 from accelfn.context.config import VARIABLES
 from accelfn.errors import NotAvailableError
-from accelfn.launch.flags import parse_flags
+from accelfn.launch.command_line import parse_flags
 from accelfn.launch.main import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "names.md"

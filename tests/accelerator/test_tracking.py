@@ -59,7 +59,7 @@ def test_trackers_are_those_at_work() -> None:
     assert accelerator.trackers == [counter]
     accelerator.log({"a": 1}, step=0, log_kwargs={"counter": {"commit": True}})
     assert accelerator.get_tracker("counter", unwrap=True) == [({"a": 1}, 0, {"commit": True})]
-    with pytest.raises(ConfigurationError, match="there is no tracker 'wandb' in this run"):
+    with pytest.raises(ConfigurationError, match="asked for 'wandb', which isn't in this run"):
         accelerator.get_tracker("wandb")
     accelerator.end_training()
     assert (counter.ended, accelerator.trackers) == (1, [])

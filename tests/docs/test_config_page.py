@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launch.config import build_config, format_config, resolve
+from accelfn.launch.config import LaunchConfig, format_config, resolve
 from accelfn.launch.config.ask import ask_questions, format_launch, format_prompt
 from accelfn.launch.config.files import parse_config
 from accelfn.launch.config.questions import Question, first_answers, values_of
@@ -35,7 +35,7 @@ def test_the_session_is_what_is_asked_and_written() -> None:
             return follow(f"? {question.text}")
         if few:
             title = follow(f"? {question.text}")
-            return next(one for one in few if question.titles.get(one, one) == title)
+            return next(one for one in few if question.title(one) == title)
         return follow(f"? {format_prompt(question, default)}")
 
     def say(reason: str) -> None:
@@ -44,14 +44,14 @@ def test_the_session_is_what_is_asked_and_written() -> None:
     values = values_of(ask_questions(first_answers({}, 4), {}, put, say))
     assert lines[place].startswith("saved ")
     assert lines[place + 1 :] == format_launch(values, None).splitlines()
-    assert format_config(build_config(values), "a.yaml", frozenset(values)) == WRITTEN
+    assert format_config(LaunchConfig(**values), "a.yaml", frozenset(values)) == WRITTEN
 
 
 def test_the_file_with_shards_and_a_mesh_is_read() -> None:
     config = resolve({}, {}, parse_config(SHARDED, "a.yaml")).config
     assert (config.num_processes, config.use_fsdp, config.use_parallelism_config) == (4, True, True)
-    assert (config.fsdp.version, config.fsdp.activation_checkpointing) == (2, True)
-    assert (config.parallelism.dp_replicate_size, config.parallelism.dp_shard_size) == (2, 2)
+    assert (config.fsdp_version, config.fsdp_activation_checkpointing) == (2, True)
+    assert config.parallelism_config_dp_replicate_size == config.parallelism_config_dp_shard_size == 2
 
 
 def test_the_origins_are_those_that_are_printed(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launch.config import FIELDS
+from accelfn.launch.config import OPTIONS
 from accelfn.launch.main import main
 
 pytest.importorskip("shtab")
@@ -19,7 +19,7 @@ pytest.importorskip("shtab")
 def test_every_flag_is_in_every_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    names = [field.name for field in FIELDS]
+    names = list(OPTIONS)
     for name in (*names, "only", "max_memory", "overwrite", "log_scale", "unsafe_serialization", "use_alpha"):
         assert f"-l {name} " in script or f"--{name}" in script
     program = shutil.which(shell)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launch.config import LaunchConfig, build_config, read_config
+from accelfn.launch.config import LaunchConfig, read_config
 from accelfn.launch.config_command import run_config
 
 
@@ -34,7 +34,7 @@ def test_default_writes_what_launch_reads_and_never_overwrites(
 ) -> None:
     path = tmp_path / "deep" / name
     assert run_config(["default", "--config-file", str(path), "--mixed_precision", "bf16"]) == 0
-    config = build_config(read_config(str(path)).values)
+    config = LaunchConfig(**read_config(str(path)).values)
     assert config.mixed_precision == "bf16"
     before = path.read_text()
     assert run_config(["default", "--config_file", str(path)]) == 2
@@ -48,7 +48,7 @@ def test_update_writes_the_same_in_todays_words(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("cpu: yes  # the laptop\nmixed_precision: no\nnum_machines: 1\n")
     assert run_config(["update", "--config_file", str(path)]) == 0
-    assert path.read_text() == 'config_version: 1\ncpu: true\nmixed_precision: "no"\nnum_machines: 1\n'
+    assert path.read_text() == "config_version: 1\ncpu: true\nmixed_precision: 'no'\nnum_machines: 1\n"
 
 
 def test_show_says_where_values_come_from(
@@ -74,7 +74,7 @@ def test_import_takes_accelerates_file_from_its_usual_place(
     source.parent.mkdir(parents=True)
     source.write_text('{"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "no"}')
     assert run_config(["import"]) == 0
-    found = build_config(read_config(str(tmp_path / "accelfn" / "config.yaml")).values)
+    found = LaunchConfig(**read_config(str(tmp_path / "accelfn" / "config.yaml")).values)
     assert found == LaunchConfig(multi_gpu=True, num_processes=4, mixed_precision="no")
     assert run_config(["import", str(source)]) == 2
     assert run_config(["import", str(tmp_path)]) == 2

@@ -41,8 +41,6 @@ SAGEMAKER = ("--compute_environment=AMAZON_SAGEMAKER",)
         (("--mpirun_hostfile=empty",), "--mpirun_hostfile: 'empty' names no host. Write one on each line"),
         (("--use_deepspeed", "--deepspeed_hostfile=empty"), "deepspeed_hostfile: 'empty' names no host"),
         ((*DEEPSPEED, "no.json"), "--deepspeed_config_file: there is no file 'no.json'"),
-        ((*DEEPSPEED, "hosts"), "hosts is not valid JSON: Expecting value: line 1 column 1"),
-        ((*DEEPSPEED, "list.json"), "must hold an object, {...}, and holds list"),
         (("--log_dir=t.py",), "--log_dir t.py must be a folder, and .*t.py is a file"),
         (("--log_dir=t.py/logs",), "--log_dir t.py/logs must be a folder, and .*t.py is a file"),
         (
@@ -57,7 +55,6 @@ SAGEMAKER = ("--compute_environment=AMAZON_SAGEMAKER",)
     ids=str,
 )
 def test_what_is_not_there_is_named(argv: tuple[str, ...], message: str) -> None:
-    Path("list.json").write_text("[]")
     with pytest.raises(ConfigurationError, match=message):
         refuse(*argv)
 

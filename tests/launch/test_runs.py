@@ -18,7 +18,7 @@ from accelfn import Context
 from accelfn.errors import ConfigurationError
 from accelfn.launch import Curve, RunRecord, draw_runs_svg, find_runs, read_run
 from accelfn.launch.main import main
-from accelfn.launch.run_curves import _thinned, _ticks  # pyright: ignore[reportPrivateUsage]
+from accelfn.launch.runs import _thinned, _ticks  # pyright: ignore[reportPrivateUsage]
 from accelfn.tracking import JSONLTracker, finish, init_trackers, log, log_images, log_table
 
 
@@ -112,7 +112,7 @@ def test_lines_that_fit_nothing_cost_only_themselves(tmp_path: Path) -> None:
     with (folder / "events.jsonl").open("ab") as file:
         file.write(b'{"kind": "log", "step": 2, "values": {"a": 2.0, "t": "\xff"}}\n')
     run = read_run(folder)
-    assert (run.num_damaged, dict(run.images), set(run.curves)) == (4, {}, {"a"})
+    assert (run.num_damaged, dict(run.images), set(run.curves)) == (3, {}, {"a"})
     assert run.curves["a"] == Curve((1, 2), (1.0, 2.0))
     assert dict(run.texts) == {"t": "\ufffd"}
 
@@ -276,14 +276,16 @@ def test_curves_are_drawn_to_a_file_or_printed(tmp_path: Path, capsys: pytest.Ca
         (("plot", "first"), "there is nothing to draw: no numbers have been logged yet."),
         (("plot", "second", "--names", "los"), "no run has numbers called 'los'. There are: loss, b, c, d."),
         (("plot", "second", "--output", "no/x.svg"), "can't write 'no/x.svg'"),
-        (("list", "nowhere"), "there is no folder 'nowhere'. Runs lie where logging_dir said."),
+        (("list", "nowhere"), "there is no folder 'nowhere'. Name the logging_dir of the runs."),
     ],
 )
 @pytest.mark.usefixtures("runs")
 def test_what_is_wrong_is_one_sentence(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["runs", *arguments]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["runs", *arguments])
+    assert ended.value.code == 2
     found = capsys.readouterr()
     assert found.out == ""
     assert found.err.startswith(f"accelfn runs {arguments[0]}: error: {message}")

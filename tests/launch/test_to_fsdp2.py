@@ -142,8 +142,8 @@ def test_the_command_writes_the_new_file(
     [
         ("{}", ("--overwrite",), "is empty"),
         ("fsdp: [", ("--overwrite",), "line 1, column 8"),
-        ("fsdp: &a {version: *a}", ("--overwrite",), "contains itself"),
-        ("fsdp: 2026-99-99", ("--overwrite",), "a value can't be read"),
+        ("fsdp: &a {version: *a}", ("--overwrite",), "aliases (*name) aren't supported"),
+        ("fsdp: 2026-99-99", ("--overwrite",), "this is not valid YAML: month must be"),
         ("fsdp: {version: 1}", (), "give --output_file"),
         ("fsdp: {version: 1}", ("--output_file", "config.yaml"), "is there already"),
         ("- 1", ("--overwrite",), "this is something else"),

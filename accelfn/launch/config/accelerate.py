@@ -1,25 +1,25 @@
-"""From a configuration file of Accelerate, in any layout from 0.11 to 1.15, to one of ours."""
+"""From a config file of Accelerate, in any layout from 0.11 to 1.15, to a configuration of ours."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.fields import FIELD_OF, RENAMED, Field, build_config, read_value, suggest
-from accelfn.launch.config.files import Entry
+from accelfn.launch.config.files import join_items
+from accelfn.launch.config.options import OPTIONS, RENAMED, Option, read_value, suggest
 from accelfn.launch.config.record import LaunchConfig
 
 
 class Imported(NamedTuple):
-    """What a file of Accelerate says, in our words."""
+    """What a file of Accelerate says."""
 
     config: LaunchConfig
     notes: tuple[str, ...]  # a sentence on each key that was left out
 
 
-# Sections of Accelerate, and the prefix of their keys in the table of fields.
+# Sections of Accelerate, and the prefix of their keys in the table of options.
 _SECTIONS: Mapping[str, str] = MappingProxyType(
     {
         "fsdp_config": "fsdp_",
@@ -32,7 +32,7 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
         "ipex_config": "",
     }
 )
-# Keys that say nothing more; why.
+# Keys that are left out, and why.
 _DROPPED: Mapping[str, str] = MappingProxyType(
     {
         "additional_args": "arguments of the estimator can't be given yet",
@@ -48,11 +48,8 @@ _SWITCHES = ("ipex", "use_xpu", "fsdp_limit_all_gathers", "fp8_use_mxfp8_block_s
 # By number, as layouts before 0.23 wrote them.
 _NUMBERED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "fsdp_sharding_strategy": (
-            *("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
-        ),
-        "fsdp_backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
-        "fsdp_state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+        name: OPTIONS[name].kind.choices
+        for name in ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_state_dict_type")
     }
 )
 _ENGINES: Mapping[str, str] = MappingProxyType(
@@ -60,11 +57,11 @@ _ENGINES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def import_accelerate(tree: Mapping[str, Entry], path: str) -> Imported:
+def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
     """Turn a configuration of Accelerate into one of ours. Pure.
 
     Args:
-        tree: From ``read_tree``.
+        tree: From ``read_tree``: scalars are texts.
         path: The file's name, for messages.
 
     Returns:
@@ -75,24 +72,18 @@ def import_accelerate(tree: Mapping[str, Entry], path: str) -> Imported:
     """
     values: dict[str, object] = {}
     notes: list[str] = []
-    flat = dict(_flatten(tree))
-    sagemaker = _text(flat.get("compute_environment")) == "AMAZON_SAGEMAKER"
-    kind = (_text(flat.pop("distributed_type", None)) or "NO").upper()
-    if kind in ("FALSE", "0"):
-        kind = "NO"  # what YAML makes of an unquoted NO
-    if sagemaker:
+    flat = _flatten(tree)
+    kind = str(flat.pop("distributed_type", None) or "NO").upper()
+    if flat.get("compute_environment") == "AMAZON_SAGEMAKER":
         values["sagemaker_distributed_type"] = kind
     else:
         _take_kind(kind, values, notes, path)
     if _is_true(flat.pop("fp16", None)):
-        flat.setdefault("mixed_precision", Entry("fp16", ""))
-    legacy = flat.pop("dynamo_backend", None) if "dynamo_config" not in tree else None
-    if legacy is not None:
-        flat["dynamo_backend"] = legacy
-    if _text(flat.get("mixed_precision")).lower() in ("false", ""):
+        flat.setdefault("mixed_precision", "fp16")
+    if str(flat.get("mixed_precision", "")).lower() in ("false", ""):
         flat.pop("mixed_precision", None)
-    for key, entry in flat.items():
-        _take(key, entry, values, notes, path)
+    for key, value in flat.items():
+        _take(key, value, values, notes, path)
     if values.get("num_machines", 1) == 1:
         # Accelerate writes these for one machine as well, where they mean nothing.
         values.pop("rdzv_backend", None)
@@ -102,27 +93,22 @@ def import_accelerate(tree: Mapping[str, Entry], path: str) -> Imported:
         values["use_parallelism_config"] = True
     if values.get("main_process_port") == 0:
         del values["main_process_port"]
-    defaults = [name for name, value in values.items() if value is None or value == FIELD_OF[name].default]
-    for name in defaults:
-        del values[name]
     try:
-        return Imported(build_config(values), tuple(notes))
+        return Imported(LaunchConfig(**values), tuple(notes))
     except ConfigurationError as error:
         raise ConfigurationError(f"{path} says what can't be launched: {error}") from None
 
 
-def _flatten(tree: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
-    """List keys and values, those of sections under their flags' names."""
-    found: list[tuple[str, Entry]] = []
-    for key, entry in tree.items():
+def _flatten(tree: Mapping[str, Any]) -> dict[str, object]:
+    """Return keys and values, those of sections under their flags' names."""
+    found: dict[str, object] = {}
+    for key, value in tree.items():
         prefix = _SECTIONS.get(key)
-        if prefix is None or not isinstance(entry.value, Mapping):
-            if prefix is None or entry.value:
-                found.append((key, entry))
-            continue
-        for inner, one in entry.value.items():
-            name = inner if inner.startswith(prefix) else prefix + inner
-            found.append((name, one))
+        if prefix is None:
+            found[key] = value
+        elif isinstance(value, dict):
+            section = cast("dict[str, object]", value)
+            found |= {prefix + name.removeprefix(prefix): one for name, one in section.items()}
     return found
 
 
@@ -137,58 +123,50 @@ def _take_kind(kind: str, values: dict[str, object], notes: list[str], path: str
         values["multi_gpu"] = True
         if kind != "MULTI_GPU":
             notes.append(f"distributed_type {kind}: taken as multi_gpu; torch finds the accelerators itself.")
-    elif kind not in ("NO", ""):
+    elif kind not in ("NO", "FALSE", "0"):  # what YAML makes of an unquoted NO
         close = suggest(kind, (*_ENGINES, "MULTI_GPU", "MULTI_CPU", "XLA", "NO"))
         hint = f"Did you mean {close}?" if close else "Correct it, or write a new file with accelfn config."
         raise ConfigurationError(f"{path}: distributed_type {kind!r} is not known. {hint}")
 
 
-def _take(key: str, entry: Entry, values: dict[str, object], notes: list[str], path: str) -> None:
+def _take(key: str, value: object, values: dict[str, object], notes: list[str], path: str) -> None:
     name = RENAMED.get(key, key)
-    reason = _DROPPED.get(key)
-    if reason is not None:
-        if key in _SWITCHES and not _is_true(entry):
-            return  # it asks for nothing
-        notes.append(f"{key}: left out; {reason}.")
+    if key in _DROPPED:
+        if key not in _SWITCHES or _is_true(value):
+            notes.append(f"{key}: left out; {_DROPPED[key]}.")
         return
-    field = FIELD_OF.get(name)
-    if field is None:
-        where = f", {entry.where}" if entry.where else ""
-        raise ConfigurationError(
-            f"{path}{where}: accelfn doesn't know the key {key!r}. Remove it and try again."
-        )
-    text = _entry_text(entry, field)
-    if text == "" or (text.lower() == "none" and "none" not in field.kind.choices):
-        return
-    if text == "auto" and name in ("gradient_accumulation_steps", "gradient_clipping"):
-        return  # what DeepSpeed does anyway
-    if name in _NUMBERED and text.isdecimal() and 0 < int(text) <= len(_NUMBERED[name]):
-        text = _NUMBERED[name][int(text) - 1]
-    if name == "dynamo_backend" and text.lower() in ("false", "no"):
-        return  # what YAML makes of an unquoted NO
-    if name == "num_processes" and text == "-1":
-        notes.append("num_processes -1: left out; as many as there are accelerators are started.")
-        return
-    if name == "cpu" and (values.get("cpu") or values.get("multi_gpu")):
-        return  # distributed_type has said it
+    if name not in OPTIONS:
+        raise ConfigurationError(f"{path}: accelfn doesn't know the key {key!r}. Remove it and try again.")
+    option = OPTIONS[name]
     try:
-        values[name] = read_value(field, text)
+        text = _text_of(option, value)
+        if text.lower() in ("", "null", "~") or (
+            text.lower() == "none" and "none" not in option.kind.choices
+        ):
+            return
+        if text == "auto" and name in ("gradient_accumulation_steps", "gradient_clipping"):
+            return  # what DeepSpeed does anyway
+        if name in _NUMBERED and text.isdecimal() and 0 < int(text) <= len(_NUMBERED[name]):
+            text = _NUMBERED[name][int(text) - 1]
+        if name == "dynamo_backend" and text.lower() in ("false", "no"):
+            return  # what YAML makes of an unquoted NO
+        if name == "num_processes" and text == "-1":
+            notes.append("num_processes -1: left out; as many as there are accelerators are started.")
+            return
+        if name == "cpu" and (values.get("cpu") or values.get("multi_gpu")):
+            return  # distributed_type decides
+        found = read_value(option, text)
     except ValueError as error:
-        where = f", {entry.where}" if entry.where else ""
-        raise ConfigurationError(f"{path}{where}: {key}: {error}") from None
+        raise ConfigurationError(f"{path}: {key}: {error}") from None
+    if found != option.default:
+        values[name] = found
 
 
-def _entry_text(entry: Entry, field: Field) -> str:
-    if isinstance(entry.value, str):
-        return entry.value
-    if isinstance(entry.value, tuple):
-        return ("\n" if field.kind.repeats else ",").join(_text(one) for one in entry.value)
-    return ",".join(f"{key}={_text(one)}" for key, one in entry.value.items())
+def _text_of(option: Option, value: object) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{name}={one}" for name, one in cast("dict[str, object]", value).items())
+    return join_items(option, value)
 
 
-def _text(entry: Any) -> str:
-    return entry.value if isinstance(entry, Entry) and isinstance(entry.value, str) else ""
-
-
-def _is_true(entry: Entry | None) -> bool:
-    return _text(entry).lower() in ("true", "yes", "on", "1")
+def _is_true(value: object) -> bool:
+    return str(value).lower() in ("true", "yes", "on", "1")

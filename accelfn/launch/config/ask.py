@@ -12,9 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.fields import build_config
 from accelfn.launch.config.files import read_config
-from accelfn.launch.config.kinds import FILE
+from accelfn.launch.config.options import FILE
 from accelfn.launch.config.questions import (
     Answers,
     Question,
@@ -24,6 +23,7 @@ from accelfn.launch.config.questions import (
     read_answer,
     values_of,
 )
+from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.plan.machine import Machine
 
 #: Puts a question to the user: question, choices, and the default offered. Gives the text of the answer; an
@@ -39,7 +39,7 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
         machine: This machine; what it can't run is not asked about.
 
     Returns:
-        Values by the fields' names, or None if the user wants to keep a file that can't be read.
+        Values by the options' names, or None if the user wants to keep a file that can't be read.
 
     Raises:
         ConfigurationError: There is no terminal, or nothing can be written at ``path``.
@@ -58,7 +58,7 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
     if os.path.exists(path):
         try:
             saved = read_config(path).values
-            build_config(saved)
+            LaunchConfig(**saved)
         except ConfigurationError as error:
             print(f"note: {error}", file=sys.stderr)
             if not questionary.confirm("Replace that file by your answers?", default=False).unsafe_ask():
@@ -171,7 +171,7 @@ def _put(questionary: Any, question: Question, few: tuple[str, ...], default: ob
         # reached by that one, whatever its place.
         own = all(len(one) == 1 and one.isdecimal() for one in few)
         choices = [
-            questionary.Choice(question.titles.get(one, one), value=one, shortcut_key=one if own else True)
+            questionary.Choice(question.title(one), value=one, shortcut_key=one if own else True)
             for one in few
         ]
         return questionary.select(

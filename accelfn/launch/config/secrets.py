@@ -63,19 +63,17 @@ def hide_in_text(text: str) -> str:
     >>> hide_in_text("pip install git+https://ann:abc@host/repo")
     'pip install git+https://***@host/repo'
     """
-    told, place = "", 0
+    shown, end = "", 0
     for found in _NAME.finditer(text):
-        value = (
-            _VALUE.match(text, found.end()) if found.start() >= place and is_secret(found["name"]) else None
-        )
+        value = _VALUE.match(text, found.end()) if found.start() >= end and is_secret(found["name"]) else None
         # Without a sign between them, only a flag has what follows for its value.
         if value is not None and (value["middle"].strip() or found["dash"]):
-            told += f"{text[place : found.end()]}{value['middle']}{HIDDEN}"
-            place = value.end()
-    told += text[place:]
+            shown += f"{text[end : found.end()]}{value['middle']}{HIDDEN}"
+            end = value.end()
+    shown += text[end:]
     for pattern in (_ADDRESS, _BEARER):
-        told = pattern.sub(rf"\g<start>{HIDDEN}\g<end>", told)
-    return told
+        shown = pattern.sub(rf"\g<start>{HIDDEN}\g<end>", shown)
+    return shown
 
 
 def hide_in_words(words: Sequence[str]) -> tuple[str, ...]:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from math import prod
 
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.launch.config.fields import FIELDS, Field, value_of
-from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config.options import OPTIONS
+from accelfn.launch.config.record import LaunchConfig, changed_values, replace
+from accelfn.launch.config.resolve import Resolved
 from accelfn.launch.config.secrets import hide_in_text
-from accelfn.launch.config.sources import Resolved
-from accelfn.launch.plan.machine import Machine, plan_affinity, write_cpu_list
+from accelfn.launch.plan.machine import Machine
 from accelfn.launch.plan.platforms import plan_mpirun, plan_pod, plan_xla
-from accelfn.launch.plan.record import LOOPBACK, LaunchPlan, Meeting, Script
+from accelfn.launch.plan.record import LOOPBACK, LaunchPlan, Rendezvous, Script
 from accelfn.launch.plan.torchrun import endpoint_of, plan_torchrun
 from accelfn.launch.plan.variables import plan_variables
 
-_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 # What may differ between machines without harm.
 _OWN = frozenset(
     (
@@ -62,32 +60,27 @@ def plan_launch(
             "compute_environment AMAZON_SAGEMAKER: accelfn doesn't start SageMaker's jobs. Start one with "
             "the estimator of the sagemaker package, whose entry point runs accelfn launch."
         )
-    if config.tpu and config.tpu_options.use_cluster:
+    if config.tpu and config.tpu_cluster:
         return plan_pod(config, script)
     total = count_processes(config, machine)
     local_size = total // config.num_machines
-    _check_mesh(config, total)
     _check_devices(config, machine, environment, local_size)
     _check_streams(config, local_size)
     _check_rendezvous(config.rdzv_conf)
     assumed = config.num_processes is None and total > config.num_machines
-    config = dataclasses.replace(config, num_processes=total)
+    config = replace(config, num_processes=total)
     resolved = dataclasses.replace(resolved, config=config)
     variables = plan_variables(resolved, machine, environment, local_size)
-    cpus = _cpus(config, machine, {**environment, **variables}, local_size)
-    bound = {"ACCELFN_WORKER_CPUS": ";".join(write_cpu_list(one) for one in cpus)} if cpus else {}
     if config.tpu:
         plan = plan_xla(config, script, machine)
-    elif config.mpirun.hostfile is not None:
-        variables |= bound
+    elif config.mpirun_hostfile is not None:
         plan = plan_mpirun(config, script, machine, worker, variables)
     elif total == 1 and not _wants_agent(config):
-        plan = plan_single(config, script, machine, cpus)
+        plan = plan_single(config, script, machine)
     else:
-        variables |= bound
         plan = plan_torchrun(config, script, machine, worker)
         if config.num_machines > 1 and config.preflight:
-            plan = dataclasses.replace(plan, meeting=_plan_meeting(config, script))
+            plan = dataclasses.replace(plan, rendezvous=_plan_rendezvous(config, script))
     if plan.way not in ("single", "torchrun"):
         _refuse_agent_flags(resolved, plan.way)
     variables |= dict(plan.env_changes)
@@ -119,9 +112,7 @@ def count_processes(config: LaunchConfig, machine: Machine) -> int:
     return here * config.num_machines
 
 
-def plan_single(
-    config: LaunchConfig, script: Script, machine: Machine, cpus: tuple[tuple[int, ...], ...] = ()
-) -> LaunchPlan:
+def plan_single(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
     """Run a script by itself, as Python would. Pure.
 
     Its variables are those of a world of one, so that a script which joins a process group on its own can.
@@ -133,7 +124,6 @@ def plan_single(
         argv=(*python, script.name, *script.args),
         env_changes=tuple((name, str(value)) for name, value in world.items()),
         fills_port="MASTER_PORT",
-        cpus=cpus,
     )
 
 
@@ -144,19 +134,23 @@ def _wants_agent(config: LaunchConfig) -> bool:
         or config.main_process_port is not None
         or any((config.rdzv_backend, config.rdzv_endpoint, config.rdzv_id, config.rdzv_conf))
         or config.main_process_ip is not None
-        or bool(_agent_fields(config))
+        or bool(_agent_options(config))
     )
 
 
-def _agent_fields(config: LaunchConfig) -> list[Field]:
+def _agent_options(config: LaunchConfig) -> list[str]:
     """List what is asked of torchrun's agent."""
-    return [one for one in FIELDS if one.group == "Elastic" and value_of(config, one) != one.default]
+    return [
+        name
+        for name in changed_values(config)
+        if OPTIONS[name].section.title == "Elastic" or name == "enable_cpu_affinity"
+    ]
 
 
 def _refuse_agent_flags(resolved: Resolved, way: str) -> None:
     """Refuse flags for torchrun's agent where something else starts the processes."""
-    for field in _agent_fields(resolved.config):
-        origin = resolved.origins[field.name]
+    for name in _agent_options(resolved.config):
+        origin = resolved.origins[name]
         if origin.source == "flag":
             raise ConfigurationError(
                 f"{origin.name} is for torchrun, and has no effect where {way} starts the processes. Leave "
@@ -164,25 +158,11 @@ def _refuse_agent_flags(resolved: Resolved, way: str) -> None:
             )
 
 
-def _cpus(
-    config: LaunchConfig, machine: Machine, environment: Mapping[str, str], local_size: int
-) -> tuple[tuple[int, ...], ...]:
-    """Choose the cores of each process, by the accelerators that ``environment`` leaves it."""
-    if not config.enable_cpu_affinity:
-        return ()
-    nodes = () if config.cpu else machine.device_numa
-    shown = environment.get(machine.device_variable)
-    if shown is not None and nodes:
-        ids = [int(one) if one.strip().isdecimal() else len(nodes) for one in shown.split(",")]
-        nodes = tuple(nodes[one] if one < len(nodes) else -1 for one in ids)
-    return plan_affinity(machine.numa, local_size, nodes)
-
-
 def _check_devices(
     config: LaunchConfig, machine: Machine, environment: Mapping[str, str], local_size: int
 ) -> None:
     """Refuse more processes than accelerators, where they can be counted without torch."""
-    if config.cpu or config.tpu or config.mpirun.hostfile is not None:
+    if config.cpu or config.tpu or config.mpirun_hostfile is not None:
         return
     if config.multi_gpu and config.num_processes is None and local_size * config.num_machines < 2:
         counted = "can't be counted without torch" if machine.devices is None else f"are {machine.devices}"
@@ -190,45 +170,20 @@ def _check_devices(
             f"--multi_gpu needs at least two accelerators, and those of this machine {counted}. Say how many "
             "processes with --num_processes, or leave --multi_gpu out."
         )
-    if config.gpu_ids != "all":
-        have, named = len(config.gpu_ids.split(",")), f"--gpu_ids {config.gpu_ids} names"
-    elif machine.devices:
-        have, named = machine.devices, "this machine has"
-    elif machine.devices == 0:
-        shown = environment.get(machine.device_variable)
-        have, named = 0, f"{machine.device_variable}={shown} leaves" if shown is not None else "there are"
-        if not config.multi_gpu:
-            return  # who hides every accelerator wants the CPU
+    if config.gpu_ids != "all" or machine.devices is None:
+        return
+    shown = environment.get(machine.device_variable)
+    if machine.devices == 0 and not config.multi_gpu:
+        return  # who hides every accelerator wants the CPU
+    if machine.devices == 0 and shown is not None:
+        named = f"{machine.device_variable}={shown} leaves"
     else:
-        return
-    if local_size > have:
+        named = "this machine has" if machine.devices else "there are"
+    if local_size > machine.devices:
         raise ConfigurationError(
-            f"{local_size} processes on this machine need as many accelerators, and {named} {have}. Use "
-            f"--num_processes {max(1, have) * config.num_machines}, or --cpu to run them on the CPU."
-        )
-
-
-def _check_mesh(config: LaunchConfig, total: int) -> None:
-    """Refuse a mesh that isn't one of the processes to start. FSDP takes those that no other axis takes."""
-    if not config.use_parallelism_config:
-        return
-    sizes = {axis: getattr(config.parallelism, f"{axis}_size") for axis in _AXES}
-    places = prod(sizes.values())
-    is_filled = config.use_fsdp and sizes["dp_replicate"] == sizes["dp_shard"] == 1
-    free, rest = divmod(total, places)
-    if rest or (free > 1 and places > 1 and not is_filled):
-        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        others = places // sizes["dp_replicate"]
-        more = "" if total % others else f", or --parallelism_config_dp_replicate_size {total // others}"
-        raise ConfigurationError(
-            f"the mesh has {places} places ({shown}), and {total} processes are started. Use "
-            f"--num_processes {places}{more}."
-        )
-    shards = free if is_filled else sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
-    if config.use_fsdp and places > 1 and shards == 1:
-        raise ConfigurationError(
-            f"--use_fsdp has nothing to shard over: the other axes of the mesh take all {total} processes. "
-            "Use --parallelism_config_dp_shard_size, or leave --use_fsdp out."
+            f"{local_size} processes on this machine need as many accelerators, and {named} "
+            f"{machine.devices}. Use --num_processes {max(1, machine.devices) * config.num_machines}, or "
+            "--cpu to run them on the CPU."
         )
 
 
@@ -263,16 +218,15 @@ def _check_rendezvous(conf: str | None) -> None:
         )
 
 
-def _plan_meeting(config: LaunchConfig, script: Script) -> Meeting:
+def _plan_rendezvous(config: LaunchConfig, script: Script) -> Rendezvous:
     host, port = endpoint_of(config)
     compare = [("num_machines", str(config.num_machines)), ("num_processes", str(config.num_processes))]
-    for field in FIELDS:
-        value = value_of(config, field)
-        if field.name not in (*_OWN, "num_machines") and not field.secret and value != field.default:
+    for name, value in changed_values(config).items():
+        if name not in (*_OWN, "num_machines") and not OPTIONS[name].secret:
             # It crosses the network, and is printed where machines differ.
-            compare.append((field.name, "none" if value is None else hide_in_text(field.kind.write(value))))
+            compare.append((name, "none" if value is None else hide_in_text(OPTIONS[name].kind.write(value))))
     compare.append(("the script", script.name.replace("\\", "/").rpartition("/")[2]))
-    return Meeting(
+    return Rendezvous(
         host=host,
         port=port,
         num_machines=config.num_machines,

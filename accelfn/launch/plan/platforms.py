@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.fields import FIELDS, value_of
-from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config.options import OPTIONS
+from accelfn.launch.config.record import LaunchConfig, changed_values
 from accelfn.launch.plan.machine import Machine
 from accelfn.launch.plan.record import LaunchPlan, Script
 
@@ -69,29 +69,21 @@ def plan_mpirun(
         ConfigurationError: There is no mpirun.
     """
     assert config.num_processes is not None
-    assert config.mpirun.hostfile is not None
+    assert config.mpirun_hostfile is not None
     if machine.mpirun is None:
         raise ConfigurationError(
             "--mpirun_hostfile needs mpirun or mpiexec, and neither is on the PATH. Install an MPI, or leave "
             "the flag out to start through torchrun."
         )
     total, local_size = config.num_processes, config.num_processes // config.num_machines
-    hostfile = os.path.expanduser(config.mpirun.hostfile)
+    hostfile = os.path.expanduser(config.mpirun_hostfile)
     address = {"MASTER_ADDR": config.main_process_ip} if config.main_process_ip else {}
     if config.main_process_port:
         address["MASTER_PORT"] = str(config.main_process_port)
     handed = {**variables, **address}
     if machine.is_open_mpi:
-        start = (
-            "--hostfile",
-            hostfile,
-            "--npernode",
-            str(local_size),
-            "-n",
-            str(total),
-            "--bind-to",
-            "socket",
-        )
+        counts = ("--npernode", str(local_size), "-n", str(total))
+        start = ("--hostfile", hostfile, *counts, "--bind-to", "socket")
         hand = tuple(part for name in sorted(handed) for part in ("-x", name))
     else:
         start = ("-f", hostfile, "-ppn", str(local_size), "-n", str(total))
@@ -202,30 +194,28 @@ def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], ma
     Returns:
         The text of the script.
     """
-    options = config.slurm
-    per_node = (config.num_processes or config.num_machines) // config.num_machines
-    gpus = options.gpus_per_node
-    if gpus is None:
-        gpus = 0 if config.cpu else per_node
+    gpus = config.slurm_gpus_per_node
+    if gpus is None and not config.cpu:
+        gpus = (config.num_processes or config.num_machines) // config.num_machines
     wanted = (
-        ("job-name", options.job_name),
+        ("job-name", config.slurm_job_name),
         ("nodes", config.num_machines),
         ("ntasks-per-node", 1),
         ("gpus-per-node", gpus or None),
-        ("cpus-per-task", options.cpus_per_task),
-        ("mem", options.mem),
-        ("time", options.time),
-        ("partition", options.partition),
-        ("account", options.account),
-        ("output", options.output),
+        ("cpus-per-task", config.slurm_cpus_per_task),
+        ("mem", config.slurm_mem),
+        ("time", config.slurm_time),
+        ("partition", config.slurm_partition),
+        ("account", config.slurm_account),
+        ("output", config.slurm_output),
     )
     given = [(name, shlex.quote(str(value))) for name, value in wanted if value is not None]
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={text}" for name, text in given)]
-    lines += [f"#SBATCH {one}" for one in options.extra or ()]
-    lines += ["", "set -euo pipefail", *(options.setup or ())]
-    named = {token.partition("=")[0].replace("-", "_") for token in tokens}
-    if config.num_processes is not None and not named & {"__num_processes", "_n"}:
-        tokens = ("--num_processes", str(config.num_processes), *tokens)
+    lines += [f"#SBATCH {one}" for one in config.slurm_extra or ()]
+    lines += ["", "set -euo pipefail", *(config.slurm_setup or ())]
+    if config.num_processes is not None:
+        others = [token for token in tokens if not token.startswith("--num_processes=")]
+        tokens = (f"--num_processes={config.num_processes}", *others)
     command = shlex.join((machine.python, "-m", "accelfn", "launch", *tokens, script.name, *script.args))
     lines += [
         "",
@@ -255,28 +245,26 @@ def plan_pod(config: LaunchConfig, script: Script) -> LaunchPlan:
     Raises:
         ConfigurationError: The TPU's name or zone is missing.
     """
-    options = config.tpu_options
-    if options.name is None or options.zone is None:
+    if config.tpu_name is None or config.tpu_zone is None:
         raise ConfigurationError(
             "--tpu_cluster needs --tpu_name and --tpu_zone: gcloud finds the TPU by them."
         )
-    flags: list[str] = []
-    for field in FIELDS:
-        value = value_of(config, field)
-        own = field.section in ("tpu_options", "slurm", "sagemaker") or field.name == "num_machines"
-        if own or value == field.default or value is None:
-            continue
-        flags.append(f"--{field.name}={field.kind.write(value)}")
+    own = ("tpu_options", "slurm", "sagemaker")
+    flags = [
+        f"--{name}={OPTIONS[name].kind.write(value)}"
+        for name, value in changed_values(config).items()
+        if OPTIONS[name].section.name not in own and name != "num_machines" and value is not None
+    ]
     inner = shlex.join(("accelfn", "launch", *flags, script.name, *script.args))
     prefix = " ".join(
-        (*(("sudo",) if options.use_sudo else ()), "env", *(shlex.quote(one) for one in options.env or ()))
+        (*(("sudo",) if config.tpu_use_sudo else ()), "env", *(shlex.quote(one) for one in config.env or ()))
     )
     command = f"{prefix} ACCELFN_IN_TPU_POD=1 ACCELERATE_IN_TPU_POD=1 {inner}"
-    workers = ",".join(options.vm) if options.vm else "all"
+    workers = ",".join(config.vm) if config.vm else "all"
     return LaunchPlan(
         way="tpu_pod",
         argv=(
-            *("gcloud", "compute", "tpus", "tpu-vm", "ssh", options.name, "--zone", options.zone),
+            *("gcloud", "compute", "tpus", "tpu-vm", "ssh", config.tpu_name, "--zone", config.tpu_zone),
             *("--command", command, "--worker", workers),
         ),
     )

@@ -21,8 +21,8 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where several machines meet before anything is started, and what must be equal on them.
+class Rendezvous:
+    """Rendezvous of several machines before anything is started, and what must be equal on them.
 
     Attributes:
         host: Address of machine 0.
@@ -53,9 +53,8 @@ class LaunchPlan:
         env_changes: Variables to set for the command, as pairs sorted by name. The rest is inherited.
         hosts_port: Port that this machine must have free, because processes will look for it here.
         fills_port: Variable that gets a free port when the plan is carried out.
-        meeting: Where the machines compare themselves first.
+        rendezvous: Where the machines compare themselves first.
         local_size: Processes on this machine.
-        cpus: Cores of each of them; empty to let the system choose.
         notes: What the user may want to know.
     """
 
@@ -64,9 +63,8 @@ class LaunchPlan:
     env_changes: tuple[tuple[str, str], ...] = ()
     hosts_port: int | None = None
     fills_port: str | None = None
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
     local_size: int = 1
-    cpus: tuple[tuple[int, ...], ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -39,6 +39,7 @@ def plan_torchrun(config: LaunchConfig, script: Script, machine: Machine, worker
         *_changed("--tee", config.tee, "0"),
         *_changed("--redirects", config.redirects, "0"),
         *_changed("--role", config.role, "default"),
+        *(("--numa-binding=node",) if config.enable_cpu_affinity else ()),
         *(("--no-python",) if config.no_python else ()),
         # Without `--` torchrun's parser looks into the script's arguments: it refuses `train.py --m 3` as
         # an ambiguous abbreviation, and drops a `--` that stands first.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from accelfn.launch.config.fields import FIELD_OF, FIELDS, Field, is_active, value_of
-from accelfn.launch.config.sources import Resolved
+from accelfn.launch.config.options import OPTIONS
+from accelfn.launch.config.record import is_active
+from accelfn.launch.config.resolve import Resolved
 from accelfn.launch.plan.machine import Machine
 
 # Sections whose values are all handed on, because the launcher's defaults aren't the record's.
@@ -31,28 +32,25 @@ def plan_variables(
     config = resolved.config
     found: dict[str, str] = {}
     for name in _exported(resolved):
-        field = FIELD_OF[name]
-        value = value_of(config, field)
-        text = field.kind.write(value)
+        option = OPTIONS[name]
+        text = option.kind.write(getattr(config, name))
         if name in ("dynamo_backend", "fp8_backend"):
             text = text.upper()
-        for variable in field.exports:
+        for variable in option.exports:
             found[variable] = text
-    if config.mixed_precision == "fp8" and any(config.fp8.override_linear_precision):
+    if config.mixed_precision == "fp8" and any(config.fp8_override_linear_precision):
         for where, value in zip(
-            ("FPROP", "DGRAD", "WGRAD"), config.fp8.override_linear_precision, strict=True
+            ("FPROP", "DGRAD", "WGRAD"), config.fp8_override_linear_precision, strict=True
         ):
             for prefix in ("ACCELFN", "ACCELERATE"):
                 found[f"{prefix}_FP8_OVERRIDE_{where}"] = "true" if value else "false"
     if config.use_deepspeed:
+        theirs = ("mixed_precision", "gradient_accumulation_steps")
         from_file = [
-            field.key
-            for field in FIELDS
-            if (
-                field.section == "deepspeed"
-                or field.name in ("mixed_precision", "gradient_accumulation_steps")
-            )
-            and resolved.origins[field.name].source == "file"
+            option.key
+            for name, option in OPTIONS.items()
+            if (option.section.name == "deepspeed" or name in theirs)
+            and resolved.origins[name].source == "file"
         ]
         if from_file:
             found["ACCELFN_CONFIG_DS_FIELDS"] = found["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(from_file)
@@ -73,19 +71,24 @@ def plan_variables(
 
 
 def _exported(resolved: Resolved) -> Iterator[str]:
-    """Name the fields whose values processes get."""
+    """Yield the names of the options whose values processes get."""
     config = resolved.config
-    for field in FIELDS:
-        if not field.exports or not is_active(config, field) or value_of(config, field) is None:
+    for name, option in OPTIONS.items():
+        value = getattr(config, name)
+        if not option.exports or value is None or not is_active(config, option):
             continue
-        given = resolved.origins[field.name].source != "default" or value_of(config, field) != field.default
-        if field.section == "parallelism":
-            given = _is_of_mesh(field, config.parallelism.cp_size, config.parallelism.sp_size)
-        if given or field.section in _WHOLE:
-            yield field.name
+        if option.section.name == "parallelism":
+            if _is_of_mesh(option.key, config.parallelism_config_cp_size, config.parallelism_config_sp_size):
+                yield name
+        elif (
+            option.section.name in _WHOLE
+            or value != option.default
+            or resolved.origins[name].source != "default"
+        ):
+            yield name
 
 
-def _is_of_mesh(field: Field, cp_size: int, sp_size: int) -> bool:
-    if field.key == "cp_comm_strategy":
+def _is_of_mesh(key: str, cp_size: int, sp_size: int) -> bool:
+    if key == "cp_comm_strategy":
         return cp_size > 1
-    return sp_size > 1 if field.key.startswith(("sp_seq", "sp_attn")) else True
+    return sp_size > 1 if key.startswith(("sp_seq", "sp_attn")) else True

@@ -80,7 +80,7 @@ class _Agent:
         self.num_processes: int | None = None
         self.log_dir: str | None = None
         self._is_quiet = bool(os.environ.pop("ACCELFN_AGENT_QUIET", ""))
-        self._meeting = os.environ.pop("ACCELFN_AGENT_MEETING", "")
+        self._rendezvous = os.environ.pop("ACCELFN_AGENT_RENDEZVOUS", "")
         self._patience_s = 45.0
         self._restarts, self._stopped_s, self._ended_s, self._reason_s = 0, 0.0, 0.0, 0.0
         self._is_over = threading.Event()
@@ -147,8 +147,8 @@ class _Agent:
         self._patience_s = (getattr(options, "shutdown_timeout", None) or 30) + 15.0
         # Started by nohup, it is to outlive the terminal.
         options.signals_to_handle = ",".join(signal.Signals(number).name for number in previous)
-        if self._meeting:
-            self._meet()
+        if self._rendezvous:
+            self._join_machines()
         watcher.start()
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -173,17 +173,17 @@ class _Agent:
             return 1
         return 0
 
-    def _meet(self) -> None:
+    def _join_machines(self) -> None:
         from accelfn.errors import ConfigurationError
         from accelfn.launch.run.machines import join_machines
 
         try:
-            self.machines = join_machines(**json.loads(self._meeting))
+            self.machines = join_machines(**json.loads(self._rendezvous))
         except ConfigurationError as error:
             raise _MachinesError(error) from None
 
-    def _write(self, told: dict[str, object]) -> None:
-        Path(self.folder, "agent.json").write_text(json.dumps(told), encoding="utf-8")
+    def _write(self, outcome: dict[str, object]) -> None:
+        Path(self.folder, "agent.json").write_text(json.dumps(outcome), encoding="utf-8")
 
     def _leave(self, number: int, frame: FrameType | None) -> NoReturn:
         if not self.has_caller:
@@ -247,7 +247,7 @@ class _Agent:
             restarts = self._count_restarts()
             if restarts > self._restarts:
                 self._restarts = restarts
-                _say(
+                _print(
                     f"after a failure or a change of machines, all processes have started again ({restarts})"
                 )
             if self.machines is not None:
@@ -277,7 +277,7 @@ class _Agent:
             if reason is None or ("who" not in reason and is_ending):
                 return
             self.reason, self._reason_s = reason, now_s
-            _say(f"{self.reason['text']}; the processes of this machine end too")
+            _print(f"{self.reason['text']}; the processes of this machine end too")
         if now_s > self._reason_s + _GRACE_S or self._ended_s:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -332,7 +332,7 @@ def _start_guard(folder: str, *, owner: int) -> tuple[int, int]:
 
 
 def end_left(folder: str, grace_s: float) -> None:
-    """End the processes of a run: on Linux all that have its variable, elsewhere those that said so.
+    """End the processes of a run: on Linux all that have its variable, elsewhere those that wrote so.
 
     Effect: asks them to end, and kills those that still run after ``grace_s`` seconds.
     """
@@ -386,8 +386,8 @@ def _attempt_folder(log_dir: str | None) -> str | None:
     return str(runs[-1]) if runs else log_dir
 
 
-def _say(told: str) -> None:
-    print(f"accelfn launch: {told}.", file=sys.stderr)
+def _print(message: str) -> None:
+    print(f"accelfn launch: {message}.", file=sys.stderr)
 
 
 if __name__ == "__main__":

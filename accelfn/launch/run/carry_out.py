@@ -33,7 +33,7 @@ def run_plan(
         plan: From ``plan_launch``.
         environment: What is inherited; the plan's changes are laid over a copy.
         log_dir: Where torchrun keeps output.
-        quiet: Whether to leave the report of a failure out, and what a terminal is told at the start.
+        quiet: Whether to leave the report of a failure out, and the line that a terminal gets at the start.
         script: What is started, for the line that a terminal gets.
 
     Raises:
@@ -57,7 +57,7 @@ def run_plan(
                 f"--log_dir {log_dir} can't be made: {error.strerror}. Name another."
             ) from None
     # Where machines meet, who holds the port may be one of them, and is asked.
-    if plan.meeting is None and plan.hosts_port is not None and not is_port_free(plan.hosts_port):
+    if plan.rendezvous is None and plan.hosts_port is not None and not is_port_free(plan.hosts_port):
         raise ConfigurationError(
             f"port {plan.hosts_port} of this machine is taken by another program. Give a free one with "
             "--main_process_port; on one machine, leave the flag out and any free port is used."
@@ -68,15 +68,13 @@ def run_plan(
         print(f"accelfn launch: starting {several}{script}; loading torch may take a while.", file=sys.stderr)
     changes = dict(plan.env_changes)
     argv = plan.argv
-    if plan.meeting is not None:
-        compare = (*plan.meeting.compare, *_versions())
-        changes["ACCELFN_AGENT_MEETING"] = json.dumps({**asdict(plan.meeting), "compare": compare})
+    if plan.rendezvous is not None:
+        compare = (*plan.rendezvous.compare, *_versions())
+        changes["ACCELFN_AGENT_RENDEZVOUS"] = json.dumps({**asdict(plan.rendezvous), "compare": compare})
     if quiet:
         changes["ACCELFN_AGENT_QUIET"] = "1"
     if plan.fills_port is not None:
         changes[plan.fills_port] = str(_free_port())
-    if plan.way == "single" and plan.cpus and sys.platform == "linux":
-        os.sched_setaffinity(0, plan.cpus[0])
     if plan.way == "mpirun":
         argv = (sys.executable, AGENT, "--command", *argv)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What the agents of several machines tell each other, through torch's store at the rendezvous' own address.
+"""Messages between the agents of several machines, through torch's store at the rendezvous' own address.
 
 Before anything starts they compare what must be equal. While processes run, each says how it ends, so that
 the others end too and report the first failure of all. torchrun's rendezvous then uses the same server.
@@ -121,19 +121,20 @@ def _store(host: str, port: int, *, is_host: bool) -> TCPStore:
 
 def _compare(store: TCPStore, num_machines: int, until_s: float, where: str) -> str:
     """Wait for every machine, or for one that differs, and answer all of them."""
-    told: list[Mapping[str, Any]] = []
+    machines: list[Mapping[str, Any]] = []
     clash = ""
     while True:
-        come = range(len(told), store.add("accelfn/came", 0))
-        told += [json.loads(store.get(f"accelfn/machine/{index}")) for index in come]
-        clash = find_clash(told)
-        if clash or len(told) >= num_machines:
+        come = range(len(machines), store.add("accelfn/came", 0))
+        machines += [json.loads(store.get(f"accelfn/machine/{index}")) for index in come]
+        clash = find_clash(machines)
+        if clash or len(machines) >= num_machines:
             break
         if time.monotonic() > until_s:
-            came = ", ".join(_name(one) for one in told)
+            came = ", ".join(_name(one) for one in machines)
             clash = (
-                f"{num_machines - len(told)} of {num_machines} machines did not come to {where}; there were: "
-                f"{came}. Start the same command on every machine, or wait longer with --preflight_timeout."
+                f"{num_machines - len(machines)} of {num_machines} machines did not come to {where}; there "
+                f"were: {came}. Start the same command on every machine, or wait longer with "
+                "--preflight_timeout."
             )
             break
         time.sleep(_POLL_S)
@@ -182,8 +183,8 @@ def _connect(host: str, port: int, until_s: float) -> TCPStore | None:
 @contextlib.contextmanager
 def _saying(what: str) -> Generator[None]:
     """Print what is waited for if the block takes long."""
-    told = f"accelfn launch: {what}"
-    timer = threading.Timer(_QUIET_S, print, (told,), {"file": sys.stderr, "flush": True})
+    message = f"accelfn launch: {what}"
+    timer = threading.Timer(_QUIET_S, print, (message,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     try:
@@ -201,23 +202,24 @@ def _is_here(addresses: Iterable[tuple[Any, ...]]) -> bool:
     return False
 
 
-def find_clash(told: Sequence[Mapping[str, Any]]) -> str:
+def find_clash(machines: Sequence[Mapping[str, Any]]) -> str:
     """Return what the machines differ in, or that two have one rank; empty if all is well. Pure.
 
     >>> one = {"host": "a", "machine_rank": 0, "values": {"num_machines": "2"}}
     >>> find_clash([one, {"host": "b", "machine_rank": 1, "values": {"num_machines": "3"}}])
     'the machines differ in num_machines: 2 on machine 0 (a), 3 on machine 1 (b). Make them equal.'
     """
-    for index, one in enumerate(told):
-        for other in told[:index]:
+    machines = sorted(machines, key=lambda one: one["machine_rank"] or 0)
+    for index, one in enumerate(machines):
+        for other in machines[:index]:
             if one["machine_rank"] is not None and one["machine_rank"] == other["machine_rank"]:
                 return (
                     f"two machines have --machine_rank {one['machine_rank']}: {other['host']} and "
                     f"{one['host']}. Give each its own."
                 )
     clashes: list[str] = []
-    for name in dict.fromkeys(name for one in told for name in one["values"]):
-        values = [(one["values"].get(name, "the default"), _name(one)) for one in told]
+    for name in dict.fromkeys(name for one in machines for name in one["values"]):
+        values = [(one["values"].get(name, "the default"), _name(one)) for one in machines]
         if len({value for value, _ in values}) > 1:
             clashes.append(f"{name}: " + ", ".join(f"{value} on {where}" for value, where in values))
     return f"the machines differ in {'; in '.join(clashes)}. Make them equal." if clashes else ""
@@ -229,7 +231,7 @@ def _name(one: Mapping[str, Any]) -> str:
 
 
 class Machines:
-    """The other machines of a launch: what each has said last, by number."""
+    """The other machines of a launch: the last message of each, by number."""
 
     def __init__(
         self, store: TCPStore, index: int, name: str, count: int, *, is_host: bool, may_return: bool
@@ -237,42 +239,42 @@ class Machines:
         self._store, self._index, self._name, self._count = store, index, name, count
         self._is_host, self._may_return = is_host, may_return
         self._read = 0
-        self._words: dict[int, dict[str, Any]] = {}
+        self._messages: dict[int, dict[str, Any]] = {}
         self._beats: dict[int, tuple[int, float]] = {}
         self._cut_off_s = 0.0
 
     def tell(self, state: str, *, status: int = 0, failures: Sequence[Failure] = ()) -> None:
         """Notify the others how this machine has ended: ``"failed"``, ``"stopped"`` or ``"done"``."""
         now_s = time.time()  # times become ages: the clocks of machines differ
-        told = [{**asdict(one), "time_s": now_s - one.time_s} for one in failures[:_MAX_FAILURES]]
+        ages = [{**asdict(one), "time_s": now_s - one.time_s} for one in failures[:_MAX_FAILURES]]
         self._post(
-            {"who": self._index, "name": self._name, "state": state, "status": status, "failures": told}
+            {"who": self._index, "name": self._name, "state": state, "status": status, "failures": ages}
         )
 
-    def _post(self, word: Mapping[str, Any]) -> None:
+    def _post(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the machine that hosts the store has gone
-            number = self._store.add("accelfn/words", 1)
-            self._store.set(f"accelfn/word/{number}", json.dumps(word))
+            number = self._store.add("accelfn/messages", 1)
+            self._store.set(f"accelfn/message/{number}", json.dumps(message))
 
     def look(self) -> None:
-        """Read what the others have said since, and say that this machine lives. Effect: uses the network."""
+        """Read new messages of the others, and send a heartbeat. Effect: uses the network."""
         try:
             self._store.add(f"accelfn/beat/{self._index}", 1)
             self._cut_off_s = 0.0
-            for number in range(self._read + 1, self._store.add("accelfn/words", 0) + 1):
-                word = json.loads(self._store.get(f"accelfn/word/{number}"))
+            for number in range(self._read + 1, self._store.add("accelfn/messages", 0) + 1):
+                message = json.loads(self._store.get(f"accelfn/message/{number}"))
                 self._read = number
-                if word["who"] != self._index:
-                    self._words[word["who"]] = {**word, "heard_s": time.time()}
+                if message["who"] != self._index:
+                    self._messages[message["who"]] = {**message, "received_s": time.time()}
             if self._is_host:
                 self._miss()
         except RuntimeError:
             self._cut_off_s = self._cut_off_s or time.monotonic()
 
     def _miss(self) -> None:
-        """Post a word for a machine that has been silent: its agent was killed, or it has gone."""
+        """Post a message for a machine without a heartbeat: its agent was killed, or it has gone."""
         now_s = time.monotonic()
-        for other in {*range(self._count)} - {self._index, *self._words}:
+        for other in {*range(self._count)} - {self._index, *self._messages}:
             beat = self._store.add(f"accelfn/beat/{other}", 0)
             last, since_s = self._beats.get(other, (-1, now_s))
             self._beats[other] = (beat, since_s if beat == last else now_s)
@@ -281,23 +283,23 @@ class Machines:
                 self._post({"who": other, "name": name, "state": "lost", "status": 1, "failures": []})
 
     def reason(self) -> dict[str, Any] | None:
-        """Return the word of a machine without which the others can't go on, with a ``text`` for people."""
-        if self._cut_off_s and not self._words:
+        """Return the message of a machine without which the others can't go on, and a ``text`` of it."""
+        if self._cut_off_s and not self._messages:
             return {
                 "status": 1,
                 "text": "the machine that hosts the rendezvous has gone, or its agent was killed",
             }
         ends = ("failed",) if self._may_return else ("failed", "stopped", "lost")
-        word = next((word for word in self._words.values() if word["state"] in ends), None)
-        if word is None:
+        message = next((message for message in self._messages.values() if message["state"] in ends), None)
+        if message is None:
             return None
-        why = next((f": {one['text']}" for one in word["failures"] if one["rank"] is None), "")
+        why = next((f": {one['text']}" for one in message["failures"] if one["rank"] is None), "")
         texts = {
-            "failed": f"{word['name']} has failed{why}",
-            "stopped": f"the launch on {word['name']} was stopped",
-            "lost": f"the launcher on {word['name']} was killed, or its machine has gone",
+            "failed": f"{message['name']} has failed{why}",
+            "stopped": f"the launch on {message['name']} was stopped",
+            "lost": f"the launcher on {message['name']} was killed, or its machine has gone",
         }
-        return {**word, "text": texts[word["state"]]}
+        return {**message, "text": texts[message["state"]]}
 
     def is_cut_off_for(self, seconds: float) -> bool:
         """Return whether the store has been out of reach for so long."""
@@ -308,16 +310,16 @@ class Machines:
         until_s = time.monotonic() + _ASK_S
         while not self._cut_off_s and time.monotonic() < until_s:
             self.look()
-            if len(self._words) == self._count - 1 and not self._is_host:
+            if len(self._messages) == self._count - 1 and not self._is_host:
                 return
             time.sleep(_POLL_S)
 
     def failures(self) -> tuple[Failure, ...]:
         """Return the failures of processes on other machines."""
         found: list[Failure] = []
-        for word in self._words.values():
-            for one in cast("list[dict[str, Any]]", word["failures"]):
-                one["time_s"] = word["heard_s"] - one["time_s"]
+        for message in self._messages.values():
+            for one in cast("list[dict[str, Any]]", message["failures"]):
+                one["time_s"] = message["received_s"] - one["time_s"]
                 one["frames"] = tuple(tuple(frame) for frame in one["frames"])
                 one["elsewhere"] = True
                 found.append(Failure(**one))

@@ -30,7 +30,7 @@ class Failure:
             have gone, else ``"agent"``.
         text: The exception as Python prints it.
         frames: File, line, function and source of its frames, the innermost last; the user's where known.
-        elsewhere: Whether it ended on another machine, whose launcher has told of it.
+        elsewhere: Whether it ended on another machine, whose launcher has reported it.
     """
 
     rank: int | None
@@ -45,8 +45,8 @@ class Failure:
 
 def read_failures(folder: str) -> tuple[Failure, ...]:
     """Read what workers and the agent wrote into the folder of a run. Effect: reads the disk."""
-    told = _read(Path(folder, "agent.json"))
-    ended = {int(one["rank"]): one for one in told.get("failures", ())}
+    outcome = _read(Path(folder, "agent.json"))
+    ended = {int(one["rank"]): one for one in outcome.get("failures", ())}
     written = [_read(path) for path in sorted(Path(folder).glob("failed.*.json"))]
     last_attempt = max((int(one["attempt"]) for one in written), default=0)
     started = [_read(path) for path in Path(folder).glob("started.*.json")]
@@ -57,7 +57,7 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
             continue  # it was restarted since
         rank = int(one["rank"])
         frames = [frame for frame in one["frames"] if frame["own"]]
-        if not frames and one["kind"] != "SystemExit":  # a program of accelfn itself has said what it had to
+        if not frames and one["kind"] != "SystemExit":  # accelfn's own programs print what is wrong
             frames = one["frames"]
         exitcode = int(one["status"]) & 0xFF
         # Which failed, and was on its way out, may be stopped all the same: another rank's end came first.
@@ -81,9 +81,9 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
                 time_s=float(one["time_s"]),
                 exitcode=one["exitcode"],
             )
-    if not found and "error" in told:
+    if not found and "error" in outcome:
         kind = "lost" if started else "agent"
-        return (Failure(rank=None, text=str(told["error"]), kind=kind, exitcode=1),)
+        return (Failure(rank=None, text=str(outcome["error"]), kind=kind, exitcode=1),)
     return tuple(found[rank] for rank in sorted(found))
 
 
@@ -142,11 +142,11 @@ def format_report(
     on = f" on {first.host}" if first.host else ""
     after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
     lines = [f"accelfn launch: rank {first.rank}{of} failed{on}{after}, {_ended(first.exitcode)}:"]
-    told = first.text.splitlines()
-    if len(told) > _MAX_LINES:
-        told = [*told[: _MAX_LINES - 1], f"... ({len(told) - _MAX_LINES + 1} more lines)"]
-    lines += [f"  {line}" for line in told]
-    if not told and not first.frames:
+    text = first.text.splitlines()
+    if len(text) > _MAX_LINES:
+        text = [*text[: _MAX_LINES - 1], f"... ({len(text) - _MAX_LINES + 1} more lines)"]
+    lines += [f"  {line}" for line in text]
+    if not text and not first.frames:
         lines[0] = lines[0].removesuffix(":") + "."
     shown = () if _is_traceback_above(first, failures, log_dir) else first.frames[-_MAX_FRAMES:]
     if shown and len(shown) < len(first.frames):
@@ -161,10 +161,10 @@ def format_report(
         for one in sorted(failures, key=lambda one: one.rank or 0)
         if one is not first and one.rank is not None and (one.kind or one.exitcode not in stops)
     ]
-    for word, has in (("alike", True), ("then", False)):
+    for label, has in (("alike", True), ("then", False)):
         ranks = [str(one.rank) for one in others if _is_alike(one, first) == has]
         if ranks:
-            lines.append(f"  {word}: rank {', '.join(ranks)}")
+            lines.append(f"  {label}: rank {', '.join(ranks)}")
     if first.elsewhere:
         lines.append(f"  logs: on {first.host}" if first.host else "  logs: on that machine")
     elif log_dir is not None:
@@ -182,8 +182,8 @@ def _is_traceback_above(first: Failure, failures: Sequence[Failure], log_dir: st
 
 def _is_alike(one: Failure, first: Failure) -> bool:
     """Whether two processes have failed in the same way at the same place; the frames of one say it all."""
-    said, of_first = ((each.kind, each.text, [frame[:2] for frame in each.frames]) for each in (one, first))
-    return bool(one.kind) and said == of_first
+    this, of_first = ((each.kind, each.text, [frame[:2] for frame in each.frames]) for each in (one, first))
+    return bool(one.kind) and this == of_first
 
 
 def _ended(exitcode: int | None) -> str:

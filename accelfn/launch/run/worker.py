@@ -26,7 +26,6 @@ def main() -> None:
     """
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
-    _bind_to_cores()
     is_module = sys.argv[1] == "-m"
     script = sys.argv[2 if is_module else 1]
     pid = os.getpid()
@@ -44,9 +43,9 @@ def main() -> None:
     except KeyboardInterrupt as stop:
         if not os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", "")):
             raise
-        _say_where(stop)
+        _print_where(stop)
         sys.exit(130)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is told and ends the process
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is reported and ends the process
         trace = _strip(error.__traceback__)
         _remember(error, trace)
         is_first = True
@@ -54,9 +53,9 @@ def main() -> None:
             is_first = _keep(error)
         rank = os.environ.get("RANK")
         if _is_reported(error):
-            _say(f"rank {rank} ends too: {_first_line(str(error))}")
+            _print_line(f"rank {rank} ends too: {_first_line(str(error))}")
         elif not is_first:
-            _say(f"rank {rank} failed alike: {type(error).__name__}: {_first_line(str(error))}")
+            _print_line(f"rank {rank} failed alike: {type(error).__name__}: {_first_line(str(error))}")
         else:
             _print(error, trace)
         sys.exit(1)
@@ -71,25 +70,6 @@ def _let_threads_finish() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         time.sleep(_LET_GO_S)
-
-
-def _bind_to_cores() -> None:
-    shares = os.environ.pop("ACCELFN_WORKER_CPUS", "").split(";")
-    rank = next(
-        (
-            os.environ[name]
-            for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-            if name in os.environ
-        ),
-        "0",
-    )
-    share = shares[int(rank)] if rank.isdecimal() and int(rank) < len(shares) else ""
-    if share and sys.platform == "linux":
-        cpus: set[int] = set()
-        for part in share.split(","):
-            first, _, last = part.partition("-")
-            cpus |= set(range(int(first), int(last or first) + 1))
-        os.sched_setaffinity(0, cpus)
 
 
 def _new_main() -> ModuleType:
@@ -145,10 +125,10 @@ def _remember(error: BaseException, trace: TracebackType | None) -> None:
 
 
 def _is_reported(error: BaseException) -> bool:
-    """Whether the exception only tells of another rank's end, which the launcher will report."""
+    """Whether the exception only reports another rank's end, which the launcher will report."""
     is_named = type(error).__module__ == "accelfn.errors"
-    is_told = is_named and type(error).__name__ in ("RemoteRankError", "MissingRankError")
-    return (is_told or _kind(error) == _LOST) and os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", ""))
+    is_reported = is_named and type(error).__name__ in ("RemoteRankError", "MissingRankError")
+    return (is_reported or _kind(error) == _LOST) and os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", ""))
 
 
 def _kind(error: BaseException) -> str:
@@ -170,7 +150,7 @@ def _print(error: BaseException, trace: TracebackType | None) -> None:
         sys.__excepthook__(type(error), error, trace)
 
 
-def _say_where(stop: KeyboardInterrupt) -> None:
+def _print_where(stop: KeyboardInterrupt) -> None:
     """Report in one line where an interrupt has met the script; every process is about to do so."""
     import traceback
 
@@ -181,10 +161,10 @@ def _say_where(stop: KeyboardInterrupt) -> None:
     )
     rank = os.environ.get("RANK")
     who = f"rank {rank}" if rank else "the script"
-    _say(f"{who} was interrupted{where}.")
+    _print_line(f"{who} was interrupted{where}.")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.flush()
     # One write for the whole line: other processes write theirs at this moment.
     sys.stderr.write(f"accelfn launch: {line}\n")
@@ -236,14 +216,16 @@ def _keep(error: BaseException) -> bool:
 
 
 def _is_first(what: str) -> bool:
-    """Whether this process is the first of its machine and attempt to say something."""
+    """Return whether this process is the first of its machine and attempt to print something."""
     import zlib
 
     folder = os.environ.get("ACCELFN_RUN_DIR", "")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         # The system gives a name to one only, however many ask for it at once.
-        open(os.path.join(folder, f"said.{zlib.crc32(what.encode(errors='replace'))}.{attempt}"), "x").close()
+        open(
+            os.path.join(folder, f"printed.{zlib.crc32(what.encode(errors='replace'))}.{attempt}"), "x"
+        ).close()
     except FileExistsError:
         return False
     except OSError:
@@ -263,7 +245,7 @@ def _is_own(path: str) -> bool:
     return not path.startswith("<") and not any(path.startswith(place + os.sep) for place in places if place)
 
 
-def _write(said: dict[str, object], what: str) -> None:
+def _write(facts: dict[str, object], what: str) -> None:
     folder = os.environ.get("ACCELFN_RUN_DIR", "")
     if not os.path.isdir(folder):
         return  # another machine's folder, or no one is interested
@@ -279,11 +261,11 @@ def _write(said: dict[str, object], what: str) -> None:
         "0",
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    said = {"rank": int(rank), "attempt": int(attempt), "host": socket.gethostname(), **said}
+    facts = {"rank": int(rank), "attempt": int(attempt), "host": socket.gethostname(), **facts}
     path = os.path.join(folder, f"{what}.{rank}.{attempt}.json")
     try:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump(said, file)
+            json.dump(facts, file)
         os.replace(f"{path}.part", path)
     except OSError:
         pass  # a full disk must not be what the user hears of

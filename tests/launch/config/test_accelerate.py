@@ -5,7 +5,7 @@ import re
 import pytest
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config import LaunchConfig, build_config
+from accelfn.launch.config import LaunchConfig
 from accelfn.launch.config.accelerate import Imported, import_accelerate
 from accelfn.launch.config.files import read_tree
 
@@ -164,7 +164,7 @@ RENTED = "ec2_instance_type: ml.p3\niam_role_name: me\nprofile: p\nregion: us-ea
 )  # fmt: skip
 def test_layouts(text: str, expected: dict[str, object]) -> None:
     found = imported(text)
-    assert found.config == build_config(expected)
+    assert found.config == LaunchConfig(**expected)
     assert found.notes == ()
 
 
@@ -195,7 +195,7 @@ use_cpu: true
 
 def test_what_accelerate_once_said_of_intels_extension() -> None:
     said: dict[str, object] = {"cpu": True, "num_processes": 4, "mixed_precision": "no"}
-    expected = build_config({**said, "same_network": False, "mpirun_hostfile": "/hosts"})
+    expected = LaunchConfig(**{**said, "same_network": False, "mpirun_hostfile": "/hosts"})
     found = imported(LAYOUT_1_0_CPU)
     assert found.config == expected
     assert [note.split(":")[0] for note in found.notes] == ["mpirun_ccl"]
@@ -210,7 +210,7 @@ def test_offloaded_checkpoints_of_activations() -> None:
         "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true, X: true}\ndistributed_type: FSDP"
     )
     found = imported(text.replace("X", "fsdp_activation_checkpointing_offload"))
-    assert found.config.fsdp.activation_checkpointing_offload
+    assert found.config.fsdp_activation_checkpointing_offload
     assert found.notes == ()
 
 
@@ -227,10 +227,13 @@ def test_what_has_no_place_is_told() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("distributed_type: NO\nflying: yes", "line 2, column 1: accelfn doesn't know the key 'flying'"),
+        ("distributed_type: NO\nflying: yes", "default_config.yaml: accelfn doesn't know the key 'flying'"),
         ("distributed_type: QUANTUM", "distributed_type 'QUANTUM' is not known. Correct it"),
         ("distributed_type: DEEPSPED", "'DEEPSPED' is not known. Did you mean DEEPSPEED?"),
-        ("mixed_precision: fp32", "line 1, column 1: mixed_precision: it must be one of no, fp16, bf16, fp8"),
+        (
+            "mixed_precision: fp32",
+            "default_config.yaml: mixed_precision: it must be one of no, fp16, bf16, fp8",
+        ),
         (
             "num_machines: 2\nnum_processes: 2",
             "says what can't be launched: --num_machines 2 needs --main_process_ip",

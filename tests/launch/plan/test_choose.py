@@ -4,7 +4,7 @@ import pytest
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch import Machine, Script, parse_flags, plan_launch, resolve
-from accelfn.launch.config.sources import refuse_not_yet
+from accelfn.launch.config.resolve import refuse_not_yet
 
 
 def start(words: str) -> dict[str, str]:

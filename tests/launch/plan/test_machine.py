@@ -4,13 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch import Machine, Script, parse_flags, plan_launch, resolve
-from accelfn.launch.plan import LaunchPlan, NumaNode
-from accelfn.launch.plan.machine import plan_affinity, read_cpu_list, read_machine, write_cpu_list
+from accelfn.launch.plan.machine import read_machine
 
 
 def make(root: Path, **files: str) -> None:
@@ -20,15 +17,9 @@ def make(root: Path, **files: str) -> None:
         path.write_text(text)
 
 
-def test_cards_of_nvidia_are_counted_and_lie_at_a_node(tmp_path: Path) -> None:
+def test_cards_of_nvidia_are_counted(tmp_path: Path) -> None:
     make(tmp_path, dev__nvidia0="", dev__nvidia1="", dev__nvidiactl="")
-    for number, bus in enumerate(("0000:0A:00.0", "0000:0B:00.0")):
-        (tmp_path / "proc/driver/nvidia/gpus" / bus).mkdir(parents=True)
-        folder = tmp_path / "sys/bus/pci/devices" / bus.lower()
-        folder.mkdir(parents=True)
-        (folder / "numa_node").write_text(f"{number}\n")
-    machine = read_machine({}, root=str(tmp_path))
-    assert (machine.devices, machine.device_numa) == (2, (0, 1))
+    assert read_machine({}, root=str(tmp_path)).devices == 2
     assert read_machine({"CUDA_VISIBLE_DEVICES": "1"}, root=str(tmp_path)).devices == 1
     assert read_machine({"CUDA_VISIBLE_DEVICES": ""}, root=str(tmp_path)).devices == 0
 
@@ -85,35 +76,6 @@ def test_intels_accelerators_are_known_by_their_maker(tmp_path: Path) -> None:
     assert read_machine({}, root=str(tmp_path)).device_variable == "ZE_AFFINITY_MASK"
 
 
-@given(st.sets(st.integers(0, 300), min_size=1))
-def test_lists_of_cores_come_back(cpus: set[int]) -> None:
-    assert read_cpu_list(write_cpu_list(tuple(cpus))) == tuple(sorted(cpus))
-
-
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    local_size=st.integers(1, 12),
-    homes=st.lists(st.integers(-1, 5), max_size=12),
-)
-def test_every_process_has_cores_and_none_has_anothers(
-    sizes: list[int], local_size: int, homes: list[int]
-) -> None:
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    nodes = [
-        NumaNode(number, tuple(range(start, start + size)))
-        for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
-    ]
-    plan = plan_affinity(nodes, local_size, homes)
-    assert len(plan) == local_size
-    for rank, cpus in enumerate(plan):
-        home = next(node for node in nodes if set(cpus) <= set(node.cpus))
-        assert cpus
-        if rank < len(homes) and 0 <= homes[rank] < len(nodes):
-            assert home.number == homes[rank]
-        for other in plan[:rank]:
-            assert not set(cpus) & set(other) or other == cpus == home.cpus
-
-
 def check(*argv: str, devices: int | None, env: dict[str, str] | None = None) -> str:
     parsed = parse_flags((*argv, "train.py"))
     plan = plan_launch(resolve(parsed.flags, {}), Script("train.py"), env or {}, Machine(devices=devices))
@@ -167,20 +129,10 @@ def test_who_hides_the_accelerators_wants_the_cpu() -> None:
     assert check("--num_processes=4", "--cpu", devices=2) == "4"
 
 
-def test_processes_are_bound_near_their_accelerators() -> None:
-    nodes = (NumaNode(0, (0, 1)), NumaNode(1, (2, 3)))
-    machine = Machine(cores=4, devices=4, numa=nodes, device_numa=(1, 1, 0, 0))
-
-    def plan(*flags: str, **environment: str) -> LaunchPlan:
-        argv = ("--enable_cpu_affinity", *flags, "t.py")
-        return plan_launch(resolve(parse_flags(argv).flags, {}), Script("t.py"), environment, machine)
-
-    two = dict(plan("--num_processes=2", "--gpu_ids=1,2").env_changes)
-    assert two["ACCELFN_WORKER_CPUS"] == "2-3;0-1"
-    shown = plan("--num_processes=2", CUDA_VISIBLE_DEVICES="2,3")
-    assert dict(shown.env_changes)["ACCELFN_WORKER_CPUS"] == "0;1"
-    assert plan("--num_processes=1").cpus == ((2, 3),)
-    assert plan("--num_processes=1", CUDA_VISIBLE_DEVICES="GPU-uuid").cpus == ((0, 1),)
-    alone = plan("--num_processes=1", "--gpu_ids=3")
-    assert alone.cpus == ((0, 1),)
-    assert "ACCELFN_WORKER_CPUS" not in dict(alone.env_changes)
+def test_processes_are_bound_by_torchrun() -> None:
+    for count in ("1", "2"):
+        argv = ("--enable_cpu_affinity", f"--num_processes={count}", "t.py")
+        plan = plan_launch(resolve(parse_flags(argv).flags, {}), Script("t.py"), {}, Machine(devices=4))
+        assert "--numa-binding=node" in plan.argv
+    with pytest.raises(ConfigurationError, match="Leave it out on CPUs and TPUs"):
+        check("--enable_cpu_affinity", "--cpu", devices=4)

@@ -197,7 +197,7 @@ def test_machines_add_up_to_the_processes_asked_for(
     threads = int(dict(plan.env_changes)["OMP_NUM_THREADS"])
     assert threads == 1 or threads * local_size <= cores
     assert (plan.hosts_port is not None) == (machine_rank == 0)
-    assert (plan.meeting is not None) == (num_machines > 1)
+    assert (plan.rendezvous is not None) == (num_machines > 1)
 
 
 def test_a_formatted_plan_does_in_a_shell_what_the_plan_says() -> None:

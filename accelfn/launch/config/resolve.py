@@ -8,18 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.launch.config.fields import (
-    FIELD_OF,
-    FIELDS,
-    build_config,
-    is_active,
-    list_not_yet,
-    read_value,
-    section_of,
-    value_of,
-)
 from accelfn.launch.config.files import ConfigFile
-from accelfn.launch.config.record import EXCLUSIVE, LaunchConfig
+from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, read_value
+from accelfn.launch.config.record import LaunchConfig, is_active, list_not_yet
 from accelfn.launch.config.secrets import HIDDEN, hide_in_text
 
 
@@ -58,7 +49,7 @@ class Resolved:
 
     Attributes:
         config: The configuration.
-        origins: By the field's name, for every field.
+        origins: By the option's name, for every option.
     """
 
     config: LaunchConfig
@@ -67,12 +58,12 @@ class Resolved:
 
 _DEFAULT = Origin("default")
 _PREFIX = "ACCELFN_"
-# Variables of scripts and of the launcher itself that no field is about.
+# Variables of scripts and of the launcher itself that no option is about.
 _OTHERS = (
     *("ALLOW_CP_STANDALONE", "BYPASS_DEVICE_MAP", "CONFIG", "CONFIG_DS_FIELDS", "DEBUG_MODE"),
     *("FP8_OVERRIDE_DGRAD", "FP8_OVERRIDE_FPROP", "FP8_OVERRIDE_WGRAD", "FP8_USE_MXFP8_BLOCK_SCALING"),
     *("GUARD", "INIT_INCLUDE_BUFFERS", "IN_TPU_POD", "LOG_LEVEL", "REDUCTION", "RUN_DIR"),
-    *("SAGEMAKER_DISTRIBUTED_TYPE", "TORCH_DEVICE", "USE_CPU", "USE_SAGEMAKER", "WORKER_CPUS"),
+    *("SAGEMAKER_DISTRIBUTED_TYPE", "TORCH_DEVICE", "USE_CPU", "USE_SAGEMAKER"),
 )
 
 
@@ -84,16 +75,16 @@ def resolve(
     *,
     writes_sbatch: bool = False,
 ) -> Resolved:
-    """Decide every field: flag before variable before SLURM's step before file before default. Pure.
+    """Decide every option: flag before variable before SLURM's step before file before default. Pure.
 
     Of fields that exclude each other (``cpu``, ``multi_gpu`` and ``tpu``; the engines) a stronger source's
     choice puts out what weaker sources chose.
 
     Args:
-        flags: Texts by the fields' names, as ``parse_flags`` gives them.
+        flags: Texts by the options' names, as ``parse_flags`` gives them.
         environment: Variables; those that are empty don't count.
         file: From ``read_config``.
-        step: Values by the fields' names with the variable that says so, as ``read_step`` gives them.
+        step: Values by the options' names with the variable that says so, as ``read_step`` gives them.
         writes_sbatch: Whether ``--sbatch`` is given, which reads the options of SLURM.
 
     Raises:
@@ -107,11 +98,11 @@ def resolve(
     ladder = (
         _from_flags(flags),
         _from_environment(environment),
-        {name: (value, Origin("launcher", said)) for name, (value, said) in (step or {}).items()},
+        {name: (value, Origin("launcher", variable)) for name, (value, variable) in (step or {}).items()},
         _from_file(file),
     )
     values: dict[str, object] = {}
-    origins: dict[str, Origin] = dict.fromkeys(FIELD_OF, _DEFAULT)
+    origins: dict[str, Origin] = dict.fromkeys(OPTIONS, _DEFAULT)
     for layer in ladder:
         put_out = {
             name for group in EXCLUSIVE if any(values.get(name) is True for name in group) for name in group
@@ -120,15 +111,14 @@ def resolve(
             if name not in values and not (name in put_out and value is True):
                 values[name], origins[name] = value, origin
     try:
-        config = build_config(values)
+        config = LaunchConfig(**values)
     except ConfigurationError as error:
-        told = str(error)
         others = [
-            f"{name} is from {origins[name]}"
-            for name in FIELD_OF
-            if f"--{name} " in f"{told} " and origins[name].source not in ("flag", "default")
+            f"{name} is from {origin}"
+            for name, origin in origins.items()
+            if f"--{name} " in f"{error} " and origin.source not in ("flag", "default")
         ]
-        raise ConfigurationError(f"{told} ({'; '.join(others)})" if others else told) from None
+        raise ConfigurationError(f"{error} ({'; '.join(others)})" if others else str(error)) from None
     _refuse_unread(config, origins, writes_sbatch)
     return Resolved(config=config, origins=MappingProxyType(origins))
 
@@ -140,7 +130,7 @@ def _from_flags(flags: Mapping[str, Given]) -> _Layer:
     found: _Layer = {}
     for name, given in flags.items():
         try:
-            value = read_value(FIELD_OF[name], given.text)
+            value = read_value(OPTIONS[name], given.text)
         except ValueError as error:
             raise ConfigurationError(f"argument {given.spelling}: {error}") from None
         found[name] = (value, Origin("flag", given.spelling))
@@ -150,21 +140,21 @@ def _from_flags(flags: Mapping[str, Given]) -> _Layer:
 def _from_environment(environment: Mapping[str, str]) -> _Layer:
     _refuse_misspelt(environment)
     found: _Layer = {}
-    for field in FIELDS:
-        name = next((name for name in field.variables if environment.get(name, "").strip()), None)
+    for option in OPTIONS.values():
+        name = next((name for name in option.variables if environment.get(name, "").strip()), None)
         if name is None:
             continue
         try:
-            value = read_value(field, environment[name])
+            value = read_value(option, environment[name])
         except ValueError as error:
             raise ConfigurationError(f"the variable {name}: {error}") from None
-        found[field.name] = (value, Origin("environment", name))
+        found[option.name] = (value, Origin("environment", name))
     return found
 
 
 def _refuse_misspelt(environment: Mapping[str, str]) -> None:
     """Refuse a variable that is nearly one of ours; any other name may be the user's own."""
-    known = {name for field in FIELDS for name in (*field.variables, *field.exports)}
+    known = {name for option in OPTIONS.values() for name in (*option.variables, *option.exports)}
     known |= {f"{_PREFIX}{name}" for name in _OTHERS}
     shorter = {name.removeprefix(_PREFIX): name for name in sorted(known) if name.startswith(_PREFIX)}
     if environment.get(f"{_PREFIX}CONFIG_FILE", "").strip():
@@ -183,30 +173,22 @@ def _refuse_misspelt(environment: Mapping[str, str]) -> None:
 
 
 def _from_file(file: ConfigFile | None) -> _Layer:
+    found: _Layer = {}
     if file is None:
-        return {}
-    return {
-        name: (
-            value,
-            Origin("file", f"{file.path}, {place}" if (place := file.places.get(name)) else file.path),
-        )
-        for name, value in file.values.items()
-    }
+        return found
+    for name, value in file.values.items():
+        line = file.lines.get(name)
+        found[name] = (value, Origin("file", f"{file.path}, {line}" if line else file.path))
+    return found
 
 
 def _refuse_unread(config: LaunchConfig, origins: Mapping[str, Origin], writes_sbatch: bool) -> None:
     """Refuse a flag whose section is switched off: who typed it meant something by it."""
-    for field in FIELDS:
-        section, origin = section_of(field), origins[field.name]
-        if (
-            section is None
-            or origin.source != "flag"
-            or is_active(config, field, writes_sbatch=writes_sbatch)
-        ):
-            continue
-        raise ConfigurationError(
-            f"{origin.name} has no effect without {section.needs}. Give both or neither."
-        )
+    for name, option in OPTIONS.items():
+        if origins[name].source == "flag" and not is_active(config, option, writes_sbatch=writes_sbatch):
+            raise ConfigurationError(
+                f"{origins[name].name} has no effect without {option.section.needs}. Give both or neither."
+            )
 
 
 def refuse_not_yet(resolved: Resolved) -> None:
@@ -221,9 +203,9 @@ def refuse_not_yet(resolved: Resolved) -> None:
     accelfn.errors.NotAvailableError: --use_deepspeed can't be launched: accelfn doesn't support DeepSpeed \
 yet. Leave it out.
     """
-    for field, what in list_not_yet(resolved.config):
-        origin, value = resolved.origins[field.name], value_of(resolved.config, field)
-        asked = f"--{field.name}" if value is True else f"--{field.name} {field.kind.write(value)}"
+    for option, what in list_not_yet(resolved.config):
+        origin, value = resolved.origins[option.name], getattr(resolved.config, option.name)
+        asked = f"--{option.name}" if value is True else f"--{option.name} {option.kind.write(value)}"
         where = "" if origin.source == "flag" else f" (from {origin})"
         raise NotAvailableError(
             f"{asked}{where} can't be launched: accelfn doesn't support {what} yet. Leave it out."
@@ -231,7 +213,7 @@ yet. Leave it out.
 
 
 def origin_rows(resolved: Resolved, *, everything: bool = True) -> list[tuple[str, str, str]]:
-    """List each field's place in a file, its value as text, and where that came from. Secrets are hidden.
+    """List each option's keys in a file, its value as text, and where that came from. Secrets are hidden.
 
     Args:
         resolved: From :func:`resolve`.
@@ -242,17 +224,15 @@ def origin_rows(resolved: Resolved, *, everything: bool = True) -> list[tuple[st
     [('cpu', 'true', 'flag --cpu')]
     """
     rows: list[tuple[str, str, str]] = []
-    for field in FIELDS:
-        origin = resolved.origins[field.name]
+    for name, option in OPTIONS.items():
+        origin, value = resolved.origins[name], getattr(resolved.config, name)
         if origin.source == "default" and not everything:
             continue
-        value = value_of(resolved.config, field)
-        text = (
-            "-"
-            if value is None
-            else HIDDEN
-            if field.secret
-            else hide_in_text(field.kind.write(value)).replace("\n", "; ")
-        )
-        rows.append((field.path, text, str(origin)))
+        if value is None:
+            text = "-"
+        elif option.secret:
+            text = HIDDEN
+        else:
+            text = hide_in_text(option.kind.write(value)).replace("\n", "; ")
+        rows.append((option.path, text, str(origin)))
     return rows
