@@ -16,8 +16,8 @@ from torch import nn
 import accelfn as af
 from accelfn import Context, DistributedDataParallelKwargs
 from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
-from accelfn.parallel.handle import syncing
-from accelfn.parallel.replicate import replicate, unchecked
+from accelfn.parallel.handle import joined, syncing
+from accelfn.parallel.replicate import replicate
 from accelfn.testing import Where, run_ranks
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -407,13 +407,13 @@ def test_forward_passes_are_not_compared_where_that_is_said_and_else_they_are() 
         call_log = ctx.collectives.call_log
         numbers = [call_log.number]
         x, _ = rows(2)
-        with unchecked(model):
-            with pytest.raises(KeyError), unchecked(model):
+        with joined(model):
+            with pytest.raises(KeyError), joined(model):
                 raise KeyError
             if ctx.rank == 0:
                 model(x)
             numbers.append(call_log.number)
-        with unchecked(model):
+        with joined(model):
             other(x)
             numbers.append(call_log.number)
         model(x)
