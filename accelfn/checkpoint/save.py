@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -184,7 +185,7 @@ def save_state(
         asynchronous: Copy the state to host memory and write it in the background. The copy is complete when
             this returns. One save at a time: the next one waits for it.
         step: What you count, such as optimizer steps: says which checkpoint is the newest.
-        metric: What you measure, for keeping the best.
+        metric: What you measure, for keeping the best; one that is infinite or NaN counts as None.
         keep: Which checkpoints beside this one stay, once it is committed; None keeps all.
         files: A directory of the main process (of that of each node, with ``save_on_each_node``), on the disk
             of the checkpoint, such as :func:`accelfn.checkpoint.folder_for_files` makes. What is in it
@@ -218,13 +219,21 @@ def save_state(
 
     def look() -> _Own:
         finish_background(ctx)
-        return _look(ctx, path, tree, is_copied=asynchronous, step=step, metric=metric)
+        _check_options(step, metric, keep)
+        return _look(ctx, path, tree, is_copied=asynchronous)
 
     own, error = catch(look)
     taken = os.path.abspath(files) if files is not None and writes_here(ctx) else None
     phases = CollectivePhases(ctx, "save_state")
     each_node = ctx.project.save_on_each_node
-    options = [None if each_node else str(path), step, metric, repr(keep), asynchronous, allow_drift]
+    options = {
+        "directory": "of each node" if each_node else str(path),
+        "step": repr(step),
+        "metric": repr(metric),
+        "keep": repr(keep),
+        "asynchronous": asynchronous,
+        "allow_drift": allow_drift,
+    }
     job, error = catch(
         lambda: _agree_on(ctx, phases, path, own, error, options, step, metric, keep, taken, allow_drift)
     )
@@ -358,15 +367,25 @@ def _write_alone(
 # --- before anything is written ------------------------------------------------------------------
 
 
-@paused_collection()
-def _look(
-    ctx: Context, path: Path, tree: Any, *, is_copied: bool, step: int | None, metric: float | None
-) -> _Own:
-    """Read all that this rank brings; nothing is written."""
-    if step is not None and type(cast("object", step)) is not int:
+def _check_options(step: object, metric: object, keep: object) -> None:
+    """Refuse what is no step, no metric or no rule.
+
+    Raises:
+        TypeError: One isn't.
+    """
+    if step is not None and type(step) is not int:
         raise TypeError(f"save_state: step must be a whole number or None, got {step!r}.")
-    if metric is not None and not isinstance(cast("object", metric), (int, float)):
-        raise TypeError(f"save_state: metric must be a number or None, got {type(metric).__name__}.")
+    if metric is not None and not isinstance(metric, (int, float)):
+        raise TypeError(
+            f"save_state: metric must be a number or None, got {type(metric).__name__}. Pass float(metric)."
+        )
+    if keep is not None and not isinstance(keep, Keep):
+        raise TypeError(f"save_state: keep must be a Keep such as Keep(last=3), or None, got {keep!r}.")
+
+
+@paused_collection()
+def _look(ctx: Context, path: Path, tree: Any, *, is_copied: bool) -> _Own:
+    """Read all that this rank brings; nothing is written."""
     check_target(REAL_DISK, str(path))
     names = find_names(tree)
     staged: dict[str, WholeModel | None] = {}
@@ -484,7 +503,7 @@ def _agree_on(
     path: Path,
     own: _Own | None,
     error: Exception | None,
-    options: Sequence[object],
+    options: Mapping[str, object],
     step: int | None,
     metric: float | None,
     keep: Keep | None,
@@ -535,7 +554,7 @@ def _agree_on(
     return Job(
         directory=path,
         step=step,
-        metric=metric,
+        metric=None if metric is None or not math.isfinite(metric) else metric,
         keep=keep,
         rank=world.rank,
         main=0 if nodes is None else mains[world.node_rank],

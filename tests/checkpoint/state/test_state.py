@@ -629,3 +629,19 @@ def test_weights_that_were_saved_apart_are_not_put_into_one(tmp_path: Path) -> N
     af.load_state(Context(), tmp_path / "at", {"model": model})
     assert model.outer.weight is model.inner.weight
     assert model.inner.weight.isnan().all()
+
+
+@pytest.mark.parametrize("options", [{"keep": 3}, {"metric": torch.tensor(0.5)}, {"step": 1.5}])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_no_option_is_refused_by_name_before_anything_is_written(
+    options: dict[str, Any], world: int, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=f"save_state: {next(iter(options))} must be"):
+        run_ranks(lambda ctx: af.save_state(ctx, tmp_path / "run", {"x": 1}, **options), world)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("metric", [float("nan"), float("inf")])
+def test_a_metric_that_is_no_number_saves_a_checkpoint_without_one(metric: float, tmp_path: Path) -> None:
+    run_ranks(lambda ctx: af.save_state(ctx, tmp_path / "run", {"x": 1}, metric=metric), 2)
+    assert af.checkpoint.verify_checkpoint(tmp_path / "run").metric is None
