@@ -16,6 +16,7 @@ from accelfn.bigmodel.devices import (
     MaxMemory,
     Place,
     PlaceLike,
+    check_device,
     get_max_memory,
     is_accelerator,
     listed,
@@ -510,6 +511,19 @@ def resolve_device_map(
         fallback_allocation=fallback_allocation,
     )
     return _with_warnings(plan_named_map(shape, device_map, max_memory, options))
+
+
+def read_places(device_map: Mapping[str, object]) -> dict[str, Place]:
+    """Read the places of a device map, which this machine must have.
+
+    Raises:
+        ValueError: There is no such place, or this machine lacks it.
+    """
+    places = {name: read_place(place, f"device_map[{name!r}]") for name, place in device_map.items()}
+    for name, place in places.items():
+        if place != "disk":
+            check_device(place, f"device_map[{name!r}]")
+    return places
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, PlaceLike]) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -351,20 +350,6 @@ def _checked(hook: object, what: str) -> ModelHook:
     raise TypeError(f"{what}: a hook must be an accelfn ModelHook, got {hook!r}. {advice}")
 
 
-MoveModule: TypeAlias = Callable[[nn.Module, Place], None]
-"""Brings all tensors of a module to a place. The seam at which tests count."""
-
-
-def module_tensors(module: nn.Module, recurse: bool = True) -> Iterable[torch.Tensor]:
-    """Return the parameters and buffers of ``module``, and those inside of it if ``recurse``."""
-    return chain(module.parameters(recurse), module.buffers(recurse))
-
-
-def _move_module(module: nn.Module, place: Place) -> None:
-    """Move all parameters and buffers of ``module`` to ``place``, with their gradients."""
-    module.to(check_device(place))
-
-
 class CpuOffload(ModelHook):
     """Keeps a whole model in the host's memory until it runs, and on its device from then on.
 
@@ -377,7 +362,6 @@ class CpuOffload(ModelHook):
             simulated. None is the current accelerator, or the CPU without one.
         prev_module_hook: The model that ran before: it goes back to the host before this one comes. Copies
             and pickles of this hook take that model along.
-        move: How a model is brought to a place.
 
     Raises:
         ValueError: There is no such device here.
@@ -387,8 +371,6 @@ class CpuOffload(ModelHook):
         self,
         execution_device: PlaceLike | None = None,
         prev_module_hook: UserCpuOffloadHook | None = None,
-        *,
-        move: MoveModule = _move_module,
     ) -> None:
         place = (
             current_place() if execution_device is None else read_place(execution_device, "execution_device")
@@ -397,7 +379,6 @@ class CpuOffload(ModelHook):
         self.prev_module_hook = prev_module_hook
         self._place = place
         self._at: Place = "cpu"
-        self._move = move
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Bring the model to the host."""
@@ -413,18 +394,18 @@ class CpuOffload(ModelHook):
         self._bring(module, self._place)
         return moved(args, self.execution_device), moved(kwargs, self.execution_device)
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the model was brought to its device and not back since."""
-        return self._at == self._place
-
     def _bring(self, module: nn.Module, place: Place) -> None:
         device = check_device(place)
         # Tensors can't tell whether they are on a device that is simulated.
         is_there = not is_simulated(self._place) or self._at == place
-        if not is_there or not all(is_on(tensor, device) for tensor in module_tensors(module)):
-            self._move(module, place)
+        tensors = (*module.parameters(), *module.buffers())
+        if not is_there or not all(is_on(tensor, device) for tensor in tensors):
+            self.move(module, place)
         self._at = place
+
+    def move(self, module: nn.Module, place: Place) -> None:
+        """Move all parameters and buffers of a module to a place, with their gradients."""
+        module.to(check_device(place))
 
 
 class UserCpuOffloadHook:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelfn.bigmodel import block_hooks as module_of_hooks
-from accelfn.bigmodel.block_hooks import attach_moves, attach_return, attach_stream
+from accelfn.bigmodel.block_hooks import attach_moves, attach_prefetcher, attach_return
 from tests.bigmodel.offload.trees import WIDTH, Tree, build, doubling, inputs, stream_of
 
 META = torch.device("meta")
@@ -77,7 +77,7 @@ def test_outputs_go_back_to_where_the_inputs_came_from(monkeypatch: pytest.Monke
 def test_what_was_attached_goes_without_a_trace() -> None:
     plain: Any = build(Tree("list", (Tree("direct"), Tree("shared", (Tree("linear"),)))))
     model: Any = build(Tree("list", (Tree("direct"), Tree("shared", (Tree("linear"),)))))
-    attached = attach_stream(model, stream_of(model, doubling()))
+    attached = attach_prefetcher(model, stream_of(model, doubling()))
     assert num_hooks(model) > 0
     assert not torch.equal(plain(inputs()), model(inputs()))
     remove(attached)
@@ -96,7 +96,7 @@ def test_hooks_of_the_user_see_the_weights_that_compute() -> None:
 
     model[0].register_forward_pre_hook(look)
     model[0].register_forward_hook(look)
-    attach_stream(model, stream_of(model, doubling()))
+    attach_prefetcher(model, stream_of(model, doubling()))
     model(inputs())
     assert all(torch.equal(one, 2 * weight) for one in seen)
     assert len(seen) == 2

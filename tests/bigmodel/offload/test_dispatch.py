@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from accelfn.bigmodel.assign import named_modules, slots_of
-from accelfn.bigmodel.block_stream import Stream
+from accelfn.bigmodel.assign import named_modules, refs_of
+from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, read_offload, undispatch
 from accelfn.bigmodel.offload_folder import offload_state_dict
 from accelfn.bigmodel.weight_files import mapped_from
@@ -50,8 +50,8 @@ PLACES = ("cpu", "disk", "cpu:0", "cpu:1")
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="limits of processes are of POSIX")
 
 
-def streams_of(model: nn.Module) -> list[Stream]:
-    return list(getattr(vars(model).get("_accelfn_dispatched"), "streams", []))
+def streams_of(model: nn.Module) -> list[BlockPrefetcher]:
+    return list(getattr(vars(model).get("_accelfn_dispatched"), "prefetchers", []))
 
 
 def num_hooks(model: nn.Module) -> int:
@@ -183,7 +183,7 @@ def small() -> Any:
 
 
 def pointers(model: nn.Module) -> dict[str, int]:
-    return {name: slot.read().data_ptr() for name, slot in slots_of(model)}
+    return {name: ref.read().data_ptr() for name, ref in refs_of(model)}
 
 
 def test_parameters_stay_the_same_objects_wherever_they_go(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_what_lies_on_the_disk_is_mapped_and_its_file_has_no_name(tmp_path: Path
     dispatch_model(
         model, {"": "cpu", "1": "disk", "3": "disk"}, offload_dir=tmp_path / "new", offload_buffers=True
     )
-    mapped = {name for name, slot in slots_of(model) if mapped_from(slot.read()) is not None}
+    mapped = {name for name, ref in refs_of(model) if mapped_from(ref.read()) is not None}
     assert mapped == {"1.scale", "1.shift", "1.mask", "3.weight", "3.bias"}
     assert list((tmp_path / "new").iterdir()) == []
 
@@ -301,7 +301,7 @@ def test_a_model_without_values_gets_them_from_a_state_dict() -> None:
     plain = small()
     with torch.device("meta"):
         model = small()
-    given = {name: slot.read().detach() for name, slot in slots_of(plain)}
+    given = {name: ref.read().detach() for name, ref in refs_of(plain)}
     cpu_offload(model, "cpu:0", state_dict=given)
     assert torch.equal(plain(inputs()), model(inputs()))
     assert isinstance(model[0].weight, nn.Parameter)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelfn.bigmodel.dispatch import fix, unfix
+from accelfn.bigmodel.dispatch import allow_moves, refuse_moves
 
 
 class Mine(nn.Linear):
@@ -22,21 +22,21 @@ class Mine(nn.Linear):
 def test_only_what_was_hung_there_is_taken_off() -> None:
     model = nn.Linear(2, 2)
     before = set(vars(model))
-    fix(model)
-    fix(model)
+    refuse_moves(model)
+    refuse_moves(model)
     with pytest.raises(RuntimeError, match=r"this Linear's weights.*cuda\(\).*undispatch"):
         model.cuda()
-    unfix(model)
-    unfix(model)
+    allow_moves(model)
+    allow_moves(model)
     assert set(vars(model)) == before
     vars(model)["cuda"] = print
-    unfix(model)
+    allow_moves(model)
     assert vars(model)["cuda"] is print
 
 
 def test_a_dtype_goes_by_the_own_way_of_the_class() -> None:
     model = Mine(2, 2)
-    fix(model)
+    refuse_moves(model)
     assert model.to(torch.float64) is model
     assert model.was_asked
     assert model.weight.dtype == torch.float64
@@ -47,5 +47,5 @@ def test_a_dtype_goes_by_the_own_way_of_the_class() -> None:
 
 def test_modules_below_stay_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    fix(model)
+    refuse_moves(model)
     assert model[0].to("meta").weight.is_meta
