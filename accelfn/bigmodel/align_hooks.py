@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.assign import TensorRef, check_fit, put, refs_of, tied_refs
+from accelfn.bigmodel.assign import TensorRef, assign_values, check_fit, put, refs_of
 from accelfn.bigmodel.block_hooks import CallStack, input_device, moved
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.blocks import Block
@@ -75,15 +75,13 @@ def _settle(
         values: As :func:`_values_of` gives them.
         device: Of the others; None leaves them where they are.
     """
-    for names in tied_refs(refs):
-        old = refs[names[0]].read()
-        value = values.get(id(old))
-        rests = any(name in travels for name in names)
-        if value is not None and not rests:
-            value = value.clone()
-        target = torch.device("cpu") if rests else device or old.device
-        if value is not None or old.device != target:
-            put([refs[name] for name in names], old, (old.data if value is None else value).to(target))
+    rest = {id(refs[name].read()) for name in travels}
+
+    def device_of(_: str, old: torch.Tensor) -> torch.device:
+        return torch.device("cpu") if id(old) in rest else device or old.device
+
+    own = {number: value if number in rest else value.clone() for number, value in values.items()}
+    assign_values(refs, device_of, own)
 
 
 class AlignDevicesHook(ModelHook):

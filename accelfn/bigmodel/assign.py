@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -217,6 +217,36 @@ def tied_refs(refs: Mapping[str, TensorRef]) -> list[tuple[str, ...]]:
     for name, ref in refs.items():
         groups.setdefault(id(ref.read()), []).append(name)
     return [tuple(group) for group in groups.values()]
+
+
+def assign_values(
+    refs: Mapping[str, TensorRef],
+    device_of: Callable[[str, torch.Tensor], torch.device],
+    values: Mapping[int, torch.Tensor],
+) -> None:
+    """Put every tensor on its device. Tied names stay one tensor wherever they are together.
+
+    Args:
+        refs: By name. Effect: on their modules.
+        device_of: Returns the device for a name and the tensor that is there.
+        values: By the ``id`` of a tensor that is there: what becomes its value, where that isn't its own.
+    """
+    for names in tied_refs(refs):
+        old = refs[names[0]].read()
+        value = values.get(id(old), old)
+        by_device: dict[torch.device, list[TensorRef]] = {}
+        for name in names:
+            by_device.setdefault(device_of(name, old), []).append(refs[name])
+        # The first place keeps the object, so that optimizers know it; what it had is copied before.
+        moved = {device: _moved(old, value, device) for device in by_device}
+        for number, (device, some) in enumerate(by_device.items()):
+            put(some, old, moved[device], as_new=number > 0)
+
+
+def _moved(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if value is old and is_on(old, device):
+        return old
+    return value.detach().to(device) if is_packable(old) else value.to(device)
 
 
 def check_fit(name: str, value: torch.Tensor, now: torch.Tensor) -> torch.Tensor:

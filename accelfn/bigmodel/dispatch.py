@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from accelfn.bigmodel.assign import (
     TensorRef,
+    assign_values,
     check_fit,
     has_forward,
     is_packable,
     named_modules,
-    put,
     refs_of,
     tied_refs,
 )
@@ -175,31 +175,6 @@ def _find_values(
         written = write_mapped(folder, dict(to_write.values()))
         values.update({number: written[name] for number, (name, _) in to_write.items()})
     return values
-
-
-def _assign_values(
-    refs: Mapping[str, TensorRef],
-    placements: Mapping[str, TensorPlacement],
-    values: Mapping[int, torch.Tensor],
-) -> None:
-    """Put every tensor where it is stored. Tied names stay one tensor wherever they are together."""
-    for names in tied_refs(refs):
-        old = refs[names[0]].read()
-        value = values.get(id(old), old)
-        by_device: dict[torch.device, list[TensorRef]] = {}
-        for name in names:
-            place = placements[name].storage
-            by_device.setdefault(check_device("cpu" if place == "disk" else place), []).append(refs[name])
-        # The first place keeps the object, so that optimizers know it; what it had is copied before.
-        moved = {device: _moved(old, value, device) for device in by_device}
-        for number, (device, some) in enumerate(by_device.items()):
-            put(some, old, moved[device], as_new=number > 0)
-
-
-def _moved(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if value is old and old.device == device:
-        return old
-    return value.detach().to(device) if is_packable(old) else value.to(device)
 
 
 # --- moves of the whole model --------------------------------------------------------------------
@@ -509,7 +484,12 @@ def _dispatch(model: nn.Module, places: Mapping[str, Place], main: Place, option
     )
     values = _find_values(refs, placements, options)
     undispatch(model)
-    _assign_values(refs, placements, values)
+
+    def device_of(name: str, _: torch.Tensor) -> torch.device:
+        place = placements[name].storage
+        return check_device("cpu" if place == "disk" else place)
+
+    assign_values(refs, device_of, values)
     dispatched = vars(model)[_NAME] = _Dispatched()
     offloaded: dict[Place, list[str]] = {}
     for name, placement in placements.items():

@@ -7,7 +7,6 @@ other libraries look for it.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping
 from types import FrameType
@@ -29,6 +28,7 @@ from accelfn.bigmodel.devices import (
     read_place,
 )
 from accelfn.bigmodel.dispatch import undispatch
+from accelfn.parallel.forward import WrappedForward
 
 _ATTRIBUTE = "_hf_hook"
 
@@ -178,7 +178,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     if not _connections(module):
         _Around(module)
     if whole.no_grad and not isinstance(vars(module).get("forward"), _WithoutGradient):
-        vars(module)["forward"] = _WithoutGradient(module)
+        vars(module)["forward"] = _WithoutGradient(module.forward)
     return module
 
 
@@ -201,7 +201,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
             handle.remove()
         forward = vars(module).get("forward")
         if isinstance(forward, _WithoutGradient):
-            forward.take_away()
+            del vars(module)["forward"]
+            if forward.__wrapped__ != module.forward:  # somebody's own of this one module
+                vars(module)["forward"] = forward.__wrapped__
         whole = hook.detach_hook(module)
     if recurse:
         undispatch(module)
@@ -265,36 +267,16 @@ class _Around:
         return _release(call.begun, module)
 
 
-class _WithoutGradient:
+class _WithoutGradient(WrappedForward):
     """A module's forward, without gradients.
 
     Not done in the hooks: torch doesn't run them when the user interrupts the program, and gradients would
     stay off.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._replaced: Any = vars(module).get("forward")  # somebody's own forward of this one module
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            if self._replaced is not None:
-                return self._replaced(*args, **kwargs)
-            return cast("Any", type(self._module)).forward(self._module, *args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        if self._replaced is not None:
-            return inspect.signature(self._replaced)
-        forward = cast("Any", type(self._module)).forward.__get__(self._module)
-        return inspect.signature(forward)
-
-    def take_away(self) -> None:
-        """Let the module have the forward that it had."""
-        if self._replaced is None:
-            del vars(self._module)["forward"]
-        else:
-            vars(self._module)["forward"] = self._replaced
+            return self.__wrapped__(*args, **kwargs)
 
 
 def _before(
@@ -305,14 +287,12 @@ def _before(
         new_args, new_kwargs = given
     except (TypeError, ValueError):
         new_args = new_kwargs = None
-    if type(new_args) is tuple and type(new_kwargs) is dict:  # what it should be, asked in the cheapest way
-        return cast("tuple[Any, ...]", new_args), cast("dict[str, Any]", new_kwargs)
-    if not isinstance(new_args, (tuple, list)) or not isinstance(new_kwargs, Mapping):
-        raise TypeError(
-            f"{type(hook).__name__}.pre_forward must return (args, kwargs), a tuple and a dict; it returned "
-            f"{type(given).__name__}. End it with `return args, kwargs`."
-        )
-    return tuple(cast("list[Any]", new_args)), dict(cast("Mapping[str, Any]", new_kwargs))
+    if isinstance(new_args, (tuple, list)) and isinstance(new_kwargs, Mapping):
+        return tuple(cast("list[Any]", new_args)), dict(cast("Mapping[str, Any]", new_kwargs))
+    raise TypeError(
+        f"{type(hook).__name__}.pre_forward must return (args, kwargs), a tuple and a dict; it returned "
+        f"{type(given).__name__}. End it with `return args, kwargs`."
+    )
 
 
 def _after(begun: list[ModelHook], module: nn.Module, output: Any) -> Any:
@@ -393,6 +373,11 @@ class CpuOffload(ModelHook):
             self.prev_module_hook.offload()
         self._bring(module, self._place)
         return moved(args, self.execution_device), moved(kwargs, self.execution_device)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model was brought to its device and not back since."""
+        return self._at == self._place
 
     def _bring(self, module: nn.Module, place: Place) -> None:
         device = check_device(place)
