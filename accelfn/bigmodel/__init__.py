@@ -1,196 +1,101 @@
 """Models that don't fit: a plan of where every tensor lies, loading, offloading, and running."""
 
+from accelfn.bigmodel.align_hooks import AlignDevicesHook as AlignDevicesHook
+from accelfn.bigmodel.align_hooks import align_module_device as align_module_device
+from accelfn.bigmodel.align_hooks import attach_align_device_hook as attach_align_device_hook
 from accelfn.bigmodel.align_hooks import (
-    AlignDevicesHook,
-    align_module_device,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
-    get_state_dict_from_offload,
-    get_state_dict_offloaded_model,
-    has_offloaded_params,
+    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
 )
-from accelfn.bigmodel.assign import id_tensor_storage, named_module_tensors, set_module_tensor_to_device
-from accelfn.bigmodel.block_stream import StreamFacts
-from accelfn.bigmodel.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
-from accelfn.bigmodel.device_map import (
-    DeviceMap,
-    DevicePlan,
-    PlacePlan,
-    PlanOptions,
-    TensorCopy,
-    check_device_map,
-    clean_device_map,
-    get_balanced_memory,
-    infer_auto_device_map,
-    plan_device_map,
-    plan_named_map,
-    resolve_device_map,
-)
-from accelfn.bigmodel.devices import MaxMemory, Place, PlaceLike, convert_file_size_to_int, get_max_memory
-from accelfn.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, read_offload, undispatch
-from accelfn.bigmodel.drawing import (
-    draw_device_plan,
-    draw_device_plan_html,
-    draw_device_plan_svg,
-    draw_estimate,
-    draw_estimate_html,
-    draw_estimate_svg,
-)
-from accelfn.bigmodel.empty import (
-    init_empty_weights,
-    init_on_device,
-)
-from accelfn.bigmodel.estimate import (
-    DtypeEstimate,
-    MemoryEstimate,
-    TrainingEstimate,
-    estimate_memory,
-)
-from accelfn.bigmodel.hooks import (
-    CpuOffload,
-    ModelHook,
-    SequentialHook,
-    UserCpuOffloadHook,
-    add_hook_to_module,
-    cpu_offload_with_hook,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
-)
-from accelfn.bigmodel.load import load_checkpoint_and_dispatch, load_checkpoint_in_model, load_state_dict
+from accelfn.bigmodel.align_hooks import attach_execution_device_hook as attach_execution_device_hook
+from accelfn.bigmodel.align_hooks import get_state_dict_from_offload as get_state_dict_from_offload
+from accelfn.bigmodel.align_hooks import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accelfn.bigmodel.align_hooks import has_offloaded_params as has_offloaded_params
+from accelfn.bigmodel.assign import id_tensor_storage as id_tensor_storage
+from accelfn.bigmodel.assign import named_module_tensors as named_module_tensors
+from accelfn.bigmodel.assign import set_module_tensor_to_device as set_module_tensor_to_device
+from accelfn.bigmodel.block_stream import StreamFacts as StreamFacts
+from accelfn.bigmodel.casting import LayerwiseCastingHook as LayerwiseCastingHook
+from accelfn.bigmodel.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+from accelfn.bigmodel.device_map import DeviceMap as DeviceMap
+from accelfn.bigmodel.device_map import DevicePlan as DevicePlan
+from accelfn.bigmodel.device_map import PlacePlan as PlacePlan
+from accelfn.bigmodel.device_map import PlanOptions as PlanOptions
+from accelfn.bigmodel.device_map import TensorCopy as TensorCopy
+from accelfn.bigmodel.device_map import check_device_map as check_device_map
+from accelfn.bigmodel.device_map import clean_device_map as clean_device_map
+from accelfn.bigmodel.device_map import get_balanced_memory as get_balanced_memory
+from accelfn.bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
+from accelfn.bigmodel.device_map import plan_device_map as plan_device_map
+from accelfn.bigmodel.device_map import plan_named_map as plan_named_map
+from accelfn.bigmodel.device_map import resolve_device_map as resolve_device_map
+from accelfn.bigmodel.devices import MaxMemory as MaxMemory
+from accelfn.bigmodel.devices import Place as Place
+from accelfn.bigmodel.devices import PlaceLike as PlaceLike
+from accelfn.bigmodel.devices import convert_file_size_to_int as convert_file_size_to_int
+from accelfn.bigmodel.devices import get_max_memory as get_max_memory
+from accelfn.bigmodel.dispatch import cpu_offload as cpu_offload
+from accelfn.bigmodel.dispatch import disk_offload as disk_offload
+from accelfn.bigmodel.dispatch import dispatch_model as dispatch_model
+from accelfn.bigmodel.dispatch import read_offload as read_offload
+from accelfn.bigmodel.dispatch import undispatch as undispatch
+from accelfn.bigmodel.drawing import draw_device_plan as draw_device_plan
+from accelfn.bigmodel.drawing import draw_device_plan_html as draw_device_plan_html
+from accelfn.bigmodel.drawing import draw_device_plan_svg as draw_device_plan_svg
+from accelfn.bigmodel.drawing import draw_estimate as draw_estimate
+from accelfn.bigmodel.drawing import draw_estimate_html as draw_estimate_html
+from accelfn.bigmodel.drawing import draw_estimate_svg as draw_estimate_svg
+from accelfn.bigmodel.empty import init_empty_weights as init_empty_weights
+from accelfn.bigmodel.empty import init_on_device as init_on_device
+from accelfn.bigmodel.estimate import DtypeEstimate as DtypeEstimate
+from accelfn.bigmodel.estimate import MemoryEstimate as MemoryEstimate
+from accelfn.bigmodel.estimate import TrainingEstimate as TrainingEstimate
+from accelfn.bigmodel.estimate import estimate_memory as estimate_memory
+from accelfn.bigmodel.hooks import CpuOffload as CpuOffload
+from accelfn.bigmodel.hooks import ModelHook as ModelHook
+from accelfn.bigmodel.hooks import SequentialHook as SequentialHook
+from accelfn.bigmodel.hooks import UserCpuOffloadHook as UserCpuOffloadHook
+from accelfn.bigmodel.hooks import add_hook_to_module as add_hook_to_module
+from accelfn.bigmodel.hooks import cpu_offload_with_hook as cpu_offload_with_hook
+from accelfn.bigmodel.hooks import remove_hook_from_module as remove_hook_from_module
+from accelfn.bigmodel.hooks import remove_hook_from_submodules as remove_hook_from_submodules
+from accelfn.bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accelfn.bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
+from accelfn.bigmodel.load import load_state_dict as load_state_dict
+from accelfn.bigmodel.model_info import AnyDtype as AnyDtype
+from accelfn.bigmodel.model_info import CustomDtype as CustomDtype
+from accelfn.bigmodel.model_info import LeafKind as LeafKind
+from accelfn.bigmodel.model_info import LeafShape as LeafShape
+from accelfn.bigmodel.model_info import ModelShape as ModelShape
+from accelfn.bigmodel.model_info import ModuleShape as ModuleShape
+from accelfn.bigmodel.model_info import calculate_maximum_sizes as calculate_maximum_sizes
+from accelfn.bigmodel.model_info import check_tied_parameters_in_config as check_tied_parameters_in_config
 from accelfn.bigmodel.model_info import (
-    AnyDtype,
-    CustomDtype,
-    LeafKind,
-    LeafShape,
-    ModelShape,
-    ModuleShape,
-    calculate_maximum_sizes,
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    compute_module_sizes,
-    compute_module_total_buffer_size,
-    dtype_byte_size,
-    find_tied_parameters,
-    get_max_layer_size,
-    get_module_leaves,
-    get_non_persistent_buffers,
-    read_shape,
-    retie_parameters,
-    shape_from_leaves,
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
 )
-from accelfn.bigmodel.offload_folder import (
-    OffloadedWeightsLoader,
-    PrefixedDataset,
-    extract_submodules_state_dict,
-    load_offloaded_weight,
-    load_offloaded_weights,
-    offload_state_dict,
-    offload_weight,
-    save_offload_index,
-)
-from accelfn.bigmodel.pipeline import Pipeline, plan_pipeline, prepare_pipeline, prepare_pippy
-from accelfn.bigmodel.quantize import load_and_quantize_model
-from accelfn.bigmodel.quantize_config import BnbQuantizationConfig, TorchaoQuantizationConfig
-from accelfn.bigmodel.quantize_layers import has_4bit_bnb_layers
-from accelfn.bigmodel.source import (
-    read_source,
-)
-
-__all__ = (
-    "AlignDevicesHook",
-    "AnyDtype",
-    "BnbQuantizationConfig",
-    "CpuOffload",
-    "CustomDtype",
-    "DeviceMap",
-    "DevicePlan",
-    "DtypeEstimate",
-    "LayerwiseCastingHook",
-    "LeafKind",
-    "LeafShape",
-    "MaxMemory",
-    "MemoryEstimate",
-    "ModelHook",
-    "ModelShape",
-    "ModuleShape",
-    "OffloadedWeightsLoader",
-    "Pipeline",
-    "Place",
-    "PlaceLike",
-    "PlacePlan",
-    "PlanOptions",
-    "PrefixedDataset",
-    "SequentialHook",
-    "StreamFacts",
-    "TensorCopy",
-    "TorchaoQuantizationConfig",
-    "TrainingEstimate",
-    "UserCpuOffloadHook",
-    "add_hook_to_module",
-    "align_module_device",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "attach_layerwise_casting_hooks",
-    "calculate_maximum_sizes",
-    "check_device_map",
-    "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device",
-    "clean_device_map",
-    "compute_module_sizes",
-    "compute_module_total_buffer_size",
-    "convert_file_size_to_int",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "disk_offload",
-    "dispatch_model",
-    "draw_device_plan",
-    "draw_device_plan_html",
-    "draw_device_plan_svg",
-    "draw_estimate",
-    "draw_estimate_html",
-    "draw_estimate_svg",
-    "dtype_byte_size",
-    "estimate_memory",
-    "extract_submodules_state_dict",
-    "find_tied_parameters",
-    "get_balanced_memory",
-    "get_max_layer_size",
-    "get_max_memory",
-    "get_module_leaves",
-    "get_non_persistent_buffers",
-    "get_state_dict_from_offload",
-    "get_state_dict_offloaded_model",
-    "has_4bit_bnb_layers",
-    "has_offloaded_params",
-    "id_tensor_storage",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "load_and_quantize_model",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "load_offloaded_weight",
-    "load_offloaded_weights",
-    "load_state_dict",
-    "named_module_tensors",
-    "offload_state_dict",
-    "offload_weight",
-    "plan_device_map",
-    "plan_named_map",
-    "plan_pipeline",
-    "prepare_pipeline",
-    "prepare_pippy",
-    "read_offload",
-    "read_shape",
-    "read_source",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-    "resolve_device_map",
-    "retie_parameters",
-    "save_offload_index",
-    "set_module_tensor_to_device",
-    "shape_from_leaves",
-    "undispatch",
-)
+from accelfn.bigmodel.model_info import compute_module_sizes as compute_module_sizes
+from accelfn.bigmodel.model_info import compute_module_total_buffer_size as compute_module_total_buffer_size
+from accelfn.bigmodel.model_info import dtype_byte_size as dtype_byte_size
+from accelfn.bigmodel.model_info import find_tied_parameters as find_tied_parameters
+from accelfn.bigmodel.model_info import get_max_layer_size as get_max_layer_size
+from accelfn.bigmodel.model_info import get_module_leaves as get_module_leaves
+from accelfn.bigmodel.model_info import get_non_persistent_buffers as get_non_persistent_buffers
+from accelfn.bigmodel.model_info import read_shape as read_shape
+from accelfn.bigmodel.model_info import retie_parameters as retie_parameters
+from accelfn.bigmodel.model_info import shape_from_leaves as shape_from_leaves
+from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader as OffloadedWeightsLoader
+from accelfn.bigmodel.offload_folder import PrefixedDataset as PrefixedDataset
+from accelfn.bigmodel.offload_folder import extract_submodules_state_dict as extract_submodules_state_dict
+from accelfn.bigmodel.offload_folder import load_offloaded_weight as load_offloaded_weight
+from accelfn.bigmodel.offload_folder import load_offloaded_weights as load_offloaded_weights
+from accelfn.bigmodel.offload_folder import offload_state_dict as offload_state_dict
+from accelfn.bigmodel.offload_folder import offload_weight as offload_weight
+from accelfn.bigmodel.offload_folder import save_offload_index as save_offload_index
+from accelfn.bigmodel.pipeline import Pipeline as Pipeline
+from accelfn.bigmodel.pipeline import plan_pipeline as plan_pipeline
+from accelfn.bigmodel.pipeline import prepare_pipeline as prepare_pipeline
+from accelfn.bigmodel.pipeline import prepare_pippy as prepare_pippy
+from accelfn.bigmodel.quantize import load_and_quantize_model as load_and_quantize_model
+from accelfn.bigmodel.quantize_config import BnbQuantizationConfig as BnbQuantizationConfig
+from accelfn.bigmodel.quantize_config import TorchaoQuantizationConfig as TorchaoQuantizationConfig
+from accelfn.bigmodel.quantize_layers import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accelfn.bigmodel.source import read_source as read_source

@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.assign import Slot, fitting, put, slots_of, tied_slots
+from accelfn.bigmodel.assign import TensorRef, assign_values, check_fit, put, refs_of
 from accelfn.bigmodel.block_hooks import CallStack, input_device, moved
-from accelfn.bigmodel.block_stream import Stream
+from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.blocks import Block
 from accelfn.bigmodel.devices import (
     Place,
@@ -34,23 +34,25 @@ T = TypeVar("T")
 _WHOLE = ("MultiheadAttention", "TransformerEncoderLayer")
 
 
-def _values_of(slots: Mapping[str, Slot], weights_map: Mapping[str, Any] | None) -> dict[int, torch.Tensor]:
+def _values_of(
+    refs: Mapping[str, TensorRef], weights_map: Mapping[str, Any] | None
+) -> dict[int, torch.Tensor]:
     """Return what a mapping has for tensors, by their ``id``, on the host and in their dtypes.
 
     Args:
-        slots: By names in the mapping.
+        refs: By names in the mapping.
         weights_map: Values; tied tensors need one.
 
     Raises:
         ValueError: A value doesn't fit, or a tensor without values would stay without.
     """
     values: dict[int, torch.Tensor] = {}
-    for name, slot in slots.items():
-        now = slot.read()
+    for name, ref in refs.items():
+        now = ref.read()
         value = None if weights_map is None or id(now) in values else cast("Any", weights_map).get(name)
         if isinstance(value, torch.Tensor) and not value.is_meta:
-            values[id(now)] = fitting(name, value, now).detach().to("cpu", now.dtype)
-    bare = [name for name, slot in slots.items() if slot.read().is_meta and id(slot.read()) not in values]
+            values[id(now)] = check_fit(name, value, now).detach().to("cpu", now.dtype)
+    bare = [name for name, ref in refs.items() if ref.read().is_meta and id(ref.read()) not in values]
     if bare:
         raise ValueError(
             f"AlignDevicesHook: {listed(map(repr, bare))} are on the meta device and have no values. Load "
@@ -60,7 +62,7 @@ def _values_of(slots: Mapping[str, Slot], weights_map: Mapping[str, Any] | None)
 
 
 def _settle(
-    slots: Mapping[str, Slot],
+    refs: Mapping[str, TensorRef],
     travels: Collection[str],
     values: Mapping[int, torch.Tensor],
     device: torch.device | None,
@@ -68,20 +70,18 @@ def _settle(
     """Put tensors where they rest.
 
     Args:
-        slots: Of the tensors. Changed.
+        refs: Of the tensors. Changed.
         travels: Names of those that rest on the host, in the memory of their values.
         values: As :func:`_values_of` gives them.
         device: Of the others; None leaves them where they are.
     """
-    for names in tied_slots(slots):
-        old = slots[names[0]].read()
-        value = values.get(id(old))
-        rests = any(name in travels for name in names)
-        if value is not None and not rests:
-            value = value.clone()
-        target = torch.device("cpu") if rests else device or old.device
-        if value is not None or old.device != target:
-            put([slots[name] for name in names], old, (old.data if value is None else value).to(target))
+    rest = {id(refs[name].read()) for name in travels}
+
+    def device_of(_: str, old: torch.Tensor) -> torch.device:
+        return torch.device("cpu") if id(old) in rest else device or old.device
+
+    own = {number: value if number in rest else value.clone() for number, value in values.items()}
+    assign_values(refs, device_of, own)
 
 
 class AlignDevicesHook(ModelHook):
@@ -140,42 +140,42 @@ class AlignDevicesHook(ModelHook):
         self.place_submodules = place_submodules
         self.skip_keys: tuple[str, ...] = names_in(skip_keys)
         self.tied_params_map = tied_params_map
-        self.stream: Stream | None = None
-        self._origins: list[tuple[Slot, torch.device]] = []
+        self.stream: BlockPrefetcher | None = None
+        self._origins: list[tuple[TensorRef, torch.device]] = []
         self._calls: CallStack[torch.device | None] = CallStack()  # of inputs
 
-    def slots(self, module: nn.Module) -> dict[str, Slot]:
+    def refs(self, module: nn.Module) -> dict[str, TensorRef]:
         """Return what the hook brings or moves, by names within the module."""
-        found = dict(slots_of(module)) if self.offload or self.place is not None else {}
-        return {name: slot for name, slot in found.items() if self.place_submodules or "." not in name}
+        found = dict(refs_of(module)) if self.offload or self.place is not None else {}
+        return {name: ref for name, ref in found.items() if self.place_submodules or "." not in name}
 
-    def travelling(self, module: nn.Module) -> dict[str, Slot]:
+    def travelling(self, module: nn.Module) -> dict[str, TensorRef]:
         """Return what rests on the host: parameters, and if asked to, buffers that state dicts have."""
         return {
-            name: slot
-            for name, slot in self.slots(module).items()
-            if self.offload and (slot.is_parameter or (self.offload_buffers and slot.is_saved))
+            name: ref
+            for name, ref in self.refs(module).items()
+            if self.offload and (ref.is_parameter or (self.offload_buffers and ref.is_saved))
         }
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the module's tensors where they rest."""
-        slots, travels = self.slots(module), self.travelling(module)
-        values = _values_of(slots, self.weights_map if self.offload else None)
-        self._origins = [(slot, slot.read().device) for slot in travels.values()]
-        _settle(slots, travels, values, self.execution_device)
+        refs, travels = self.refs(module), self.travelling(module)
+        values = _values_of(refs, self.weights_map if self.offload else None)
+        self._origins = [(ref, ref.read().device) for ref in travels.values()]
+        _settle(refs, travels, values, self.execution_device)
         # On the CPU only the pages of mapped weights come and go.
-        is_used = self.place != "cpu" or any(mapped_from(slot.read()) for slot in travels.values())
+        is_used = self.place != "cpu" or any(mapped_from(ref.read()) for ref in travels.values())
         if travels and self.place is not None and is_used:
-            block = Block(name=type(module).__name__, module=module, slots=tuple(travels.values()))
-            self.stream = Stream((block,), self.place, num_ahead=0)
+            block = Block(name=type(module).__name__, module=module, refs=tuple(travels.values()))
+            self.stream = BlockPrefetcher((block,), self.place, num_ahead=0)
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Move offloaded tensors where they were before; those that had no values keep what they have."""
-        for slot, origin in self._origins:
-            tensor = slot.read()
+        for ref, origin in self._origins:
+            tensor = ref.read()
             if origin.type != "meta" and tensor.device != origin:
-                put([slot], tensor, tensor.data.to(origin))
+                put([ref], tensor, tensor.data.to(origin))
         self._origins, self.stream = [], None
         return module
 
@@ -185,7 +185,7 @@ class AlignDevicesHook(ModelHook):
         """Bring the module's tensors, and its arguments."""
         self._calls.values.append(input_device(args, kwargs) if self.io_same_device else None)
         if self.stream is not None:
-            self.stream.enter(0)
+            self.stream.enter(0, module)
         if self.execution_device is None:
             return args, kwargs
         return moved(args, self.execution_device, self.skip_keys), moved(
@@ -194,16 +194,16 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let the module's tensors rest again, and bring the output."""
-        device = self._end()
+        device = self._end(module)
         return output if device is None else moved(output, device, self.skip_keys)
 
     def after_error(self, module: nn.Module) -> None:
         """Let the module's tensors rest again."""
-        self._end()
+        self._end(module)
 
-    def _end(self) -> torch.device | None:
+    def _end(self, module: nn.Module) -> torch.device | None:
         if self.stream is not None:
-            self.stream.leave(0)
+            self.stream.leave(0, module)
         return self._calls.pop()
 
 
@@ -339,17 +339,17 @@ class _Plan:
 
     def apply(self) -> None:
         """Add the hooks, if all can be added."""
-        slots: dict[str, Slot] = {}
+        refs: dict[str, TensorRef] = {}
         travels: set[str] = set()
         for module, hooks in self.hooks.items():
             dot = f"{self.names[module]}." if self.names.get(module) else ""
             for hook in hooks:
                 if hook.offload:
-                    slots.update((f"{dot}{name}", slot) for name, slot in hook.slots(module).items())
+                    refs.update((f"{dot}{name}", ref) for name, ref in hook.refs(module).items())
                     travels.update(f"{dot}{name}" for name in hook.travelling(module))
                 else:
-                    _values_of(hook.slots(module), None)
-        _settle(slots, travels, _values_of(slots, self.weights_map), None)
+                    _values_of(hook.refs(module), None)
+        _settle(refs, travels, _values_of(refs, self.weights_map), None)
         for module, hooks in self.hooks.items():
             for index, hook in enumerate(hooks):
                 add_hook_to_module(module, hook, append=index > 0 or module not in self.replacing)
@@ -357,7 +357,7 @@ class _Plan:
     def align(self, module: nn.Module, name: str, device: PlaceLike | None, offload: bool) -> None:
         """Plan a hook for each module that holds tensors of its own."""
         is_whole = offload and type(module).__name__ in self.whole
-        if is_whole or any(True for name, _ in slots_of(module) if "." not in name):
+        if is_whole or any(True for name, _ in refs_of(module) if "." not in name):
             self.names[module] = name
             self.add(module, device, offload=offload, place_submodules=is_whole)
         if not is_whole:
@@ -456,20 +456,20 @@ def align_module_device(
         yield
         return
     device = check_device(place, "execution_device")
-    own = {name: slot for name, slot in slots_of(module) if "." not in name and slot.is_parameter}
-    resting: list[tuple[Slot, torch.Tensor, torch.Tensor]] = []
+    own = {name: ref for name, ref in refs_of(module) if "." not in name and ref.is_parameter}
+    resting: list[tuple[TensorRef, torch.Tensor, torch.Tensor]] = []
     try:
-        for slot in (own if hook is None else hook.travelling(module)).values():
-            tensor = slot.read()
+        for ref in (own if hook is None else hook.travelling(module)).values():
+            tensor = ref.read()
             if is_simulated(place) or not is_on(tensor, device):
-                resting.append((slot, tensor, tensor.data))
+                resting.append((ref, tensor, tensor.data))
                 tensor.data = tensor.data.to(device, copy=True)
         yield
     finally:
-        for slot, tensor, data in reversed(resting):
-            now = slot.read()
+        for ref, tensor, data in reversed(resting):
+            now = ref.read()
             if now is not tensor:  # another was hung in its place
-                put([slot], now, now.data.to(data.device))
+                put([ref], now, now.data.to(data.device))
             back = tensor.data.to(data.device)
             # Only what has changed: what is mapped from a file would otherwise get memory of its own.
             if not torch.equal(back, data):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accelfn.bigmodel.devices import PlaceLike, check_device, is_on, named_dtype, read_place
 
 
-class Slot(NamedTuple):
-    """Where a tensor hangs.
+class TensorRef(NamedTuple):
+    """Where a module holds a tensor.
 
     Attributes:
         owner: The module.
@@ -34,7 +34,7 @@ class Slot(NamedTuple):
     def read(self) -> torch.Tensor:
         """Return the tensor that hangs there now."""
         found = store_of(self.owner, self.is_parameter)[self.key]
-        assert found is not None  # a slot is only made of a tensor
+        assert found is not None  # a ref is only made of a tensor
         return found
 
     def peek(self) -> torch.Tensor | None:
@@ -56,19 +56,24 @@ def store_of(owner: nn.Module, is_parameter: bool) -> dict[str, torch.Tensor | N
     return vars(owner)["_parameters" if is_parameter else "_buffers"]
 
 
-def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return all modules of a module and their names, itself as ``""`` first, each under its first name."""
-    return cast("Iterator[tuple[str, nn.Module]]", module.named_modules())
+def named_modules(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Return all modules of a module and their names, itself as ``""`` first, each under its first name.
+
+    Args:
+        module: Any.
+        every_name: Return a module that is registered several times under each name.
+    """
+    return cast("Any", module).named_modules(remove_duplicate=not every_name)
 
 
-def slots_of(module: nn.Module) -> Iterator[tuple[str, Slot]]:
-    """Return the full names and slots of all tensors below a module, tied ones under each of their names."""
+def refs_of(module: nn.Module) -> Iterator[tuple[str, TensorRef]]:
+    """Return the full names and refs of all tensors below a module, tied ones under each of their names."""
     for prefix, owner in named_modules(module):
         dot = f"{prefix}." if prefix else ""
         for is_parameter in (True, False):
             for key, tensor in store_of(owner, is_parameter).items():
                 if tensor is not None:
-                    yield f"{dot}{key}", Slot(owner, key, is_parameter)
+                    yield f"{dot}{key}", TensorRef(owner, key, is_parameter)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -102,9 +107,9 @@ def named_module_tensors(
         return
     left_out: set[str] = set()
     if remove_non_persistent:
-        modules: Any = module.named_modules() if recurse else (("", module),)  # pyright: ignore[reportUnknownVariableType]
-        for prefix, inner in modules:
-            left_out.update(f"{prefix}.{key}" if prefix else key for key in inner._non_persistent_buffers_set)
+        for prefix, inner in named_modules(module) if recurse else (("", module),):
+            own = cast("Any", inner)._non_persistent_buffers_set
+            left_out.update(f"{prefix}.{key}" if prefix else key for key in own)
     for name, buffer in module.named_buffers(recurse=recurse):
         if name not in left_out:
             yield name, buffer
@@ -181,13 +186,13 @@ def is_packable(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
-def put(slots: Iterable[Slot], old: torch.Tensor, value: torch.Tensor, *, as_new: bool = False) -> None:
+def put(refs: Iterable[TensorRef], old: torch.Tensor, value: torch.Tensor, *, as_new: bool = False) -> None:
     """Let ``value`` be what the modules hold, by the same object where it can be: optimizers know that still.
 
     Its gradient moves along: one on another device would be an error in the next backward.
 
     Args:
-        slots: All those of the tensor.
+        refs: All those of the tensor.
         old: The tensor that hangs there.
         value: Of the same shape, on any device. Shared, not copied.
         as_new: The tensor lies elsewhere, too, and stays what it is.
@@ -201,20 +206,50 @@ def put(slots: Iterable[Slot], old: torch.Tensor, value: torch.Tensor, *, as_new
         # Quantised weights know how to move themselves, and have done so.
         is_moved = value is old or (not is_packable(old) and type(value) is type(old))
         new = value if is_moved else replaced(old, value)
-    for slot in slots:
-        if slot.read() is not new:
-            slot.write(new)
+    for ref in refs:
+        if ref.read() is not new:
+            ref.write(new)
 
 
-def tied_slots(slots: Mapping[str, Slot]) -> list[tuple[str, ...]]:
+def tied_refs(refs: Mapping[str, TensorRef]) -> list[tuple[str, ...]]:
     """Return the names of each tensor; tied ones have several."""
     groups: dict[int, list[str]] = {}
-    for name, slot in slots.items():
-        groups.setdefault(id(slot.read()), []).append(name)
+    for name, ref in refs.items():
+        groups.setdefault(id(ref.read()), []).append(name)
     return [tuple(group) for group in groups.values()]
 
 
-def fitting(name: str, value: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+def assign_values(
+    refs: Mapping[str, TensorRef],
+    device_of: Callable[[str, torch.Tensor], torch.device],
+    values: Mapping[int, torch.Tensor],
+) -> None:
+    """Put every tensor on its device. Tied names stay one tensor wherever they are together.
+
+    Args:
+        refs: By name. Effect: on their modules.
+        device_of: Returns the device for a name and the tensor that is there.
+        values: By the ``id`` of a tensor that is there: what becomes its value, where that isn't its own.
+    """
+    for names in tied_refs(refs):
+        old = refs[names[0]].read()
+        value = values.get(id(old), old)
+        by_device: dict[torch.device, list[TensorRef]] = {}
+        for name in names:
+            by_device.setdefault(device_of(name, old), []).append(refs[name])
+        # The first place keeps the object, so that optimizers know it; what it had is copied before.
+        moved = {device: _moved(old, value, device) for device in by_device}
+        for number, (device, some) in enumerate(by_device.items()):
+            put(some, old, moved[device], as_new=number > 0)
+
+
+def _moved(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if value is old and is_on(old, device):
+        return old
+    return value.detach().to(device) if is_packable(old) else value.to(device)
+
+
+def check_fit(name: str, value: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """Return ``value`` if it may take the place of ``now``.
 
     Raises:
@@ -232,7 +267,7 @@ def fitting(name: str, value: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
 def _set_tensor(owner: nn.Module, key: str, tensor: torch.Tensor) -> None:
     """Put a tensor where a module has one of that name already."""
     is_parameter = vars(owner)["_parameters"].get(key) is not None
-    Slot(owner, key, is_parameter).write(tensor)
+    TensorRef(owner, key, is_parameter).write(tensor)
 
 
 def set_module_tensor_to_device(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelfn.bigmodel.assign import has_forward
-from accelfn.bigmodel.block_stream import Stream, caller_of_hook
+from accelfn.bigmodel.block_stream import BlockPrefetcher, caller_of_hook
 from accelfn.tree import find_device, send_to_device
 from accelfn.tree.structure import flatten, is_packed_sequence
 
@@ -98,27 +98,29 @@ def _is_there(part: Any, device: torch.device) -> bool:
     return part is None or type(part) in (bool, int, float, str)
 
 
-def attach_stream(model: nn.Module, stream: Stream) -> list[RemovableHandle]:
+def attach_prefetcher(model: nn.Module, prefetcher: BlockPrefetcher) -> list[RemovableHandle]:
     """Let a model's blocks come before their modules run, and go afterwards.
 
     Args:
-        model: Whose blocks the stream has.
-        stream: Of its blocks.
+        model: Whose blocks the prefetcher has.
+        prefetcher: Of its blocks.
 
     Returns:
         Handles of torch's hooks, by which they are removed.
     """
     handles: list[RemovableHandle] = []
-    blocks = {block.module: position for position, block in enumerate(stream.blocks)}
-    for position, block in enumerate(stream.blocks):
-        handles += _around(block.module, _Enter(stream, position), _Leave(stream, position))
+    blocks = {block.module for block in prefetcher.blocks}
+    for position, block in enumerate(prefetcher.blocks):
+        handles += _around(block.module, _Enter(prefetcher, position), _Leave(prefetcher, position))
         # Others may call a module within the block without calling the block's own.
-        for module in dict.fromkeys(slot.owner for slot in block.slots):
-            if module is not block.module and module not in blocks and has_forward(module):
-                handles += _around(module, _EnterWithin(stream, position), _LeaveWithin(stream, position))
+        for module in dict.fromkeys(ref.owner for ref in block.refs):
+            if module not in blocks and has_forward(module):
+                before, after = _EnterWithin(prefetcher, position), _LeaveWithin(prefetcher, position)
+                handles += _around(module, before, after)
     # Last, so that a module's scope begins before its own tensors come, and ends after they went.
-    for module in _above(model, blocks):
-        handles += _around(module, _Enter(stream, None), _Leave(stream, None))
+    for module in reversed(list(model.modules())):
+        if has_forward(module) and any(one in blocks for one in module.modules() if one is not module):
+            handles += _around(module, _Enter(prefetcher, None), _Leave(prefetcher, None))
     return handles
 
 
@@ -145,16 +147,6 @@ def _with_equal_id(module: nn.Module, handle: RemovableHandle) -> RemovableHandl
     return handle
 
 
-def _above(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that run and have blocks below them, outer ones last."""
-    inner = set(blocks)
-    return [
-        module
-        for module in reversed(list(model.modules()))
-        if has_forward(module) and any(below in inner for below in module.modules() if below is not module)
-    ]
-
-
 def attach_moves(module: nn.Module, device: torch.device, skip_keys: tuple[str, ...]) -> RemovableHandle:
     """Move the inputs of a module to a device."""
     return module.register_forward_pre_hook(_Move(device, skip_keys), prepend=True, with_kwargs=True)
@@ -167,60 +159,46 @@ def attach_return(module: nn.Module, skip_keys: tuple[str, ...]) -> tuple[Remova
 
 
 @dataclass(frozen=True, slots=True)
-class _Enter:
-    """Before the forward of a block, whose tensors come; without one, of a module with blocks below it."""
+class _AtBlock:
+    """A hook of a block's module; without a position, of a module with blocks below it."""
 
-    stream: Stream
+    prefetcher: BlockPrefetcher
     block: int | None
+
+
+class _Enter(_AtBlock):
+    """Before the forward of a block, whose tensors come."""
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.block is None:
-            self.stream.enter_scope(module, caller_of_hook())
-        else:
-            self.stream.enter(self.block, module, caller_of_hook())
+        self.prefetcher.enter(self.block, module, caller_of_hook())
 
 
-@dataclass(frozen=True, slots=True)
-class _Leave:
+class _Leave(_AtBlock):
     """After it, whether it went well or not."""
-
-    stream: Stream
-    block: int | None
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.block is None:
-            self.stream.leave_scope(module)
-        else:
-            self.stream.leave(self.block, module)
+        self.prefetcher.leave(self.block, module)
 
 
-@dataclass(frozen=True, slots=True)
-class _EnterWithin:
+class _EnterWithin(_AtBlock):
     """Before a module within a block: its tensors come, in case that nobody calls the block's own module.
 
     What is compiled as a whole runs without: it would be split into pieces at each module.
     """
 
-    stream: Stream
-    block: int
-
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.stream.enter(self.block, module, caller_of_hook())
+            self.prefetcher.enter(self.block, module, caller_of_hook())
 
 
-@dataclass(frozen=True, slots=True)
-class _LeaveWithin:
+class _LeaveWithin(_AtBlock):
     """After it, whether it went well or not."""
-
-    stream: Stream
-    block: int
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.stream.leave(self.block, module)
+            self.prefetcher.leave(self.block, module)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The stream of blocks: each is where it is used while it is used, and the next is underway meanwhile.
+"""Bring each block of a model to where it is used while it is used, and the next one meanwhile.
 
-This is the one place of offloading that remembers something between calls. At rest every module holds its
-real weights. Between :meth:`Stream.enter` and :meth:`Stream.leave` of a block its modules hold copies on the
-device that computes; where the weights can be used as they lie, nothing is exchanged at all.
+This is the one place of offloading that remembers something between calls. Otherwise every module holds its
+real weights. Between :meth:`BlockPrefetcher.enter` and :meth:`BlockPrefetcher.leave` of a block its modules
+hold copies on the device that computes; where the weights can be used as they lie, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from accelfn.bigmodel.blocks import Block, Residents, hang, sizes_of
+from accelfn.bigmodel.block_copy import BlockCopy, HostWeights, Layout, begin_copy, hosts_of, plan_layout
+from accelfn.bigmodel.blocks import Block
 from accelfn.bigmodel.devices import Place
 from accelfn.bigmodel.offload_autograd import (
     Refetched,
@@ -29,7 +31,8 @@ from accelfn.bigmodel.offload_autograd import (
     is_innermost,
     refetching,
 )
-from accelfn.bigmodel.transfer import Link, open_link, pin
+from accelfn.bigmodel.transfer import Link, let_pages_go, open_link, pin
+from accelfn.bigmodel.weight_files import mapped_from
 
 
 def caller_of_hook() -> FrameType:
@@ -45,34 +48,23 @@ def is_within(frame: FrameType) -> bool:
     return now is not None
 
 
-_LASTING = (
-    "blocks",
-    "place",
-    "num_ahead",
-    "cache_bytes",
-    "_next",
-    "_previous",
-)
-_SCOPE = -1
-
-
 @dataclass(slots=True, eq=False)
-class _Entered:
+class _Call:
     """A call that is running.
 
     Attributes:
-        block: That it entered, or -1 for a scope.
+        block: That it entered; None for a module that has blocks below it.
         module: Whose call it is.
         frame: Within which it runs, if a hook of torch says so.
-        is_user: The block stays until the call ends.
+        uses_block: The block stays until the call ends.
         grads: Gradients are kept of what it computes.
         saving: How autograd saves weights meanwhile.
     """
 
-    block: int
+    block: int | None
     module: nn.Module
     frame: FrameType | None
-    is_user: bool = False
+    uses_block: bool = False
     grads: bool = False
     saving: saved_tensors_hooks | None = None
 
@@ -85,7 +77,7 @@ class StreamFacts(NamedTuple):
         num_blocks: How many blocks the weights are.
         num_bytes: Of all of them.
         bound_bytes: Most bytes that are on the device at a time for one thread.
-        peak_blocks: Most blocks that were there, or underway, at a time until now.
+        peak_blocks: Most blocks that were there, or in flight, at a time until now.
         peak_bytes: Most bytes of them.
     """
 
@@ -101,11 +93,18 @@ class _Thread(threading.local):
     """What a thread is in the midst of."""
 
     def __init__(self) -> None:
-        self.entered: list[_Entered] = []
+        self.calls: list[_Call] = []
         self.last = -1  # block that it entered last
 
 
-class Stream:
+_Wanter = tuple[int, bool]  # a thread's forward pass, or its backward pass
+
+
+def _me(*, is_backward: bool = False) -> _Wanter:
+    return threading.get_ident(), is_backward
+
+
+class BlockPrefetcher:
     """Blocks of a model, and where they are used.
 
     Any number of threads may run the model at a time. At each moment there are on the device: the blocks that
@@ -121,7 +120,7 @@ class Stream:
         num_ahead: How many blocks are fetched ahead while one is used.
         cache_bytes: Of weights that are mapped from files: how many bytes of them stay in the host's memory
             after use. The first blocks stay, so that a pass over all finds them there again.
-        link: Carries the blocks; None opens the one to the place. Copies of the stream do that, too.
+        link: Carries the blocks; None opens the one to the place. Copies of the prefetcher do that, too.
 
     Raises:
         ValueError: ``num_ahead`` or ``cache_bytes`` is negative, or this machine has no such device.
@@ -148,9 +147,16 @@ class Stream:
         self._open(open_link(place, num_ahead) if link is None else link)
 
     def _begin_life(self) -> None:
-        self._opened: Residents | None = None
-        self._opening = threading.Lock()
+        self._lock = threading.RLock()  # of all that follows
         self._thread = _Thread()
+        self._link: Link | None = None
+        self._copies: dict[int, BlockCopy] = {}  # blocks that are there or in flight
+        self._users: dict[int, set[_Call]] = {}
+        self._wanted: dict[_Wanter, tuple[int, ...]] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._stays: frozenset[int] = frozenset()  # whose mapped weights stay in the host's memory after use
+        self._was_read: set[int] = set()  # of those that stay and are used in place
+        self._peak_blocks = self._peak_bytes = 0
 
     # --- copies of the model ---
 
@@ -160,12 +166,13 @@ class Stream:
                 "a forward pass was interrupted, and its modules still held copies of their weights on a "
                 "device. They hold their own weights again now: copy or pickle the model again."
             )
-        if self._opened is not None and self._opened.is_used:
+        if self._users:
             raise RuntimeError(
                 "the model can't be copied or pickled while a forward pass runs: its modules hold copies "
                 "of their weights on a device. Do it between two passes."
             )
-        return {name: getattr(self, name) for name in _LASTING}
+        lasting = ("blocks", "place", "num_ahead", "cache_bytes", "_next", "_previous")
+        return {name: getattr(self, name) for name in lasting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -174,187 +181,143 @@ class Stream:
     # --- what there is ---
 
     @property
-    def residents(self) -> Residents:
-        """The blocks on the device.
+    def link(self) -> Link:
+        """What carries the blocks.
 
-        A copy of the stream opens the way to them when it is needed: the device may not be there, and at
-        first nor are the modules.
+        A copy opens it when it is needed: the device may not be there, and at first nor are the modules.
         """
-        found = self._opened
-        if found is None:
-            with self._opening:
-                found = self._opened or self._open(open_link(self.place, self.num_ahead))
-        return found
+        with self._lock:
+            return self._link or self._open(open_link(self.place, self.num_ahead))
 
-    def _open(self, link: Link) -> Residents:
+    def _open(self, link: Link) -> Link:
         if link.needs_pinned:
             for block in self.blocks:
-                pin(slot.peek() for slot in block.slots)
-        self._opened = Residents(self.blocks, link, self.cache_bytes)
-        return self._opened
+                pin(hosts_of(block))
+        total, stays = 0, set[int]()
+        for position, block in enumerate(self.blocks):
+            mapped = {id(one): one.nbytes for one in hosts_of(block) if one is not None and mapped_from(one)}
+            if total + sum(mapped.values()) <= self.cache_bytes:
+                total += sum(mapped.values())
+                stays.add(position)
+        self._stays, self._link = frozenset(stays), link
+        return link
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """Positions of the blocks that are on the device or underway now."""
+        """Positions of the blocks that are on the device or in flight now."""
         self._drop_interrupted()
-        return () if self._opened is None else self._opened.positions
+        return tuple(self._copies)
 
     def facts(self) -> StreamFacts:
-        """Return what travels, and how much of it was underway or there at a time."""
+        """Return what travels, and how much of it was in flight or there at a time."""
         self._drop_interrupted()
-        sizes = sizes_of(self.blocks)
+        sizes = [plan_layout(hosts_of(block)).packing.num_bytes for block in self.blocks]
         around = _around(self.blocks)
         own = sum(sizes[block] for block in around)
         others = sorted(size for block, size in enumerate(sizes) if block not in around)
-        residents = self.residents
-        cached = sum(sizes[block] for block in residents.stays) if residents.link.in_place else 0
+        cached = sum(sizes[block] for block in self._stays) if self.link.in_place else 0
         bound = min(sum(sizes), own + sum(others[-self.num_ahead - 1 :]) + cached)
-        return StreamFacts(
-            self.place, len(sizes), sum(sizes), bound, residents.peak_blocks, residents.peak_bytes
-        )
+        return StreamFacts(self.place, len(sizes), sum(sizes), bound, self._peak_blocks, self._peak_bytes)
 
     # --- forward ---
 
-    def enter_scope(self, module: nn.Module, frame: FrameType | None = None) -> None:
-        """Begin the forward pass of a module that has blocks below it: they are fetched ahead within it.
+    def enter(self, block: int | None, module: nn.Module, frame: FrameType | None = None) -> None:
+        """Bring a block to the device, and let its modules hold the copies.
 
         Args:
-            module: It.
+            block: Its position. None for a module that has blocks below it: they are fetched ahead within it.
+            module: Whose call it is for.
             frame: Within which it runs, for hooks of torch, which doesn't tell them of a KeyboardInterrupt: a
                 call whose frame is gone has ended.
-        """
-        self._drop_interrupted()
-        self._thread.entered.append(_Entered(_SCOPE, module, frame))
-
-    def leave_scope(self, module: nn.Module | None = None) -> None:
-        """End what :meth:`enter_scope` began, whether or not it went well.
-
-        Args:
-            module: It; None for the last one. Nothing happens if it wasn't entered.
-        """
-        self._leave_down_to(_SCOPE, module)
-
-    def enter(self, block: int, module: nn.Module | None = None, frame: FrameType | None = None) -> None:
-        """Bring a block to the device, and hang its tensors into its modules.
-
-        Args:
-            block: Its position.
-            module: Whose call it is for; None: the block's own.
-            frame: As in :meth:`enter_scope`.
 
         Raises:
             RuntimeError: It has weights that aren't loaded, or that couldn't get their gradients.
         """
-        one = self.blocks[block]
-        caller = one.module if module is None else module
-        calls = self._thread.entered
-        grads = torch.is_grad_enabled()
-        is_there = is_again = False
-        if calls:
+        calls = self._thread.calls
+        if calls or block is None:
             self._drop_interrupted()
-            for call in calls:
-                if call.block == block:
-                    is_there = is_there or call.grads or not grads
-                    is_again = is_again or call.module is caller
-        if is_there and not is_again and (not grads or self._is_saving_by_place()):
-            return  # leave() finds no such call, and does nothing
-        call = _Entered(block, caller, frame)
-        calls.append(call)
-        if is_there:
-            if grads:
-                self._save_by_place(call)
+        call = _Call(block, module, frame)
+        if block is None:
+            calls.append(call)
             return
-        residents = self.residents
-        with residents.lock:
-            call.is_user = True
-            residents.use(block, call)
+        grads = torch.is_grad_enabled()
+        inside = [one for one in calls if one.block == block]
+        if any(one.grads or not grads for one in inside):  # it is there already
+            is_again = any(one.module is module for one in inside)
+            if is_again or (grads and not self._is_saving_by_place()):
+                calls.append(call)
+                if grads:
+                    self._save_by_place(call)
+            return  # leave() does nothing for a call that isn't known
+        calls.append(call)
+        link = self.link
+        with self._lock:
+            call.uses_block = True
+            self._users.setdefault(block, set()).add(call)
             self._learn(block)
             if is_in_backward() and not self._is_scoped:  # checkpointed activations are computed again
                 self._want_backwards(block)
             else:
-                residents.want(_me(), self._ahead(block))
-            held = residents.take(block)
-        if residents.link.in_place:
+                self._want(_me(), self._ahead(block))
+            copy = self._take(block)
+        if link.in_place:
             return
-        residents.arrive(block, held)
-        with residents.lock:
-            hang(held, grads=grads)
+        self._arrive(block, copy)
+        with self._lock:
+            copy.assign(grads=grads)
         call.grads = grads
         if grads:
             self._save_by_place(call)
 
-    def _is_saving_by_place(self) -> bool:
-        """Whether autograd saves weights as where they lie at this moment."""
-        innermost = next(
-            (one.saving for one in reversed(self._thread.entered) if one.saving is not None), None
-        )
-        return innermost is not None and is_innermost(innermost)
-
-    def _save_by_place(self, call: _Entered) -> None:
-        """Let autograd save weights as where they lie, unless it does already."""
-        if not self._is_saving_by_place():
-            call.saving = refetching(self._find, self._fetch_again)
-            call.saving.__enter__()
-
-    def leave(self, block: int, module: nn.Module | None = None) -> None:
-        """End the use of a block that :meth:`enter` began, whether or not it went well.
+    def leave(self, block: int | None, module: nn.Module) -> None:
+        """End what :meth:`enter` began, whether or not it went well.
 
         Args:
-            block: Its position.
+            block: As in :meth:`enter`.
             module: As in :meth:`enter`. Nothing happens if it wasn't entered for it.
         """
-        self._leave_down_to(block, self.blocks[block].module if module is None else module)
-
-    def abandon(self) -> None:
-        """Forget what this thread has entered and never left, as after an interrupt amid a forward pass."""
-        while self._thread.entered:
-            self._leave_last()
-
-    def _leave_down_to(self, block: int, module: nn.Module | None) -> None:
         # A hook before ours may have failed, and then torch calls ours of the end, without that of the start.
-        for call in reversed(self._thread.entered):
-            if call.block == block and (module is None or call.module is module):
-                while any(one is call for one in self._thread.entered):
+        for call in reversed(self._thread.calls):
+            if call.block == block and call.module is module:
+                while any(one is call for one in self._thread.calls):
                     self._leave_last()
                 return
 
+    def abandon(self) -> None:
+        """Forget what this thread has entered and never left, as after an interrupt amid a forward pass."""
+        while self._thread.calls:
+            self._leave_last()
+
     def _leave_last(self) -> None:
         # A KeyboardInterrupt may come at any step. Each can be done again, and the call stays until all are.
-        calls = self._thread.entered
+        calls = self._thread.calls
         call = calls[-1]
         if call.saving is not None and is_innermost(call.saving):
             call.saving.__exit__(None, None, None)
         try:
-            self._end(call, is_last=len(calls) == 1)
+            with self._lock:
+                if call.block is not None and call.uses_block:
+                    self._release(call.block, call)
+                if len(calls) == 1:
+                    self._thread.last = -1
+                    self._want(_me(), None)
+                elif call.block is not None and call.uses_block:
+                    # What was used stays until the next one comes: it may be the same once more.
+                    self._want(_me(), (call.block, *self._ahead(self._thread.last)))
         except Exception:
             calls.pop()
             raise
         calls.pop()
 
-    def _end(self, call: _Entered, is_last: bool) -> None:
-        if self._opened is None:
-            return
-        with self._opened.lock:
-            if call.is_user:
-                self._opened.unuse(call.block, call)
-            if is_last:
-                self._thread.last = -1
-                self._opened.want(_me(), None)
-            elif call.is_user:
-                # What was used stays until the next one comes: it may be the same once more.
-                self._opened.want(_me(), (call.block, *self._ahead(self._thread.last)))
-
     def _drop_interrupted(self) -> bool:
         """Forget what was interrupted in this thread, and say whether forward passes were among it."""
-        calls = self._thread.entered
+        calls = self._thread.calls
         found = False
         while calls and calls[-1].frame is not None and not is_within(calls[-1].frame):
             self._leave_last()
             found = True
-        if not calls and self._opened is not None and not is_in_backward():
-            wanter = _me(is_backward=True)
-            if self._opened.is_wanting(wanter):
-                self._end_backward(wanter)
+        if not calls and _me(is_backward=True) in self._wanted and not is_in_backward():
+            self._end_backward(_me(is_backward=True))
         return found
 
     def _learn(self, block: int) -> None:
@@ -370,7 +333,7 @@ class Stream:
     @property
     def _is_scoped(self) -> bool:
         """Whether this thread runs a module around blocks, so that others may come after one."""
-        return bool(self._thread.entered) and self._thread.entered[0].block == _SCOPE
+        return bool(self._thread.calls) and self._thread.calls[0].block is None
 
     def _following(self, order: dict[int, int], block: int) -> tuple[int, ...]:
         found: list[int] = []
@@ -380,24 +343,128 @@ class Stream:
             at = order.get(at)
         return tuple(found)
 
+    # --- what comes and goes; every method but _arrive needs the lock ---
+
+    def _want(self, wanter: _Wanter, blocks: tuple[int, ...] | None) -> None:
+        """Say which blocks somebody needs next, and let go what nobody uses or wants any more."""
+        if blocks is None:
+            self._wanted.pop(wanter, None)
+        else:
+            self._wanted[wanter] = blocks
+        if self._copies:
+            keep = {one for wanted in self._wanted.values() for one in wanted} | self._users.keys()
+            for block in [block for block in self._copies if block not in keep]:
+                self._let_go(block)
+
+    def _release(self, block: int, call: _Call) -> None:
+        """End a use of a block. With the last one, its modules hold their own weights again."""
+        users = self._users.get(block, set())
+        if users - {call}:
+            users.discard(call)
+            return
+        copy = self._copies.get(block)
+        if copy is not None and copy.assigned:
+            copy.restore()
+        self._users.pop(block, None)
+
+    def _take(self, block: int, lasting: HostWeights | None = None) -> BlockCopy:
+        """Begin to carry a block and then those that are wanted, as far as they aren't there.
+
+        Args:
+            block: Which.
+            lasting: Its tensors when forward used it, for backward; None for those that it has now.
+        """
+        copy = self._copies.get(block)
+        hosts = hosts_of(self.blocks[block]) if lasting is None else lasting
+        can_be_stale = lasting is not None or not self.link.in_place
+        if copy is not None and copy.assigned:  # a forward pass uses it as it is now
+            if lasting is not None and copy.is_stale(hosts):
+                return self._carry(block, hosts)
+        elif copy is not None and can_be_stale and copy.is_stale(hosts):
+            self._let_go(block)
+            copy = None
+        if copy is None:
+            copy = self._begin(block, hosts)
+        for one in [one for wanted in self._wanted.values() for one in wanted]:
+            if one not in self._copies:
+                # What can't be fetched ahead fails where it is needed, if it is.
+                with suppress(Exception):
+                    self._begin(one, hosts_of(self.blocks[one]))
+        return copy
+
+    def _begin(self, block: int, hosts: HostWeights) -> BlockCopy:
+        copy = self._copies[block] = self._carry(block, hosts)
+        if self.link.in_place and block in self._stays:
+            self._was_read.add(block)
+        cached = sum(self._layouts[one].packing.num_bytes for one in self._was_read - self._copies.keys())
+        self._peak_blocks = max(self._peak_blocks, len(self._copies))
+        self._peak_bytes = max(self._peak_bytes, sum(one.num_bytes for one in self._copies.values()) + cached)
+        return copy
+
+    def _carry(self, block: int, hosts: HostWeights) -> BlockCopy:
+        layout = self._layouts[block] = plan_layout(hosts, self._layouts.get(block))
+        return begin_copy(self.blocks[block], hosts, layout, self.link, block in self._was_read)
+
+    def _let_go(self, block: int) -> None:
+        hosts = [host for host in self._copies.pop(block).hosts if host is not None]
+        self.link.release(hosts)
+        if block not in self._stays:
+            let_pages_go(hosts)
+
+    def _arrive(self, block: int, copy: BlockCopy) -> torch.Tensor:
+        """Wait for a block that was taken; of several threads one waits, and the others for it.
+
+        Raises:
+            Whatever the link raises. The block isn't there then.
+        """
+        with copy.guard:
+            try:
+                memory = copy.arrival()
+            except BaseException:
+                with self._lock:
+                    if self._copies.get(block) is copy:
+                        self._let_go(block)
+                raise
+            if copy.memory is None:
+                copy.receive(memory)
+            return memory
+
     # --- backward ---
 
+    def _is_saving_by_place(self) -> bool:
+        """Whether autograd saves weights as where they lie at this moment."""
+        calls = reversed(self._thread.calls)
+        innermost = next((one.saving for one in calls if one.saving is not None), None)
+        return innermost is not None and is_innermost(innermost)
+
+    def _save_by_place(self, call: _Call) -> None:
+        """Let autograd save weights as where they lie, unless it does already."""
+        if not self._is_saving_by_place():
+            call.saving = refetching(self._find, self._fetch_again)
+            call.saving.__enter__()
+
     def _find(self, address: int, start: int) -> Saved | None:
-        with self.residents.lock:
-            return self.residents.find(address, start)
+        """Return whose memory on the device has this address, and this byte; None if it is no block's."""
+        with self._lock:
+            for block, copy in self._copies.items():
+                if address and copy.address == address:
+                    weight = copy.position_at(start)
+                    version = None if copy.is_written(weight) else copy.versions[weight]
+                    return Saved(block, weight, version, copy.hosts)
+        return None
 
     def _fetch_again(self, part: Refetched) -> torch.Tensor:
-        residents, block = self.residents, part.block
+        block = part.saved.block
         try:
-            with residents.lock:
+            with self._lock:
                 self._want_backwards(block)
-                held = residents.take_again(part)
-            if held.versions[part.weight] != part.version:
+                copy = self._take(block, part.saved.hosts)
+            if copy.versions[part.saved.weight] != part.saved.version:
                 raise RuntimeError(
                     f"a weight of block {self.blocks[block].name!r} was changed between forward and "
                     "backward, which needs its value from the forward pass. Change weights after backward()."
                 )
-            return part.within(residents.arrive(block, held))
+            return part.within(self._arrive(block, copy))
         finally:
             if not is_in_backward():  # someone reads a saved tensor by hand
                 self._end_backward(_me(is_backward=True))
@@ -405,26 +472,21 @@ class Stream:
     def _want_backwards(self, block: int) -> None:
         """Report that a backward pass has come to a block, and which one it comes to next."""
         wanter = _me(is_backward=True)
-        if not self.residents.is_wanting(wanter):
+        if wanter not in self._wanted:
             after_backward(partial(self._end_backward, wanter))
-        self.residents.want(wanter, (block, *self._following(self._previous, block)))
+        self._want(wanter, (block, *self._following(self._previous, block)))
 
-    def _end_backward(self, wanter: tuple[int, bool]) -> None:
-        with self.residents.lock:
-            self.residents.want(wanter, None)
-
-
-def _me(*, is_backward: bool = False) -> tuple[int, bool]:
-    """Who wants blocks: this thread, for its forward pass or its backward pass."""
-    return threading.get_ident(), is_backward
+    def _end_backward(self, wanter: _Wanter) -> None:
+        with self._lock:
+            self._want(wanter, None)
 
 
 def _around(blocks: Sequence[Block]) -> set[int]:
     """Return the blocks within whose use tensors of others are needed."""
     users: dict[nn.Module, set[int]] = {}
     for position, block in enumerate(blocks):
-        for slot in block.slots:
-            users.setdefault(slot.owner, set()).add(position)
+        for ref in block.refs:
+            users.setdefault(ref.owner, set()).add(position)
     return {
         position
         for position, block in enumerate(blocks)
@@ -433,7 +495,7 @@ def _around(blocks: Sequence[Block]) -> set[int]:
 
 
 def check_options(num_ahead: int, cache_bytes: int) -> None:
-    """Refuse what no stream can be opened with.
+    """Refuse what no prefetcher can be opened with.
 
     Raises:
         ValueError: One of them is negative.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from accelfn.bigmodel.hooks import ModelHook, SequentialHook, add_hook_to_module, hook_of
+from accelfn.bigmodel.assign import TensorRef, refs_of
+from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
 
 # What gains by it: nearly all weights are theirs, and they don't change in a forward.
 _CAST_CLASSES = (
@@ -19,28 +20,20 @@ _CAST_CLASSES = (
 )
 
 
-class _Place(NamedTuple):
-    """Where a tensor stands in a module."""
+class _Cast(NamedTuple):
+    """What a module holds otherwise, and the copy that it holds in forward."""
 
-    table: dict[str, torch.Tensor | None]
-    name: str
-    is_parameter: bool  # by the table: the weights of offloaded modules are plain tensors while they compute
-
-
-class _Slot(NamedTuple):
-    """Where a tensor stands in a module, what stands there at rest, and what stood there in forward."""
-
-    place: _Place
+    ref: TensorRef
     stored: torch.Tensor
-    cast: torch.Tensor
+    copy: torch.Tensor
     version: int
 
     def is_written(self) -> bool:
         """Whether a forward wrote into the copy."""
-        if self.place.is_parameter:
-            return self.cast._version != self.version
+        if self.ref.is_parameter:
+            return self.copy._version != self.version
         # A batch norm doesn't tell of what it writes into its statistics.
-        return not torch.equal(self.cast, self.stored.to(self.cast.dtype))
+        return not torch.equal(self.copy, self.stored.to(self.copy.dtype))
 
 
 class LayerwiseCastingHook(ModelHook):
@@ -82,11 +75,11 @@ class LayerwiseCastingHook(ModelHook):
                 added up, or another thread runs the module without gradients at this moment.
         """
         with self._running.lock:
-            slots = self._running.begin(module)
-            if not slots:
-                slots += self._exchanged(module)
+            casts = self._running.begin(module)
+            if not casts:
+                casts += self._assign_copies(module)
             elif torch.is_grad_enabled() and any(
-                slot.stored.requires_grad and not slot.cast.requires_grad for slot in slots
+                one.stored.requires_grad and not one.copy.requires_grad for one in casts
             ):
                 raise RuntimeError(
                     "another thread runs this module without gradients, and it can be cast for one of the "
@@ -102,44 +95,44 @@ class LayerwiseCastingHook(ModelHook):
     def after_error(self, module: nn.Module) -> None:
         """Put the stored tensors back."""
         with self._running.lock:
-            for slot in self._running.end(module):
-                if slot.is_written():
+            for one in self._running.end(module):
+                if one.is_written():
                     with torch.no_grad():
-                        slot.stored.copy_(slot.cast)
-                # What somebody else put there meanwhile is theirs.
-                if slot.place.table.get(slot.place.name) is slot.cast:
-                    slot.place.table[slot.place.name] = slot.stored
+                        one.stored.copy_(one.copy)
+                # What somebody else assigned meanwhile is theirs.
+                if one.ref.peek() is one.copy:
+                    one.ref.write(one.stored)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Cast the module's tensors to the compute dtype, so that it still computes."""
         return self._cast_at_rest(module, self.compute_dtype)
 
     def _cast_at_rest(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-        for _, tensor in _tensors(module):
+        for ref in _floating(module):
+            tensor = ref.read()
             if tensor.dtype != dtype:
                 tensor.data = tensor.data.to(dtype, non_blocking=self.non_blocking)
                 if tensor.grad is not None:
-                    tensor.grad = None if _is_tiny(dtype) else tensor.grad.to(dtype)
+                    tensor.grad = None if dtype.itemsize == 1 else tensor.grad.to(dtype)
         return module
 
-    def _exchanged(self, module: nn.Module) -> list[_Slot]:
-        """Put copies into the module's tables."""
-        casts: dict[int, torch.Tensor] = {}
-        slots: list[_Slot] = []
-        for place, stored in _tensors(module):
-            if stored.dtype == self.compute_dtype:
-                continue
-            if id(stored) not in casts:
-                casts[id(stored)] = self._cast(stored, place.name)
-            copy = casts[id(stored)]
-            slots.append(_Slot(place, stored, copy, copy._version))
-        for slot in slots:
-            slot.place.table[slot.place.name] = slot.cast
-        return slots
+    def _assign_copies(self, module: nn.Module) -> list[_Cast]:
+        copies: dict[int, torch.Tensor] = {}
+        casts: list[_Cast] = []
+        for ref in _floating(module):
+            stored = ref.read()
+            if stored.dtype != self.compute_dtype:
+                if id(stored) not in copies:
+                    copies[id(stored)] = self._cast(stored, ref.key)
+                copy = copies[id(stored)]
+                casts.append(_Cast(ref, stored, copy, copy._version))
+        for one in casts:
+            one.ref.write(one.copy)
+        return casts
 
     def _cast(self, stored: torch.Tensor, name: str) -> torch.Tensor:
         if stored.requires_grad and torch.is_grad_enabled():
-            if _is_tiny(stored.dtype):
+            if stored.dtype.itemsize == 1:
                 raise RuntimeError(
                     f"the weight {name!r} is stored as {stored.dtype}, in which torch can't add gradients. "
                     "Run this model under torch.no_grad(), call requires_grad_(False) on what isn't trained, "
@@ -157,21 +150,21 @@ class _Running:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._calls: dict[int, tuple[int, list[_Slot]]] = {}
+        self._calls: dict[int, tuple[int, list[_Cast]]] = {}
 
-    def begin(self, module: nn.Module) -> list[_Slot]:
+    def begin(self, module: nn.Module) -> list[_Cast]:
         """Count a call; give what other threads, or calls further out, have exchanged, to be added to."""
-        number, slots = self._calls.get(id(module), (0, []))
-        self._calls[id(module)] = (number + 1, slots)
-        return slots
+        number, casts = self._calls.get(id(module), (0, []))
+        self._calls[id(module)] = (number + 1, casts)
+        return casts
 
-    def end(self, module: nn.Module) -> list[_Slot]:
+    def end(self, module: nn.Module) -> list[_Cast]:
         """Count a call as over; give what is to be undone if it was the last."""
-        number, slots = self._calls.pop(id(module), (1, []))
+        number, casts = self._calls.pop(id(module), (1, []))
         if number > 1:
-            self._calls[id(module)] = (number - 1, slots)
+            self._calls[id(module)] = (number - 1, casts)
             return []
-        return slots
+        return casts
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Running, ())
@@ -226,16 +219,14 @@ def attach_layerwise_casting_hooks(
     hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)  # checks the dtypes
     layers = dict(_layers(module, "", patterns, classes))
     for layer, name in layers.items():
-        old = hook_of(layer)
-        members = old.hooks if isinstance(old, SequentialHook) else (old,)
-        if any(isinstance(one, LayerwiseCastingHook) for one in members):
+        if any(isinstance(one, LayerwiseCastingHook) for one in members_of(hook_of(layer))):
             raise ValueError(
                 f"{name or 'the module'} casts its weights already. Take the hooks off first, with "
                 "remove_hook_from_submodules(model)."
             )
-    shared = {id(tensor) for one in module.modules() if one not in layers for _, tensor in _own_tensors(one)}
+    shared = {id(ref.read()) for ref in _floating(module) if ref.owner not in layers}
     for layer in layers:
-        if not any(id(tensor) in shared for _, tensor in _own_tensors(layer)):
+        if not any(id(ref.read()) in shared for ref in _floating(layer)):
             add_hook_to_module(
                 layer, LayerwiseCastingHook(hook.storage_dtype, hook.compute_dtype, non_blocking), append=True
             )
@@ -256,27 +247,11 @@ def _layers(
         yield from _layers(child, f"{name}.{key}" if name else key, patterns, classes)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
-    """Return the floating tensors of a module and of all inside of it, and where they stand."""
-    for one in module.modules():
-        yield from _own_tensors(one)
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
-    for kind in ("_parameters", "_buffers"):
-        table = cast("dict[str, torch.Tensor | None]", vars(module)[kind])
-        for name, tensor in table.items():
-            # Of other classes are quantised ones, which are what they are.
-            if (
-                tensor is not None
-                and type(tensor) in (nn.Parameter, torch.Tensor)
-                and tensor.is_floating_point()
-            ):
-                yield _Place(table, name, kind == "_parameters"), tensor
-
-
-def _is_tiny(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 1
+def _floating(module: nn.Module) -> Iterator[TensorRef]:
+    """Return where a module, and all inside of it, hold floating tensors; not quantised ones."""
+    for _, ref in refs_of(module):
+        if type(ref.read()) in (nn.Parameter, torch.Tensor) and ref.read().is_floating_point():
+            yield ref
 
 
 def _checked_dtype(dtype: object, what: str) -> torch.dtype:

@@ -16,6 +16,7 @@ from accelfn.bigmodel.devices import (
     MaxMemory,
     Place,
     PlaceLike,
+    check_device,
     get_max_memory,
     is_accelerator,
     listed,
@@ -451,15 +452,8 @@ def plan_named_map(
     options = PlanOptions() if options is None else options
     budgets = get_max_memory(max_memory)
     if name != "sequential":
-        budgets = _balance_budgets(
-            shape,
-            budgets,
-            options.no_split_module_classes,
-            options.dtype,
-            options.special_dtypes,
-            low_zero=name == "balanced_low_0",
-            leave_tenth=max_memory is None,
-        )
+        low_zero = name == "balanced_low_0"
+        budgets = _balance_budgets(shape, budgets, options, low_zero, leave_tenth=max_memory is None)
     return plan_device_map(shape, budgets, options)
 
 
@@ -510,6 +504,19 @@ def resolve_device_map(
         fallback_allocation=fallback_allocation,
     )
     return _with_warnings(plan_named_map(shape, device_map, max_memory, options))
+
+
+def read_places(device_map: Mapping[str, object]) -> dict[str, Place]:
+    """Read the places of a device map, which this machine must have.
+
+    Raises:
+        ValueError: There is no such place, or this machine lacks it.
+    """
+    places = {name: read_place(place, f"device_map[{name!r}]") for name, place in device_map.items()}
+    for name, place in places.items():
+        if place != "disk":
+            check_device(place, f"device_map[{name!r}]")
+    return places
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, PlaceLike]) -> None:
@@ -580,21 +587,21 @@ def get_balanced_memory(
     """
     shape = read_shape(model, "get_balanced_memory")
     check_names(shape, special_dtypes)
-    budgets = get_max_memory(max_memory)
-    own = max_memory is None
-    return _balance_budgets(
-        shape, budgets, no_split_module_classes, dtype, special_dtypes, low_zero, leave_tenth=own
+    options = PlanOptions(
+        no_split_module_classes=no_split_module_classes or (),
+        dtype=dtype,
+        special_dtypes=special_dtypes or _NO_DTYPES,
     )
+    budgets = get_max_memory(max_memory)
+    return _balance_budgets(shape, budgets, options, low_zero, leave_tenth=max_memory is None)
 
 
 def _balance_budgets(
     shape: ModelShape,
     budgets: Mapping[Place, int],
-    no_split_module_classes: Collection[str] | str | None = None,
-    dtype: AnyDtype | None = None,
-    special_dtypes: Mapping[str, AnyDtype] | None = None,
-    low_zero: bool = False,
-    leave_tenth: bool = False,
+    options: PlanOptions,
+    low_zero: bool,
+    leave_tenth: bool,
 ) -> dict[Place, int]:
     """Do what :func:`get_balanced_memory` does for a shape. Pure.
 
@@ -604,9 +611,7 @@ def _balance_budgets(
     Args:
         shape: Of the model.
         budgets: Bytes by place, the fastest first.
-        no_split_module_classes: Names of classes whose modules stay whole.
-        dtype: With which the model will be loaded.
-        special_dtypes: Dtypes of single tensors, by name.
+        options: Of the plan.
         low_zero: Leave as much as possible of the first accelerator free.
         leave_tenth: If there is one accelerator, leave a tenth of it free.
     """
@@ -617,10 +622,10 @@ def _balance_budgets(
         if used and leave_tenth:
             found[used[0]] = found[used[0]] * 9 // 10
         return found
-    sizes = sizes_of(shape, dtype, special_dtypes)
+    sizes = sizes_of(shape, options.dtype, options.special_dtypes)
     total = sizes[""]
     share = total // (len(used) - low_zero)
-    kept = frozenset(names_in(no_split_module_classes))
+    kept = frozenset(options.no_split_module_classes)
     class_of = {module.name: module.class_name for module in shape.root.modules()}
     blocks: dict[str, int] = {}  # the first of each class stands for all
     for name, size in sizes.items():

@@ -13,19 +13,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelfn.bigmodel.assign import (
-    Slot,
-    fitting,
+    TensorRef,
+    assign_values,
+    check_fit,
     has_forward,
     is_packable,
     named_modules,
-    put,
-    slots_of,
-    tied_slots,
+    refs_of,
+    tied_refs,
 )
-from accelfn.bigmodel.block_hooks import attach_moves, attach_return, attach_stream
-from accelfn.bigmodel.block_stream import Stream, StreamFacts, check_options
-from accelfn.bigmodel.blocks import plan_blocks, read_block
-from accelfn.bigmodel.device_map import check_device_map
+from accelfn.bigmodel.block_hooks import attach_moves, attach_prefetcher, attach_return
+from accelfn.bigmodel.block_stream import BlockPrefetcher, StreamFacts, check_options
+from accelfn.bigmodel.blocks import plan_blocks
+from accelfn.bigmodel.device_map import check_device_map, read_places
 from accelfn.bigmodel.devices import (
     Place,
     PlaceLike,
@@ -44,114 +44,88 @@ from accelfn.checkpoint.weights_state import require_module
 from accelfn.errors import MissingExtraError
 
 
-class Lies(NamedTuple):
-    """Of a tensor.
+class TensorPlacement(NamedTuple):
+    """Where a tensor is.
 
     Attributes:
-        at: Where it lies at rest.
-        used: Where it is used; another place means that it travels.
+        storage: Where it is stored while nobody uses it.
+        execution: Where it is used; another place means that it is brought there.
     """
 
-    at: Place
-    used: Place
+    storage: Place
+    execution: Place
 
     @property
-    def travels(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether it is brought to where it is used, or read from the disk there."""
-        return self.at != self.used
+        return self.storage != self.execution
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchPlan:
-    """Where the tensors of a model go.
-
-    Attributes:
-        main: Where inputs come to, and where what lies on the host is used.
-        lies: By full name of the tensor.
-    """
-
-    main: Place
-    lies: Mapping[str, Lies]
-
-    def at(self, place: Place) -> tuple[str, ...]:
-        """Return the names of the tensors that lie at a place."""
-        return tuple(name for name, lies in self.lies.items() if lies.at == place)
-
-
-def read_map(device_map: Mapping[str, object]) -> dict[str, Place]:
-    """Read a device map as callers write it.
-
-    Raises:
-        ValueError: It has a place that can't exist, or that this machine lacks.
-    """
-    places = {name: read_place(place, f"device_map[{name!r}]") for name, place in device_map.items()}
-    for name, place in places.items():
-        if place != "disk":
-            check_device(place, f"device_map[{name!r}]")
-    return places
-
-
-def plan_dispatch(
-    leaves: Mapping[str, bool],
+def plan_placements(
+    is_parameter: Mapping[str, bool],
     places: Mapping[str, Place],
     ties: Iterable[tuple[str, ...]] = (),
     *,
     main: Place | None = None,
     offload_buffers: bool = False,
-) -> DispatchPlan:
-    """Return where each tensor of a model lies and is used.
+) -> dict[str, TensorPlacement]:
+    """Return where each tensor of a model is stored and used.
 
-    What the map puts on an accelerator lies and is used there. What it puts on the host or the disk is used
-    on the main device. Of that, buffers lie on the main device anyway, unless ``offload_buffers``: they are
+    What the map puts on an accelerator is stored and used there. What it puts on the host or the disk is used
+    on the main device. Of that, buffers are on the main device anyway, unless ``offload_buffers``: they are
     small, and modules write into them.
 
     Args:
-        leaves: Full names of the tensors, and whether each is a parameter.
+        is_parameter: By full names of the tensors.
         places: By name of a module or tensor; the longest that fits counts. What it says nothing of, as of
             a buffer that state dicts don't have, is on the main device.
         ties: Groups of names that are one tensor.
-        main: Where inputs come to; None takes the first accelerator of the map, or else the CPU.
+        main: Where inputs come to; None as in :func:`main_device_of`.
         offload_buffers: Whether buffers travel, too.
     """
-    accelerators = sorted({place for place in places.values() if is_accelerator(place)}, key=order_of)
-    if main is None:
-        main = accelerators[0] if accelerators else "cpu"
-    lies: dict[str, Lies] = {}
-    for name in leaves:
+    main = main_device_of(places) if main is None else main
+    found: dict[str, TensorPlacement] = {}
+    for name in is_parameter:
         place = place_of(name, places)
         place = main if place is None else place
-        used = place if is_accelerator(place) else main
-        stays = not leaves[name] and not offload_buffers
-        lies[name] = Lies(used if stays else place, used)
+        execution = place if is_accelerator(place) else main
+        stays = not is_parameter[name] and not offload_buffers
+        found[name] = TensorPlacement(execution if stays else place, execution)
     for group in ties:
-        resident = {lies[name].used for name in group if not lies[name].travels}
+        resident = {found[name].execution for name in group if not found[name].is_offloaded}
         for name in group:
-            if lies[name].used in resident:  # it is there already for another name
-                lies[name] = Lies(lies[name].used, lies[name].used)
-    return DispatchPlan(main=main, lies=lies)
+            if found[name].execution in resident:  # it is there already for another name
+                found[name] = TensorPlacement(found[name].execution, found[name].execution)
+    return found
 
 
-class _Sources(NamedTuple):
-    """Where values come from that the model itself doesn't have.
+def main_device_of(places: Mapping[str, Place]) -> Place:
+    """Return the first accelerator of a map, or else the CPU."""
+    return min((place for place in places.values() if is_accelerator(place)), key=order_of, default="cpu")
 
-    Attributes:
-        state_dict: In memory.
-        folder: Of offloaded weights, which takes others, too.
-        entries: What the folder has; None reads its own, if it has one.
-    """
 
-    state_dict: Mapping[str, torch.Tensor]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """How a model is dispatched; of ``state_dict``, ``folder`` and ``index`` come values that it lacks."""
+
+    state_dict: Mapping[str, torch.Tensor] | None = None
     folder: str | os.PathLike[str] | None = None
-    entries: Mapping[str, Mapping[str, Any]] | None = None
+    index: Mapping[str, Mapping[str, Any]] | None = None
+    offload_buffers: bool = False
+    skip_keys: tuple[str, ...] = ()
+    whole_classes: tuple[str, ...] = ()
+    num_ahead: int = 1
+    cache_bytes: int | None = None
+    force_hooks: bool = False
 
 
-def find_values(slots: Mapping[str, Slot], plan: DispatchPlan, sources: _Sources) -> dict[int, torch.Tensor]:
+# --- values --------------------------------------------------------------------------------------
+
+
+def _find_values(
+    refs: Mapping[str, TensorRef], placements: Mapping[str, TensorPlacement], options: _Options
+) -> dict[int, torch.Tensor]:
     """Find values of what has none, and put on the disk what isn't there; the model isn't changed.
-
-    Args:
-        slots: Of the model, by full name of the tensor.
-        plan: Where they go.
-        sources: Of values.
 
     Returns:
         By the ``id`` of a tensor of the model: its value, where that isn't its own.
@@ -162,90 +136,54 @@ def find_values(slots: Mapping[str, Slot], plan: DispatchPlan, sources: _Sources
         OSError: The folder can't be written.
     """
     values: dict[int, torch.Tensor] = {}
-    for name, slot in slots.items():
-        given, now = sources.state_dict.get(name), slot.read()
-        if given is not None and not given.is_meta and (now.is_meta or plan.lies[name].at == "cpu"):
-            values[id(now)] = fitting(name, given, now)
-    _read_folder(slots, sources, values)
-    bare = [name for name, slot in slots.items() if slot.read().is_meta and id(slot.read()) not in values]
+    given, folder = options.state_dict or {}, options.folder
+    stored: Mapping[str, torch.Tensor] = {}
+    if options.index is not None or (folder is not None and (Path(folder) / "index.json").is_file()):
+        stored = OffloadedWeightsLoader(save_folder=folder, index=options.index)
+    for name, ref in refs.items():
+        now = ref.read()
+        value = given.get(name)
+        if value is not None and not value.is_meta and (now.is_meta or placements[name].storage == "cpu"):
+            values[id(now)] = check_fit(name, value, now)
+        elif now.is_meta and id(now) not in values and name in stored:
+            # What has values isn't looked for: the folder may be an old one.
+            values[id(now)] = check_fit(name, stored[name], now).to(now.dtype)
+    bare = [name for name, ref in refs.items() if ref.read().is_meta and id(ref.read()) not in values]
     if bare:
         raise ValueError(
             f"{listed(map(repr, bare))} have no values: they are on the meta device. Load "
             "them with load_checkpoint_and_dispatch, or pass state_dict=."
         )
     to_write: dict[int, tuple[str, torch.Tensor]] = {}
-    for name in plan.at("disk"):
-        now = slots[name].read()
-        value = values.get(id(now), now)
-        if value.numel() and mapped_from(value) is None:
-            _check_plain(name, value)
-            to_write.setdefault(id(now), (name, value))
-    if to_write:
-        first = next(iter(to_write.values()))[0]
-        if sources.folder is None:
-            raise ValueError(
-                f"device_map puts {len(to_write)} tensors on the disk that lie in memory now, {first!r} "
-                "among them, and there is no offload_dir. Pass one, or load the weights with "
-                "load_checkpoint_and_dispatch, which uses a safetensors checkpoint where it lies."
-            )
-        written = write_mapped(sources.folder, dict(to_write.values()))
+    for name, ref in refs.items():
+        value = values.get(id(ref.read()), ref.read())
+        if placements[name].storage == "disk" and value.numel() and mapped_from(value) is None:
+            if not is_packable(value):
+                raise ValueError(
+                    f"{name!r} can't lie on the disk: it is a {type(value).__name__} of layout "
+                    f"{value.layout}, which is more than bytes. Leave it on the CPU."
+                )
+            to_write.setdefault(id(ref.read()), (name, value))
+    if to_write and folder is None:
+        raise ValueError(
+            f"device_map puts {len(to_write)} tensors on the disk that lie in memory now, "
+            f"{next(iter(to_write.values()))[0]!r} among them, and there is no offload_dir. Pass one, or "
+            "load the weights with load_checkpoint_and_dispatch, which uses a safetensors checkpoint where "
+            "it lies."
+        )
+    if to_write and folder is not None:
+        written = write_mapped(folder, dict(to_write.values()))
         values.update({number: written[name] for number, (name, _) in to_write.items()})
     return values
 
 
-def _read_folder(slots: Mapping[str, Slot], sources: _Sources, values: dict[int, torch.Tensor]) -> None:
-    """Map offloaded weights for what has no values. Others aren't looked at: the folder may be an old one."""
-    index, folder = sources.entries, sources.folder
-    if index is None and (folder is None or not (Path(folder) / "index.json").is_file()):
-        return
-    stored = OffloadedWeightsLoader(save_folder=folder, index=index)
-    for name, slot in slots.items():
-        now = slot.read()
-        if now.is_meta and id(now) not in values and name in stored.index:
-            value = fitting(name, stored[name], now)
-            values[id(now)] = value if value.dtype == now.dtype else value.to(now.dtype)
+# --- moves of the whole model --------------------------------------------------------------------
+
+_MOVES = ("_apply", "to", "cpu", "cuda", "xpu", "mtia", "ipu", "to_empty")
 
 
-def _check_plain(name: str, value: torch.Tensor) -> None:
-    if not is_packable(value):
-        raise ValueError(
-            f"{name!r} can't lie on the disk: it is a {type(value).__name__} of layout {value.layout}, which "
-            "is more than bytes. Leave it on the CPU."
-        )
-
-
-def _settle(slots: Mapping[str, Slot], plan: DispatchPlan, values: Mapping[int, torch.Tensor]) -> None:
-    """Put every tensor where it lies. Tied names stay one tensor wherever they lie together.
-
-    Args:
-        slots: Of the model, by full name of the tensor. Effect: on their modules.
-        plan: Where they go.
-        values: As :func:`find_values` gives them.
-    """
-    for names in tied_slots(slots):
-        old = slots[names[0]].read()
-        value = values.get(id(old), old)
-        by_device: dict[torch.device, list[Slot]] = {}
-        for name in names:
-            at = plan.lies[name].at
-            by_device.setdefault(check_device("cpu" if at == "disk" else at), []).append(slots[name])
-        # The first place keeps the object, so that optimizers know it; what it had is copied before.
-        moved = {device: _moved(old, value, device) for device in by_device}
-        for number, (device, some) in enumerate(by_device.items()):
-            put(some, old, moved[device], as_new=number > 0)
-
-
-def _moved(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if value is old and old.device == device:
-        return old
-    return value.detach().to(device) if is_packable(old) else value.to(device)
-
-
-_MOVES = ("cpu", "cuda", "xpu", "mtia", "ipu", "to_empty")
-
-
-def fix(model: nn.Module) -> None:
-    """Refuse to move a model, and to change the dtype of weights on the disk, until :func:`unfix`.
+def refuse_moves(model: nn.Module) -> None:
+    """Refuse to move a model, and to change the dtype of weights on the disk, until :func:`allow_moves`.
 
     A move is refused to whatever device, also to the one where the weights are: a program then does the same
     on a laptop as on a machine with accelerators. Copies of the model refuse it, too.
@@ -253,77 +191,62 @@ def fix(model: nn.Module) -> None:
     Args:
         model: Effect: its own ``to``, ``cuda`` and the like. Its submodules' stay as they are.
     """
-    vars(model)["_apply"] = _Apply(model)
-    vars(model)["to"] = _To(model)
     for name in _MOVES:
         if hasattr(type(model), name):
             vars(model)[name] = _Move(model, name)
 
 
-def unfix(model: nn.Module) -> None:
-    """Undo :func:`fix`; a model that wasn't fixed is left alone."""
-    for name in ("_apply", "to", *_MOVES):
-        if isinstance(vars(model).get(name), (_Apply, _To, _Move)):
+def allow_moves(model: nn.Module) -> None:
+    """Undo :func:`refuse_moves`; a model without it is left alone."""
+    for name in _MOVES:
+        if isinstance(vars(model).get(name), _Move):
             del vars(model)[name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Move:
-    """Stands for a method that moves a whole model, or throws its weights away."""
+    """Stands for a method of a model, and calls it where it doesn't move the weights."""
 
     model: nn.Module
     name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
-        raise _refusal(self.model, f"{self.name}()")
+        if self.name == "_apply":
+            self._check(*args)
+        elif self.name == "to":
+            parse: Any = getattr(vars(torch)["_C"]._nn, "_parse_to")  # noqa: B009 - as torch's own reads them
+            device = parse(*args, **kwargs)[0]
+            if device is not None:
+                raise self._refusal(f"to({str(device)!r})")
+        else:
+            raise self._refusal(f"{self.name}()")
+        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _To:
-    """Stands for a model's ``to``, which moves it or changes its dtype."""
-
-    model: nn.Module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
-        parse: Any = getattr(vars(torch)["_C"]._nn, "_parse_to")  # noqa: B009 - as torch's own to() reads them
-        device = parse(*args, **kwargs)[0]
-        if device is not None:
-            raise _refusal(self.model, f"to({str(device)!r})")
-        to: Any = type(self.model).to
-        return to(self.model, *args, **kwargs)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Apply:
-    """Stands for a model's ``_apply``: whatever changes all tensors of a model goes through it."""
-
-    model: nn.Module
-
-    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        tensors = [(name, slot.read()) for name, slot in slots_of(self.model)]
+    def _check(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> None:
+        """Try what shall be done to all tensors of the model."""
+        tensors = [(name, ref.read()) for name, ref in refs_of(self.model)]
         on_disk = {one.dtype: name for name, one in tensors if mapped_from(one) is not None}
         for device, dtype in dict.fromkeys((one.device, one.dtype) for _, one in tensors):
             result = function(torch.empty(0, device=device, dtype=dtype))
             if result.device != device:
-                raise _refusal(self.model, str(result.device))
+                raise self._refusal(str(result.device))
             if result.dtype != dtype and dtype in on_disk:
                 raise RuntimeError(
                     f"this {type(self.model).__name__} has weights on the disk, which can't become "
                     f"{result.dtype} without being read as a whole: {on_disk[dtype]!r}, say. Pass dtype= "
                     "where they are loaded, or call accelfn.bigmodel.undispatch(model) first."
                 )
-        apply: Any = getattr(type(self.model), "_apply")  # noqa: B009 - torch has no public name for it
-        return apply(self.model, function, recurse)
+
+    def _refusal(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"this {type(self.model).__name__}'s weights are spread by a device map or offloaded, so it "
+            f"can't be moved as a whole: {what}. It runs where it is: leave the call out, or dispatch it "
+            "anew with another map. accelfn.bigmodel.undispatch(model) makes it a plain model again, with "
+            "its weights where they lie."
+        )
 
 
-def _refusal(model: nn.Module, what: str) -> RuntimeError:
-    return RuntimeError(
-        f"this {type(model).__name__}'s weights are spread by a device map or offloaded, so it can't be "
-        f"moved as a whole: {what}. It runs where it is: leave the call out, or dispatch it anew with "
-        "another map. accelfn.bigmodel.undispatch(model) makes it a plain model again, with its weights "
-        "where they lie."
-    )
-
+# --- dispatching ---------------------------------------------------------------------------------
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -387,9 +310,12 @@ def dispatch_model(
     """
     require_module("dispatch_model", model)
     check_device_map(model, device_map)
-    places = read_map(device_map)
-    main = None if main_device is None else _device_place(main_device, "main_device")
+    places = read_places(device_map)
+    main = main_device_of(places) if main_device is None else _read_device(main_device, "main_device")
     options = _Options(
+        state_dict=state_dict,
+        folder=offload_dir,
+        index=offload_index,
         offload_buffers=offload_buffers,
         skip_keys=names_in(skip_keys),
         whole_classes=_whole_classes(model, preload_module_classes),
@@ -397,8 +323,7 @@ def dispatch_model(
         cache_bytes=cache_bytes,
         force_hooks=force_hooks,
     )
-    sources = _Sources(state_dict or {}, offload_dir, offload_index)
-    _spread(model, places, main, sources, options)
+    _dispatch(model, places, main, options)
     cast("Any", model).hf_device_map = dict(device_map)
     return model
 
@@ -434,11 +359,12 @@ def cpu_offload(
     """
     require_module("cpu_offload", model)
     options = _Options(
+        state_dict=state_dict,
         offload_buffers=offload_buffers,
         whole_classes=_whole_classes(model, preload_module_classes),
         num_ahead=num_ahead,
     )
-    _spread(model, {"": "cpu"}, _execution(model, execution_device), _Sources(state_dict or {}), options)
+    _dispatch(model, {"": "cpu"}, _execution_device(model, execution_device), options)
     return model
 
 
@@ -480,12 +406,13 @@ def disk_offload(
     """
     require_module("disk_offload", model)
     options = _Options(
+        folder=offload_dir,
         offload_buffers=offload_buffers,
         whole_classes=_whole_classes(model, preload_module_classes),
         num_ahead=num_ahead,
         cache_bytes=cache_bytes,
     )
-    _spread(model, {"": "disk"}, _execution(model, execution_device), _Sources({}, offload_dir), options)
+    _dispatch(model, {"": "disk"}, _execution_device(model, execution_device), options)
     return model
 
 
@@ -497,14 +424,14 @@ def undispatch(model: nn.Module) -> None:
     Args:
         model: Any; one that wasn't dispatched is left alone.
     """
-    found = vars(model).pop(_NAME, None)
+    found: _Dispatched | None = vars(model).pop(_NAME, None)
     if found is None:
         return
-    for stream in cast("_Dispatched", found).streams:
-        stream.abandon()
-    for handle in cast("_Dispatched", found).handles:
+    for prefetcher in found.prefetchers:
+        prefetcher.abandon()
+    for handle in found.handles:
         handle.remove()
-    unfix(model)
+    allow_moves(model)
     vars(model).pop("hf_device_map", None)
 
 
@@ -519,86 +446,70 @@ def read_offload(model: nn.Module) -> tuple[StreamFacts, ...]:
     Returns:
         For each device to which weights travel; nothing for a model whose weights don't.
     """
-    found = vars(model).get(_NAME)
-    return () if found is None else tuple(stream.facts() for stream in cast("_Dispatched", found).streams)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    offload_buffers: bool = False
-    skip_keys: tuple[str, ...] = ()
-    whole_classes: tuple[str, ...] = ()
-    num_ahead: int = 1
-    cache_bytes: int | None = None
-    force_hooks: bool = False
+    found: _Dispatched | None = vars(model).get(_NAME)
+    return () if found is None else tuple(one.facts() for one in found.prefetchers)
 
 
 @dataclass(slots=True, eq=False)
 class _Dispatched:
-    """What a dispatched model has: its streams, and the handles of torch's hooks."""
+    """What a dispatched model has, beside handles of torch's hooks."""
 
     handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
-    streams: list[Stream] = field(default_factory=list[Stream])
+    prefetchers: list[BlockPrefetcher] = field(default_factory=list[BlockPrefetcher])
 
 
 def _whole_classes(model: nn.Module, given: Iterable[str] | None) -> tuple[str, ...]:
     return (*names_in(given), *names_in(getattr(model, "_no_split_modules", None)))
 
 
-def _device_place(said: PlaceLike, what: str) -> Place:
-    place = read_place(said, what)
+def _read_device(given: PlaceLike, what: str) -> Place:
+    place = read_place(given, what)
     check_device(place, what)
     return place
 
 
-def _execution(model: nn.Module, said: PlaceLike | None) -> Place:
-    if said is not None:
-        return _device_place(said, "execution_device")
+def _execution_device(model: nn.Module, given: PlaceLike | None) -> Place:
+    if given is not None:
+        return _read_device(given, "execution_device")
     first = next(model.parameters(), None)
     return "cpu" if first is None or first.is_meta else read_place(first.device)
 
 
-def _spread(
-    model: nn.Module, places: Mapping[str, Place], main: Place | None, sources: _Sources, options: _Options
-) -> None:
+def _dispatch(model: nn.Module, places: Mapping[str, Place], main: Place, options: _Options) -> None:
     check_options(options.num_ahead, options.cache_bytes or 0)
-    slots = dict(slots_of(model))
-    plan = plan_dispatch(
-        {name: slot.is_parameter for name, slot in slots.items()},
-        places,
-        tied_slots(slots),
-        main=main,
-        offload_buffers=options.offload_buffers,
+    refs = dict(refs_of(model))
+    is_parameter = {name: ref.is_parameter for name, ref in refs.items()}
+    placements = plan_placements(
+        is_parameter, places, tied_refs(refs), main=main, offload_buffers=options.offload_buffers
     )
-    values = find_values(slots, plan, sources)
+    values = _find_values(refs, placements, options)
     undispatch(model)
-    _settle(slots, plan, values)
-    dispatched = _attach(model, plan, places, options)
-    vars(model)[_NAME] = dispatched
-    if dispatched.streams or len({lies.at for lies in plan.lies.values()}) > 1:
-        fix(model)
 
+    def device_of(name: str, _: torch.Tensor) -> torch.device:
+        place = placements[name].storage
+        return check_device("cpu" if place == "disk" else place)
 
-def _attach(
-    model: nn.Module, plan: DispatchPlan, places: Mapping[str, Place], options: _Options
-) -> _Dispatched:
-    dispatched = _Dispatched()
-    travelling: dict[Place, list[str]] = {}
-    for name, lies in plan.lies.items():
-        if lies.travels:
-            travelling.setdefault(lies.used, []).append(name)
+    assign_values(refs, device_of, values)
+    dispatched = vars(model)[_NAME] = _Dispatched()
+    offloaded: dict[Place, list[str]] = {}
+    for name, placement in placements.items():
+        if placement.is_offloaded:
+            offloaded.setdefault(placement.execution, []).append(name)
     cache_bytes = _half_of_memory() if options.cache_bytes is None else options.cache_bytes
-    for place, leaves in travelling.items():
-        blocks = [read_block(model, one) for one in plan_blocks(model, leaves, options.whole_classes)]
-        stream = Stream(
-            blocks, place, num_ahead=options.num_ahead, cache_bytes=cache_bytes // len(travelling)
+    for place, names in offloaded.items():
+        prefetcher = BlockPrefetcher(
+            plan_blocks(model, names, options.whole_classes),
+            place,
+            num_ahead=options.num_ahead,
+            cache_bytes=cache_bytes // len(offloaded),
         )
-        dispatched.streams.append(stream)
-        dispatched.handles += attach_stream(model, stream)
-    devices = {check_device(lies.used) for lies in plan.lies.values()} | {check_device(plan.main)}
-    if len(set(places.values())) > 1 or travelling or options.force_hooks:
-        dispatched.handles += _attach_moves(model, plan, devices, options)
-    return dispatched
+        dispatched.prefetchers.append(prefetcher)
+        dispatched.handles += attach_prefetcher(model, prefetcher)
+    if len(set(places.values())) > 1 or offloaded or options.force_hooks:
+        execution = {name: one.execution for name, one in placements.items()}
+        dispatched.handles += _attach_moves(model, main, execution, options.skip_keys)
+    if offloaded or len({one.storage for one in placements.values()}) > 1:
+        refuse_moves(model)
 
 
 def _half_of_memory() -> int:
@@ -609,23 +520,23 @@ def _half_of_memory() -> int:
 
 
 def _attach_moves(
-    model: nn.Module, plan: DispatchPlan, devices: set[torch.device], options: _Options
+    model: nn.Module, main: Place, execution: Mapping[str, Place], skip_keys: tuple[str, ...]
 ) -> list[RemovableHandle]:
     """Let inputs come to where each module computes, and outputs go back to where the model's came from."""
-    if devices == {torch.device("cpu")}:
+    if {check_device(place) for place in (main, *execution.values())} == {torch.device("cpu")}:
         return []  # simulated devices are the CPU
-    uses: dict[str, set[Place]] = {}
-    for name, lies in plan.lies.items():
+    places_in: dict[str, set[Place]] = {}
+    for name, place in execution.items():
         parts = name.split(".")
         for depth in range(len(parts)):
-            uses.setdefault(".".join(parts[:depth]), set()).add(lies.used)
+            places_in.setdefault(".".join(parts[:depth]), set()).add(place)
     handles: list[RemovableHandle] = []
     for name, module in named_modules(model):
-        used = uses.get(name, set())
+        used = places_in.get(name, set())
         if module is not model and has_forward(module) and len(used) == 1:
             # Within one that is on one device as a whole, only those that others may call by themselves.
-            above = uses[name.rpartition(".")[0]]
+            above = places_in[name.rpartition(".")[0]]
             if len(above) > 1 or any(True for _ in module.parameters(recurse=False)):
-                handles.append(attach_moves(module, check_device(next(iter(used))), options.skip_keys))
-    handles.append(attach_moves(model, check_device(plan.main), options.skip_keys))
-    return [*handles, *attach_return(model, options.skip_keys)]
+                handles.append(attach_moves(module, check_device(next(iter(used))), skip_keys))
+    handles.append(attach_moves(model, check_device(main), skip_keys))
+    return [*handles, *attach_return(model, skip_keys)]

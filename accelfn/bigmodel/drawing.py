@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -13,17 +13,17 @@ from accelfn.tree.structure import size_text
 
 _BAR_CHARS = 30
 
-# Of the drawing, in its own units.
-_CHAR, _ROW, _EDGE, _BETWEEN, _BAR = 8, 34, 10, 8, 640
-_COLORS = ("#cfe3f7", "#f7e3b5", "#d3ecd0", "#ecd3e6", "#f3c9a5", "#cdd3ee")
-_INK, _GREY, _GROUND = "#111111", "#666666", "#ffffff"
+_PLACE_PARTS = (
+    ("weights", "#7fb0dc"),
+    ("kept free for the largest layer that comes later", "#f3c9a5"),
+    ("free", "#eeeeee"),
+)
 
 
 class _Block(NamedTuple):
-    """Tensors of one module that lie side by side."""
+    """Tensors of one module that follow each other."""
 
     name: str
-    num_bytes: int
     is_part: bool  # the others of the module are in another place
 
 
@@ -57,79 +57,29 @@ def draw_device_plan(plan: DevicePlan) -> str:
     for one in plan.places:
         budget = "none" if one.budget is None else size_text(one.budget)
         rows.append((str(one.place), size_text(one.used), size_text(one.reserved), budget, _bar(one)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if 0 < number < 4 else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = _table(rows)
+    width = max(len(row[0]) for row in rows)
     blocks = [(one.place, _blocks(one, plan)) for one in plan.places]
-    held = [f"{place!s:<{widths[0]}}  {', '.join(_runs(inside))}" for place, inside in blocks if inside]
+    held = [f"{place!s:<{width}}  {', '.join(_runs(inside))}" for place, inside in blocks if inside]
     notes = list(_notes(plan))
     return "\n".join([*lines, *([""] if held else []), *held, *([""] if notes else []), *notes])
 
 
-def draw_device_plan_svg(plan: DevicePlan) -> str:
-    """Draw a plan as an SVG image. Pure.
-
-    Each place is a bar, as long as its budget. Parts of one colour are one block of the model; what is
-    hatched is kept free for the largest layer that comes later. Sizes of blocks appear under the pointer.
+def draw_device_plan_svg(plan: DevicePlan, title: str = "Device plan") -> str:
+    """Draw a plan as an SVG image: what weights take of each place, what is kept free, and the rest. Pure.
 
     Args:
         plan: From :func:`plan_device_map`.
+        title: Stands above it.
 
     Returns:
         A whole SVG document.
-
-    >>> from torch import nn
-    >>> from accelfn.bigmodel.device_map import plan_device_map
-    >>> from accelfn.bigmodel.model_info import read_shape
-    >>> shape = read_shape(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)))
-    >>> draw_device_plan_svg(plan_device_map(shape, {0: 210, "cpu": 600})).count("<title>")  # of 3, and all
-    4
     """
-    facts = [_fact(one) for one in plan.places]
-    left = 2 * _EDGE + max(len(str(one.place)) for one in plan.places) * _CHAR
-    right = left + _BAR + _EDGE
-    width = right + max(map(len, facts)) * _CHAR + _EDGE
-    legend = any(one.reserved for one in plan.places)
-    height = 2 * _EDGE + _ROW * (len(plan.places) + legend)
-    longest = max(1, *(max(one.used, one.budget or 0) for one in plan.places))
-    color_of: dict[str, str] = {}
-    parts = [_rect(0, 0, width, height, f'fill="{_GROUND}"')]
-    for row, (one, fact) in enumerate(zip(plan.places, facts, strict=True)):
-        top = _EDGE + row * _ROW
-        parts.append(_text(_EDGE, top, str(one.place), _GREY))
-        start = 0
-        for block in _blocks(one, plan):
-            color = color_of.setdefault(block.name, _COLORS[len(color_of) % len(_COLORS)])
-            parts.append(_draw_block(left, top, start, block, color, longest))
-            start += block.num_bytes
-        if one.reserved:
-            kept = _width(one.reserved, longest)
-            parts.append(
-                _rect(left + _width(start, longest), top, kept, _ROW - _BETWEEN, 'fill="url(#kept)"')
-            )
-        if one.budget is not None:
-            line = f'fill="none" stroke="{_INK}"'
-            parts.append(_rect(left, top, _width(one.budget, longest), _ROW - _BETWEEN, line))
-        parts.append(_text(right, top, fact, _GREY))
-    if legend:
-        top = _EDGE + len(plan.places) * _ROW
-        parts.append(_rect(left, top, 40, _ROW - _BETWEEN, 'fill="url(#kept)"'))
-        parts.append(_text(left + 50, top, "kept free for the largest layer that comes later", _GREY))
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img" font-family="monospace" font-size="13">'
-    )
-    pattern = (
-        '<defs><pattern id="kept" width="8" height="8" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate(45)"><path d="M0 0V8" stroke="{_GREY}" stroke-width="2"/></pattern></defs>'
-    )
-    title = "; ".join(f"{one.place}: {fact}" for one, fact in zip(plan.places, facts, strict=True))
-    return "\n".join([head, f"<title>{title}</title>", pattern, *parts, "</svg>\n"])
+    bars: list[Bar] = []
+    for one in plan.places:
+        free = max(0, (one.budget or 0) - one.used - one.reserved)
+        bars.append(Bar(str(one.place), _fact(one), (one.used, one.reserved, free)))
+    return draw_bars_svg([title], bars, _PLACE_PARTS)
 
 
 def draw_device_plan_html(plan: DevicePlan, title: str = "Device plan") -> str:
@@ -164,12 +114,24 @@ def draw_device_plan_html(plan: DevicePlan, title: str = "Device plan") -> str:
             "<!doctype html>",
             f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
             f"<style>{style}</style></head><body><h1>{escape(title)}</h1>",
-            draw_device_plan_svg(plan).rstrip(),
+            draw_device_plan_svg(plan, title).rstrip(),
             *lists,
             notes,
             "</body></html>\n",
         ]
     )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Write rows with their first four columns aligned: the first one to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if 0 < number < 4 else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _fact(one: PlacePlan) -> str:
@@ -203,17 +165,15 @@ def _blocks(one: PlacePlan, plan: DevicePlan) -> list[_Block]:
     found: list[_Block] = []
     for leaf in one.leaves:
         name = _block_of(leaf.name)
-        if found and found[-1].name == name:
-            found[-1] = found[-1]._replace(num_bytes=found[-1].num_bytes + leaf.num_bytes)
-        else:
-            found.append(_Block(name, leaf.num_bytes, name in elsewhere))
+        if not found or found[-1].name != name:
+            found.append(_Block(name, name in elsewhere))
     return found
 
 
 def _runs(blocks: Iterable[_Block]) -> Iterator[str]:
     """Write blocks out, and those of a list that follow each other as first..last.
 
-    >>> list(_runs([_Block("a.0", 1, False), _Block("a.1", 1, False), _Block("a.2", 1, True)]))
+    >>> list(_runs([_Block("a.0", False), _Block("a.1", False), _Block("a.2", True)]))
     ['a.0..1', 'a.2 (part)']
     """
     run: list[tuple[str, int]] = []
@@ -237,34 +197,6 @@ def _notes(plan: DevicePlan) -> Iterator[str]:
         names = ", ".join(f"{name} on {place}" for name, place in zip(copy.names, copy.places, strict=True))
         yield f"copies of {size_text(copy.num_bytes)} each: {names}"
     yield from (f"warning: {text}" for text in plan.warnings)
-
-
-def _draw_block(left: int, top: int, start: int, block: _Block, color: str, longest: int) -> str:
-    begin, end = left + _width(start, longest), left + _width(start + block.num_bytes, longest)
-    name = f"{block.name} (part)" if block.is_part else block.name
-    look = f'fill="{color}" stroke="{_GROUND}"'
-    drawn = f"<g><title>{escape(name)}: {size_text(block.num_bytes)}</title>"
-    drawn += _rect(begin, top, end - begin, _ROW - _BETWEEN, look)
-    short = block.name.rpartition(".")[2]
-    if len(short) * _CHAR + _CHAR <= end - begin:
-        drawn += _text(begin + _CHAR / 2, top, short, _INK)
-    return f"{drawn}</g>"
-
-
-def _width(num_bytes: int, longest: int) -> float:
-    return round(num_bytes * _BAR / longest, 2)
-
-
-def _rect(left: float, top: float, width: float, height: float, look: str) -> str:
-    return f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" {look}/>'
-
-
-def _text(left: float, top: float, text: str, color: str) -> str:
-    # textLength: the picture is laid out for letters of one width, whatever font there is.
-    return (
-        f'<text x="{left:g}" y="{top + 17:g}" textLength="{len(text) * _CHAR}" '
-        f'lengthAdjust="spacingAndGlyphs" fill="{color}">{escape(text)}</text>'
-    )
 
 
 _HEADS = ("dtype", "largest layer", "all weights", "training with Adam")
@@ -292,12 +224,7 @@ def draw_estimate(estimate: MemoryEstimate, title: str) -> str:
         Lines without a newline at the end.
     """
     rows = [_HEADS, *(_cells(one) for one in estimate.dtypes)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) if not number else cell.rjust(width) for number, (cell, width) in cells)
-        for cells in (enumerate(zip(row, widths, strict=True)) for row in rows)
-    ]
-    return "\n".join([*_about(estimate, title), *lines])
+    return "\n".join([*_about(estimate, title), *_table(rows)])
 
 
 def draw_estimate_svg(estimate: MemoryEstimate, title: str) -> str:

@@ -105,7 +105,7 @@ def estimate_memory(
     """
     shape = model if isinstance(model, ModelShape) else read_shape(model)
     known = _read_dtypes(dtypes)
-    parameters = [leaf for leaf in _once(shape) if leaf.kind == "parameter"]
+    parameters = [leaf for leaf in shape.distinct_leaves() if leaf.kind == "parameter"]
     return MemoryEstimate(
         num_parameters=sum(leaf.numel for leaf in parameters),
         dtypes=tuple(_estimate(shape, parameters, name, dtype) for name, dtype in known),
@@ -168,16 +168,6 @@ def _training(
 def _is_weight(leaf: LeafShape) -> bool:
     """Whether a tensor would be stored with the dtype of a row."""
     return leaf.is_plain and leaf.dtype is not None and leaf.dtype.is_floating_point
-
-
-def _once(shape: ModelShape) -> Iterable[LeafShape]:
-    """Return each tensor once, whatever names it has."""
-    seen: set[int] = set()
-    for leaf in shape.root.leaves():
-        if leaf.tie not in seen:
-            yield leaf
-        if leaf.tie is not None:
-            seen.add(leaf.tie)
 
 
 def _layers(module: ModuleShape, whole: frozenset[str]) -> Iterable[str]:

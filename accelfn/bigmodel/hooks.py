@@ -7,12 +7,10 @@ other libraries look for it.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -30,6 +28,7 @@ from accelfn.bigmodel.devices import (
     read_place,
 )
 from accelfn.bigmodel.dispatch import undispatch
+from accelfn.parallel.forward import WrappedForward
 
 _ATTRIBUTE = "_hf_hook"
 
@@ -179,7 +178,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     if not _connections(module):
         _Around(module)
     if whole.no_grad and not isinstance(vars(module).get("forward"), _WithoutGradient):
-        vars(module)["forward"] = _WithoutGradient(module)
+        vars(module)["forward"] = _WithoutGradient(module.forward)
     return module
 
 
@@ -202,7 +201,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
             handle.remove()
         forward = vars(module).get("forward")
         if isinstance(forward, _WithoutGradient):
-            forward.take_away()
+            del vars(module)["forward"]
+            if forward.__wrapped__ != module.forward:  # somebody's own of this one module
+                vars(module)["forward"] = forward.__wrapped__
         whole = hook.detach_hook(module)
     if recurse:
         undispatch(module)
@@ -266,36 +267,16 @@ class _Around:
         return _release(call.begun, module)
 
 
-class _WithoutGradient:
+class _WithoutGradient(WrappedForward):
     """A module's forward, without gradients.
 
     Not done in the hooks: torch doesn't run them when the user interrupts the program, and gradients would
     stay off.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._replaced: Any = vars(module).get("forward")  # somebody's own forward of this one module
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            if self._replaced is not None:
-                return self._replaced(*args, **kwargs)
-            return cast("Any", type(self._module)).forward(self._module, *args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        if self._replaced is not None:
-            return inspect.signature(self._replaced)
-        forward = cast("Any", type(self._module)).forward.__get__(self._module)
-        return inspect.signature(forward)
-
-    def take_away(self) -> None:
-        """Let the module have the forward that it had."""
-        if self._replaced is None:
-            del vars(self._module)["forward"]
-        else:
-            vars(self._module)["forward"] = self._replaced
+            return self.__wrapped__(*args, **kwargs)
 
 
 def _before(
@@ -306,14 +287,12 @@ def _before(
         new_args, new_kwargs = given
     except (TypeError, ValueError):
         new_args = new_kwargs = None
-    if type(new_args) is tuple and type(new_kwargs) is dict:  # what it should be, asked in the cheapest way
-        return cast("tuple[Any, ...]", new_args), cast("dict[str, Any]", new_kwargs)
-    if not isinstance(new_args, (tuple, list)) or not isinstance(new_kwargs, Mapping):
-        raise TypeError(
-            f"{type(hook).__name__}.pre_forward must return (args, kwargs), a tuple and a dict; it returned "
-            f"{type(given).__name__}. End it with `return args, kwargs`."
-        )
-    return tuple(cast("list[Any]", new_args)), dict(cast("Mapping[str, Any]", new_kwargs))
+    if isinstance(new_args, (tuple, list)) and isinstance(new_kwargs, Mapping):
+        return tuple(cast("list[Any]", new_args)), dict(cast("Mapping[str, Any]", new_kwargs))
+    raise TypeError(
+        f"{type(hook).__name__}.pre_forward must return (args, kwargs), a tuple and a dict; it returned "
+        f"{type(given).__name__}. End it with `return args, kwargs`."
+    )
 
 
 def _after(begun: list[ModelHook], module: nn.Module, output: Any) -> Any:
@@ -351,20 +330,6 @@ def _checked(hook: object, what: str) -> ModelHook:
     raise TypeError(f"{what}: a hook must be an accelfn ModelHook, got {hook!r}. {advice}")
 
 
-MoveModule: TypeAlias = Callable[[nn.Module, Place], None]
-"""Brings all tensors of a module to a place. The seam at which tests count."""
-
-
-def module_tensors(module: nn.Module, recurse: bool = True) -> Iterable[torch.Tensor]:
-    """Return the parameters and buffers of ``module``, and those inside of it if ``recurse``."""
-    return chain(module.parameters(recurse), module.buffers(recurse))
-
-
-def _move_module(module: nn.Module, place: Place) -> None:
-    """Move all parameters and buffers of ``module`` to ``place``, with their gradients."""
-    module.to(check_device(place))
-
-
 class CpuOffload(ModelHook):
     """Keeps a whole model in the host's memory until it runs, and on its device from then on.
 
@@ -377,7 +342,6 @@ class CpuOffload(ModelHook):
             simulated. None is the current accelerator, or the CPU without one.
         prev_module_hook: The model that ran before: it goes back to the host before this one comes. Copies
             and pickles of this hook take that model along.
-        move: How a model is brought to a place.
 
     Raises:
         ValueError: There is no such device here.
@@ -387,8 +351,6 @@ class CpuOffload(ModelHook):
         self,
         execution_device: PlaceLike | None = None,
         prev_module_hook: UserCpuOffloadHook | None = None,
-        *,
-        move: MoveModule = _move_module,
     ) -> None:
         place = (
             current_place() if execution_device is None else read_place(execution_device, "execution_device")
@@ -397,7 +359,6 @@ class CpuOffload(ModelHook):
         self.prev_module_hook = prev_module_hook
         self._place = place
         self._at: Place = "cpu"
-        self._move = move
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Bring the model to the host."""
@@ -422,9 +383,14 @@ class CpuOffload(ModelHook):
         device = check_device(place)
         # Tensors can't tell whether they are on a device that is simulated.
         is_there = not is_simulated(self._place) or self._at == place
-        if not is_there or not all(is_on(tensor, device) for tensor in module_tensors(module)):
-            self._move(module, place)
+        tensors = (*module.parameters(), *module.buffers())
+        if not is_there or not all(is_on(tensor, device) for tensor in tensors):
+            self.move(module, place)
         self._at = place
+
+    def move(self, module: nn.Module, place: Place) -> None:
+        """Move all parameters and buffers of a module to a place, with their gradients."""
+        module.to(check_device(place))
 
 
 class UserCpuOffloadHook:

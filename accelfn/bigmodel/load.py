@@ -6,6 +6,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -14,29 +15,22 @@ import torch.distributed as dist
 from torch import nn
 
 from accelfn.bigmodel.assign import put, read_dtype
-from accelfn.bigmodel.device_map import DeviceMap, check_device_map, resolve_device_map
-from accelfn.bigmodel.devices import (
-    MaxMemory,
-    Place,
-    PlaceLike,
-    check_device,
-    listed,
-    names_in,
-    place_of,
-)
-from accelfn.bigmodel.dispatch import dispatch_model, plan_dispatch, read_map
-from accelfn.bigmodel.load_plan import LoadPlan, LoadStep, Target, Wishes, has_part, plan_load
+from accelfn.bigmodel.device_map import DeviceMap, check_device_map, read_places, resolve_device_map
+from accelfn.bigmodel.devices import MaxMemory, Place, PlaceLike, check_device, listed, names_in, place_of
+from accelfn.bigmodel.dispatch import dispatch_model, plan_placements
+from accelfn.bigmodel.load_plan import LoadOptions, LoadPlan, LoadStep, Target, has_part, plan_load
 from accelfn.bigmodel.model_info import read_shape
-from accelfn.bigmodel.offload_folder import Conversion, check_folder, convert
+from accelfn.bigmodel.offload_folder import check_folder, convert
 from accelfn.bigmodel.reading import PIECE_BYTES, Reading, read_tensors, showing
-from accelfn.bigmodel.weight_files import Checkpoint, Stamp, Stored, map_stored, open_checkpoint
+from accelfn.bigmodel.weight_files import Checkpoint, FileId, Stored, map_stored, open_checkpoint
 from accelfn.checkpoint.weights_state import Meet, require_module, together
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context, init_context
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor, local_of
 
-Bring: TypeAlias = Callable[[Sequence[Reading], Callable[[int], None]], None]
+Read: TypeAlias = Callable[[Sequence[Reading], Callable[[int], None]], None]
+"""Reads tensors into memory, and calls with bytes that are done."""
 
 # What is read between two looks at what may go: of tensors that replace others, both are there so long.
 _BATCH_BYTES = 1 << 28
@@ -45,9 +39,9 @@ _BATCH_BYTES = 1 << 28
 def apply_plan(
     model: nn.Module,
     plan: LoadPlan,
-    stamps: Mapping[Path, Stamp],
+    file_ids: Mapping[Path, FileId],
     *,
-    bring: Bring | None = None,
+    read: Read | None = None,
     folder: str | os.PathLike[str] | None = None,
     is_whole: bool = True,
     advance: Callable[[int], None] = lambda _: None,
@@ -62,8 +56,8 @@ def apply_plan(
     Args:
         model: That the plan is of.
         plan: Its steps may be carried out once.
-        stamps: Of the files, as they were when the plan was made.
-        bring: Brings what is read into memory, where this rank lacks the files. None: it reads them.
+        file_ids: Of the files, as they were when the plan was made.
+        read: Reads for this rank, where it lacks the files. None: it reads them.
         folder: Where converted tensors go.
         is_whole: Whether the files have whole tensors, where the model has parts of them.
         advance: Called with bytes that are done.
@@ -72,49 +66,28 @@ def apply_plan(
         DamagedCheckpointError: A file isn't what it was.
         OSError: A file can't be read, or the folder not written.
     """
+    of = {how: [step for step in plan.steps if step.how == how] for how in ("convert", "map")}
     with torch.no_grad():
-        ready = _converted(plan.steps, stamps, folder, advance)
-        ready += _mapped(plan.steps, stamps, advance)
+        # Without a folder the plan has refused to convert.
+        values = convert([(one.source, one.dtype) for one in of["convert"]], file_ids, folder or "", advance)
+        values += map_stored([step.source for step in of["map"]], file_ids)
+        advance(sum(step.source.num_bytes for step in of["map"]))
+        steps = of["convert"] + of["map"]
+        ready = [(step, one.view(step.target.tensor.shape)) for step, one in zip(steps, values, strict=True)]
         for batch in _batches([step for step in plan.steps if step.how in ("fill", "new")]):
-            found = _read(batch, stamps, bring, is_whole, advance)
-            for step, value in found:
+            for step, value in _read_batch(batch, file_ids, read, is_whole, advance):
                 if step.target.tensor.is_meta:
                     ready.append((step, value))
                 else:
-                    _put(step.target, value)
+                    _assign(step.target, value)
         for step, value in ready:
-            _put(step.target, value)
+            _assign(step.target, value)
         for target, value in plan.values:
-            _put(target, value.to(target.tensor.dtype))
+            _assign(target, value.to(target.tensor.dtype))
     for module, state in plan.extras:
         cast("Any", module).set_extra_state(state.map().clone() if isinstance(state, Stored) else state)
     if plan.needs_ties:
         cast("Any", model).tie_weights()
-
-
-def _converted(
-    steps: Iterable[LoadStep],
-    stamps: Mapping[Path, Stamp],
-    folder: str | os.PathLike[str] | None,
-    advance: Callable[[int], None],
-) -> list[tuple[LoadStep, torch.Tensor]]:
-    todo = [step for step in steps if step.how == "convert"]
-    if not todo or folder is None:  # the plan has refused it then
-        return []
-    values = convert([Conversion(one.source, one.dtype) for one in todo], stamps, folder, advance)
-    return [(step, value.view(step.target.tensor.shape)) for step, value in zip(todo, values, strict=True)]
-
-
-def _mapped(
-    steps: Iterable[LoadStep], stamps: Mapping[Path, Stamp], advance: Callable[[int], None]
-) -> list[tuple[LoadStep, torch.Tensor]]:
-    todo = [step for step in steps if step.how == "map"]
-    views = map_stored([step.source for step in todo], stamps)
-    advance(sum(step.source.num_bytes for step in todo))
-    return [(step, view.view(step.target.tensor.shape)) for step, view in zip(todo, views, strict=True)]
-
-
-# --- reading -------------------------------------------------------------------------------------
 
 
 def _batches(steps: Iterable[LoadStep]) -> Iterator[list[LoadStep]]:
@@ -130,39 +103,38 @@ def _batches(steps: Iterable[LoadStep]) -> Iterator[list[LoadStep]]:
         yield batch
 
 
-def _read(
+def _read_batch(
     batch: Sequence[LoadStep],
-    stamps: Mapping[Path, Stamp],
-    bring: Bring | None,
+    file_ids: Mapping[Path, FileId],
+    read: Read | None,
     is_whole: bool,
     advance: Callable[[int], None],
 ) -> list[tuple[LoadStep, torch.Tensor]]:
-    """Read some tensors; give those that are new, and not the model's already."""
+    """Read some tensors; return those that are new, and not the model's already."""
     targets: list[torch.Tensor] = []
     readings: list[Reading] = []
     for step in batch:
-        tensor = step.target.tensor
-        if is_dtensor(tensor) and is_whole and bring is None and step.source.is_mappable:
-            # Of the whole only what this rank takes is ever read.
-            targets.append(step.source.map())
-            advance(step.source.num_bytes)
-            continue
-        if is_dtensor(tensor):
-            target = _memory_of_spread(step, is_whole)
+        source, own = step.source, local_of(step.target.tensor)
+        if is_dtensor(step.target.tensor) and is_whole:
+            # On the host, as only a part goes to the device; where the files are, only that part is read.
+            target = torch.empty(source.shape, dtype=source.dtype) if read is not None else source.map()
         elif step.how == "fill":
-            target = tensor.detach()
+            target = own.detach()
         else:
-            target = torch.empty(tensor.shape, dtype=step.dtype, device=step.device)
+            target = torch.empty(own.shape, dtype=step.dtype, device=step.device)
         targets.append(target)
-        readings.append(Reading(step.source, target.view(step.source.shape) if not target.dim() else target))
-    if bring is None:
-        read_tensors(readings, stamps, advance)
+        if read is None and is_dtensor(step.target.tensor) and is_whole:
+            advance(source.num_bytes)
+        else:
+            readings.append(Reading(source, target if target.dim() else target.view(source.shape)))
+    if read is None:
+        read_tensors(readings, file_ids, advance)
     else:
-        bring(readings, advance)
+        read(readings, advance)
     new: list[tuple[LoadStep, torch.Tensor]] = []
     for step, target in zip(batch, targets, strict=True):
         tensor = step.target.tensor
-        value = _spread(step, target, is_whole) if is_dtensor(tensor) else target
+        value = _sharded(step, target, is_whole) if is_dtensor(tensor) else target
         if step.how == "new":
             new.append((step, value))
         elif is_whole and is_dtensor(tensor):
@@ -173,60 +145,37 @@ def _read(
     return new
 
 
-def _memory_of_spread(step: LoadStep, is_whole: bool) -> torch.Tensor:
-    """Return memory to read a tensor of several ranks into: the whole, or this rank's part."""
-    tensor = step.target.tensor
-    if is_whole:
-        # On the host: of the whole only a part goes to the device.
-        return torch.empty(tensor.shape, dtype=step.dtype)
-    local = local_of(tensor)
-    if step.how == "fill":
-        return local.detach()
-    return torch.empty(local.shape, dtype=step.dtype, device=step.device)
-
-
-def _spread(step: LoadStep, value: torch.Tensor, is_whole: bool) -> torch.Tensor:
-    """Make a tensor of several ranks of what this one has read; without a message to others."""
+def _sharded(step: LoadStep, value: torch.Tensor, is_whole: bool) -> torch.Tensor:
+    """Make a DTensor of what this rank has read; without a message to others."""
     tensor = cast("Any", step.target.tensor)
     # Where there is a DTensor, it has been imported.
-    spread: Any = importlib.import_module("torch.distributed.tensor")
-    local = value
+    api: Any = importlib.import_module("torch.distributed.tensor")
+    mesh, placements = tensor.device_mesh, tensor.placements
     if is_whole:
-        whole = value.view(tensor.shape).to(tensor.device_mesh.device_type)
-        made = spread.distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        local = local_of(made).to(step.dtype)
-        if local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-            local = local.clone()  # no part, but all of what may be a file's
-    return spread.DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+        whole = value.view(tensor.shape).to(mesh.device_type)
+        made = api.distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        value = local_of(made).to(step.dtype, copy=True)  # it may be no part, but all of what is a file's
+    options = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+    return api.DTensor.from_local(value, mesh, placements, **options)
 
 
-# --- putting -------------------------------------------------------------------------------------
-
-
-def _put(target: Target, value: torch.Tensor) -> None:
-    """Set a value in the model under all names of its target."""
+def _assign(target: Target, value: torch.Tensor) -> None:
+    """Assign a value to every name of a target."""
     old = target.tensor
     if is_dtensor(old):
-        for slot in target.slots:
-            # By torch's own way, since those that spread it keep parts of it elsewhere and want to be told.
-            slot.owner.load_state_dict({slot.key: value}, strict=False, assign=True)
+        for ref in target.refs:
+            # By torch's own way, since those that shard it keep parts of it elsewhere and want to be told.
+            ref.owner.load_state_dict({ref.key: value}, strict=False, assign=True)
         return
     old.grad = None  # of values that are gone, and maybe of another dtype or device
-    put(target.slots, old, value)
+    put(target.refs, old, value)
 
 
 def _load_from_rank0(
     ctx: Context,
     model: nn.Module,
     path: str | os.PathLike[str],
-    wishes: Wishes,
+    options: LoadOptions,
     meet: Meet,
     progress: bool | None,
 ) -> None:
@@ -238,51 +187,42 @@ def _load_from_rank0(
     Ranks: every rank of ``ctx``.
     """
     here = open_checkpoint(path) if ctx.is_main_process else None
-    meet("heads")
-    told = broadcast_object_list(ctx, [_to_tell(here) if here is not None else None])[0]
-    checkpoint = here or Checkpoint(place=Path(path), stamps={}, **cast("dict[str, Any]", told))
+    meet("headers")
+    told = broadcast_object_list(ctx, [None if here is None else _without_files(here)])[0]
+    checkpoint = here or cast("Checkpoint", told)
     # What only the bytes can tell, rank 0 finds out for all.
-    plan = plan_load(_LOAD, model, checkpoint, wishes, compare=here is not None)
+    plan = plan_load(_LOAD, model, checkpoint, options, compare=here is not None)
     meet("plan", lambda: {step.target.name: f"{step.target.kind} as {step.dtype}" for step in plan.steps})
 
-    def bring(readings: Sequence[Reading], advance: Callable[[int], None]) -> None:
+    def read(readings: Sequence[Reading], advance: Callable[[int], None]) -> None:
         if ctx.is_main_process:
-            read_tensors(readings, checkpoint.stamps, advance)
+            read_tensors(readings, checkpoint.file_ids, advance)
         meet("tensors", lambda: {one.source.name: str(one.source.num_bytes) for one in readings})
         for one in readings:
-            _broadcast(ctx, one.target)
+            plain = one.target.detach().contiguous()
+            flat = plain.view(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), PIECE_BYTES):
+                ctx.collectives.broadcast(flat[start : start + PIECE_BYTES], 0)
+            if plain.data_ptr() != one.target.data_ptr():
+                one.target.copy_(plain)
 
     if ctx.is_main_process:
         _warn(checkpoint, plan)
     with showing("load", plan.num_bytes, progress if ctx.is_main_process else False) as advance:
-        apply_plan(model, plan, checkpoint.stamps, bring=bring, advance=advance)
+        apply_plan(model, plan, checkpoint.file_ids, read=read, advance=advance)
 
 
-def _to_tell(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _without_files(checkpoint: Checkpoint) -> Checkpoint:
     """Return all that a rank without the files needs, and that can travel."""
-    return {
-        "tensors": {name: one._replace(elements=None) for name, one in checkpoint.tensors.items()},
-        "tied": dict(checkpoint.tied),
-        "others": {
-            **checkpoint.others,
-            # State of modules is small, and is handed over instead of being put into memory.
-            **{
-                name: one.map().clone()
-                for name, one in checkpoint.tensors.items()
-                if name.endswith("_extra_state")
-            },
-        },
-    }
-
-
-def _broadcast(ctx: Context, target: torch.Tensor) -> None:
-    """Fill a tensor with that of rank 0, in pieces."""
-    plain = target.detach().contiguous()
-    flat = plain.view(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), PIECE_BYTES):
-        ctx.collectives.broadcast(flat[start : start + PIECE_BYTES], 0)
-    if plain.data_ptr() != target.data_ptr():
-        target.copy_(plain)
+    # State of modules is small, and is handed over instead of being put into memory.
+    extra = {name: one for name, one in checkpoint.tensors.items() if name.endswith("_extra_state")}
+    return Checkpoint(
+        place=checkpoint.place,
+        tensors={name: one._replace(elements=None) for name, one in checkpoint.tensors.items()},
+        tied=dict(checkpoint.tied),
+        others={**checkpoint.others, **{name: one.map().clone() for name, one in extra.items()}},
+        file_ids={},
+    )
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -318,10 +258,10 @@ def load_state_dict(
         ValueError: The map names a place that this machine lacks.
     """
     checkpoint = open_checkpoint(file)
-    places = {} if device_map is None else read_map(device_map)
+    places = {} if device_map is None else read_places(device_map)
     at = {name: place_of(name, places) for name in checkpoint.tensors}
     stay = [name for name, one in checkpoint.tensors.items() if at[name] == "disk" and one.is_mappable]
-    mapped = map_stored([checkpoint.tensors[name] for name in stay], checkpoint.stamps)
+    mapped = map_stored([checkpoint.tensors[name] for name in stay], checkpoint.file_ids)
     found: dict[str, Any] = dict(zip(stay, mapped, strict=True))
     readings: dict[object, Reading] = {}
     for name, stored in checkpoint.tensors.items():
@@ -335,7 +275,7 @@ def load_state_dict(
                 readings[same] = Reading(stored, memory)
             found[name] = readings[same].target
     with showing("load", sum(one.source.num_bytes for one in readings.values()), progress) as advance:
-        read_tensors(tuple(readings.values()), checkpoint.stamps, advance)
+        read_tensors(tuple(readings.values()), checkpoint.file_ids, advance)
     in_order = {name: found[name] for name in checkpoint.tensors}
     return {**in_order, **checkpoint.others}
 
@@ -356,6 +296,7 @@ def load_checkpoint_in_model(
     *,
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     progress: bool | None = None,
+    ctx: Context | None = None,
 ) -> None:
     """Load weights into a model, each tensor from its file straight to its place.
 
@@ -373,7 +314,7 @@ def load_checkpoint_in_model(
     Effect: on ``model``, and with ``offload_folder`` on that. Where reading fails on the way, tensors that
     had memory before may have changed.
 
-    Ranks: local, unless ``broadcast_from_rank0``: then every rank of the default process group. Of a model
+    Ranks: local, unless ``broadcast_from_rank0``: then every rank of ``ctx``. Of a model
     that is spread over ranks (``DTensor``) each takes its parts.
 
     Args:
@@ -398,6 +339,8 @@ def load_checkpoint_in_model(
         broadcast_from_rank0: Only rank 0 reads; the others get everything from it.
         special_dtypes: Dtypes of single tensors, by name; the model has to have all of them.
         progress: Show a bar; None shows it in a terminal, if tqdm is installed.
+        ctx: The world that ``broadcast_from_rank0`` is of. None: of the default process group, for which the
+            environment is read.
 
     Raises:
         NoCheckpointError: There are no weights.
@@ -414,7 +357,7 @@ def load_checkpoint_in_model(
     """
     require_module(_LOAD, model)
     plain = unwrap_model(model, keep_torch_compile=False)
-    wishes = Wishes(
+    options = LoadOptions(
         places=None if device_map is None else _read_map(plain, device_map),
         dtype=_float(dtype),
         special_dtypes=_dtypes(special_dtypes),
@@ -424,42 +367,42 @@ def load_checkpoint_in_model(
         is_whole=full_state_dict,
     )
     if broadcast_from_rank0:
-        _check_rank0(wishes)
-        with init_context() as ctx:
+        _check_rank0(options, ctx)
+        with nullcontext(ctx) if ctx is not None else init_context() as world:
             together(
-                ctx,
+                world,
                 _LOAD,
-                lambda meet: _load_from_rank0(ctx, plain, checkpoint, wishes, meet, progress),
+                lambda meet: _load_from_rank0(world, plain, checkpoint, options, meet, progress),
             )
         return
     if offload_folder is not None:
         check_folder(offload_folder, "offload_folder")
     opened = open_checkpoint(checkpoint)
-    plan = plan_load(_LOAD, plain, opened, wishes)
+    plan = plan_load(_LOAD, plain, opened, options)
     _warn(opened, plan)
     with showing("load", plan.num_bytes, progress) as advance:
         apply_plan(
-            plain, plan, opened.stamps, folder=offload_folder, is_whole=full_state_dict, advance=advance
+            plain, plan, opened.file_ids, folder=offload_folder, is_whole=full_state_dict, advance=advance
         )
 
 
-def _check_rank0(wishes: Wishes) -> None:
+def _check_rank0(options: LoadOptions, ctx: Context | None) -> None:
     """Refuse what rank 0 can't read for all.
 
     Raises:
         ValueError: There is no process group, something shall go to the disk, or each rank has its own files.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if ctx is None and not (dist.is_available() and dist.is_initialized()):
         why = (
-            "needs a process group. Call init_context or torch.distributed.init_process_group first, or "
+            "needs a process group. Pass ctx=, or call torch.distributed.init_process_group first, or "
             "leave it out: then every rank reads by itself."
         )
-    elif not wishes.is_whole:
+    elif not options.is_whole:
         why = (
             "gives every rank the same whole tensors, and full_state_dict=False says that each has a "
             "checkpoint with parts of its own. Choose one."
         )
-    elif "disk" in (wishes.places or {}).values():
+    elif "disk" in (options.places or {}).values():
         why = (
             "can put nothing on the disk, since only rank 0 has the files. Let every rank read, or choose "
             "other places."
@@ -490,6 +433,7 @@ def load_checkpoint_and_dispatch(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     fallback_allocation: bool = False,
     progress: bool | None = None,
+    ctx: Context | None = None,
 ) -> ModelT:
     """Load a checkpoint into a model that may be too large for one device, and make it ready to run.
 
@@ -523,6 +467,7 @@ def load_checkpoint_and_dispatch(
         fallback_allocation: Where the first part for an accelerator is too large for it, put the first one
             there that isn't.
         progress: As :func:`load_checkpoint_in_model` takes it.
+        ctx: As :func:`load_checkpoint_in_model` takes it.
 
     Returns:
         The same model; ``hf_device_map`` says what lies where, if there is a map.
@@ -561,6 +506,7 @@ def load_checkpoint_and_dispatch(
         broadcast_from_rank0=broadcast_from_rank0,
         special_dtypes=special_dtypes,
         progress=progress,
+        ctx=ctx,
     )
     if found is None:
         return model
@@ -582,14 +528,9 @@ def _where_to_load(
 ) -> dict[str, PlaceLike]:
     """Return where what has several names will lie, so that it is loaded there and nowhere else before."""
     shape = read_shape(model)
-    plan = plan_dispatch(
-        {leaf.name: leaf.kind == "parameter" for leaf in shape.root.leaves()},
-        device_map,
-        shape.ties,
-        offload_buffers=offload_buffers,
-    )
-    tied = {name: plan.lies[name].at for names in shape.ties for name in names}
-    return {**device_map, **tied}
+    is_parameter = {leaf.name: leaf.kind == "parameter" for leaf in shape.root.leaves()}
+    placements = plan_placements(is_parameter, device_map, shape.ties, offload_buffers=offload_buffers)
+    return {**device_map, **{name: placements[name].storage for names in shape.ties for name in names}}
 
 
 def _kept(model: nn.Module, parts: tuple[str, ...]) -> dict[str, torch.dtype]:
@@ -602,9 +543,9 @@ def _dtypes(said: Mapping[str, str | torch.dtype] | None, operation: str = _LOAD
     return {name: cast("torch.dtype", _float(one, operation)) for name, one in (said or {}).items()}
 
 
-def _read_map(model: nn.Module, device_map: Mapping[str, PlaceLike]) -> dict[str, Any]:
+def _read_map(model: nn.Module, device_map: Mapping[str, PlaceLike]) -> dict[str, Place]:
     check_device_map(model, device_map)
-    return dict(read_map(device_map))
+    return read_places(device_map)
 
 
 def _float(dtype: str | torch.dtype | None, operation: str = _LOAD) -> torch.dtype | None:

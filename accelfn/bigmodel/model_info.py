@@ -103,14 +103,16 @@ class ModelShape:
     @property
     def num_bytes(self) -> int:
         """Of all tensors as they are; what has several names counts once."""
+        return sum(leaf.num_bytes for leaf in self.distinct_leaves())
+
+    def distinct_leaves(self) -> Iterator[LeafShape]:
+        """Return each tensor once, under the first of its names."""
         seen: set[int] = set()
-        total = 0
         for leaf in self.root.leaves():
-            if leaf.tie is None or leaf.tie not in seen:
-                total += leaf.num_bytes
+            if leaf.tie not in seen:
+                yield leaf
             if leaf.tie is not None:
                 seen.add(leaf.tie)
-        return total
 
 
 def read_shape(model: nn.Module, operation: str = "read_shape") -> ModelShape:
@@ -129,16 +131,50 @@ def read_shape(model: nn.Module, operation: str = "read_shape") -> ModelShape:
     if not isinstance(cast("object", model), nn.Module):
         more = " plan_device_map takes a shape." if isinstance(model, ModelShape) else ""
         raise TypeError(f"{operation}: takes a module, got {type(model).__name__}.{more}")
-    reader = _Reader()
-    root = reader.read(model, "")
-    ties = reader.ties()
-    number_of = {name: number for number, names in enumerate(ties) for name in names}
-    inside = {""} if ties else set[str]()
-    for name in number_of:
-        while name := name.rpartition(".")[0]:
-            inside.add(name)
-    classes = tuple(reader.no_split_classes)
-    return ModelShape(root=_tie(root, inside, number_of), ties=ties, no_split_classes=classes)
+    names: dict[int, list[str]] = {}
+    for name, tensor in _named_tensors(model, ""):
+        # By the object: tensors of the meta device have no memory that could be compared.
+        names.setdefault(id(tensor), []).append(name)
+    ties = tuple(tuple(group) for group in names.values() if len(group) > 1)
+    tie_of = {name: number for number, group in enumerate(ties) for name in group}
+    no_split: dict[str, None] = {}
+
+    def read(module: Any, name: str) -> ModuleShape:
+        prefix = f"{name}." if name else ""
+        no_split.update(dict.fromkeys(_no_split_of(module)))
+        temporary: set[str] = module._non_persistent_buffers_set
+        return ModuleShape(
+            name,
+            type(module).__name__,
+            tuple(
+                _leaf(prefix + key, tensor, "parameter", tie_of.get(prefix + key))
+                for key, tensor in module._parameters.items()
+                if tensor is not None
+            ),
+            tuple(read(child, prefix + key) for key, child in module._modules.items() if child is not None),
+            tuple(
+                _leaf(
+                    prefix + key,
+                    tensor,
+                    "temporary" if key in temporary else "buffer",
+                    tie_of.get(prefix + key),
+                )
+                for key, tensor in module._buffers.items()
+                if tensor is not None
+            ),
+        )
+
+    root = read(model, "")
+    return ModelShape(root=root, ties=ties, no_split_classes=tuple(no_split))
+
+
+def _named_tensors(module: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return all tensors in the order of a plan. torch's own iterators leave out what is registered twice."""
+    yield from ((prefix + key, one) for key, one in module._parameters.items() if one is not None)
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _named_tensors(child, f"{prefix}{key}.")
+    yield from ((prefix + key, one) for key, one in module._buffers.items() if one is not None)
 
 
 def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]] = ()) -> ModelShape:
@@ -173,55 +209,11 @@ def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]]
         if last in node:
             raise ValueError(f"{leaf.name} is given twice, or is a module's name too.")
         node[last] = leaf._replace(tie=tie_of.get(leaf.name))
-    lost = sorted(tie_of.keys() - {leaf.name for leaf in _build("", "", tree).leaves()})
+    root = _build("", "", tree)
+    lost = sorted(tie_of.keys() - {leaf.name for leaf in root.leaves()})
     if lost:
         raise ValueError(f"{lost[0]} is said to be tied, and there is no such tensor.")
-    return ModelShape(root=_build("", "", tree), ties=groups)
-
-
-class _Reader:
-    """Walks a model once, and remembers what it has seen.
-
-    torch's own iterators leave out what is registered twice.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[int, str] = {}
-        self._ties: dict[int, list[str]] = {}
-        self.no_split_classes: dict[str, None] = {}
-
-    def ties(self) -> tuple[tuple[str, ...], ...]:
-        """Return the groups of names that are one tensor each, in the order of the model."""
-        return tuple(tuple(self._ties[tensor]) for tensor in self._first if tensor in self._ties)
-
-    def read(self, module: Any, name: str) -> ModuleShape:
-        """Read a module and all below it."""
-        prefix = f"{name}." if name else ""
-        self.no_split_classes.update(dict.fromkeys(_no_split_of(module)))
-        parameters: list[LeafShape] = []
-        for key, tensor in module._parameters.items():
-            if tensor is not None:
-                leaf = _leaf(prefix + key, tensor, "parameter")
-                self._see(tensor, leaf.name)
-                parameters.append(leaf)
-        children = [
-            self.read(child, prefix + key) for key, child in module._modules.items() if child is not None
-        ]
-        buffers: list[LeafShape] = []
-        if module._buffers:
-            temporary: set[str] = module._non_persistent_buffers_set
-            for key, tensor in module._buffers.items():
-                if tensor is not None:
-                    leaf = _leaf(prefix + key, tensor, "temporary" if key in temporary else "buffer")
-                    self._see(tensor, leaf.name)
-                    buffers.append(leaf)
-        return ModuleShape(name, type(module).__name__, tuple(parameters), tuple(children), tuple(buffers))
-
-    def _see(self, tensor: torch.Tensor, name: str) -> None:
-        # By the object: tensors of the meta device have no memory that could be compared.
-        first = self._first.setdefault(id(tensor), name)
-        if first is not name:
-            self._ties.setdefault(id(tensor), [first]).append(name)
+    return ModelShape(root=root, ties=groups)
 
 
 def _no_split_of(module: nn.Module) -> Iterable[str]:
@@ -234,27 +226,15 @@ def _no_split_of(module: nn.Module) -> Iterable[str]:
     return sorted(names) if isinstance(names, (set, frozenset)) else names
 
 
-def _tie(module: ModuleShape, inside: Collection[str], tie_of: Mapping[str, int]) -> ModuleShape:
-    """Number the ties of all tensors in a module; ``inside`` are the modules that have some."""
-    if module.name not in inside:
-        return module
-    parameters, buffers = (
-        tuple(leaf._replace(tie=tie_of.get(leaf.name)) for leaf in leaves)
-        for leaves in (module.parameters, module.buffers)
-    )
-    children = tuple(_tie(child, inside, tie_of) for child in module.children)
-    return module._replace(parameters=parameters, children=children, buffers=buffers)
-
-
-def _leaf(name: str, tensor: Any, kind: LeafKind) -> LeafShape:
+def _leaf(name: str, tensor: Any, kind: LeafKind, tie: int | None) -> LeafShape:
     if type(tensor) in _PLAIN:  # most are
-        return LeafShape(name, tensor.nbytes, tensor.numel(), tensor.dtype, kind)
+        return LeafShape(name, tensor.nbytes, tensor.numel(), tensor.dtype, kind, tie)
     if is_lazy(tensor):
         raise ValueError(
             f"{name} has no shape yet: run the model on a batch once, or give the layer its size."
         )
     is_plain = not is_traceable_wrapper_subclass(tensor)
-    return LeafShape(name, _bytes_inside(tensor), tensor.numel(), tensor.dtype, kind, None, is_plain)
+    return LeafShape(name, _bytes_inside(tensor), tensor.numel(), tensor.dtype, kind, tie, is_plain)
 
 
 def _bytes_inside(tensor: Any) -> int:

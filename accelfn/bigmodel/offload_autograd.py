@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Arrive(torch.autograd.Function):
-    """Stand for the copies of weights: backward hands their gradients to the weights at rest."""
+    """Stand for the copies of weights: backward hands their gradients to the weights on the host."""
 
     @staticmethod
     def forward(ctx: Any, copies: Sequence[torch.Tensor], *hosts: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -33,7 +33,7 @@ def connect(copies: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> tu
 
     Args:
         copies: Values of the weights, on the device that computes.
-        hosts: The weights at rest: leaves that require gradients or not; only the former are connected.
+        hosts: The weights on the host: leaves that require gradients or not; only the former are connected.
     """
     trained = [place for place, host in enumerate(hosts) if host.requires_grad]
     if not trained:
@@ -46,14 +46,28 @@ def connect(copies: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> tu
     return tuple(connected)
 
 
+class Saved(NamedTuple):
+    """Whose memory a tensor is that autograd saves.
+
+    Attributes:
+        block: Position of the block in its prefetcher.
+        weight: Position of the weight among those that are packed.
+        version: Of the weight on the host when it was used. None: forward has written into the copy, which
+            alone has these values.
+        hosts: Of the block, by ref, as they were on the host.
+    """
+
+    block: int
+    weight: int
+    version: int | None
+    hosts: Sequence[torch.Tensor | None]
+
+
 class Refetched(NamedTuple):
     """A part of a block's memory that backward needs: kept as where it lies, and not as bytes.
 
     Attributes:
-        block: Position of the block in its stream.
-        weight: Position of the weight among those that are packed.
-        version: Of the weight at rest when it was used.
-        hosts: Of the block, by slot, as they were at rest.
+        saved: Whose memory it is.
         dtype: Of the part.
         shape: Of the part.
         stride: In elements.
@@ -62,12 +76,9 @@ class Refetched(NamedTuple):
         is_neg: It is seen as its negative.
     """
 
-    block: int
-    weight: int
-    version: int
-    hosts: tuple[torch.Tensor | None, ...]
+    saved: Saved
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: torch.Size
     stride: tuple[int, ...]
     offset: int
     is_conj: bool
@@ -81,22 +92,6 @@ class Refetched(NamedTuple):
             if self.is_conj:
                 part = part.conj()
             return part if not self.is_neg else cast("Any", torch)._neg_view(part)
-
-
-class Saved(NamedTuple):
-    """Whose memory a tensor is that autograd saves.
-
-    Attributes:
-        block: Position of the block in its stream.
-        weight: Position of the weight among those that are packed.
-        version: Of the weight at rest. None: forward has written into the copy, which alone has these values.
-        hosts: As of :class:`Refetched`.
-    """
-
-    block: int
-    weight: int
-    version: int | None
-    hosts: tuple[torch.Tensor | None, ...]
 
 
 class _Outer(NamedTuple):
@@ -126,21 +121,11 @@ def refetching(
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided:
             first = int(tensor.storage_offset())
             found = find(tensor.untyped_storage().data_ptr(), first * tensor.dtype.itemsize)
-            if found is not None and found.version is None:
+            if found is not None and found.version is not None:
+                form = (tensor.dtype, tensor.shape, tensor.stride(), first)
+                return Refetched(found, *form, tensor.is_conj(), tensor.is_neg())
+            if found is not None:
                 tensor = tensor.detach().clone()
-            elif found is not None and found.version is not None:
-                return Refetched(
-                    found.block,
-                    found.weight,
-                    found.version,
-                    found.hosts,
-                    tensor.dtype,
-                    tuple(tensor.shape),
-                    tuple(tensor.stride()),
-                    first,
-                    tensor.is_conj(),
-                    tensor.is_neg(),
-                )
         return tensor if outer is None else _Outer(outer[0](tensor))
 
     def give(kept: Any) -> torch.Tensor:

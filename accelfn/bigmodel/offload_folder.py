@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,19 +20,18 @@ from accelfn.bigmodel.assign import read_dtype, set_module_tensor_to_device
 from accelfn.bigmodel.devices import check_device, read_place
 from accelfn.bigmodel.transfer import is_dense
 from accelfn.bigmodel.weight_files import (
-    STORED_DTYPES,
-    Stamp,
+    FileId,
     Stored,
     drop_pages,
-    map_tensors,
+    file_id_of,
+    map_stored,
     open_unchanged,
-    stamp_of,
+    stored_in,
 )
 from accelfn.checkpoint.disk import naming
 from accelfn.checkpoint.files import memory_of
-from accelfn.checkpoint.header import SAFETENSORS_NAMES, Entry, Header, dtype_name, format_header
-from accelfn.checkpoint.weights_files import Entry as NewEntry
-from accelfn.checkpoint.weights_files import replacing, write_tensors
+from accelfn.checkpoint.header import SAFETENSORS_NAMES, dtype_name, format_header
+from accelfn.checkpoint.weights_files import Entry, replacing, write_tensors
 from accelfn.checkpoint.weights_index import read_header
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 
@@ -54,7 +53,7 @@ def check_folder(folder: str | os.PathLike[str], argument: str) -> None:
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not there.is_dir():
         what = "it is a file" if there == path else f"{there} is a file"
-        raise _said(NotADirectoryError(errno.ENOTDIR, what), path, argument)
+        raise _with_advice(NotADirectoryError(errno.ENOTDIR, what), path, argument)
 
 
 @contextlib.contextmanager
@@ -73,23 +72,15 @@ def writing_to(folder: str | os.PathLike[str], argument: str) -> Generator[Path]
     check_folder(path, argument)
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _said(error, path, argument) from error
-    try:
         yield path
     except OSError as error:
-        if error.errno is None or not _is_within(error.filename, path):
+        named = None if error.filename is None else os.path.abspath(os.fsdecode(error.filename))
+        if error.errno is None or (named and not Path(named).is_relative_to(path.absolute())):
             raise  # of a file that is read meanwhile, say
-        raise _said(error, path, argument) from error
+        raise _with_advice(error, path, argument) from error
 
 
-def _is_within(filename: object, folder: Path) -> bool:
-    if not isinstance(filename, (str, os.PathLike)):
-        return filename is None
-    return Path(os.path.abspath(os.fspath(filename))).is_relative_to(os.path.abspath(folder))
-
-
-def _said(error: OSError, folder: Path, argument: str) -> OSError:
+def _with_advice(error: OSError, folder: Path, argument: str) -> OSError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         todo = "Make room there, or pass a folder on another disk"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -100,24 +91,34 @@ def _said(error: OSError, folder: Path, argument: str) -> OSError:
     return OSError(error.errno, said, error.filename or str(folder))
 
 
+def _write(
+    path: Path,
+    forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    value_of: Callable[[str], torch.Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write a safetensors file in which each tensor begins at a multiple of 64 bytes, one after the other."""
+    named = [(name, SAFETENSORS_NAMES[dtype], shape) for name, (dtype, shape) in forms.items()]
+    _, order = format_header(named, metadata, fill=True)
+    entries = [Entry(name, *forms[name]) for name in order]
+    write_tensors(path, entries, map(value_of, order), metadata, fill=True)
+
+
+def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
+    unfit = [name for name, dtype in dtypes.items() if dtype not in SAFETENSORS_NAMES]
+    if unfit:
+        raise ValueError(
+            f"{unfit[0]!r} can't lie on the disk: safetensors has no {dtypes[unfit[0]]}. Choose another "
+            "dtype, or leave it on the CPU."
+        )
+
+
 _KEY = "accelfn.converted"
 
 
-class Conversion(NamedTuple):
-    """A tensor to write anew.
-
-    Attributes:
-        source: Where it lies.
-        dtype: That it shall have.
-    """
-
-    source: Stored
-    dtype: torch.dtype
-
-
 def convert(
-    conversions: Sequence[Conversion],
-    stamps: Mapping[Path, Stamp],
+    conversions: Sequence[tuple[Stored, torch.dtype]],
+    file_ids: Mapping[Path, FileId],
     folder: str | os.PathLike[str],
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[torch.Tensor]:
@@ -130,8 +131,8 @@ def convert(
     Ranks: local. Several may write the same folder: a file gets its name when it is whole.
 
     Args:
-        conversions: What to write.
-        stamps: Of the files that it comes from.
+        conversions: What to write, and the dtypes that it shall have.
+        file_ids: Of the files that it comes from.
         folder: Made where it isn't there.
         advance: Called with bytes that are done.
 
@@ -143,93 +144,115 @@ def convert(
         OSError: The folder can't be written to, or is full. Nothing half is left behind.
         ValueError: safetensors has no such dtype.
     """
-    found: dict[int, torch.Tensor] = {}
-    by_file: dict[Path, list[int]] = {}
-    for number, one in enumerate(conversions):
-        by_file.setdefault(one.source.path, []).append(number)
-    if not by_file:
-        return []
-    with writing_to(folder, "offload_folder") as place:
-        for path, numbers in by_file.items():
-            open_unchanged(path, stamps).close()
-            # Keys of their own: what is tied, or asked for in two dtypes, may have one name.
-            some = {
-                f"{number}:{conversions[at].source.name}": conversions[at]
-                for number, at in enumerate(numbers)
-            }
-            mapped = _convert_file(path, some, stamps[path], place, advance)
-            found.update(zip(numbers, (mapped[key] for key in some), strict=True))
-    return [found[number] for number in range(len(conversions))]
+    _check_dtypes({source.name: dtype for source, dtype in conversions})
+    by_file: dict[Path, dict[str, tuple[Stored, torch.dtype]]] = {}
+    for number, (source, dtype) in enumerate(conversions):
+        # Keys of their own: what is tied, or asked for in two dtypes, may have one name.
+        by_file.setdefault(source.path, {})[f"{number}:{source.name}"] = (source, dtype)
+    found: dict[str, torch.Tensor] = {}
+    if by_file:
+        with writing_to(folder, "offload_folder") as place:
+            for path, some in by_file.items():
+                open_unchanged(path, file_ids).close()
+                found.update(_convert_file(path, some, file_ids[path], place, advance))
+    return [found[f"{number}:{source.name}"] for number, (source, _) in enumerate(conversions)]
 
 
 def _convert_file(
     path: Path,
-    conversions: Mapping[str, Conversion],
-    stamp: Stamp,
+    conversions: Mapping[str, tuple[Stored, torch.dtype]],
+    file_id: FileId,
     folder: Path,
     advance: Callable[[int], None],
 ) -> dict[str, torch.Tensor]:
-    said = _description(path, conversions, stamp)
-    final = folder / f"accelfn-{hashlib.sha256(said.encode()).hexdigest()[:32]}.safetensors"
-    header = _header_if_same(final, said)
-    if header is None:
-        # In the order of the file.
-        forms = [(key, SAFETENSORS_NAMES[one.dtype], one.source.shape) for key, one in conversions.items()]
-        _, places = format_header(forms, {_KEY: said}, fill=True)
-        entries = [NewEntry(key, conversions[key].dtype, conversions[key].source.shape) for key in places]
-        with replacing(final) as temporary:
-            write_tensors(temporary, entries, _values(places, conversions, advance), {_KEY: said}, fill=True)
-        header = read_header(final)
+    tensors = {key: [str(dtype), _describe(source)] for key, (source, dtype) in conversions.items()}
+    told = {"file": str(path.resolve()), "file_id": list(file_id), "tensors": tensors}
+    description = json.dumps(told, sort_keys=True)
+    final = folder / f"accelfn-{hashlib.sha256(description.encode()).hexdigest()[:32]}.safetensors"
+
+    def value_of(key: str) -> torch.Tensor:
+        source, dtype = conversions[key]
+        value = source.map()
+        converted = value.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        drop_pages((value,))
+        advance(source.num_bytes)
+        return converted
+
+    if _has_description(final, description):
+        advance(sum(source.num_bytes for source, _ in conversions.values()))
     else:
-        advance(sum(one.source.num_bytes for one in conversions.values()))
-    return map_tensors(final, header.entries)
-
-
-def _description(path: Path, conversions: Mapping[str, Conversion], stamp: Stamp) -> str:
-    unfit = [one for one in conversions.values() if one.dtype not in SAFETENSORS_NAMES]
-    if unfit:
-        raise ValueError(
-            f"{unfit[0].source.name} can't be written as {unfit[0].dtype}, which safetensors lacks. Choose "
-            "another dtype, or another place than the disk."
-        )
-    tensors = {key: [str(one.dtype), _describe(one.source)] for key, one in conversions.items()}
-    said = {"file": str(path.resolve()), "stamp": list(stamp), "tensors": tensors}
-    return json.dumps(said, sort_keys=True)
+        forms = {key: (dtype, source.shape) for key, (source, dtype) in conversions.items()}
+        with replacing(final) as temporary:
+            _write(temporary, forms, value_of, {_KEY: description})
+    return _map_file(final)
 
 
 def _describe(source: Stored) -> list[object]:
-    parts = [[str(one.path.resolve()), list(stamp_of(one.path)), _describe(one)] for one in source.made_of]
+    parts = [
+        [str(one.path.resolve()), list(file_id_of(one.path.stat())), _describe(one)] for one in source.made_of
+    ]
     return [str(source.dtype), list(source.shape), source.start, source.made_by, parts]
 
 
-def _header_if_same(path: Path, said: str) -> Header | None:
-    """Return the header of a file that is there already and says that it is what would be written."""
+def _has_description(path: Path, description: str) -> bool:
+    """Whether a file is there already and says that it is what would be written."""
     with contextlib.suppress(FileNotFoundError, DamagedCheckpointError):
-        header = read_header(path)
-        if header.metadata.get(_KEY) == said:
-            return header
-    return None
+        return read_header(path).metadata.get(_KEY) == description
+    return False
 
 
-def _values(
-    keys: Mapping[str, object], conversions: Mapping[str, Conversion], advance: Callable[[int], None]
-) -> Iterator[torch.Tensor]:
-    for key in keys:
-        one = conversions[key]
-        value = one.source.map()
-        yield value.to(one.dtype).contiguous()
-        drop_pages((value,))
-        advance(one.source.num_bytes)
+def _map_file(path: Path) -> dict[str, torch.Tensor]:
+    stored = stored_in(path)
+    return dict(zip(stored, map_stored([*stored.values()]), strict=True))
 
+
+def write_mapped(
+    folder: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Write tensors to a file in a folder, and return them mapped from it.
+
+    The file has no name any more once it is mapped (but for Windows, which doesn't allow that): it takes its
+    space on the disk until the last of the tensors is gone, and nothing is left to be mistaken for another
+    model's weights later.
+
+    Each begins where torch would have it begin, at a multiple of 64 bytes, so that results are the same bits.
+
+    Args:
+        folder: It is made if it isn't there. Errors call it ``offload_dir``.
+        tensors: By name, with values. They keep their strides if they fill their memory.
+
+    Raises:
+        ValueError: safetensors has no such dtype.
+        OSError: The folder can't be written, or the disk is full. Nothing is left there.
+    """
+    _check_dtypes({name: one.dtype for name, one in tensors.items()})
+    # Memory as it is, in whatever order its dimensions lie there.
+    flat = {
+        name: one.detach().as_strided((one.numel(),), (1,)) if is_dense(one) else one.detach()
+        for name, one in tensors.items()
+    }
+    with writing_to(folder, "offload_dir") as place:
+        path = place / f".accelfn-{secrets.token_hex(8)}.safetensors"
+        try:
+            forms = {name: (one.dtype, tuple(one.shape)) for name, one in flat.items()}
+            _write(path, forms, flat.__getitem__, {})
+            mapped = _map_file(path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    if os.name == "posix":
+        path.unlink(missing_ok=True)
+    return {
+        name: mapped[name].as_strided(one.shape, one.stride()) if is_dense(one) else mapped[name]
+        for name, one in tensors.items()
+    }
+
+
+# --- folders as Accelerate has them --------------------------------------------------------------
 
 _INDEX = "index.json"
-# By the names that an index has: NumPy's, which are torch's, too.
-_ENTRY_DTYPES = MappingProxyType(
-    {
-        "complex32": "complex32",
-        "complex128": "complex128",
-        **{dtype_name(dtype): name for name, dtype in STORED_DTYPES.items()},
-    }
+_DTYPES = MappingProxyType(
+    {dtype_name(one): one for one in (*SAFETENSORS_NAMES, torch.complex32, torch.complex128)}
 )
 
 
@@ -260,7 +283,7 @@ def offload_weight(
         OSError: It can't be written; the file that was there before still is.
     """
     name = dtype_name(weight.dtype)
-    if name not in _ENTRY_DTYPES or weight.is_meta or weight.layout != torch.strided:
+    if name not in _DTYPES or weight.is_meta or weight.layout != torch.strided:
         raise ValueError(
             f"offload_weight: {weight_name} ({weight.dtype} on {weight.device}) has no plain bytes to write."
         )
@@ -303,25 +326,23 @@ def load_offloaded_weight(
         OSError: There is no such file.
     """
     path = Path(weight_file)
-    dtype, shape = weight_info.get("dtype"), weight_info.get("shape")
+    dtype, shape = _DTYPES.get(str(weight_info.get("dtype"))), weight_info.get("shape")
     is_shape = isinstance(shape, (list, tuple)) and all(
         type(length) is int and length >= 0 for length in cast("Iterable[object]", shape)
     )
-    if not isinstance(dtype, str) or dtype not in _ENTRY_DTYPES or not is_shape:
+    if dtype is None or not is_shape:
         raise DamagedCheckpointError(
-            f"{path}: the index says dtype {dtype!r} and shape {shape!r}, which is no tensor of torch.",
-            path.name,
+            f"{path}: the index says {dict(weight_info)!r}, which is no tensor of torch.", path.name
         )
-    lengths = tuple(cast("Iterable[int]", shape))
-    size = torch.Size(lengths).numel() * torch.empty(0, dtype=read_dtype(dtype)).element_size()
+    stored = Stored("", path, dtype, tuple(cast("Iterable[int]", shape)), 0)
     found = path.stat().st_size
-    if found != size:
+    if found != stored.num_bytes:
         raise DamagedCheckpointError(
-            f"{path} has {found} bytes, and {dtype} {list(lengths)} needs {size}: it is another tensor's, or "
-            "was cut off. Write the folder again.",
+            f"{path} has {found} bytes, and {stored.kind} needs {stored.num_bytes}: it is another tensor's, "
+            "or was cut off. Write the folder again.",
             path.name,
         )
-    return map_tensors(path, {"": Entry(_ENTRY_DTYPES[dtype], lengths, 0, size)}, is_raw=True)[""]
+    return stored.map()
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -453,7 +474,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index: Mapping[str, Mapping[str, Any]] = {} if index is None else index
         self.device = device
         self.all_keys: list[str] = list(dict.fromkeys((*self.state_dict, *self.index)))
-        self._heads: dict[Path, Mapping[str, Entry]] = {}  # of safetensors files that were looked into
+        self._headers: dict[Path, Mapping[str, Stored]] = {}  # of safetensors files that were read
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -473,13 +494,12 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def _of_safetensors(self, key: str, said: Mapping[str, Any]) -> torch.Tensor:
         path = Path(str(said["safetensors_file"]))
-        if path not in self._heads:
-            self._heads[path] = read_header(path).entries
+        if path not in self._headers:
+            self._headers[path] = stored_in(path)
         name = str(said.get("weight_name") or key)
-        entry = self._heads[path].get(name)
-        if entry is None:
+        if name not in self._headers[path]:
             raise DamagedCheckpointError(f"{path} lacks {name}, which the index says is in it.", path.name)
-        found = map_tensors(path, {name: entry})[name]
+        found = self._headers[path][name].map()
         if said.get("dtype") is not None:
             found = found.to(read_dtype(said["dtype"]))
         return found if self.device is None else found.to(check_device(read_place(self.device)))
@@ -535,52 +555,3 @@ def extract_submodules_state_dict(
     names = tuple(submodule_names)
     prefixes = tuple("" if not name else f"{name}." for name in names)
     return {key: value for key, value in state_dict.items() if key in names or key.startswith(prefixes)}
-
-
-def write_mapped(
-    folder: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Write tensors to a file in a folder, and give them mapped from it.
-
-    The file has no name any more once it is mapped (but for Windows, which doesn't allow that): it takes its
-    space on the disk until the last of the tensors is gone, and nothing is left to be mistaken for another
-    model's weights later.
-
-    Each begins where torch would have it begin, at a multiple of 64 bytes, so that results are the same bits.
-
-    Args:
-        folder: It is made if it isn't there. Errors call it ``offload_dir``.
-        tensors: By name, with values. They keep their strides if they fill their memory.
-
-    Raises:
-        ValueError: safetensors has no such dtype.
-        OSError: The folder can't be written, or the disk is full. Nothing is left there.
-    """
-    unfit = [name for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_NAMES]
-    if unfit:
-        raise ValueError(
-            f"{unfit[0]!r} can't lie on the disk: safetensors has no {tensors[unfit[0]].dtype}. Leave it on "
-            "the CPU."
-        )
-    # Memory as it is, in whatever order its dimensions lie there.
-    laid = {
-        name: tensor.detach().as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.detach()
-        for name, tensor in tensors.items()
-    }
-    forms = [(name, SAFETENSORS_NAMES[one.dtype], tuple(one.shape)) for name, one in laid.items()]
-    _, places = format_header(forms, {}, fill=True)
-    entries = [NewEntry(name, laid[name].dtype, tuple(laid[name].shape)) for name in places]
-    with writing_to(folder, "offload_dir") as place:
-        path = place / f".accelfn-{secrets.token_hex(8)}.safetensors"
-        try:
-            write_tensors(path, entries, (laid[name] for name in places), {}, fill=True)
-            mapped = map_tensors(path, read_header(path).entries)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-    if os.name == "posix":
-        path.unlink(missing_ok=True)
-    return {
-        name: mapped[name].as_strided(tensor.shape, tensor.stride()) if is_dense(tensor) else mapped[name]
-        for name, tensor in tensors.items()
-    }

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
 
-from accelfn.bigmodel.assign import read_dtype, slots_of
+from accelfn.bigmodel.assign import read_dtype, refs_of
 from accelfn.bigmodel.devices import listed, read_place
 from accelfn.bigmodel.load import apply_plan
-from accelfn.bigmodel.load_plan import LoadPlan, Wishes, plan_load
-from accelfn.bigmodel.weight_files import Stamp, open_checkpoint
+from accelfn.bigmodel.load_plan import LoadOptions, LoadPlan, plan_load
+from accelfn.bigmodel.weight_files import FileId, open_checkpoint
 from accelfn.comm import Call, agree, broadcast_object_list, catch
 from accelfn.context import Context, check_context, init_context
 from accelfn.context.process_group import is_registered
@@ -30,30 +30,8 @@ from accelfn.tree import count_rows, send_to_device
 _PREPARE = "prepare_pipeline"
 
 
-class PlannedLoad(NamedTuple):
-    """What is read from where, for the whole model.
-
-    Attributes:
-        plan: Of the tensors.
-        stamps: Of the files.
-    """
-
-    plan: LoadPlan
-    stamps: Mapping[Path, Stamp]
-
-
-def _check_values(model: nn.Module) -> None:
-    """Refuse a model without values.
-
-    Raises:
-        ValueError: A tensor is on the meta device; with the names.
-    """
-    bare = names_on_meta(model)
-    if bare:
-        raise ValueError(
-            f"{_PREPARE}: {listed(bare)} have no values: they are on the meta device. Pass "
-            "checkpoint=, from which each rank reads its stage."
-        )
+PlannedLoad: TypeAlias = "tuple[LoadPlan, Mapping[Path, FileId]]"
+"""What is read for the whole model, and the files that it is read from."""
 
 
 def _plan_stage_load(
@@ -71,13 +49,13 @@ def _plan_stage_load(
         ValueError: ``dtype`` is none.
     """
     opened = open_checkpoint(checkpoint)
-    wishes = Wishes(places={"": read_place(device)}, dtype=read_dtype(dtype))
-    plan = plan_load(_PREPARE, model, opened, wishes)
+    options = LoadOptions(places={"": read_place(device)}, dtype=read_dtype(dtype))
+    plan = plan_load(_PREPARE, model, opened, options)
     if plan.needs_ties:
         # Now, and not after loading: a stage may hold one of two tied weights, and the file has the other.
         cast("Any", model).tie_weights()
-        plan = plan_load(_PREPARE, model, opened, wishes)
-    return PlannedLoad(plan, opened.stamps)
+        plan = plan_load(_PREPARE, model, opened, options)
+    return plan, opened.file_ids
 
 
 def _load_stage(model: nn.Module, load: PlannedLoad, plan: PipelinePlan, index: int) -> None:
@@ -93,17 +71,17 @@ def _load_stage(model: nn.Module, load: PlannedLoad, plan: PipelinePlan, index: 
         DamagedCheckpointError: A file isn't what it was.
         OSError: It can't be read.
     """
-    steps = load.plan
+    steps, file_ids = load
     if len(plan.stages) > 1:
         others = plan.elsewhere([index])
-        wanted = {name for name, _ in slots_of(model) if owner_of(name, others) is None}
+        wanted = {name for name, _ in refs_of(model) if owner_of(name, others) is None}
         steps = steps._replace(
             steps=tuple(step for step in steps.steps if not wanted.isdisjoint(step.target.names)),
             values=tuple(one for one in steps.values if not wanted.isdisjoint(one[0].names)),
             extras=(),
             needs_ties=False,
         )
-    apply_plan(model, steps, load.stamps)
+    apply_plan(model, steps, file_ids)
 
 
 if TYPE_CHECKING:
@@ -307,9 +285,13 @@ def prepare_pipeline(
             no_split_module_classes=no_split_module_classes,
             last=last,
         )
+        bare = names_on_meta(model)
+        if bare and checkpoint is None:
+            raise ValueError(
+                f"{_PREPARE}: {listed(bare)} have no values: they are on the meta device. Pass checkpoint=, "
+                "from which each rank reads its stage."
+            )
         load = None if checkpoint is None else _plan_stage_load(model, checkpoint, ctx.device, dtype)
-        if load is None:
-            _check_values(model)
         return planned, load
 
     planned, error = catch(plan)

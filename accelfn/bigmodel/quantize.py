@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from accelfn.bigmodel.devices import (
 )
 from accelfn.bigmodel.dispatch import dispatch_model
 from accelfn.bigmodel.load import apply_plan
-from accelfn.bigmodel.load_plan import LoadStep, Wishes, has_part, plan_load
+from accelfn.bigmodel.load_plan import LoadOptions, LoadStep, has_part, plan_load
 from accelfn.bigmodel.model_info import AnyDtype, CustomDtype
 from accelfn.bigmodel.quantize_config import (
     BnbQuantizationConfig,
@@ -97,7 +97,7 @@ def plan_quantization(
     """
     given = cast("tuple[str, ...] | None", config.skip_modules)
     skipped = default_skip_modules(model) if given is None else given
-    names = [name for name, _ in _modules(model)]
+    names = [name for name, _ in named_modules(model, every_name=True)]
     unknown = [entry for entry in given or () if not any(has_part(name, (entry,)) for name in names)]
     if unknown:
         raise ValueError(
@@ -110,7 +110,7 @@ def plan_quantization(
         return has_part(name, skipped) or any(not one or f"{name}.".startswith(f"{one}.") for one in whole)
 
     found: dict[nn.Module, list[str]] = {}
-    for name, module in _modules(model):
+    for name, module in named_modules(model, every_name=True):
         if type(module) is nn.Linear and name:
             found.setdefault(module, []).append(name)
     # Skipped under one of its names, it is skipped: there is only one of it.
@@ -139,10 +139,6 @@ def kept_dtype(name: str, dtype: torch.dtype, config: QuantizationConfig) -> tor
     if has_part(name, cast("tuple[str, ...] | None", config.keep_in_fp32_modules) or ()):
         return torch.float32
     return cast("torch.dtype | None", config.torch_dtype) or dtype
-
-
-def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    return cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
 
 
 _SHOWN = 5
@@ -232,13 +228,6 @@ def _give_back_freed_memory() -> None:
             trim(0)
 
 
-def _mark(model: nn.Module, config: QuantizationConfig) -> None:
-    """Mark the model as quantised, as others look for it."""
-    said = cast("Any", model)
-    said.is_loaded_in_8bit = config.bits == 8
-    said.is_loaded_in_4bit = config.bits == 4
-
-
 def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the parameters and buffers that a state dict holds, each once."""
     yield from named_module_tensors(model, recurse=True, remove_non_persistent=True)
@@ -319,7 +308,8 @@ def load_and_quantize_model(
                 "offload_folder, where they are written to, or weights_location, where they are already."
             )
         _quantize_in_place(model, config, plan, quantizer, lambda name: _device_of(name, places))
-    _mark(model, config)
+    said = cast("Any", model)
+    said.is_loaded_in_8bit, said.is_loaded_in_4bit = config.bits == 8, config.bits == 4
     dispatch_model(model, cast("Mapping[str, PlaceLike]", places), offload_dir=offload_folder)
     for name in plan.layers:
         if any(map(is_accelerator, places.values())) and not is_accelerator(_place(name, places)):
@@ -396,18 +386,6 @@ def _unquantized(model: nn.Module, places: Mapping[str, Place], quantizer: Quant
 # --- loading -------------------------------------------------------------------------------------
 
 
-class _Layer(NamedTuple):
-    """What a layer is made of.
-
-    Attributes:
-        step: Of its weight.
-        saved: What it was saved as, by name, if it was quantised.
-    """
-
-    step: LoadStep
-    saved: Mapping[str, Stored]
-
-
 def _load(
     model: nn.Module,
     config: QuantizationConfig,
@@ -418,28 +396,26 @@ def _load(
     offload_folder: str | os.PathLike[str] | None,
 ) -> None:
     opened, saved = _without_saved(open_checkpoint(weights_location), model, plan, quantizer)
-    wishes = Wishes(
+    options = LoadOptions(
         places=places,
         special_dtypes={name: kept_dtype(name, one.dtype, config) for name, one in _kept_tensors(model)},
         has_folder=offload_folder is not None,
     )
-    steps = plan_load(_LOAD, model, opened, wishes)
+    steps = plan_load(_LOAD, model, opened, options)
     owners = {model.get_submodule(name): name for name in plan.layers}
     # A weight that is tied to something that isn't quantised is loaded as a whole, and quantised then.
-    layers: dict[str, _Layer] = {}
+    layers: dict[str, LoadStep] = {}
     rest: list[LoadStep] = []
     for step in steps.steps:
-        if not all(slot.owner in owners and slot.key == "weight" for slot in step.target.slots):
+        if all(ref.owner in owners and ref.key == "weight" for ref in step.target.refs):
+            layers.update((owners[ref.owner], step) for ref in step.target.refs)
+        else:
             rest.append(step)
-            continue
-        for slot in step.target.slots:
-            name = owners[slot.owner]
-            layers[name] = _Layer(step, saved.get(name, {}))
     with showing("quantize", steps.num_bytes, None) as advance:
         apply_plan(
             model,
             steps._replace(steps=tuple(rest)),
-            opened.stamps,
+            opened.file_ids,
             folder=offload_folder,
             advance=advance,
         )
@@ -448,14 +424,15 @@ def _load(
             if name not in layers:
                 quantizer.fill(new, old.weight, device)
                 continue
-            step, parts = layers[name]
-            if parts:
+            step = layers[name]
+            if name in saved:
+                parts = saved[name]
                 tensors = {key: torch.empty(one.shape, dtype=one.dtype) for key, one in parts.items()}
-                read_tensors([Reading(one, tensors[key]) for key, one in parts.items()], opened.stamps)
+                read_tensors([Reading(one, tensors[key]) for key, one in parts.items()], opened.file_ids)
                 quantizer.restore(new, tensors, device)
             else:
                 weight = torch.empty(step.target.tensor.shape, dtype=step.dtype, device=device)
-                read_tensors([Reading(step.source, weight)], opened.stamps)
+                read_tensors([Reading(step.source, weight)], opened.file_ids)
                 quantizer.fill(new, weight, device)
                 del weight  # before the next one comes
             advance(step.source.num_bytes)
@@ -476,7 +453,9 @@ def _without_saved(
     tensors = dict(opened.tensors)
     saved: dict[str, dict[str, Stored]] = {}
     for name in opened.tensors:
-        for layer, rest in _heads(name):
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            layer, rest = ".".join(parts[:count]), ".".join(parts[count:])
             if layer in layers and rest not in ("weight", "bias") and quantizer.is_part(rest):
                 saved.setdefault(layer, {})[rest] = tensors.pop(name)
     rows: list[Misfit] = []
@@ -496,10 +475,3 @@ def _without_saved(
             rows,
         )
     return replace(opened, tensors=MappingProxyType(tensors)), saved
-
-
-def _heads(name: str) -> Iterator[tuple[str, str]]:
-    """Return each way to cut a dotted name in two."""
-    parts = name.split(".")
-    for count in range(1, len(parts)):
-        yield ".".join(parts[:count]), ".".join(parts[count:])

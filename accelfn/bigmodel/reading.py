@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from accelfn.bigmodel.weight_files import Stamp, Stored, advise_memory, open_unchanged
+from accelfn.bigmodel.weight_files import FileId, Stored, advise_memory, open_unchanged
 from accelfn.checkpoint.disk import REAL_DISK, naming, read_exactly
 from accelfn.checkpoint.files import memory_of
 from accelfn.errors import DamagedCheckpointError, MissingExtraError
@@ -26,8 +26,6 @@ PIECE_BYTES = 1 << 23
 
 # More than one thread also on one core: while one waits for the disk, another one copies.
 _MIN_THREADS, _MAX_THREADS = 2, 8
-# Less isn't worth a thread.
-_SMALL_BYTES = 1 << 20
 # At a time: what the system has just cleared is still in the processor's cache when it is filled.
 _STEP_BYTES = 1 << 20
 # Linux has it since 5.14; older ones say that they don't know it.
@@ -46,25 +44,9 @@ class Reading(NamedTuple):
     target: torch.Tensor
 
 
-class _Piece(NamedTuple):
-    """Elements of a tensor that are read at a time.
-
-    Attributes:
-        path: Of the file.
-        start: First byte in it.
-        dtype: As they lie there.
-        target: The elements, contiguous.
-    """
-
-    path: Path
-    start: int
-    dtype: torch.dtype
-    target: torch.Tensor
-
-
 def read_tensors(
     readings: Sequence[Reading],
-    stamps: Mapping[Path, Stamp],
+    file_ids: Mapping[Path, FileId],
     advance: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Read tensors into memory that they have already.
@@ -77,140 +59,105 @@ def read_tensors(
 
     Args:
         readings: In the order of the files, if disks shall be fast.
-        stamps: Of the files, as they were when their heads were read.
+        file_ids: Of the files, as they were when their headers were read.
         advance: Called in this thread with bytes of the files that are done.
 
     Raises:
         DamagedCheckpointError: A file isn't what it was.
         OSError: It can't be read.
     """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = min(_MAX_THREADS, max(_MIN_THREADS, cores)) if REAL_DISK.parallel_reads else 1
     with ExitStack() as closing, torch.no_grad():
         files = {
-            path: closing.enter_context(open_unchanged(path, stamps))
+            path: closing.enter_context(open_unchanged(path, file_ids))
             for path in dict.fromkeys(one.source.path for one in readings)
         }
-        buffers = _Buffers()
-        total = sum(one.source.num_bytes for one in readings)
-        if total <= _SMALL_BYTES or not REAL_DISK.parallel_reads:
-            for piece in _pieces(readings):
-                _read(files, buffers, piece)
-                advance(piece.target.numel() * piece.dtype.itemsize)
-        else:
-            _read_by_threads(files, buffers, readings, advance)
+        reader = _Reader(files)
+        pool = closing.enter_context(ThreadPoolExecutor(threads, "accelfn-load"))
+        closing.callback(pool.shutdown, cancel_futures=True)
+        pieces = [(piece, pool.submit(reader.read, *piece)) for piece in _pieces(readings)]
+        for (source, target), done in pieces:
+            done.result()
+            advance(target.numel() * source.dtype.itemsize)
         # Last, since each of them takes memory of its own size.
-        for one in readings:
-            if not _goes_in_pieces(one):
-                _read_whole(files, one)
-                advance(one.source.num_bytes)
+        for source, target in readings:
+            if not _goes_in_pieces(source, target):
+                value = torch.empty(source.shape, dtype=source.dtype)
+                if source.elements is None:
+                    reader.fill(source, value)
+                target.copy_(value if source.elements is None else source.elements())
+                advance(source.num_bytes)
 
 
-def _read_by_threads(
-    files: Mapping[Path, BinaryIO],
-    buffers: _Buffers,
-    readings: Sequence[Reading],
-    advance: Callable[[int], None],
-) -> None:
-    threads = min(_MAX_THREADS, max(_MIN_THREADS, _cores()))
-    with ThreadPoolExecutor(threads, "accelfn-load") as pool:
-        waiting = [(piece, pool.submit(_read, files, buffers, piece)) for piece in _pieces(readings)]
-        try:
-            for piece, one in waiting:
-                one.result()
-                advance(piece.target.numel() * piece.dtype.itemsize)
-        finally:
-            pool.shutdown(cancel_futures=True)
+def _goes_in_pieces(source: Stored, target: torch.Tensor) -> bool:
+    return source.elements is None and target.is_contiguous()
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _pieces(readings: Sequence[Reading]) -> Iterator[Reading]:
+    """Return what is read at a time: contiguous parts of the tensors."""
+    for source, target in readings:
+        if _goes_in_pieces(source, target):
+            yield from _parts(source, target.detach().view(-1), PIECE_BYTES)
 
 
-def _goes_in_pieces(one: Reading) -> bool:
-    return one.source.elements is None and one.target.is_contiguous()
+def _parts(source: Stored, flat: torch.Tensor, num_bytes: int) -> Iterator[Reading]:
+    size = source.dtype.itemsize
+    for first in range(0, flat.numel(), num_bytes // size):
+        part = source._replace(start=source.start + first * size)
+        yield Reading(part, flat[first : first + num_bytes // size])
 
 
-def _pieces(readings: Sequence[Reading]) -> Iterator[_Piece]:
-    for one in readings:
-        if not _goes_in_pieces(one):
-            continue
-        source, flat = one.source, one.target.detach().view(-1)
-        step = PIECE_BYTES // source.dtype.itemsize
-        for first in range(0, flat.numel(), step):
-            start = source.start + first * source.dtype.itemsize
-            yield _Piece(source.path, start, source.dtype, flat[first : first + step])
+class _Reader(threading.local):
+    """Reads from open files. Each thread has buffers of its own, made when they are needed first."""
 
-
-class _Buffers(threading.local):
-    """What each thread has for itself: buffers, ordinary and pinned, made when they are needed first."""
-
-    def __init__(self) -> None:
+    def __init__(self, files: Mapping[Path, BinaryIO]) -> None:
+        self._files = files
         self._advise: Any = advise_memory() if sys.platform == "linux" else None
-        self.ordinary: torch.Tensor | None = None
-        self.pinned: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
 
-    def prepare(self, memory: torch.Tensor) -> None:
+    def read(self, source: Stored, target: torch.Tensor) -> None:
+        """Read a piece."""
+        if target.device.type != "cpu":
+            self._read_staged(source, target)
+            return
+        for part, memory in _parts(source, target, _STEP_BYTES):
+            self._prepare(memory)
+            if memory.dtype == part.dtype:
+                self.fill(part, memory)
+            else:
+                self._read_staged(part, memory)
+
+    def fill(self, source: Stored, memory: torch.Tensor) -> None:
+        """Read bytes into memory of the host."""
+        with naming(str(source.path)):
+            file = self._files[source.path].fileno()
+            whole = read_exactly(REAL_DISK, file, memory_of(memory), source.start)
+        if not whole:
+            raise DamagedCheckpointError(
+                f"{source.path} was cut off while it was read. Load again.", source.path.name
+            )
+
+    def _read_staged(self, source: Stored, target: torch.Tensor) -> None:
+        with torch.no_grad():
+            num_bytes = target.numel() * source.dtype.itemsize
+            if self._buffer is None or self._buffer.numel() < num_bytes:
+                can_pin = target.device.type not in ("cpu", "mps")
+                size = PIECE_BYTES if can_pin else num_bytes
+                self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=can_pin)
+            staged = self._buffer[:num_bytes]
+            self.fill(source, staged)
+            typed = staged.view(source.dtype)
+            if target.device.type != "cpu" and target.dtype != source.dtype:
+                typed = typed.to(target.device)  # it casts faster, and a cast on the host takes more memory
+            target.copy_(typed)  # returns when the buffer is free again
+
+    def _prepare(self, memory: torch.Tensor) -> None:
         """Let the system make new memory real in one go, which it otherwise does page by page."""
         size = memory.numel() * memory.itemsize
         if self._advise is not None and size > mmap.PAGESIZE:
             start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
             self._advise(start, memory.data_ptr() + size - start, _MADV_POPULATE_WRITE)
-
-    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return bytes to read into, before they go to a device, or are cast for it."""
-        if _can_pin(device):
-            if self.pinned is None:
-                self.pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-            return self.pinned[:num_bytes]
-        if self.ordinary is None or self.ordinary.numel() < num_bytes:
-            self.ordinary = torch.empty(num_bytes, dtype=torch.uint8)
-        return self.ordinary[:num_bytes]
-
-
-def _read(files: Mapping[Path, BinaryIO], buffers: _Buffers, piece: _Piece) -> None:
-    path, start, dtype, target = piece
-    if target.device.type != "cpu":
-        _read_staged(files, buffers, piece)
-        return
-    count = _STEP_BYTES // dtype.itemsize
-    for first in range(0, target.numel(), count):
-        part = target[first : first + count]
-        buffers.prepare(part)
-        if target.dtype == dtype:
-            _fill(files, path, start + first * dtype.itemsize, part)
-        else:
-            _read_staged(files, buffers, _Piece(path, start + first * dtype.itemsize, dtype, part))
-
-
-def _read_staged(files: Mapping[Path, BinaryIO], buffers: _Buffers, piece: _Piece) -> None:
-    path, start, dtype, target = piece
-    with torch.no_grad():
-        staged = buffers.take(target.numel() * dtype.itemsize, target.device)
-        _fill(files, path, start, staged)
-        typed = staged.view(dtype)
-        if target.device.type != "cpu" and target.dtype != dtype:
-            typed = typed.to(target.device)  # it casts faster, and a cast on the host takes more memory there
-        target.copy_(typed)  # returns when the buffer is free again
-
-
-def _can_pin(device: torch.device) -> bool:
-    return device.type not in ("cpu", "mps")
-
-
-def _fill(files: Mapping[Path, BinaryIO], path: Path, start: int, target: torch.Tensor) -> None:
-    with naming(str(path)):
-        whole = read_exactly(REAL_DISK, files[path].fileno(), memory_of(target), start)
-    if not whole:
-        raise DamagedCheckpointError(f"{path} was cut off while it was read. Load again.", path.name)
-
-
-def _read_whole(files: Mapping[Path, BinaryIO], one: Reading) -> None:
-    """Read a tensor that doesn't lie contiguous in the file, or in memory."""
-    if one.source.elements is not None:
-        value = one.source.elements()
-    else:
-        value = torch.empty(one.source.shape, dtype=one.source.dtype)
-        _fill(files, one.source.path, one.source.start, value)
-    one.target.copy_(value)
 
 
 @contextmanager

@@ -7,8 +7,6 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,22 +66,11 @@ def build_source(source: str, *, trust_remote_code: bool = False) -> nn.Module:
             f"{source}: names and sizes of weights don't say of which modules they are. Pass a folder with a "
             "config.json, or MODULE:FUNCTION."
         )
-    if _FACTORY.fullmatch(source):
-        return build_on_meta(source)
-    raise ValueError(
-        f"{source!r}: there is no such file or folder. Pass a folder with a config.json, a safetensors file "
-        "or index, or MODULE:FUNCTION, such as train:build_model."
-    )
-
-
-def build_on_meta(source: str) -> nn.Module:
-    """Call the function that ``module:factory`` names, and give no memory to the module that it builds.
-
-    Ranks: local. Effect: imports the module.
-
-    Raises:
-        ValueError: As :func:`call_on_meta`, or the function doesn't give a module.
-    """
+    if not _FACTORY.fullmatch(source):
+        raise ValueError(
+            f"{source!r}: there is no such file or folder. Pass a folder with a config.json, a safetensors "
+            "file or index, or MODULE:FUNCTION, such as train:build_model."
+        )
     built = call_on_meta(source)
     if not isinstance(built, nn.Module):
         raise ValueError(f"{source}: the function gave {type(built).__name__}, and must give a module.")
@@ -93,30 +80,25 @@ def build_on_meta(source: str) -> nn.Module:
 def call_on_meta(source: str) -> object:
     """Call the function that ``module:function`` names, and give no memory to the tensors that it makes.
 
+    Modules are found in the working directory too, as ``python script.py`` would.
+
     Ranks: local. Effect: imports the module.
 
     Raises:
         ValueError: There is no such module or function, or the module needs one that isn't there.
         Exception: What the module or the function raised.
     """
-    with importing_from_here():
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
         try:
             found: Any = pkgutil.resolve_name(source)
         except (ImportError, AttributeError) as error:
             raise ValueError(
-                f"{source}: {error}. Modules are looked for in {os.getcwd()} and in installed packages."
+                f"{source}: {error}. Modules are looked for in {here} and in installed packages."
             ) from error
         with init_empty_weights(include_buffers=True):
             return found()
-
-
-@contextmanager
-def importing_from_here() -> Generator[None, None, None]:
-    """Find modules in the working directory, as ``python script.py`` would."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
     finally:
         if here in sys.path:
             sys.path.remove(here)

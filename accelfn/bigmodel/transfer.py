@@ -356,9 +356,8 @@ def pin(tensors: Iterable[torch.Tensor | None]) -> None:
 
     What is mapped from files stays there, and what another block has pinned already.
     """
-    hosts = {id(one): one for one in tensors if one is not None and _is_plain(one)}
-    plain = tuple(hosts.values())
-    if not plain or any(host.is_pinned() for host in plain):
+    plain = list({id(one): one for one in tensors if one is not None and _can_be_pinned(one)}.values())
+    if not plain:
         return
     packing = plan_packing(plain)
     memory = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -368,11 +367,6 @@ def pin(tensors: Iterable[torch.Tensor | None]) -> None:
         host.data = view
 
 
-def _is_plain(host: torch.Tensor) -> bool:
-    return (
-        is_packable(host)
-        and not host.is_meta
-        and host.device.type == "cpu"
-        and host.numel() > 0
-        and mapped_from(host) is None
-    )
+def _can_be_pinned(host: torch.Tensor) -> bool:
+    is_plain = is_packable(host) and not host.is_meta and host.device.type == "cpu" and host.numel() > 0
+    return is_plain and mapped_from(host) is None and not host.is_pinned()

@@ -17,10 +17,10 @@ from torch import nn
 
 import accelfn as af
 from accelfn.bigmodel import read_offload
-from accelfn.bigmodel.assign import slots_of
-from accelfn.bigmodel.block_hooks import attach_stream
-from accelfn.bigmodel.block_stream import Stream
-from accelfn.bigmodel.blocks import plan_blocks, read_block
+from accelfn.bigmodel.assign import refs_of
+from accelfn.bigmodel.block_hooks import attach_prefetcher
+from accelfn.bigmodel.block_stream import BlockPrefetcher
+from accelfn.bigmodel.blocks import plan_blocks
 from accelfn.bigmodel.transfer import Link, Packing, pack
 from tests.bench.timing import Timing, compare
 
@@ -106,10 +106,10 @@ def simulated_link(rounds: int) -> None:
 
         return worker.submit(carry).result
 
-    names = [name for name, _ in slots_of(model)]
-    blocks = [read_block(model, one) for one in plan_blocks(model, names)]
-    stream = Stream(blocks, "cpu:0", link=Link(device=torch.device("cpu"), begin=begin))
-    attach_stream(model, stream)
+    names = [name for name, _ in refs_of(model)]
+    blocks = plan_blocks(model, names)
+    stream = BlockPrefetcher(blocks, "cpu:0", link=Link(device=torch.device("cpu"), begin=begin))
+    attach_prefetcher(model, stream)
     x = torch.randn(1, 2)
     whole = 2 * _SLEEP_S * _BLOCKS
     timing = compare({"ours": lambda: model(x)}, rounds=rounds, calls=1)["ours"]

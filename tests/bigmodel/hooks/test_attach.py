@@ -20,7 +20,7 @@ from accelfn.bigmodel.align_hooks import (
     offload_hook_of,
 )
 from accelfn.bigmodel.assign import named_modules
-from accelfn.bigmodel.block_stream import Stream
+from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.hooks import (
     ModelHook,
     SequentialHook,
@@ -72,7 +72,7 @@ def hooked(model: nn.Module) -> list[str]:
     return [name for name, module in named_modules(model) if hasattr(module, "_hf_hook")]
 
 
-def streams(model: nn.Module) -> list[Stream]:
+def streams(model: nn.Module) -> list[BlockPrefetcher]:
     found = [offload_hook_of(module) for module in model.modules()]
     return [*dict.fromkeys(hook.stream for hook in found if hook is not None and hook.stream is not None)]
 
@@ -192,7 +192,7 @@ def test_modules_that_use_those_inside_without_a_call_travel_as_a_whole() -> Non
     model = nn.Sequential(Careless(), nn.TransformerEncoderLayer(3, 1, 4), nn.MultiheadAttention(3, 1)).eval()
     attach_align_device_hook(model, "cpu:0", offload=True, preload_module_classes=["Careless"])
     assert hooked(model) == ["0", "1", "2"]
-    assert [len(block.slots) for stream in streams(model) for block in stream.blocks] == [2, 12, 4]
+    assert [len(block.refs) for stream in streams(model) for block in stream.blocks] == [2, 12, 4]
 
 
 def test_hooks_come_beside_others() -> None:

@@ -205,3 +205,11 @@ def test_without_a_group_nothing_can_be_broadcast(tmp_path: Path) -> None:
     save(whole(filled()), tmp_path, "folder")
     with pytest.raises(ValueError, match="needs a process group"):
         load_checkpoint_in_model(plain(), tmp_path, broadcast_from_rank0=True)
+
+
+def test_with_a_context_the_environment_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(whole(filled()), tmp_path, "folder")
+    monkeypatch.setenv("ACCELFN_MIXED_PRECISION", "nonsense")
+    model = plain()
+    load_checkpoint_in_model(model, tmp_path, broadcast_from_rank0=True, ctx=Context())
+    assert same(whole(model), whole(filled()))

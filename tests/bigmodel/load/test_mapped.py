@@ -20,15 +20,15 @@ from torch import nn
 
 from accelfn.bigmodel.weight_files import (
     STORED_DTYPES,
+    Stored,
     drop_pages,
-    is_mappable,
-    map_tensors,
+    map_stored,
     mapped_from,
-    read_ahead,
+    read_in,
+    stored_in,
 )
 from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.files import new_entry, write_tensors
-from accelfn.checkpoint.header import Entry
 from accelfn.checkpoint.weights_index import read_header
 from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError
@@ -60,7 +60,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
-    return map_tensors(path, read_header(path).entries)
+    stored = stored_in(path)
+    return dict(zip(stored, map_stored([*stored.values()]), strict=True))
 
 
 def filled(path: Path, num_pages: int = 8) -> torch.Tensor:
@@ -157,40 +158,22 @@ def test_a_file_may_go_while_its_tensors_live(tmp_path: Path) -> None:
 
 def test_a_truncated_file_is_refused_before_it_is_mapped(tmp_path: Path) -> None:
     path = write(tmp_path / "m.safetensors", {"w": torch.zeros(10_000)})
-    entries = read_header(path).entries
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors"):
-        map_tensors(path, entries)
+    stored = stored_in(path)["w"]
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    with pytest.raises(DamagedCheckpointError, match=rf"has {size - 1} bytes, and its tensors need {size}"):
+        stored.map()
 
 
-def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.safetensors", {"w": torch.zeros(100)})
-    entries = read_header(path).entries
-    path.unlink()
-    write(path, {"a": torch.zeros(7), "w": torch.zeros(100)})
-    with pytest.raises(DamagedCheckpointError, match="replaced while it was read: w"):
-        map_tensors(path, entries)
-
-
-def test_a_raw_file_needs_its_bytes(tmp_path: Path) -> None:
+def test_what_lies_misaligned_comes_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "w.dat"
-    path.write_bytes(bits(torch.arange(4.0)))
-    entry = Entry("F32", (4,), 0, 16)
-    assert torch.equal(map_tensors(path, {"w": entry}, is_raw=True)["w"], torch.arange(4.0))
-    os.truncate(path, 12)
-    with pytest.raises(DamagedCheckpointError, match="has 12 bytes, and its tensors need 16"):
-        map_tensors(path, {"w": entry}, is_raw=True)
-
-
-def test_what_lies_misaligned_or_is_unknown_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "w.dat"
-    path.write_bytes(bytes(64))
-    odd, unknown = Entry("F32", (4,), 2, 18), Entry("F4", (4,), 0, 2)
-    assert not is_mappable(odd)
-    assert not is_mappable(unknown)
-    assert is_mappable(Entry("C64", (1,), 4, 12))
-    with pytest.raises(ValueError, match=r"odd \(F32 at byte 2\), unknown \(F4 at byte 0\) can't be mapped"):
-        map_tensors(path, {"odd": odd, "unknown": unknown}, is_raw=True)
+    path.write_bytes(bytes(2) + bits(torch.arange(4.0)) + bytes(6))
+    odd, even = Stored("odd", path, torch.float32, (4,), 2), Stored("even", path, torch.complex64, (1,), 12)
+    assert (odd.is_mappable, even.is_mappable) == (False, True)
+    found, other = map_stored([odd, even])
+    assert torch.equal(found, torch.arange(4.0))
+    assert mapped_from(found) is None
+    assert mapped_from(other) is not None
 
 
 # --- pages ---------------------------------------------------------------------------------------
@@ -199,7 +182,7 @@ def test_what_lies_misaligned_or_is_unknown_is_refused(tmp_path: Path) -> None:
 @on_linux
 def test_clean_pages_are_dropped_and_read_again(tmp_path: Path) -> None:
     one = filled(tmp_path / "m.safetensors")
-    read_ahead([one])
+    read_in([one])
     assert float(one.sum()) == one.numel()
     assert drop_pages([one]) >= 7 * PAGE
     assert float(one.sum()) == one.numel()
@@ -294,8 +277,7 @@ def test_the_resident_set_falls(tmp_path: Path) -> None:
 def test_files_larger_than_memory_are_mapped(tmp_path: Path) -> None:
     with open(tmp_path / "large.dat", "wb") as file:
         file.truncate(1 << 40)  # a hole of 1 TB, more than any machine that runs this has
-    entry = Entry("U8", (1 << 40,), 0, 1 << 40)
-    one = map_tensors(tmp_path / "large.dat", {"w": entry}, is_raw=True)["w"]
+    one = Stored("w", tmp_path / "large.dat", torch.uint8, (1 << 40,), 0).map()
     one[1 << 39] = 7
     assert int(one[1 << 39]) == 7
     assert int(one[-1]) == 0

@@ -29,7 +29,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.flo
     wanted=st.sampled_from(DTYPES),
     piece=st.sampled_from([16, 64, 1 << 23]),
     step=st.sampled_from([8, 48, 1 << 20]),
-    threads=st.booleans(),
     turned=st.booleans(),
     kind=st.sampled_from(["m.safetensors", "m.bin"]),
 )
@@ -40,7 +39,6 @@ def test_every_element_arrives(
     wanted: torch.dtype,
     piece: int,
     step: int,
-    threads: bool,
     turned: bool,
     kind: str,
 ) -> None:
@@ -57,9 +55,8 @@ def test_every_element_arrives(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "PIECE_BYTES", piece)
         patch.setattr(read, "_STEP_BYTES", step)
-        patch.setattr(read, "_SMALL_BYTES", 0 if threads else 1 << 20)
         readings = [Reading(opened.tensors[name], target) for name, target in targets.items()]
-        read_tensors(readings, opened.stamps, done.append)
+        read_tensors(readings, opened.file_ids, done.append)
     for name, tensor in tensors.items():
         assert torch.equal(targets[name].double(), tensor.to(wanted).double())
     assert sum(done) == sum(one.numel() * one.dtype.itemsize for one in tensors.values())
@@ -79,7 +76,7 @@ def test_a_file_that_changed_is_not_read(change: str, tmp_path: Path) -> None:
         os.replace(tmp_path / "other.safetensors", path)
     target = torch.empty(100)
     with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors was changed"):
-        read_tensors([Reading(opened.tensors["w"], target)], opened.stamps)
+        read_tensors([Reading(opened.tensors["w"], target)], opened.file_ids)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

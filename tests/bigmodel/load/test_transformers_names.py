@@ -101,7 +101,7 @@ def test_parts_that_do_not_go_together(saved: tuple[Any, Path], tmp_path: Path) 
     tensors = load_state_dict(saved[1])
     name = next(name for name in tensors if "experts.3.w1" in name)
     write(tmp_path / "model.safetensors", {**tensors, name: torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match=r"gate_up_proj can't be put together of .* and 21 others"):
+    with pytest.raises(ValueError, match=r"gate_up_proj can't be put together of .* and 21 more"):
         load_checkpoint_in_model(on_meta(experts()), tmp_path)
     write(tmp_path / "model.safetensors", {one: value for one, value in tensors.items() if one != name})
     with pytest.raises(ValueError, match=r"gate_up_proj"):

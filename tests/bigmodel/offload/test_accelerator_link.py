@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel import transfer as module
-from accelfn.bigmodel.blocks import BlockNames, read_block
 from accelfn.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, read_offload
 from accelfn.bigmodel.offload_folder import write_mapped
 from accelfn.bigmodel.transfer import accelerator_link, is_packed, pack, plan_packing, unpack
@@ -176,16 +175,20 @@ def test_weights_are_laid_side_by_side_in_pinned_memory(stand: StandIn, tmp_path
     model: Any = Two()
     expected = model.weight.detach().clone()
     weight = model.weight
-    block = read_block(model, BlockNames("", ("weight", "tied", "some")))
-    module.pin(slot.peek() for slot in block.slots)
+    module.pin((model.weight, model.tied, model.some))
     tensors = [model.weight, model.some]
     assert model.weight is model.tied is weight
     assert is_packed(tensors, plan_packing(tensors))
     assert torch.equal(model.weight, expected)
     assert torch.equal(model.some, torch.arange(3))
     assert stand.num_pinned == 1
-    module.pin(slot.peek() for slot in block.slots)
+    module.pin((model.weight, model.tied, model.some))
     assert stand.num_pinned == 1
+    other = torch.randn(5)  # of a block that shares a weight with the first
+    module.pin((model.weight, other))
+    assert stand.num_pinned == 2
+    assert other.is_pinned()
+    assert model.weight.data_ptr() == tensors[0].data_ptr()
 
 
 def test_what_is_mapped_stays_on_the_disk(stand: StandIn, tmp_path: Path) -> None:

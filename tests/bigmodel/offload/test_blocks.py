@@ -10,34 +10,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel.assign import Slot, has_forward, slots_of
-from accelfn.bigmodel.blocks import plan_blocks, read_block
+from accelfn.bigmodel.assign import TensorRef, has_forward, refs_of
+from accelfn.bigmodel.blocks import plan_blocks
 from tests.bigmodel.offload.trees import WIDTH, Namespace, Tree, build, trees
 
 
 def plan(model: nn.Module, *whole: str) -> dict[str, list[str]]:
     """Names of the blocks, and what each has below its module's name."""
+    names = {ref: name for name, ref in refs_of(model)}
     found: dict[str, list[str]] = {}
-    for name, leaves in plan_blocks(model, [name for name, _ in slots_of(model)], whole):
-        found[name] = [leaf[len(name) + 1 :] if name else leaf for leaf in leaves]
+    for block in plan_blocks(model, [*names.values()], whole):
+        dot = f"{block.name}." if block.name else ""
+        found[block.name] = [names[ref].removeprefix(dot) for ref in block.refs]
     return found
 
 
 @given(tree=trees(), data=st.data())
 def test_each_tensor_travels_in_one_block_that_is_above_it(tree: Tree, data: st.DataObject) -> None:
     model = build(tree)
-    names = [name for name, _ in slots_of(model)]
+    names = [name for name, _ in refs_of(model)]
     wanted = data.draw(st.lists(st.sampled_from(names), unique=True)) if names else []
     blocks = plan_blocks(model, wanted)
-    assert sorted(leaf for block in blocks for leaf in block.leaves) == sorted(wanted)
-    for block in blocks:
-        assert block.leaves
-        assert has_forward(model.get_submodule(block.name))
-        assert all(not block.name or leaf.startswith(f"{block.name}.") for leaf in block.leaves)
-        read = read_block(model, block)
-        assert read.module is model.get_submodule(block.name)
-        slots = dict(slots_of(model))
-        assert all(slot == slots[leaf] for slot, leaf in zip(read.slots, block.leaves, strict=True))
+    refs = dict(refs_of(model))
+    travel = {name: block for block in blocks for name in wanted if refs[name] in block.refs}
+    assert sorted(travel) == sorted(wanted)
+    assert sum(len(block.refs) for block in blocks) == len(wanted)
+    for name, block in travel.items():
+        assert block.module is model.get_submodule(block.name)
+        assert has_forward(block.module)
+        assert not block.name or name.startswith(f"{block.name}.")
 
 
 class Layer(nn.Module):
@@ -99,5 +100,5 @@ def test_what_is_shared_travels_under_its_first_name() -> None:
 def test_recurrent_modules_use_what_was_written() -> None:
     module: Any = nn.LSTM(2, 2)
     other = torch.zeros(8, 2)
-    Slot(module, "weight_ih_l0", True).write(other)
+    TensorRef(module, "weight_ih_l0", True).write(other)
     assert module._flat_weights[0] is other

@@ -52,7 +52,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(module, "map_tensors", fail)
+    monkeypatch.setattr(module, "map_stored", fail)
     with pytest.raises(OSError, match="no"):
         write_mapped(tmp_path, {"w": torch.zeros(3)})
     assert list(tmp_path.iterdir()) == []

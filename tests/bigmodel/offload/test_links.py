@@ -14,7 +14,6 @@ from accelfn.bigmodel import transfer as links
 from accelfn.bigmodel.offload_folder import write_mapped
 from accelfn.bigmodel.transfer import (
     Link,
-    Worker,
     let_pages_go,
     mapped_link,
     open_link,
@@ -123,20 +122,3 @@ def test_what_goes_before_it_has_come_does_not_come_afterwards(
     let_pages_go([first, second])
     assert resident_bytes(first) < 20_000
     assert resident_bytes(second) < 20_000
-
-
-def test_used_in_place_nothing_is_waited_for() -> None:
-    assert mapped_link().begin([torch.zeros(3)], plan_packing([torch.zeros(3)]))().numel() == 0
-
-
-def test_a_worker_does_one_thing_after_the_other() -> None:
-    worker = Worker("accelfn-test")
-    gate = threading.Event()
-    told: list[int] = []
-    first = worker.submit(lambda: (gate.wait(30), told.append(1)))
-    second = worker.submit(lambda: told.append(2))
-    assert told == []
-    gate.set()
-    second.result(30)
-    assert told == [1, 2]
-    assert first.done()

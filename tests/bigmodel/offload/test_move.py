@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
+import optree
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.overrides import TorchFunctionMode
 
-from accelfn.bigmodel.block_hooks import input_device, moved
+from accelfn.bigmodel import block_hooks
+from accelfn.bigmodel.block_hooks import attach_moves, attach_return, input_device, moved
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -40,6 +45,40 @@ def test_keys_are_skipped_at_any_depth() -> None:
     found = moved({"a": torch.zeros(1), "deep": {"b": torch.zeros(1)}}, META, ("b",))
     assert found["a"].is_meta
     assert not found["deep"]["b"].is_meta
+
+
+class Seeing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.device] = []
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen.append(x.device)
+        return {"x": x}
+
+
+def test_outputs_go_back_to_where_the_inputs_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(value: Any, device: torch.device, skip_keys: tuple[str, ...]) -> Any:
+        """Move like a real device does; nothing can come back from meta."""
+
+        def move(leaf: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(leaf, device=device)
+
+        return optree.tree_map(move, value)
+
+    monkeypatch.setattr(block_hooks, "moved", place)
+    module = Seeing()
+    handles = [attach_moves(module, CPU, ()), *attach_return(module, ())]
+    assert module(torch.zeros(1, device="meta"))["x"].device == META
+    with pytest.raises(TypeError):
+        module(torch.zeros(1, device="meta"), 1, 2)
+    assert pickle.loads(pickle.dumps(copy.deepcopy(module))) is not None
+    assert module(torch.zeros(1))["x"].device == CPU
+    assert {device.type for device in module.seen} == {"cpu"}
+    for handle in handles:
+        handle.remove()
+    assert module(torch.zeros(1, device="meta"))["x"].is_meta
+    assert module.seen[-1] == META
 
 
 class Copies(TorchFunctionMode):

