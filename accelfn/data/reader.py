@@ -171,7 +171,9 @@ class StreamStates:
         """Follow ``dataset``, as ``source`` reads it."""
         self._num_workers = source.num_workers
         self.of_workers: bool = source.num_workers > 0 and is_stateful(ctx, source)
-        self.follower = StatefulIterator(dataset, follows=self.of_workers or source.num_workers == 0)
+        self.follower: StatefulIterator = StatefulIterator(
+            dataset, follows=self.of_workers or source.num_workers == 0
+        )
 
     def can_recall(self, stream: State) -> bool:
         """Return whether ``stream`` is a state of this kind of loader."""

@@ -217,7 +217,7 @@ class StageRun:
         self.plan = plan
         self.index = index
         self.outlines = outlines
-        self.received = received
+        self.received: tuple[torch.Tensor, ...] = received
         self.device = device
         self.sent: tuple[torch.Tensor, ...] | None = None
         self.is_outlining: bool = len(outlines) == index
