@@ -8,6 +8,7 @@
     |-- NotAvailableError         (NotImplementedError)  valid, but not supported yet
     |-- MissingExtraError         (ImportError)          an optional package is not installed
     |-- NonFiniteGradientError    (FloatingPointError)   a gradient is infinite or NaN
+    |-- DoesNotFitError           (ValueError)           a model doesn't fit into the memory it may use
     |-- CheckpointError                                  a checkpoint can't be written or loaded
     |   |-- NoCheckpointError     (FileNotFoundError)    there is no committed one in the directory
     |   |-- DamagedCheckpointError (ValueError)          its bytes aren't those that were written
@@ -37,6 +38,7 @@ __all__ = (
     "DamagedCheckpointError",
     "Disagreement",
     "DistributedError",
+    "DoesNotFitError",
     "Drift",
     "EnvironmentPlanError",
     "Misfit",
@@ -101,6 +103,10 @@ class NonFiniteGradientError(AccelfnError, FloatingPointError):
     def __reduce__(self) -> tuple[type["NonFiniteGradientError"], tuple[tuple[tuple[str, ...], ...]]]:
         """Pickle by the arguments, so that the error can cross a process boundary."""
         return type(self), (self.by_rank,)
+
+
+class DoesNotFitError(AccelfnError, ValueError):
+    """A part of a model that can't be split fits into none of the places that are left for it."""
 
 
 class CheckpointError(AccelfnError):

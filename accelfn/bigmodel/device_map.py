@@ -39,7 +39,8 @@ from accelfn.bigmodel.model_info import (
     read_shape,
     sizes_of,
 )
-from accelfn.bigmodel.placement import Budget, DoesNotFitError, Filling, Units
+from accelfn.bigmodel.placement import Budget, Filling, Units
+from accelfn.errors import DoesNotFitError
 from accelfn.tree.structure import size_text
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from accelfn.bigmodel.devices import Place
 from accelfn.bigmodel.model_info import LeafShape, ModelShape, ModuleShape
+from accelfn.errors import DoesNotFitError
 from accelfn.tree.structure import size_text
 
 
@@ -171,10 +172,6 @@ class Budget(NamedTuple):
     place: Place
     num_bytes: int | None
     reserves: bool
-
-
-class DoesNotFitError(ValueError):
-    """Something that can't be split fits on none of the devices that were left for it."""
 
 
 class Filling:

@@ -294,8 +294,10 @@ def save_object(
 def _require_tensors(obj: object) -> dict[str, torch.Tensor]:
     given = dict(cast("Mapping[object, object]", obj)) if isinstance(obj, Mapping) else None
     if given is None or not all(isinstance(name, str) and is_tensor(one) for name, one in given.items()):
-        kind = type(cast("object", obj)).__name__
-        raise TypeError(f"{_OBJECT}: safetensors hold a dict of tensors by name, got {kind}.")
+        other = next((name for name, one in (given or {}).items() if not is_tensor(one)), None)
+        what = type(cast("object", obj)).__name__
+        what = what if other is None else f"{what} whose {other!r} is no tensor"
+        raise TypeError(f"{_OBJECT}: safetensors hold a dict of tensors by name, got a {what}.")
     tensors = cast("dict[str, torch.Tensor]", given)
     for name, value in tensors.items():
         if (

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from accelfn.comm import catch, failing_together
 from accelfn.context import Context, check_context
@@ -219,6 +219,18 @@ def init_trackers(
     return trackers
 
 
+def _number_of(operation: str, step: object) -> int | None:
+    """Return a step as an int.
+
+    Raises:
+        TypeError: It is no whole number.
+    """
+    try:
+        return None if step is None else index(cast("Any", step))
+    except TypeError:
+        raise TypeError(f"{operation}: step must be a whole number or None, got {step!r}.") from None
+
+
 def log(
     trackers: Trackers,
     values: Mapping[str, Any],
@@ -243,13 +255,15 @@ def log(
 
     Raises:
         ConfigurationError: The trackers have ended, or ``log_kwargs`` name one that isn't there.
-        TypeError: ``step`` is no whole number.
+        TypeError: ``step`` is no whole number, or ``values`` is no mapping.
         Exception: With ``on_error="raise"``, what a tracker raised; ``RemoteRankError`` on other ranks.
     """
     options = _options(trackers, "log", log_kwargs)
     if not trackers.active:
         return
-    at = None if step is None else index(step)
+    if not isinstance(cast("object", values), Mapping):
+        raise TypeError(f"log: values must be a mapping of names to values, got {type(values).__name__}.")
+    at = _number_of("log", step)
     numbers: dict[str, Any] = {}
 
     def read(name: str) -> None:
@@ -286,7 +300,7 @@ def log_images(
         Exception: As :func:`log`.
     """
     options = _options(trackers, "log_images", log_kwargs)
-    at = None if step is None else index(step)
+    at = _number_of("log_images", step)
 
     def keep(one: GeneralTracker) -> None:
         one.log_images(dict(values), step=at, **options.get(one.name, {}))
@@ -336,7 +350,7 @@ def log_table(
     options = _options(trackers, "log_table", log_kwargs)
     if not trackers.active:
         return
-    at = None if step is None else index(step)
+    at = _number_of("log_table", step)
     rows: list[list[Any]] | None = None if given is None else read_numbers({"rows": given})["rows"]
 
     def keep(one: GeneralTracker) -> None:

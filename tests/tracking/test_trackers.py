@@ -568,3 +568,19 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+
+
+@pytest.mark.parametrize(
+    ("values", "step", "message"),
+    [
+        ([1, 2], None, "log: values must be a mapping of names to values, got list"),
+        ({"a": 1}, 1.5, "log: step must be a whole number or None, got 1.5"),
+    ],
+)
+def test_what_can_not_be_logged_is_refused_and_nothing_is_kept(values: Any, step: Any, message: str) -> None:
+    memory = Memory()
+    trackers = init_trackers(Context(), "run", log_with=memory)
+    before = list(memory.calls)
+    with pytest.raises(TypeError, match=message):
+        log(trackers, values, step)
+    assert memory.calls == before

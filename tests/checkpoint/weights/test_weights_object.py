@@ -82,9 +82,9 @@ class Unwilling:
 @pytest.mark.parametrize(
     ("obj", "safe", "error", "said"),
     [
-        ([1], True, TypeError, "hold a dict of tensors by name, got list"),
-        ({"a": 1}, True, TypeError, "hold a dict of tensors by name, got dict"),
-        ({1: torch.ones(1)}, True, TypeError, "hold a dict of tensors by name, got dict"),
+        ([1], True, TypeError, "hold a dict of tensors by name, got a list"),
+        ({"a": 1}, True, TypeError, "hold a dict of tensors by name, got a dict whose 'a' is no tensor"),
+        ({1: torch.ones(1)}, True, TypeError, "hold a dict of tensors by name, got a dict"),
         ({"w": torch.ones(1, device="meta")}, True, ValueError, "'w' must be a plain dense tensor with data"),
         ({"w": torch.ones(2).to_sparse()}, True, ValueError, "'w' must be a plain dense tensor with data"),
         ({"w": torch.ones(2, dtype=torch.complex128)}, True, ValueError, "of a dtype that safetensors knows"),
