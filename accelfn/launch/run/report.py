@@ -13,6 +13,8 @@ _MAX_FRAMES = 5
 _MAX_LINES = 6
 # What ranks raise because another one has failed.
 _ECHOES = ("RemoteRankError", "MissingRankError", "DistBackendError", "DistNetworkError", "DistError")
+# `accelfn.checkpoint.EXIT_PREEMPTED`, whose module would import torch.
+_PREEMPTED = 75
 # Those of which a rank prints one line, and no traceback.
 _LINES = ("RemoteRankError", "MissingRankError", "DistNetworkError")
 
@@ -131,6 +133,8 @@ def format_report(
     first = first_failure(failures)
     if first is None:
         return ""
+    if all(one.exitcode == _PREEMPTED for one in failures):
+        return f"accelfn launch: the ranks stopped as they were asked to, with exit status {_PREEMPTED}."
     if first.kind == "lost":
         return (
             "accelfn launch: this machine has lost the others, and its processes were ended:\n"

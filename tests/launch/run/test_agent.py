@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from accelfn.checkpoint import EXIT_PREEMPTED
 from accelfn.launch.plan.torchrun import AGENT
 from accelfn.launch.run.report import Failure, first_failure, format_report, read_failures
 
@@ -86,6 +88,15 @@ def test_those_that_were_stopped_have_not_failed_and_those_that_raised_have() ->
     )
     assert first_failure(failures) is first
     assert "  then: rank 2" in format_report(failures, num_processes=4, log_dir=None).splitlines()
+
+
+def test_ranks_that_were_asked_to_stop_have_not_failed() -> None:
+    common: dict[str, Any] = {"exitcode": EXIT_PREEMPTED, "kind": "SystemExit", "text": "75", "time_s": 2.0}
+    stopped = [Failure(rank=rank, **common) for rank in (0, 1)]
+    report = format_report(stopped, num_processes=2, log_dir="logs")
+    assert report == "accelfn launch: the ranks stopped as they were asked to, with exit status 75."
+    failed = Failure(rank=2, exitcode=1, kind="ValueError", text="no", time_s=1.0)
+    assert "rank 2 of 3 failed" in format_report([*stopped, failed], num_processes=3, log_dir=None)
 
 
 def test_long_errors_are_cut() -> None:
