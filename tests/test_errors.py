@@ -18,6 +18,7 @@ from accelfn.errors import (
     DamagedCheckpointError,
     Disagreement,
     DistributedError,
+    DoesNotFitError,
     Drift,
     EnvironmentPlanError,
     Misfit,
@@ -67,7 +68,7 @@ def test_the_tree_is_as_it_is_drawn() -> None:
 
 def test_the_drawing_is_read_at_all() -> None:
     doc = errors.__doc__ or ""
-    assert len(drawn_tree(doc)) == 17
+    assert len(drawn_tree(doc)) == 18
     assert drawn_tree(doc.replace("(ValueError)", "(TypeError)")) != real_tree()
     assert drawn_tree(doc.replace("    |   `-- Env", "    |-- Env")) != real_tree()
 
@@ -88,6 +89,7 @@ def test_every_error_is_ours_and_of_the_kind_that_except_exception_catches() -> 
         (EnvironmentPlanError, ValueError),
         (NotAvailableError, NotImplementedError),
         (MissingExtraError, ImportError),
+        (DoesNotFitError, ValueError),
         (NoCheckpointError, FileNotFoundError),
         (DamagedCheckpointError, ValueError),
         (DistributedError, RuntimeError),
@@ -109,6 +111,7 @@ EXAMPLES: tuple[AccelfnError, ...] = (
     EnvironmentPlanError("a"),
     NotAvailableError("a"),
     MissingExtraError("a"),
+    DoesNotFitError("a"),
     NonFiniteGradientError(((), ("parameters['w']", "parameters['b']"), ("parameters['w']",))),
     CheckpointError("a"),
     NoCheckpointError("a"),

@@ -234,7 +234,7 @@ def without_compile(model: M) -> M:
 
 
 # What models of transformers call the keys and values that a block appends to.
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
 def plan_recompute(

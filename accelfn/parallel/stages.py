@@ -445,6 +445,7 @@ def _form(tensor: torch.Tensor | None) -> str:
 
 # What models of transformers collect from all blocks, by their names of arguments and of fields of a config.
 _OF_ALL_BLOCKS = (
+    "cache",
     "past_key_values",
     "use_cache",
     "output_attentions",
@@ -508,7 +509,7 @@ class StagedForward(WrappedForward):
                 raise ConfigurationError(
                     f"{type(model).__name__} was asked for {name}, which is collected from all blocks, "
                     f"and each stage of a pipeline has some of them. Leave it out, or pass {name}="
-                    f"{'None' if name == 'past_key_values' else 'False'}."
+                    f"{'None' if name in ('cache', 'past_key_values') else 'False'}."
                 )
         if "use_cache" in self._names and "use_cache" not in given:
             return {**kwargs, "use_cache": False}
