@@ -30,8 +30,8 @@ from accelfn.bigmodel.weight_files import (
 )
 from accelfn.checkpoint.disk import naming
 from accelfn.checkpoint.files import memory_of
-from accelfn.checkpoint.header import SAFETENSORS_NAMES, dtype_name, format_header
-from accelfn.checkpoint.weights_files import Entry, replacing, write_tensors
+from accelfn.checkpoint.header import SAFETENSORS_NAMES, dtype_name
+from accelfn.checkpoint.weights_files import replacing, write_safetensors
 from accelfn.checkpoint.weights_index import read_header
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 
@@ -89,19 +89,6 @@ def _with_advice(error: OSError, folder: Path, argument: str) -> OSError:
         todo = "Pass another folder"
     said = f"{argument}={str(folder)!r} can't take weights: {error.strerror}. {todo}"
     return OSError(error.errno, said, error.filename or str(folder))
-
-
-def _write(
-    path: Path,
-    forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    value_of: Callable[[str], torch.Tensor],
-    metadata: Mapping[str, str],
-) -> None:
-    """Write a safetensors file in which each tensor begins at a multiple of 64 bytes, one after the other."""
-    named = [(name, SAFETENSORS_NAMES[dtype], shape) for name, (dtype, shape) in forms.items()]
-    _, order = format_header(named, metadata, fill=True)
-    entries = [Entry(name, *forms[name]) for name in order]
-    write_tensors(path, entries, map(value_of, order), metadata, fill=True)
 
 
 def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
@@ -183,7 +170,7 @@ def _convert_file(
     else:
         forms = {key: (dtype, source.shape) for key, (source, dtype) in conversions.items()}
         with replacing(final) as temporary:
-            _write(temporary, forms, value_of, {_KEY: description})
+            write_safetensors(temporary, forms, value_of, {_KEY: description}, fill=True)
     return _map_file(final)
 
 
@@ -235,7 +222,7 @@ def write_mapped(
         path = place / f".accelfn-{secrets.token_hex(8)}.safetensors"
         try:
             forms = {name: (one.dtype, tuple(one.shape)) for name, one in flat.items()}
-            _write(path, forms, flat.__getitem__, {})
+            write_safetensors(path, forms, flat.__getitem__, {}, fill=True)
             mapped = _map_file(path)
         except BaseException:
             path.unlink(missing_ok=True)

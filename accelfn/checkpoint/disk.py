@@ -61,6 +61,10 @@ def _start_writing(descriptor: int, place: int, size: int) -> None:
             libc.sync_file_range(descriptor, ctypes.c_int64(place), ctypes.c_int64(size), write_only)
 
 
+def _sync_file(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
 def _sync_folder(path: str) -> None:
     if os.name == "nt":
         return  # which keeps names in a journal, and can't open a directory
@@ -153,7 +157,7 @@ class Disk:
     create: Callable[[str], int] = _create
     write: Callable[[int, memoryview, int], int] = _write
     start_writing: Callable[[int, int, int], None] = _start_writing
-    sync: Callable[[int], None] = os.fsync
+    sync: Callable[[int], None] = _sync_file
     close: Callable[[int], None] = os.close
     sync_folder: Callable[[str], None] = _sync_folder
     make_folder: Callable[[str], None] = os.mkdir

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, NoReturn, cast
@@ -44,14 +44,15 @@ class NewEntry(NamedTuple):
         key: Its name in the file.
         dtype: As safetensors names it.
         shape: As the file shall say; ``stored_form`` gives both.
-        source: A dense tensor on any device.
-        crc32: Of each ``CHUNK_BYTES``, where they are known already; None has them computed.
+        source: A dense tensor on any device; or what returns it when it is written, and is called in the
+            order of :func:`~accelfn.checkpoint.header.storage_order`.
+        crc32: Of each ``CHUNK_BYTES``, where they are known already, or nobody asks; None has them computed.
     """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    source: torch.Tensor
+    source: torch.Tensor | Callable[[], torch.Tensor]
     crc32: tuple[int, ...] | None = None
 
 
@@ -80,6 +81,8 @@ def write_tensors(
     path: str,
     entries: Iterable[NewEntry],
     metadata: Mapping[str, str],
+    *,
+    fill: bool = False,
 ) -> Written:
     """Write a new safetensors file; its bytes are on the disk when this returns.
 
@@ -91,23 +94,22 @@ def write_tensors(
         path: Of the file, which mustn't exist.
         entries: The tensors, in any order.
         metadata: Free texts for the header.
+        fill: As for :func:`~accelfn.checkpoint.header.format_header`.
 
     Returns:
         Size and checksums.
 
     Raises:
-        ValueError: A name is taken twice, or a tensor is sparse or has no data. Nothing was written.
+        ValueError: A name is taken twice, or a tensor is sparse or has no data: nothing was written. Or one
+            that is only made when it is written isn't of the dtype and shape that it was to have.
         OSError: With the file's name. What was written of it is left for the caller to remove.
     """
     todo = list(entries)
-    head, places = format_header([(one.key, one.dtype, one.shape) for one in todo], metadata)
+    head, places = format_header([(one.key, one.dtype, one.shape) for one in todo], metadata, fill=fill)
     by_key = {one.key: one for one in todo}
     for one in todo:
-        if one.source.layout != torch.strided or one.source.is_meta or one.source.is_quantized:
-            raise ValueError(
-                f"tensor {one.key!r} is sparse, quantized or on the meta device, and has no plain bytes to "
-                "write. Make it dense (to_dense, dequantize) or load it first."
-            )
+        if isinstance(one.source, torch.Tensor):
+            _check_source(one.key, one.source)
     found: dict[str, tuple[int, ...]] = {}
     with naming(path):
         descriptor = disk.create(path)
@@ -118,6 +120,27 @@ def write_tensors(
         finally:
             disk.close(descriptor)
     return Written(end, zlib.crc32(head), found)
+
+
+def _check_source(key: str, source: torch.Tensor) -> None:
+    if source.layout != torch.strided or source.is_meta or source.is_quantized:
+        raise ValueError(
+            f"tensor {key!r} is sparse, quantized or on the meta device, and has no plain bytes to write. "
+            "Make it dense (to_dense, dequantize) or load it first."
+        )
+
+
+def _source_of(entry: NewEntry) -> torch.Tensor:
+    if isinstance(entry.source, torch.Tensor):
+        return entry.source
+    source = entry.source()
+    _check_source(entry.key, source)
+    if stored_form(source.dtype, source.shape) != (entry.dtype, entry.shape):
+        raise ValueError(
+            f"tensor {entry.key!r} was to be {entry.dtype} {entry.shape}, and is {source.dtype} "
+            f"{tuple(source.shape)}: it has changed during the save."
+        )
+    return source
 
 
 def _write_slices(
@@ -147,11 +170,13 @@ def _write_slices(
             put(memoryview(small))
             small = bytearray()
 
-    for key in places:
+    for key, place in places.items():
         entry = by_key[key]
+        source = _source_of(entry)
+        small += bytes(place.start - end - len(small))  # what fills
         sums: list[int] = []
         done = 0
-        for part in _parts(entry.source):
+        for part in _parts(source):
             if done % CHUNK_BYTES == 0:
                 sums.append(0)
             if len(part) <= _SMALL_BYTES:
@@ -169,6 +194,7 @@ def _write_slices(
                 finally:  # also where the disk is full: the memory may be gone after this
                     sums[-1] = hashed.result() if hashed is not None else 0
             done += len(part)
+        del source  # before the next one comes
         found[key] = tuple(sums) if entry.crc32 is None else entry.crc32
     flush()
     return end

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from accelfn.checkpoint.header import SAFETENSORS_NAMES, storage_order
+from accelfn.checkpoint.header import SAFETENSORS_NAMES
 from accelfn.checkpoint.sharded_folder import TABLE, ShardedTensor, explaining_damage, open_sharded_folder
-from accelfn.checkpoint.weights_files import Entry, staging, write_pickled, write_tensors
+from accelfn.checkpoint.weights_files import staging, write_pickled, write_safetensors
 from accelfn.errors import CheckpointError, NoCheckpointError
 
 # What Accelerate calls the folders within one of its checkpoints.
@@ -66,7 +65,12 @@ def merge_fsdp_weights(
             )
     target.parent.mkdir(parents=True, exist_ok=True)
     with staging(target) as stage, explaining_damage(source):
-        (_write_safetensors if safe_serialization else _write_pickle)(stage / target.name, tensors)
+        place = stage / target.name
+        if safe_serialization:
+            forms = {name: (one.dtype, one.shape) for name, one in tensors.items()}
+            write_safetensors(place, forms, lambda name: _read(tensors[name]), {"format": "pt"})
+        else:
+            write_pickled(place, {name: _read(one) for name, one in tensors.items()})
         os.replace(stage / target.name, target)
     if remove_checkpoint_dir:
         shutil.rmtree(source)
@@ -108,16 +112,6 @@ def _named(source: Path) -> dict[str, ShardedTensor]:
     if not named:
         raise CheckpointError(f"merge_fsdp_weights: {source} holds no tensor.")
     return named
-
-
-def _write_safetensors(path: Path, tensors: Mapping[str, ShardedTensor]) -> None:
-    forms = storage_order((name, SAFETENSORS_NAMES[one.dtype], one.shape) for name, one in tensors.items())
-    entries = [Entry(name, tensors[name].dtype, tensors[name].shape) for name, _, _ in forms]
-    write_tensors(path, entries, (_read(tensors[one.name]) for one in entries), {"format": "pt"})
-
-
-def _write_pickle(path: Path, tensors: Mapping[str, ShardedTensor]) -> None:
-    write_pickled(path, {name: _read(one) for name, one in tensors.items()})
 
 
 def _read(tensor: ShardedTensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ from torch import nn
 from accelfn.checkpoint.header import SAFETENSORS_NAMES
 from accelfn.checkpoint.plan import check_copies
 from accelfn.checkpoint.weights_files import (
-    Entry,
     holding,
     publish,
     replacing,
@@ -28,7 +27,7 @@ from accelfn.checkpoint.weights_files import (
     taken_generations,
     write_files,
     write_pickled,
-    write_tensors,
+    write_safetensors,
 )
 from accelfn.checkpoint.weights_index import (
     WeightNames,
@@ -40,7 +39,6 @@ from accelfn.checkpoint.weights_index import (
     parse_size,
     plan_weights,
     read_header,
-    storage_names,
     tied_by,
 )
 from accelfn.checkpoint.weights_state import (
@@ -284,9 +282,8 @@ def save_object(
             if tensors is None:
                 write_pickled(temporary, obj)
             else:
-                names = storage_names(tensors, tensors)
-                entries = [Entry(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names]
-                write_tensors(temporary, entries, map(tensors.__getitem__, names), {"format": "pt"})
+                forms = {name: (one.dtype, one.shape) for name, one in tensors.items()}
+                write_safetensors(temporary, forms, tensors.__getitem__, {"format": "pt"})
 
     together(ctx, _OBJECT, write)
 

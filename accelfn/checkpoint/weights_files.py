@@ -16,21 +16,22 @@ At every instant a reader thus opens the old entry, all files of which are there
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 
 from accelfn.checkpoint.commit import clean, leftover_path, make_nonce
 from accelfn.checkpoint.disk import REAL_DISK
-from accelfn.checkpoint.header import SAFETENSORS_NAMES, format_header
+from accelfn.checkpoint.files import NewEntry, write_tensors
+from accelfn.checkpoint.header import SAFETENSORS_NAMES
 from accelfn.checkpoint.weights_index import (
     WeightNames,
     WeightNaming,
@@ -41,57 +42,34 @@ from accelfn.checkpoint.weights_index import (
     plan_weights,
 )
 
-_WRITE_BYTES = 1 << 26  # at a time
-
-
-class Entry(NamedTuple):
-    """What the header of a safetensors file says of a tensor before its bytes are there."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 # --- one file ------------------------------------------------------------------------------------
 
 
-def write_tensors(
+def write_safetensors(
     path: Path,
-    entries: Sequence[Entry],
-    values: Iterator[torch.Tensor],
+    forms: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    value_of: Callable[[str], torch.Tensor],
     metadata: Mapping[str, str],
     *,
     fill: bool = False,
 ) -> None:
-    """Write a new safetensors file durably, holding one tensor at a time.
+    """Write a new safetensors file durably, holding one tensor at a time, and without checksums.
 
     Args:
         path: Must not exist yet.
-        entries: In the order of ``header.format_header``.
-        values: One tensor for each entry, in the same order; of any layout in memory, on any device.
+        forms: Dtype and shape of each tensor, by name.
+        value_of: Returns a tensor; called in the order of ``header.storage_order``.
         metadata: Of the file.
         fill: As for ``header.format_header``.
 
     Raises:
         OSError: The file can't be written; it names the file.
     """
-    with _creating(path) as file:
-        forms = [(entry.name, SAFETENSORS_NAMES[entry.dtype], entry.shape) for entry in entries]
-        head, places = format_header(forms, metadata, fill=fill)
-        assert list(places) == [entry.name for entry in entries]
-        file.write(head)
-        written = len(head)
-        for entry in entries:
-            file.write(bytes(places[entry.name].start - written))  # what fills
-            written = places[entry.name].stop
-            value = next(values)
-            if (value.dtype, tuple(value.shape)) != (entry.dtype, entry.shape):
-                raise ValueError(
-                    f"{entry.name} was to be {entry.dtype} {entry.shape}, and is {value.dtype} "
-                    f"{tuple(value.shape)}: it has changed during the save."
-                )
-            _write_bytes(file, value)
-            del value  # before the next one comes
+    entries = [
+        NewEntry(name, SAFETENSORS_NAMES[dtype], tuple(shape), partial(value_of, name), crc32=())
+        for name, (dtype, shape) in forms.items()
+    ]
+    write_tensors(REAL_DISK, os.fspath(path), entries, metadata, fill=fill)
 
 
 def write_pickled(path: Path, obj: Any) -> None:
@@ -112,14 +90,6 @@ def write_text(path: Path, text: str) -> None:
     """
     with _creating(path) as file:
         file.write(text.encode())
-
-
-def _write_bytes(file: BinaryIO, value: torch.Tensor) -> None:
-    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    size = plain.numel() * plain.dtype.itemsize
-    for start in range(0, size, _WRITE_BYTES):  # no copy, and no numpy
-        length = min(_WRITE_BYTES, size - start)
-        file.write((ctypes.c_char * length).from_address(plain.data_ptr() + start))
 
 
 @contextlib.contextmanager
@@ -262,8 +232,8 @@ def write_files(
     for file, names in plan.files:
         tied = {name: first for name, first in plan.tied if stored_in[first] == file}
         if kind.is_safe:
-            entries = [Entry(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names]
-            write_tensors(folder / file, entries, values, {"format": "pt", **tied})
+            forms = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
+            write_safetensors(folder / file, forms, lambda _: next(values), {"format": "pt", **tied})
         else:
             held = {name: _compact(value) for name, value in zip(names, values, strict=False)}
             write_pickled(folder / file, {**held, **{name: held[first] for name, first in tied.items()}})

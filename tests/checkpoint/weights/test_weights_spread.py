@@ -187,15 +187,16 @@ def test_an_error_amid_gathering_reaches_all_ranks(what: str, tmp_path: Path) ->
         if what == "state" and ctx.rank == 1:
             model.register_state_dict_post_hook(fails)
         if what == "full" and ctx.is_main_process:
-            files: Any = importlib.import_module("accelfn.checkpoint.weights_files")
-            written: list[Any] = []
+            files: Any = importlib.import_module("accelfn.checkpoint.files")
+            source_of, written = files._source_of, []
 
-            def full(file: Any, value: Any) -> None:
-                written.append(value)
+            def full(entry: Any) -> torch.Tensor:
+                written.append(entry)
                 if len(written) == 2:
                     raise OSError(28, "No space left on device")
+                return source_of(entry)
 
-            files._write_bytes = full  # this rank is a process of its own
+            files._source_of = full  # this rank is a process of its own
         with pytest.raises((OSError, RemoteRankError, ZeroDivisionError)) as caught:
             af.save_model(ctx, model, folder)
         first = f"{type(caught.value).__name__}: {caught.value}"
