@@ -44,7 +44,7 @@ from accelfn.checkpoint.objects import (
     take_up,
     untied,
 )
-from accelfn.checkpoint.overlap import Overlap, find_overlaps, join_overlaps
+from accelfn.checkpoint.plan import Overlap, find_overlaps, join_overlaps
 from accelfn.checkpoint.random_state import restore_random_states
 from accelfn.checkpoint.stages import leave_other_stages
 from accelfn.comm import catch

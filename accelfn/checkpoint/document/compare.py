@@ -15,15 +15,16 @@ from accelfn.checkpoint.document.nodes import (
     LEAVES,
     MAX_DEPTH,
     children_of,
+    class_of,
     damaged,
     is_array,
     is_leaf,
     is_object,
     parts_of,
     shown,
+    spell_class,
     step,
 )
-from accelfn.checkpoint.document.values import class_of, spell_class
 from accelfn.checkpoint.header import dtype_name
 from accelfn.checkpoint.manifest import Json
 from accelfn.errors import Misfit

@@ -16,12 +16,14 @@ from accelfn.checkpoint.document.nodes import (
     MAX_DEPTH,
     children_of,
     damaged,
+    find_class,
     is_object,
     parts_of,
+    read_plain,
     registry_entry,
+    require_numpy,
     step,
 )
-from accelfn.checkpoint.document.values import find_class, read_plain, require_numpy
 from accelfn.checkpoint.header import contiguous_copy, copyable
 from accelfn.checkpoint.manifest import Json
 from accelfn.errors import AccelfnError, CheckpointMismatchError, Misfit

@@ -7,7 +7,7 @@ texts, none of which begins with ``"$"``. Everything else is an object with its 
 - Containers: ``tuple``, ``deque``, ``dict`` with other keys, ``ordereddict``, ``defaultdict``, ``counter``,
   ``namedtuple``, and ``node`` for what is registered with optree. Their children are ``items``.
 - ``object``: what was asked for its state, a model or an optimizer, with that state inside.
-- Plain values, see ``values``.
+- Plain values, see ``nodes``.
 
 Tensors are named by their path, a JSON pointer without its first slash (``model/0.weight``). The same tensor
 at several places is stored once and comes back as one; other views of one memory are stored by their values.
@@ -27,12 +27,17 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from accelfn.checkpoint.document.nodes import MAX_DEPTH, Parts, is_array, parts_of, shown, step
-from accelfn.checkpoint.document.values import (
+from accelfn.checkpoint.document.nodes import (
+    MAX_DEPTH,
     NUMPY_DTYPES,
+    Parts,
     Refusal,
     class_of,
+    is_array,
+    parts_of,
+    shown,
     spell_class,
+    step,
     write_key,
     write_plain,
 )

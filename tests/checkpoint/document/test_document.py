@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from accelfn.checkpoint.document.compare import match
 from accelfn.checkpoint.document.decode import decode
 from accelfn.checkpoint.document.encode import Encoded, encode
-from accelfn.checkpoint.document.nodes import KINDS, LEAVES, stored_names
-from accelfn.checkpoint.document.values import PLAIN_KINDS
+from accelfn.checkpoint.document.nodes import KINDS, LEAVES, PLAIN_KINDS, stored_names
 from accelfn.checkpoint.header import contiguous_copy
 from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError
 from accelfn.testing import run_ranks

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 import accelfn as af
 from accelfn.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, parse_manifest
-from accelfn.checkpoint.overlap import find_overlaps, join_overlaps, join_parts
+from accelfn.checkpoint.plan import find_overlaps, join_overlaps, join_parts
 from accelfn.context import Context
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit, RemoteRankError
 from accelfn.testing import run_ranks
