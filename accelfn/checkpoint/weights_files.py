@@ -24,12 +24,12 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from accelfn.checkpoint.commit import clean, leftover_path, make_nonce
-from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.disk import REAL_DISK, make_folders, naming, write_file
 from accelfn.checkpoint.files import NewEntry, write_tensors
 from accelfn.checkpoint.header import SAFETENSORS_NAMES
 from accelfn.checkpoint.weights_index import (
@@ -78,38 +78,10 @@ def write_pickled(path: Path, obj: Any) -> None:
     Raises:
         OSError: The file can't be written; it names the file.
     """
-    with _creating(path) as file:
+    with naming(os.fspath(path)), open(path, "xb") as file:
         torch.save(obj, file)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a new file of text durably.
-
-    Raises:
-        OSError: The file can't be written; it names the file.
-    """
-    with _creating(path) as file:
-        file.write(text.encode())
-
-
-@contextlib.contextmanager
-def _creating(path: Path) -> Generator[BinaryIO]:
-    """Open a new file; on the way out it is made durable. Errors of the disk name it."""
-    with _named(path), open(path, "xb") as file:
-        yield file
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Generator[None]:
-    """Let errors of the disk name ``path``, where they name nothing."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-        raise
 
 
 # --- a set of files ------------------------------------------------------------------------------
@@ -128,7 +100,7 @@ def staging(final: Path) -> Generator[Path]:
     stage.mkdir()
     try:
         yield stage
-        sync(Path(parent))
+        _sync(Path(parent))
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
@@ -156,7 +128,7 @@ def holding(folder: Path, naming: WeightNaming) -> Generator[None]:
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"save_model: {folder} is a file. Pass a directory.")
-    _make(folder)
+    make_folders(REAL_DISK, os.path.abspath(folder))
     for name in entry_names(naming):
         if (folder / name).is_dir():
             raise IsADirectoryError(
@@ -165,13 +137,6 @@ def holding(folder: Path, naming: WeightNaming) -> Generator[None]:
             )
     with _locked(folder):
         yield
-
-
-def _make(folder: Path) -> None:
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for made in reversed(missing):
-        sync(made.parent)
 
 
 @contextlib.contextmanager
@@ -243,7 +208,8 @@ def write_files(
     # Pickled files hold tied weights under each name, which share their data there.
     shared = {} if kind.is_safe else {name: stored_in[first] for name, first in plan.tied}
     said = {"metadata": {"total_size": plan.total_bytes}, "weight_map": {**stored_in, **shared}}
-    write_text(folder / kind.index, json.dumps(said, indent=2, sort_keys=True) + "\n")
+    text = json.dumps(said, indent=2, sort_keys=True) + "\n"
+    write_file(REAL_DISK, os.fspath(folder / kind.index), text.encode())
     return (*(file for file, _ in plan.files), kind.index)
 
 
@@ -271,17 +237,17 @@ def publish(folder: Path, naming: WeightNaming, stage: Path, files: Sequence[str
         for name in shards:
             os.replace(stage / name, folder / name)
         if shards:
-            sync(folder)
+            _sync(folder)
         os.replace(stage / entry, folder / entry)
     except OSError:
         for name in shards:
             (folder / name).unlink(missing_ok=True)
         raise
-    sync(folder)
+    _sync(folder)
     for name in reversed(entry_names(naming)):
         if name != entry and os.path.lexists(folder / name):
             os.unlink(folder / name)
-            sync(folder)
+            _sync(folder)
     for name in set(os.listdir(folder)).difference(files):
         if any(names.generation(name) is not None for names in names_of(naming)):
             # The new set is in place: rubbish that can't be removed is no reason to call the save a failure.
@@ -289,16 +255,9 @@ def publish(folder: Path, naming: WeightNaming, stage: Path, files: Sequence[str
                 os.unlink(folder / name)
 
 
-def sync(folder: Path) -> None:
-    """Make sure that the names in a directory survive a power cut."""
-    if sys.platform == "win32":  # directories can't be opened
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with _named(folder):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _sync(folder: Path) -> None:
+    with naming(os.fspath(folder)):
+        REAL_DISK.sync_folder(os.fspath(folder))
 
 
 def write_tied(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
