@@ -15,8 +15,6 @@ from accelfn.errors import ConfigurationError
 if TYPE_CHECKING:
     from accelfn.accelerator.accelerator import Accelerator
 
-__all__ = ("LocalSGD",)
-
 
 class LocalSGD:
     """Let ranks train independently in a ``with`` block, and average their parameters every few steps.
