@@ -235,9 +235,7 @@ class Accelerator(Extras, Saving):
             return self.prepare_model(item, device_placement)
         if isinstance(item, Optimizer):
             return self.prepare_optimizer(item, device_placement)
-        if isinstance(item, LRScheduler):
-            return self.prepare_scheduler(item)
-        if isinstance(item, AcceleratedScheduler):
+        if isinstance(item, (LRScheduler, AcceleratedScheduler)):
             return self.prepare_scheduler(item)
         if self._is_loader(item):
             return self.prepare_data_loader(cast("DataLoader[Any]", item), device_placement)
