@@ -1,7 +1,10 @@
 """The shim for people who know Hugging Face Accelerate."""
 
-from accelfn.accelerator.accelerator import Accelerator
-from accelfn.accelerator.local_sgd import LocalSGD
-from accelfn.accelerator.proxies import AcceleratedDataLoader, AcceleratedOptimizer, AcceleratedScheduler
-
-__all__ = ("AcceleratedDataLoader", "AcceleratedOptimizer", "AcceleratedScheduler", "Accelerator", "LocalSGD")
+# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+from accelfn.accelerator.accelerator import Accelerator as Accelerator
+from accelfn.accelerator.local_sgd import LocalSGD as LocalSGD
+from accelfn.accelerator.proxies import (
+    AcceleratedDataLoader as AcceleratedDataLoader,
+    AcceleratedOptimizer as AcceleratedOptimizer,
+    AcceleratedScheduler as AcceleratedScheduler,
+)

@@ -23,19 +23,15 @@ import accelfn.comm as comm
 import accelfn.data as data
 import accelfn.training as training
 from accelfn.accelerator.extras import Extras
-from accelfn.accelerator.properties import ContextProperties
 from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
     AcceleratedOptimizer,
     AcceleratedScheduler,
     AccumulateBlock,
-    Loop,
     is_loader_of,
     unwrap_optimizer,
 )
-from accelfn.accelerator.registry import WeakRegistry
-from accelfn.accelerator.saving import Hooks, Saving
-from accelfn.accelerator.scaling import Scaling
+from accelfn.accelerator.saving import Saving
 from accelfn.context import Context, ContextOptions, close_context, init_context
 from accelfn.context.config import (
     AutocastKwargs,
@@ -54,12 +50,10 @@ from accelfn.context.config import (
     RNGType,
     TorchDynamoPlugin,
 )
-from accelfn.data import MicroBatch, Uneven, plan_microbatch
+from accelfn.data import MicroBatch, plan_microbatch
 from accelfn.data.metrics import gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.training.prepare import check_parameters
-
-__all__ = ("Accelerator",)
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -92,7 +86,7 @@ def _check_compat(compat: object) -> None:
         )
 
 
-class Accelerator(ContextProperties, Extras, Saving):
+class Accelerator(Extras, Saving):
     """Train with Accelerate's method names.
 
     Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
@@ -175,25 +169,8 @@ class Accelerator(ContextProperties, Extras, Saving):
                 f"{', '.join(extra)} "
                 "too. Use context=ctx.replace(...) for a variant."
             )
-        self.context: Context = context if context is not None else init_context(**asked)
-        self.loops: dict[Loop, MicroBatch] = {}
-        self.ended: list[MicroBatch] = []
-        self.last_micro: MicroBatch | None = None
-        self.models: WeakRegistry[nn.Module] = WeakRegistry()
-        self.optimizers: WeakRegistry[Optimizer] = WeakRegistry()
-        self.schedulers: WeakRegistry[LRScheduler] = WeakRegistry()
-        self.loaders: WeakRegistry[AcceleratedDataLoader[Any]] = WeakRegistry()
-        self.uneven: Uneven = "error"
-        self.window: MicroBatch | None = None
-        self.sync_gradients = True
-        self.step: int = 0
+        super().__init__(context if context is not None else init_context(**asked))
         self.compat = compat
-        self._trigger = comm.TriggerState()
-        self._scaling = Scaling(self.context, self.optimizers)
-        self._registered: dict[str, Any] = {}
-        self._save_hooks = Hooks()
-        self._load_hooks = Hooks()
-        self._next_number = self.context.project.iteration
         try:
             self._check_trackers()
         except Exception:
@@ -258,9 +235,7 @@ class Accelerator(ContextProperties, Extras, Saving):
             return self.prepare_model(item, device_placement)
         if isinstance(item, Optimizer):
             return self.prepare_optimizer(item, device_placement)
-        if isinstance(item, LRScheduler):
-            return self.prepare_scheduler(item)
-        if isinstance(item, AcceleratedScheduler):
+        if isinstance(item, (LRScheduler, AcceleratedScheduler)):
             return self.prepare_scheduler(item)
         if self._is_loader(item):
             return self.prepare_data_loader(cast("DataLoader[Any]", item), device_placement)

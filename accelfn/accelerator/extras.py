@@ -9,37 +9,19 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 import accelfn.tracking as tracking
 import accelfn.training as training
-from accelfn.accelerator.proxies import Loop
-from accelfn.accelerator.registry import WeakRegistry
-from accelfn.accelerator.scaling import Scaling
-from accelfn.context import Context
+from accelfn.accelerator.properties import Holdings
 from accelfn.context.config import ProfileKwargs
-from accelfn.data import MicroBatch, shard_sequence
+from accelfn.data import shard_sequence
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import syncing
 
-__all__ = ("Extras",)
 
-
-class Extras:
+class Extras(Holdings):
     """What an Accelerator does beside the training step."""
 
-    context: Context
-    models: WeakRegistry[nn.Module]
-    optimizers: WeakRegistry[Optimizer]
-    schedulers: WeakRegistry[Any]
-    loaders: WeakRegistry[Any]
-    step: int
-    loops: dict[Loop, MicroBatch]
-    ended: list[MicroBatch]
-    last_micro: MicroBatch | None
-    window: MicroBatch | None
-    sync_gradients: bool
-    _scaling: Scaling
     _warned: frozenset[str] = frozenset()
     _run: tracking.Trackers | None = None
 

@@ -10,12 +10,12 @@ from torch import nn
 from typing_extensions import Self
 
 import accelfn.training as training
+from accelfn.context import Context
 from accelfn.errors import ConfigurationError
+from accelfn.training.step import check_local_sgd
 
 if TYPE_CHECKING:
     from accelfn.accelerator.accelerator import Accelerator
-
-__all__ = ("LocalSGD",)
 
 
 class LocalSGD:
@@ -54,17 +54,11 @@ class LocalSGD:
             ConfigurationError: ``Guard.check_replicas_every`` is set, and would find that the ranks differ;
                 or the accelerator is in exact mode.
         """
-        if local_sgd_steps < 1:
-            raise ValueError(f"LocalSGD: local_sgd_steps must be at least 1, got {local_sgd_steps}.")
+        check_local_sgd("LocalSGD", accelerator.context if enabled else Context(), local_sgd_steps)
         if enabled and accelerator.context.guard.check_replicas_every is not None:
             raise ConfigurationError(
                 "LocalSGD: check_replicas_every compares parameters after optimizer steps, and here they are "
                 "meant to differ. Use a guard without it, and check_replicas behind the block."
-            )
-        if enabled and accelerator.context.reduction is not None:
-            raise ConfigurationError(
-                'LocalSGD: the accelerator has reduction="canonical", which sums the gradients of all ranks '
-                "in each step, and here ranks train independently. Use one of the two."
             )
         self.enabled: bool = enabled and accelerator.num_processes > 1
         self.local_sgd_steps = local_sgd_steps

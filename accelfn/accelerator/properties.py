@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Self
 
+import accelfn.comm as comm
+from accelfn.accelerator.proxies import AcceleratedDataLoader, Loop
+from accelfn.accelerator.registry import WeakRegistry
+from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context
 from accelfn.context.config import (
     DataLoaderConfiguration,
@@ -18,10 +26,10 @@ from accelfn.context.config import (
     ParallelismConfig,
     ProjectConfiguration,
 )
-
-__all__ = ("ContextProperties",)
+from accelfn.data import MicroBatch, Uneven
 
 T_co = TypeVar("T_co", covariant=True)
+Hooks = OrderedDict[int, Callable[..., None]]
 
 
 class _Read(Generic[T_co]):
@@ -155,3 +163,28 @@ class ContextProperties:
         mesh = self.context.mesh
         axes = () if mesh is None else mesh.plan.active()
         return None if mesh is None or not axes else mesh.device_mesh(*axes)
+
+
+class Holdings(ContextProperties):
+    """All that an Accelerator holds. Its public attributes are explained there."""
+
+    def __init__(self, context: Context) -> None:
+        """Hold ``context``, and nothing that was prepared."""
+        self.context = context
+        self.loops: dict[Loop, MicroBatch] = {}
+        self.ended: list[MicroBatch] = []
+        self.last_micro: MicroBatch | None = None
+        self.models: WeakRegistry[nn.Module] = WeakRegistry()
+        self.optimizers: WeakRegistry[Optimizer] = WeakRegistry()
+        self.schedulers: WeakRegistry[LRScheduler] = WeakRegistry()
+        self.loaders: WeakRegistry[AcceleratedDataLoader[Any]] = WeakRegistry()
+        self.uneven: Uneven = "error"
+        self.window: MicroBatch | None = None
+        self.sync_gradients = True
+        self.step: int = 0
+        self._trigger = comm.TriggerState()
+        self._scaling = Scaling(self.context, self.optimizers)
+        self._registered: dict[str, Any] = {}
+        self._save_hooks = Hooks()
+        self._load_hooks = Hooks()
+        self._next_number = self.context.project.iteration

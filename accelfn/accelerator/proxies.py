@@ -18,17 +18,6 @@ from accelfn.data.passes import Passes
 if TYPE_CHECKING:
     from accelfn.accelerator.accelerator import Accelerator
 
-__all__ = (
-    "AcceleratedDataLoader",
-    "AcceleratedOptimizer",
-    "AcceleratedScheduler",
-    "AccumulateBlock",
-    "Loop",
-    "is_loader_of",
-    "unwrap",
-    "unwrap_optimizer",
-)
-
 T = TypeVar("T")
 
 # Whose rows may still be gathered when other loops have followed.

@@ -15,8 +15,6 @@ from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
 from accelfn.training.prepare import parameters_of
 
-__all__ = ("WeakRegistry", "name_all")
-
 T = TypeVar("T")
 
 

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,41 +18,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 import accelfn.checkpoint as checkpoint
+from accelfn.accelerator.properties import Holdings, Hooks
 from accelfn.accelerator.proxies import unwrap
 from accelfn.accelerator.registry import WeakRegistry, name_all
-from accelfn.accelerator.scaling import Scaling
 from accelfn.checkpoint.background import CollectivePhases
 from accelfn.comm import catch
-from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
-
-__all__ = ("Hooks", "Saving")
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
-Hooks = OrderedDict[int, Callable[..., None]]
 
-
-class Saving:
+class Saving(Holdings):
     """What an Accelerator does with checkpoints.
 
     What is saved goes by names: the keyword that an object was prepared or registered with, else its kind
     (``model``, ``optimizer``, ...) where it is the only one of it, else what distinguishes it.
     """
-
-    context: Context
-    models: WeakRegistry[nn.Module]
-    optimizers: WeakRegistry[Optimizer]
-    schedulers: WeakRegistry[LRScheduler]
-    loaders: WeakRegistry[Any]
-    step: int
-    _scaling: Scaling
-    _registered: dict[str, Any]
-    _save_hooks: Hooks
-    _load_hooks: Hooks
-    _next_number: int
 
     @property
     def save_iteration(self) -> int:

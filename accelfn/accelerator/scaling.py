@@ -15,8 +15,6 @@ from accelfn.errors import ConfigurationError
 from accelfn.training import ScalerState
 from accelfn.training.prepare import parameters_of
 
-__all__ = ("Scaling",)
-
 
 class Scaling:
     """Keeps what the functions take and return, for optimizers that may step at different times.

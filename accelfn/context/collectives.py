@@ -40,24 +40,13 @@ def chunk_bytes(size: int, most: int = MAX_CHUNK_BYTES) -> int:
     return max(1024, min(most, (1 << 20) // size // 16 * 16))
 
 
-def _all_gather_bytes_alone(chunk: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (chunk,)
-
-
-def _all_gather_alone(buffer: torch.Tensor) -> torch.Tensor:
+def _keep(buffer: torch.Tensor, *others: object) -> torch.Tensor:
+    del others
     return buffer
 
 
-def _all_reduce_alone(buffer: torch.Tensor, op: ReduceOp) -> None:
-    del buffer, op
-
-
-def _reduce_scatter_alone(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer
-
-
-def _broadcast_alone(buffer: torch.Tensor, source: int) -> None:
-    del buffer, source
+def _nothing(*arguments: object) -> None:
+    del arguments
 
 
 def _scatter_alone(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
@@ -66,17 +55,9 @@ def _scatter_alone(output: torch.Tensor, buffer: torch.Tensor | None, source: in
         output.copy_(buffer)
 
 
-def _all_to_all_alone(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer
-
-
 def _permute_alone(outgoing: torch.Tensor, incoming: torch.Tensor, to: int, source: int) -> None:
     del to, source
     incoming.copy_(outgoing)
-
-
-def _barrier_alone() -> None:
-    pass
 
 
 def _split_alone(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
@@ -87,10 +68,6 @@ def _split_alone(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[P
 def _finish_blindly(work: dist.Work, device: torch.device) -> None:
     del device
     work.wait()
-
-
-def _translate_nothing(error: Exception) -> Exception:
-    return error
 
 
 class StartedAllGather(NamedTuple):
@@ -145,18 +122,18 @@ class Collectives:
         call_log: What this rank has called so far.
     """
 
-    all_gather_bytes: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = _all_gather_bytes_alone
+    all_gather_bytes: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = lambda chunk: (chunk,)
     start_all_gather_bytes: Callable[[torch.Tensor], StartedAllGather] | None = None
-    all_gather: Callable[[torch.Tensor], torch.Tensor] = _all_gather_alone
-    all_reduce: Callable[[torch.Tensor, ReduceOp], None] = _all_reduce_alone
-    reduce_scatter: Callable[[torch.Tensor], torch.Tensor] = _reduce_scatter_alone
-    broadcast: Callable[[torch.Tensor, int], None] = _broadcast_alone
+    all_gather: Callable[[torch.Tensor], torch.Tensor] = _keep
+    all_reduce: Callable[[torch.Tensor, ReduceOp], None] = _nothing
+    reduce_scatter: Callable[[torch.Tensor], torch.Tensor] = _keep
+    broadcast: Callable[[torch.Tensor, int], None] = _nothing
     scatter: Callable[[torch.Tensor, torch.Tensor | None, int], None] = _scatter_alone
-    all_to_all: Callable[[torch.Tensor], torch.Tensor] = _all_to_all_alone
+    all_to_all: Callable[[torch.Tensor], torch.Tensor] = _keep
     permute: Callable[[torch.Tensor, torch.Tensor, int, int], None] = _permute_alone
-    barrier: Callable[[], None] = _barrier_alone
+    barrier: Callable[[], None] = _nothing
     finish: Callable[[dist.Work, torch.device], None] = _finish_blindly
-    translate_error: Callable[[Exception], Exception] = _translate_nothing
+    translate_error: Callable[[Exception], Exception] = lambda error: error
     split: Callable[[Sequence[Sequence[int]], timedelta], tuple[Part, ...]] = _split_alone
     while_blocked: Callable[[], AbstractContextManager[None]] = nullcontext
     chunk: int = MAX_CHUNK_BYTES

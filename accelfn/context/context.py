@@ -26,7 +26,7 @@ from accelfn.context.config import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from accelfn.context.config.engines import sort_handlers
+from accelfn.context.config.handlers import sort_handlers
 from accelfn.context.device import Precision, check_precision, read_hardware
 from accelfn.context.failure import announce_end, publish
 from accelfn.context.mesh import AXES, Mesh, MeshPlan, build_mesh, plan_mesh

@@ -27,23 +27,6 @@ from accelfn.errors import (
 )
 
 
-def _post_nowhere(key: str, text: str) -> None:
-    del key, text
-
-
-def _post_once_nowhere(key: str, text: str) -> str:
-    del key
-    return text
-
-
-def _read_nothing(key: str) -> str | None:
-    del key
-
-
-def _close_nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageBoard:
     """A board that the ranks of one world share. The default is that of a world of one: it keeps nothing.
@@ -57,10 +40,10 @@ class MessageBoard:
         close: Lets go of the connection; afterwards the board is empty.
     """
 
-    post: Callable[[str, str], None] = _post_nowhere
-    post_once: Callable[[str, str], str] = _post_once_nowhere
-    read: Callable[[str], str | None] = _read_nothing
-    close: Callable[[], None] = _close_nothing
+    post: Callable[[str, str], None] = lambda key, text: None
+    post_once: Callable[[str, str], str] = lambda key, text: text
+    read: Callable[[str], str | None] = lambda key: None
+    close: Callable[[], None] = lambda: None
 
 
 def store_board(store: Store) -> MessageBoard:

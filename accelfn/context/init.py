@@ -38,11 +38,11 @@ from accelfn.context.config import (
     InitProcessGroupKwargs,
     read_settings,
 )
-from accelfn.context.config.engines import sort_handlers
+from accelfn.context.config.handlers import sort_handlers
 from accelfn.context.context import Context, close_context, with_mesh, with_window
 from accelfn.context.device import DevicePlan, check_precision, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
-from accelfn.context.failure import announce_end, publish, store_board
+from accelfn.context.failure import MessageBoard, announce_end, publish, store_board
 from accelfn.context.options import ContextOptions, apply_options, merge_settings, said
 from accelfn.context.peer_monitor import start_watchdog
 from accelfn.context.process_group import (
@@ -121,7 +121,7 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
     joining = sort_handlers(asked.get("kwargs_handlers")).get("process_group", InitProcessGroupKwargs())
     if joining.timeout is not None and not isinstance(asked.get("guard"), Guard):
         base = dataclasses.replace(base, guard=dataclasses.replace(base.guard, timeout=joining.timeout))
-    timeout = joining.timeout or base.guard.timeout
+    timeout = joining.timeout or timedelta(seconds=base.guard.timeout_s)
     hardware = read_hardware()
     use_cpu = bool(options.get("cpu"))
     device = None if asked.get("cpu") else settings.device  # cpu=True was passed, the device is a variable
@@ -218,28 +218,18 @@ def _join(
         ) from error
     group = dist.group.WORLD
     assert group is not None
-    try:
-        side = make_gloo_group(PrefixStore("accelfn/side", store), place.rank, place.size, timeout)
-    except BaseException:
-        dist.destroy_process_group()
-        raise
     made = Owned(
         group=True,
         previous_device=previous,
         excepthooks=(hook, sys.excepthook),
         hosts_store=place.rank == 0 and place.launcher != "torchrun" and method.startswith(("tcp:", "env:")),
     )
-    world = dataclasses.replace(_world(place, plan, plan.backend, group, made), keeper=GroupOwner(side))
-    collectives = process_group_collectives(
-        group,
-        place.rank,
-        place.size,
-        control=side,
-        board=store_board(store),
-        one_machine=place.num_nodes == 1 or not place.nodes_known,
-        store=PrefixStore("accelfn/parts", store),
-    )
-    return _settle(world, collectives, place.nodes_known, timeout)
+    world = _world(place, plan, plan.backend, group, made)
+    try:
+        return _connect(world, place, PrefixStore("accelfn", store), store_board(store), timeout)
+    except BaseException:
+        close_context(Context(world=world))
+        raise
 
 
 def _advice(guessed: Sequence[str], method: str) -> str:
@@ -267,38 +257,39 @@ def _adopt(
             "init_context adopts process groups that have a store, by which their ranks meet; this one has "
             "none. Start the world with init_context, or with a backend that has one (gloo, nccl)."
         ) from error
-    # Not by torch, which names groups by their ranks: the next context's would meet where this one's has.
     try:
-        side = make_gloo_group(PrefixStore("side", store), place.rank, place.size, timeout)
+        return _connect(world, place, store, store_board(store), timeout)
     except RuntimeError as error:
+        if isinstance(error, DistributedError):
+            raise
         raise DistributedError(
             f"rank {place.rank} could not meet the other {place.size - 1} ranks of the group that it "
             f"adopts: {error}. Every rank of the group must call init_context, equally often."
         ) from error
-    world = dataclasses.replace(world, keeper=GroupOwner(side))
+
+
+def _connect(
+    world: World, place: EnvironmentPlan, store: Store, board: MessageBoard, timeout: timedelta
+) -> tuple[World, Collectives]:
+    """Reach the other ranks over the world's group, and find out what only they know of the nodes."""
+    group = world.group
+    assert group is not None
+    # Not by torch, which names groups by their ranks: the next context's would meet where this one's has.
+    side = make_gloo_group(PrefixStore("side", store), place.rank, place.size, timeout)
     collectives = process_group_collectives(
         group,
         place.rank,
         place.size,
         control=side,
-        board=store_board(store),
+        board=board,
+        one_machine=place.num_nodes == 1 or not place.nodes_known,
         store=PrefixStore("parts", store),
     )
-    return _settle(world, collectives, place.nodes_known, timeout)
-
-
-def _settle(
-    world: World, collectives: Collectives, nodes_known: bool, timeout: timedelta
-) -> tuple[World, Collectives]:
-    """Find out what only the other ranks know; if they don't answer, take down what was set up."""
-    if nodes_known or world.size == 1:
-        return world, collectives
-    collectives.call_log.begin("init_context", call_site(), None, timeout.total_seconds())
-    try:
-        return _with_nodes(world, collectives), collectives
-    except BaseException:
-        close_context(Context(world=world))
-        raise
+    world = dataclasses.replace(world, keeper=GroupOwner(side))
+    if not place.nodes_known and place.size > 1:
+        collectives.call_log.begin("init_context", call_site(), None, timeout.total_seconds())
+        world = _with_nodes(world, collectives)
+    return world, collectives
 
 
 def _place_in(group: dist.ProcessGroup) -> EnvironmentPlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -402,7 +403,7 @@ def build_mesh(ctx: Context, plan: MeshPlan, adopted: DeviceMesh | None = None) 
         _check_adopted(adopted, world)
     keys = list(_proper_subsets(plan.parts(*AXES)))
     members = [plan.group(world.rank, *key) for key in keys]
-    parts = ctx.collectives.split(members, ctx.guard.timeout)
+    parts = ctx.collectives.split(members, timedelta(seconds=ctx.guard.timeout_s))
     nodes = _nodes(ctx)
     worlds = [_world_of(world, ranks, nodes, part) for ranks, part in zip(members, parts, strict=True)]
     made = dict(zip(keys, zip(worlds, parts, strict=True), strict=True))

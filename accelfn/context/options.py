@@ -28,8 +28,8 @@ from accelfn.context.config import (
     Settings,
     TorchDynamoPlugin,
 )
-from accelfn.context.config.engines import sort_handlers
 from accelfn.context.config.fsdp import check_fsdp
+from accelfn.context.config.handlers import sort_handlers
 from accelfn.context.config.records import settle_log_with
 from accelfn.context.device import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError

@@ -109,11 +109,6 @@ class _Position(NamedTuple):
     reductions: int  # of gradients, that it has been through
 
 
-def _nobody(rank: int) -> bool:
-    del rank
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerMonitor:
     """What a rank needs to wait well.
@@ -130,7 +125,7 @@ class PeerMonitor:
     call_log: CallLog
     rank: int
     size: int
-    has_ended: Callable[[int], bool] = _nobody
+    has_ended: Callable[[int], bool] = lambda rank: False
 
     def wait(self, arrived: Callable[[float], bool]) -> None:
         """Wait until ``arrived`` says so.
@@ -174,15 +169,11 @@ class PeerMonitor:
         for word in told:
             if word is not None:
                 return word
-        silent = list(lost) or self._others()
-        if self.size > 2 and not lost:
-            with self._looking() as seen:
-                end = time.monotonic() + _ROLL_CALL_S
-                while seen.error is None and len(silent) > 1 and time.monotonic() < end:
-                    time.sleep(_POLL_S / 4)
-                    silent = [rank for rank in silent if rank not in seen.positions]
-                if seen.error is not None:
-                    return seen.error
+        silent = list(lost)
+        if not lost:
+            silent, seen = self._call_the_roll()
+            if seen.error is not None:
+                return seen.error
         now = self.call_log.current
         error = MissingRankError(
             f"{now.operation}: rank {self.rank} lost its connection to {_ranks(silent)} in call {now.number} "
@@ -191,6 +182,22 @@ class PeerMonitor:
         )
         _within(_LAST_WORDS_S, lambda: publish(self.board, self.call_log, self.rank, error))
         return error
+
+    def explain_delay(self, text: str) -> Exception:
+        """Find out which ranks a backend has waited for too long: those that don't wait here too."""
+        silent, seen = self._call_the_roll()
+        late = late_error(self.call_log, self.rank, self.call_log.patience_s, silent, seen.positions)
+        return seen.error or CollectiveTimeoutError(f"{late}\n{text}")
+
+    def _call_the_roll(self) -> tuple[list[int], _Seen]:
+        """Return the ranks that aren't seen to wait, the last of which isn't asked; and what was seen."""
+        silent = self._others()
+        with self._looking() as seen:
+            end = time.monotonic() + _ROLL_CALL_S
+            while seen.error is None and len(silent) > 1 and time.monotonic() < end:
+                time.sleep(_POLL_S / 4)
+                silent = [rank for rank in silent if rank not in seen.positions]
+        return silent, seen
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from accelfn.context.call_log import CallLog
 from accelfn.context.collectives import Collectives, Part, ReduceOp, StartedAllGather, chunk_bytes
 from accelfn.context.failure import FAILURE, MessageBoard, board_within, store_board
-from accelfn.context.peer_monitor import PeerMonitor, late_error
+from accelfn.context.peer_monitor import PeerMonitor
 from accelfn.context.shared_memory import (
     LostRanksError,
     SharedRows,
@@ -32,7 +32,7 @@ from accelfn.context.shared_memory import (
     share_rows,
 )
 from accelfn.context.world import GroupOwner
-from accelfn.errors import CollectiveTimeoutError, DistributedError, NotAvailableError
+from accelfn.errors import DistributedError, NotAvailableError
 
 _CPU = torch.device("cpu")
 # The guard ends the waiting, with names.
@@ -429,8 +429,7 @@ def _explained(error: Exception, monitor: PeerMonitor) -> Exception:
     if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return error
     if "imed out" in text or "timeout" in text.lower():
-        late = late_error(monitor.call_log, monitor.rank, monitor.call_log.patience_s, [])
-        return CollectiveTimeoutError(f"{late}\nThe backend said: {text}")
+        return monitor.explain_delay(f"The backend said: {text}")
     if "onnection" in text or "peer" in text:
         return monitor.explain_loss(f"The backend said: {text}")
     return error

@@ -1,34 +1,22 @@
 """Strategies: how a model is spread over ranks."""
 
-from accelfn.parallel.budget import Budget, plan_memory
-from accelfn.parallel.experts import ExpertPlan, HeldExperts, plan_experts
-from accelfn.parallel.facts import ModelFacts, read_facts
-from accelfn.parallel.handle import is_replicated
-from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan, StagePlan, plan_schedule, plan_stages
-from accelfn.parallel.plan import ModelPlan, plan_model
-from accelfn.parallel.replicate import convert_sync_batchnorm
-from accelfn.parallel.shard import ShardPlan, register_forward_method
-from accelfn.parallel.tensor import TensorPlan, plan_tensor
-
-__all__ = (
-    "Budget",
-    "ExpertPlan",
-    "HeldExperts",
-    "ModelFacts",
-    "ModelPlan",
-    "PipelinePlan",
-    "SchedulePlan",
-    "ShardPlan",
-    "StagePlan",
-    "TensorPlan",
-    "convert_sync_batchnorm",
-    "is_replicated",
-    "plan_experts",
-    "plan_memory",
-    "plan_model",
-    "plan_schedule",
-    "plan_stages",
-    "plan_tensor",
-    "read_facts",
-    "register_forward_method",
+# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+from accelfn.parallel.budget import Budget as Budget, plan_memory as plan_memory
+from accelfn.parallel.experts import (
+    ExpertPlan as ExpertPlan,
+    HeldExperts as HeldExperts,
+    plan_experts as plan_experts,
 )
+from accelfn.parallel.facts import ModelFacts as ModelFacts, read_facts as read_facts
+from accelfn.parallel.handle import is_replicated as is_replicated
+from accelfn.parallel.pipeline_plan import (
+    PipelinePlan as PipelinePlan,
+    SchedulePlan as SchedulePlan,
+    StagePlan as StagePlan,
+    plan_schedule as plan_schedule,
+    plan_stages as plan_stages,
+)
+from accelfn.parallel.plan import ModelPlan as ModelPlan, plan_model as plan_model
+from accelfn.parallel.replicate import convert_sync_batchnorm as convert_sync_batchnorm
+from accelfn.parallel.shard import ShardPlan as ShardPlan, register_forward_method as register_forward_method
+from accelfn.parallel.tensor import TensorPlan as TensorPlan, plan_tensor as plan_tensor

@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -260,16 +260,21 @@ def swapped(name: str, value: object, owners: Iterable[object]) -> Generator[Non
             one.update(was)
 
 
+def raise_explained(error: Exception, translate_error: Callable[[Exception], Exception]) -> NoReturn:
+    """Raise what is known of a lost rank, where torch waits inside and says less; else the error."""
+    explained = translate_error(error)
+    if explained is error:
+        raise error
+    raise explained from (explained.__cause__ or error)
+
+
 @contextmanager
 def naming_lost_ranks(ctx: Context) -> Generator[None, None, None]:
-    """Report what is known of a lost rank where torch, which reduces inside, says less."""
+    """Raise errors of torch as :func:`raise_explained` does."""
     try:
         yield
     except RuntimeError as error:
-        explained = ctx.collectives.translate_error(error)
-        if explained is error:
-            raise
-        raise explained from (explained.__cause__ or error)
+        raise_explained(error, ctx.collectives.translate_error)
 
 
 def local_steps(*models: nn.Module) -> AbstractContextManager[None]:

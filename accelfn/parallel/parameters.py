@@ -169,26 +169,22 @@ def repoint(optimizer: Optimizer) -> int:
     return replaced
 
 
-def _laid_out(name: str, value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+def _laid_out(name: str, value: Any, old: torch.Tensor, new: Any) -> Any:
     """Return an entry of an optimizer's state as it belongs to ``new``."""
     if not isinstance(value, torch.Tensor) or value.shape != old.shape or name == "step":
         return value
     if not is_dtensor(new):
         return value
+    shard = _distributed(value.detach().to(new.device_mesh.device_type), new)
+    return shard.to(local_of(new).device)  # elsewhere for parameters that rest in host memory
+
+
+def _distributed(whole: torch.Tensor, target: Any) -> Any:
+    """Return a tensor, which every rank has whole, as ``target`` is laid out."""
     from torch.distributed.tensor import distribute_tensor
 
-    layout = cast("Any", new)
     # From this rank's own copy: with src_data_rank another's would be sent, which is equal.
-    shard = distribute_tensor(
-        value.detach().to(layout.device_mesh.device_type),
-        layout.device_mesh,
-        layout.placements,
-        src_data_rank=None,
-    )
-    local = layout.to_local()
-    if shard.to_local().device != local.device:  # parameters that rest in host memory
-        shard = shard.to(local.device)
-    return shard
+    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def _layout(tensor: torch.Tensor) -> object:
@@ -334,12 +330,7 @@ def fill(ctx: Context, model: nn.Module, values: Values) -> None:
 
 def _part(whole: torch.Tensor, target: Any) -> torch.Tensor:
     """Return this rank's part of a tensor, as ``target`` is laid out."""
-    if not is_dtensor(target):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    # From this rank's own copy: with src_data_rank another's would be sent, which is equal.
-    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
+    return _distributed(whole, target).to_local() if is_dtensor(target) else whole
 
 
 def refuse_unfilled(model: nn.Module, names: Iterable[str]) -> None:

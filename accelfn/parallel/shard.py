@@ -18,7 +18,7 @@ from accelfn.context.config import FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.experts import ExpertPlan
 from accelfn.parallel.facts import ModelFacts, owner_of
-from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Communication, Handle, handle_of
+from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Communication, Handle, handle_of, raise_explained
 from accelfn.tree import is_dtensor
 
 if TYPE_CHECKING:
@@ -385,14 +385,16 @@ class ShardHandle(Handle):
             if parameter.requires_grad and is_dtensor(parameter) and name not in unshared:
                 cast("Any", parameter).register_hook(_refusal_of(name))
 
+    def _living_units(self) -> list[Any]:
+        found = [reference() for reference in self._units]
+        return [unit for unit in found if unit is not None]
+
     def _set_syncs(self, syncs: bool) -> None:
         if syncs == self._syncs:
             return
         self._syncs = syncs
-        for reference in self._units:
-            unit = cast("Any", reference())
-            if unit is not None:
-                unit.set_requires_gradient_sync(syncs, recurse=False)
+        for unit in self._living_units():
+            unit.set_requires_gradient_sync(syncs, recurse=False)
         model = cast("Any", self._model())
         if model is not None:
             model.set_is_last_backward(syncs)
@@ -421,10 +423,8 @@ class ShardHandle(Handle):
         finally:
             self._depth -= 1
         if self._depth == 0 and not _has_backward(output):
-            for reference in self._units:
-                unit = cast("Any", reference())
-                if unit is not None:
-                    unit.reshard()
+            for unit in self._living_units():
+                unit.reshard()
         return output
 
     def communicates(self) -> Communication:
@@ -444,10 +444,7 @@ class ShardHandle(Handle):
 
     def _unreduced(self) -> Generator[Any, None, None]:
         """Return FSDP's records of the parameters that hold whole gradients."""
-        for reference in self._units:
-            unit = cast("Any", reference())
-            if unit is None:
-                continue
+        for unit in self._living_units():
             # Torch has no public way to ask; a test holds these names.
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for one in group.fsdp_params:
@@ -499,10 +496,7 @@ class _NamedCall:
                 return handle.compute(kind._call_impl, own, *args, **kwargs)
             return kind._call_impl(own, *args, **kwargs)
         except RuntimeError as error:
-            explained = self._translate_error(error)
-            if explained is error:
-                raise
-            raise explained from (explained.__cause__ or error)
+            raise_explained(error, self._translate_error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NamedCall:
         return _NamedCall(cast("nn.Module", copy.deepcopy(self._model(), memo)), self._translate_error)

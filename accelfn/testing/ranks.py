@@ -83,8 +83,8 @@ def run_ranks(
         else:
             guard = replace(
                 guard,
-                timeout=min(guard.timeout, longest),
-                long_timeout=min(guard.long_timeout, longest),
+                timeout=min(guard.timeout_s, timeout_s),
+                long_timeout=min(guard.long_timeout_s, timeout_s),
             )
         return with_mesh(replace(made, guard=guard))
 

@@ -16,7 +16,7 @@ from accelfn.data import MicroBatch
 from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.exact import exact_backward, exact_batch
-from accelfn.parallel.handle import BatchRun, Handle, handle_of, local_steps, syncing
+from accelfn.parallel.handle import BatchRun, Handle, handle_of, local_steps, raise_explained, syncing
 from accelfn.parallel.pipeline import PipelineHandle
 from accelfn.parallel.replicate import at_place
 from accelfn.training.exact import draw_for, num_microbatches
@@ -176,11 +176,8 @@ def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
         else:
             with exact_backward(ctx):
                 value.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
-    except RuntimeError as error:  # torch's own reduction inside says less than is known of a lost rank
-        explained = ctx.collectives.translate_error(error)
-        if explained is error:
-            raise
-        raise explained from (explained.__cause__ or error)
+    except RuntimeError as error:
+        raise_explained(error, ctx.collectives.translate_error)
 
 
 def forward_backward(

@@ -274,20 +274,21 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
     if not objects:
         raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
     check_parameters(objects)
-    # An optimizer goes on with what its model has become, and a schedule may be of an optimizer behind it.
-    turns = [_turn(item) for item in objects]
-    order = sorted(range(len(turns)), key=turns.__getitem__)
-    made = {index: _prepare_one(ctx, objects[index]) for index in order}
-    prepared = tuple(made[index] for index in range(len(turns)))
-    return prepared[0] if len(prepared) == 1 else prepared
-
-
-def _turn(item: object) -> int:
-    if isinstance(item, nn.Module):
-        return 0
-    if isinstance(item, Optimizer):
-        return 1
-    return 3 if isinstance(item, LRScheduler) else 2
+    loaders = (DataLoader, PreparedDataLoader, *ctx.loading.custom_classes)
+    # In this order: an optimizer continues with what its model has become, and a schedule may be of an
+    # optimizer behind it.
+    kinds: tuple[tuple[Any, Callable[..., Any]], ...] = (
+        (nn.Module, prepare_model),
+        (Optimizer, prepare_optimizer),
+        (loaders, prepare_data_loader),
+        (LRScheduler, prepare_scheduler),
+    )
+    prepared = list(objects)
+    for kind, prepare_kind in kinds:
+        for index, item in enumerate(objects):
+            if isinstance(item, kind):
+                prepared[index] = prepare_kind(ctx, item)
+    return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
 
 def check_parameters(objects: Sequence[object]) -> None:
@@ -311,18 +312,6 @@ def parameters_of(optimizer: Optimizer) -> frozenset[int]:
     """Return the identities of an optimizer's parameters, of each that of its newest."""
     groups: list[dict[str, list[torch.Tensor]]] = optimizer.param_groups
     return frozenset(id(newest(parameter)) for group in groups for parameter in group["params"])
-
-
-def _prepare_one(ctx: Context, item: Any) -> Any:
-    if isinstance(item, nn.Module):
-        return prepare_model(ctx, item)
-    if isinstance(item, Optimizer):
-        return prepare_optimizer(ctx, item)
-    if isinstance(item, LRScheduler):
-        return prepare_scheduler(ctx, item)
-    if isinstance(item, (DataLoader, PreparedDataLoader, *ctx.loading.custom_classes)):
-        return prepare_data_loader(ctx, cast("DataLoader[Any]", item))
-    return item
 
 
 def prepare_model(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch
-from typing_extensions import NamedTuple
+from typing_extensions import NamedTuple, TypeIs
 
 from accelfn.comm import Call, broadcast, catch, check, check_replicas, reduce
 from accelfn.context import Collectives, Context, World, check_context
@@ -34,6 +34,7 @@ from accelfn.tree import TreeSpec, concatenate, flatten, require_tensors, send_t
 P = ParamSpec("P")
 V = TypeVar("V")
 Params = TypeVar("Params")
+Batch = TypeVar("Batch")
 
 
 def value_and_grad(
@@ -145,10 +146,6 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, tuple) and len(cast("tuple[object, ...]", value)) == 2
 
 
-Params = TypeVar("Params")
-Batch = TypeVar("Batch")
-
-
 class PureOptimizer(Protocol):
     """An optimizer that is a pair of functions, such as those of torchopt.
 
@@ -186,7 +183,7 @@ class PureTrainState(NamedTuple, Generic[Params]):
     num_steps: torch.Tensor
 
 
-def is_pure_optimizer(optimizer: object) -> bool:
+def is_pure_optimizer(optimizer: object) -> TypeIs[PureOptimizer]:
     """Return whether it has the two functions."""
     return callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
 

@@ -282,8 +282,8 @@ def _gradients(optimizers: Sequence[Optimizer], are_scaled: bool) -> list[torch.
     return grads
 
 
-def list_optimizers(operation: str, optimizer: object) -> tuple[Optimizer, ...]:
-    """Return one optimizer or several as a tuple.
+def list_optimizers(operation: str, optimizer: object, or_else: str = "") -> tuple[Optimizer, ...]:
+    """Return one optimizer or several as a tuple; ``or_else`` says what else could stand in their place.
 
     Raises:
         TypeError: Something else stands in their place.
@@ -295,7 +295,7 @@ def list_optimizers(operation: str, optimizer: object) -> tuple[Optimizer, ...]:
     found = tuple(one for one in several if isinstance(one, Optimizer))
     if not found or len(found) < len(several):
         raise TypeError(
-            f"{operation}: optimizer must be a torch optimizer or a sequence of them, got {kind}."
+            f"{operation}: optimizer must be a torch optimizer or a sequence of them{or_else}; got {kind}."
         )
     return found
 

@@ -396,6 +396,22 @@ def average_parameters(ctx: Context, model: nn.Module) -> None:
             parameters[name].copy_(mean)
 
 
+def check_local_sgd(operation: str, ctx: Context, every: int) -> None:
+    """Refuse Local SGD that averages parameters less than every step, or in exact mode.
+
+    Raises:
+        ValueError: ``every`` is below 1.
+        ConfigurationError: The context is in exact mode.
+    """
+    if every < 1:
+        raise ValueError(f"{operation}: parameters are averaged every 1 step or more, got {every}.")
+    if ctx.reduction is not None:
+        raise ConfigurationError(
+            f'{operation}: this context has reduction="canonical", which sums the gradients of all ranks in '
+            "each step, and Local SGD lets ranks train independently. Use one of the two."
+        )
+
+
 def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, every: int = 8) -> LocalSGDState:
     """Count an optimizer step, and average the parameters over all ranks after each ``every`` of them.
 
@@ -428,13 +444,7 @@ def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, ever
     LocalSGDState(num_steps=0)
     """
     check_context("local_sgd_step", ctx)
-    if every < 1:
-        raise ValueError(f"local_sgd_step: every must be at least 1 step, got {every}.")
-    if ctx.reduction is not None:
-        raise ConfigurationError(
-            'local_sgd_step: this context has reduction="canonical", which sums the gradients of all ranks '
-            "in each step, and Local SGD lets ranks train independently. Use one of the two."
-        )
+    check_local_sgd("local_sgd_step", ctx, every)
     if state.num_steps + 1 < every:
         return LocalSGDState(state.num_steps + 1)
     average_parameters(ctx, model)

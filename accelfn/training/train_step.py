@@ -36,6 +36,7 @@ from accelfn.training.scaler import (
     ScalerState,
     init_scaler,
     inverse_of_weight,
+    list_optimizers,
     parameters_in,
     unscale_gradients,
 )
@@ -60,6 +61,7 @@ from accelfn.training.window import (
 from accelfn.tree import flatten
 
 Model = TypeVar("Model")
+Params = TypeVar("Params")
 Batch = TypeVar("Batch")
 
 
@@ -222,11 +224,8 @@ def _check_trained(ctx: Context, models: Sequence[nn.Module], optimizers: Sequen
                 )
 
 
-Model = TypeVar("Model")
-Params = TypeVar("Params")
-Batch = TypeVar("Batch")
-
 Optimizers = Optimizer | Sequence[Optimizer]
+_OR_PURE = ", or have init(params) and update(grads, state, params=params)"
 
 
 @overload
@@ -255,20 +254,20 @@ def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
     tensor(0)
     """
     check_context("init_train_state", ctx)
-    if _torch_optimizers(optimizer) is not None:
+    if not is_pure_optimizer(optimizer):
+        list_optimizers("init_train_state", optimizer, _OR_PURE)
         if params is not None:
             raise TypeError(
                 "init_train_state: got params for a torch optimizer, whose parameters stay in their module. "
                 "Leave params out, or pass an optimizer with init and update."
             )
         return first_module_state(ctx)
-    pure = _pure("init_train_state", optimizer)
     if params is None:
         raise TypeError(
             "init_train_state: an optimizer with init and update works on parameters that are in the state. "
             "Pass params=, the tree to begin with."
         )
-    return first_pure_state(ctx, pure, params)
+    return first_pure_state(ctx, optimizer, params)
 
 
 @overload
@@ -350,11 +349,10 @@ def make_train_step(
         check_bound("make_train_step", "max_norm", max_norm)
     if not callable(loss_fn):
         raise TypeError(f"make_train_step: loss_fn must be callable, got {type(loss_fn).__name__}.")
-    optimizers = _torch_optimizers(optimizer)
-    if optimizers is not None:
+    if not is_pure_optimizer(optimizer):
+        optimizers = list_optimizers("make_train_step", optimizer, _OR_PURE)
         moved = list_schedulers("make_train_step", scheduler)
         return module_step(ctx, loss_fn, optimizers, model, moved, max_norm)
-    pure = _pure("make_train_step", optimizer)
     for name, given in (("model", model), ("scheduler", scheduler)):
         if given is not None:
             raise TypeError(
@@ -362,24 +360,4 @@ def make_train_step(
                 "parameters that are in the state. Leave it out"
                 + (" and let the optimizer follow a schedule." if name == "scheduler" else ".")
             )
-    return pure_step(ctx, loss_fn, pure, max_norm)
-
-
-def _torch_optimizers(optimizer: Any) -> tuple[Optimizer, ...] | None:
-    """Return one or several torch optimizers as a tuple; None for anything else."""
-    if isinstance(optimizer, Optimizer):
-        return (optimizer,)
-    if isinstance(optimizer, Sequence) and optimizer:
-        several = tuple(cast("Sequence[object]", optimizer))
-        if all(isinstance(one, Optimizer) for one in several):
-            return cast("tuple[Optimizer, ...]", several)
-    return None
-
-
-def _pure(operation: str, optimizer: Any) -> PureOptimizer:
-    if is_pure_optimizer(optimizer):
-        return optimizer
-    raise TypeError(
-        f"{operation}: the optimizer must be one of torch.optim, a sequence of them, or have init(params) "
-        f"and update(grads, state, params=params); got {type(optimizer).__name__}."
-    )
+    return pure_step(ctx, loss_fn, optimizer, max_norm)

@@ -231,7 +231,7 @@ def test_local_sgd_that_is_off_or_fails_averages_nothing() -> None:
 
     assert run_ranks(run, 2) == [(0.0, 0.0, True), (1.0, 1.0, True)]
     accelerator = Accelerator(context=Context())
-    with pytest.raises(ValueError, match="local_sgd_steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="averaged every 1 step or more, got 0"):
         LocalSGD(accelerator, nn.Linear(1, 1), 0)
     guarded = Accelerator(context=Context().replace(guard=Guard(check_replicas_every=1)))
     with pytest.raises(ConfigurationError, match="check_replicas_every compares"):

@@ -35,7 +35,7 @@ from accelfn.context.config import (
     Settings,
     TorchDynamoPlugin,
 )
-from accelfn.context.config.engines import sort_handlers
+from accelfn.context.config.handlers import sort_handlers
 from accelfn.context.options import merge_settings, settle_window
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks

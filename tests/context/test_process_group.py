@@ -220,6 +220,7 @@ def test_what_a_backend_says_of_a_late_or_lost_peer(text: str, kind: type[Distri
     with pytest.raises(kind, match="rank 3") as caught, _failures("all_reduce", monitor()):
         raise RuntimeError(text)
     assert "gather: rank 3" in str(caught.value)
+    assert "ranks 0, 1, 2" in str(caught.value)  # who isn't seen to wait, by numbers
     assert "call 1 at train.py:7 in main" in str(caught.value)
     assert text in str(caught.value)
     assert str(caught.value.__cause__) == text

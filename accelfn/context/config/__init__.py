@@ -2,14 +2,6 @@
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 from accelfn.context.config.checks import FrozenOptions as FrozenOptions
-from accelfn.context.config.engines import (
-    AORecipeKwargs as AORecipeKwargs,
-    DeepSpeedPlugin as DeepSpeedPlugin,
-    FP8RecipeKwargs as FP8RecipeKwargs,
-    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
-    MegatronLMPlugin as MegatronLMPlugin,
-    TERecipeKwargs as TERecipeKwargs,
-)
 from accelfn.context.config.enums import (
     AutoWrapPolicy as AutoWrapPolicy,
     BackwardPrefetch as BackwardPrefetch,
@@ -35,12 +27,18 @@ from accelfn.context.config.enums import (
 )
 from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelfn.context.config.handlers import (
+    AORecipeKwargs as AORecipeKwargs,
     AutocastKwargs as AutocastKwargs,
+    DeepSpeedPlugin as DeepSpeedPlugin,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    FP8RecipeKwargs as FP8RecipeKwargs,
     GradScalerKwargs as GradScalerKwargs,
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     KwargsHandler as KwargsHandler,
+    MegatronLMPlugin as MegatronLMPlugin,
+    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
     ProfileKwargs as ProfileKwargs,
+    TERecipeKwargs as TERecipeKwargs,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
 from accelfn.context.config.parallelism import (

@@ -33,6 +33,7 @@ _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("float", (int, float), "a number"),
     ("str", (str,), "a str"),
     ("timedelta", (timedelta,), "a datetime.timedelta such as timedelta(seconds=600)"),
+    ("seconds", (timedelta, int, float), "seconds as a number, or a datetime.timedelta"),
     ("Mapping[str, Any]", (Mapping,), "a mapping"),
     *((f"Mapping[str, {kind}]", (Mapping,), "a mapping") for kind in ("int", "float", "str")),
 )
@@ -90,8 +91,8 @@ def wrong_type(record: object, name: str, expected: str) -> TypeError:
 
 def _wrong_type(place: str, value: object, expected: str) -> TypeError:
     return TypeError(
-        f"{place} must be {expected}, got {value!r} of type {type(value).__name__}. "
-        f"Pass {expected} or leave the field out."
+        f"{place} must be {expected}, got {value!r} of type {type(value).__name__}. Correct it, or leave the "
+        "field out."
     )
 
 
@@ -149,19 +150,20 @@ def _settled(place: str, value: Any, words: list[str], bounds: tuple[float, floa
         if not all(isinstance(name, str) for name in names):
             raise _wrong_type(place, value, f"an iterable of str, a comma-separated str{or_none}")
         return names
-    _, kinds, expected = next((kind for kind in _KINDS if kind[0] == words[0]), ("", (object,), ""))
-    is_number = words[0] in ("int", "float")
-    if not isinstance(value, kinds) or (is_number and type(cast("object", value)) is bool):
+    word = "seconds" if words[:2] == ["timedelta", "float"] else words[0]
+    _, kinds, expected = next((kind for kind in _KINDS if kind[0] == word), ("", (object,), ""))
+    if not isinstance(value, kinds) or (int in kinds and type(cast("object", value)) is bool):
         raise _wrong_type(place, value, expected + or_none)
+    is_number = word in ("int", "float", "seconds") and not isinstance(cast("object", value), timedelta)
     if is_number and not (bounds[0] <= value <= bounds[1] and math.isfinite(value)):
         most = f" and at most {bounds[1]}" if math.isfinite(bounds[1]) else ""
         raise ConfigurationError(f"{place} must be at least {bounds[0]}{most}, got {value!r}.")
+    if word == "seconds" and is_number:
+        return _settled(place, timedelta(seconds=value), ["timedelta"], bounds)
     if words[0] == "str" and not value.strip():
         raise ConfigurationError(f"{place} must not be empty, got {value!r}. Pass a text{or_none}.")
     if words[0] == "timedelta" and value <= timedelta(0):
-        raise ConfigurationError(
-            f"{place} must be longer than zero, got {value!r}. Pass a positive timedelta."
-        )
+        raise ConfigurationError(f"{place} must be longer than zero, got {value!r}.")
     return FrozenOptions(value) if kinds == (Mapping,) else value
 
 

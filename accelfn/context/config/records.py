@@ -166,7 +166,8 @@ class Guard(Record):
             brings data of its own (not in broadcast or scatter): so swapped and skipped ones are found. One
             that stands in two branches of a function still meets, if it is the first of its form; name others
             with ``ctx.tagged("...")``. Default True.
-        timeout: How long an operation waits for the other ranks. Default 5 minutes.
+        timeout: How long an operation waits for the other ranks: a ``datetime.timedelta``, or a number of
+            seconds. Default 5 minutes.
         long_timeout: The same for what may take long on one rank alone: ``main_process_first``, saving, and
             the first forward pass of a model. Never less than ``timeout``. Default 30 minutes.
         watchdog: Whether every rank prints the Python stacks of all its threads before an operation is given
@@ -181,8 +182,8 @@ class Guard(Record):
 
     mode: str | GuardMode | None = None
     call_sites: bool = True
-    timeout: timedelta = timedelta(minutes=5)
-    long_timeout: timedelta = timedelta(minutes=30)
+    timeout: timedelta | float = timedelta(minutes=5)  # a timedelta once built
+    long_timeout: timedelta | float = timedelta(minutes=30)
     watchdog: bool = False
     check_replicas_every: int | None = field(default=None, metadata=POSITIVE)
     check_gradients: bool = False
@@ -191,12 +192,16 @@ class Guard(Record):
     @property
     def timeout_s(self) -> float:
         """Seconds that an operation waits for the other ranks."""
-        return self.timeout.total_seconds()
+        return _seconds(self.timeout)
 
     @property
     def long_timeout_s(self) -> float:
         """Seconds that a long operation waits; never less than ``timeout_s``."""
-        return max(self.timeout, self.long_timeout).total_seconds()
+        return max(_seconds(self.timeout), _seconds(self.long_timeout))
+
+
+def _seconds(duration: timedelta | float) -> float:
+    return duration.total_seconds() if isinstance(duration, timedelta) else duration
 
 
 def settle_log_with(log_with: Any) -> tuple[Any, ...]:

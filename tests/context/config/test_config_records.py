@@ -209,7 +209,10 @@ INVALID: tuple[tuple[Any, dict[str, Any], type[Exception], str], ...] = (
     (InitProcessGroupKwargs, {"timeout": timedelta(0)}, ConfigurationError, "longer than zero"),
     (InitProcessGroupKwargs, {"backend": " "}, ConfigurationError, "must not be empty"),
     (Guard, {"mode": "some"}, ConfigurationError, r"Guard\.mode .*'some'.* full, sampled, off"),
-    (Guard, {"timeout": 5}, TypeError, r"Guard\.timeout.*datetime\.timedelta"),
+    (Guard, {"timeout": "5"}, TypeError, r"Guard\.timeout must be seconds .*datetime\.timedelta, got '5' of"),
+    (Guard, {"timeout": True}, TypeError, r"Guard\.timeout must be seconds"),
+    (Guard, {"timeout": float("inf")}, ConfigurationError, r"Guard\.timeout must be at least 0, got inf"),
+    (Guard, {"long_timeout": 0}, ConfigurationError, r"Guard\.long_timeout must be longer than zero"),
     (Guard, {"check_replicas_every": 0}, ConfigurationError, r"Guard\.check_replicas_every .*0"),
     (ProfileKwargs, {"activities": "cpu"}, TypeError, "must be a list of names"),
     (ProfileKwargs, {"activities": ["tpu"]}, ConfigurationError, "does not know 'tpu'"),
@@ -274,3 +277,9 @@ def test_membership_of_an_enum_is_by_value(enum: type[StringEnum]) -> None:
         assert pickle.loads(pickle.dumps(member)) is member
     assert "nonsense" not in enum
     assert 3 not in enum
+
+
+def test_a_guard_takes_seconds_as_a_number_too() -> None:
+    guard = Guard(timeout=1.5, long_timeout=60)
+    assert guard == Guard(timeout=timedelta(seconds=1.5), long_timeout=timedelta(minutes=1))
+    assert (guard.timeout_s, guard.long_timeout_s) == (1.5, 60.0)
