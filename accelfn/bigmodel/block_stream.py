@@ -123,7 +123,7 @@ class BlockPrefetcher:
         link: Carries the blocks; None opens the one to the place. Copies of the prefetcher do that, too.
 
     Raises:
-        ValueError: ``num_ahead`` or ``cache_bytes`` is negative, or this machine has no such device.
+        ValueError: This machine has no such device.
     """
 
     def __init__(
@@ -135,7 +135,6 @@ class BlockPrefetcher:
         cache_bytes: int = 0,
         link: Link | None = None,
     ) -> None:
-        check_options(num_ahead, cache_bytes)
         self.blocks: tuple[Block, ...] = tuple(blocks)
         self.place = place
         self.num_ahead = num_ahead
@@ -492,15 +491,3 @@ def _around(blocks: Sequence[Block]) -> set[int]:
         for position, block in enumerate(blocks)
         if any(users.get(module, set()) - {position} for module in block.module.modules())
     }
-
-
-def check_options(num_ahead: int, cache_bytes: int) -> None:
-    """Refuse what no prefetcher can be opened with.
-
-    Raises:
-        ValueError: One of them is negative.
-    """
-    if num_ahead < 0:
-        raise ValueError(f"num_ahead must not be negative, got {num_ahead}. 0 fetches nothing ahead.")
-    if cache_bytes < 0:
-        raise ValueError(f"cache_bytes must not be negative, got {cache_bytes}. 0 keeps nothing.")

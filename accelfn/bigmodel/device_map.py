@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -62,41 +62,30 @@ def clean_device_map(device_map: Mapping[str, T], module_name: str = "") -> dict
     {'a': 0, 'b.x': 0, 'b.y': 'cpu'}
     """
     prefix = f"{module_name}." if module_name else ""
-    # A trie: what is below each part of a name, and under None the place of the name itself.
-    tree: dict[str | None, Any] = {}
-    found: dict[str, T] = {}
-    for name, place in device_map.items():
-        node = tree
-        if name != module_name:
-            if not name.startswith(prefix):
-                found[name] = place
-                continue
-            for part in name[len(prefix) :].split("."):
-                node = node.setdefault(part, {})
-        node[None] = place
-    found.update(_collect(module_name, tree).entries)
-    return found
+    inside = {
+        name: place for name, place in device_map.items() if name == module_name or name.startswith(prefix)
+    }
+    outside = {name: place for name, place in device_map.items() if name not in inside}
+    return {**outside, **_cleaned(module_name, inside)}
 
 
-class _Below(NamedTuple):
-    entries: list[tuple[str, Any]]  # the highest that say the same
-    num_given: int
-    is_one_place: bool
-
-
-def _collect(name: str, tree: Mapping[str | None, Any]) -> _Below:
+def _cleaned(name: str, places: Mapping[str, T]) -> dict[str, T]:
+    """Clean a map of which every name is the module's, or below it."""
+    first = next(iter(places.values()), None)
+    if len(places) <= 1:
+        return dict(places)
+    if all(place == first for place in places.values()):
+        return {name: cast("T", first)}
     prefix = f"{name}." if name else ""
-    entries: list[tuple[str, Any]] = []
-    num_given, is_one_place = 0, True
-    for part, inside in tree.items():
-        below = _Below([(name, inside)], 1, True) if part is None else _collect(prefix + part, inside)
-        num_given += below.num_given
-        is_one_place = is_one_place and below.is_one_place
-        entries += below.entries
-    is_one_place = is_one_place and all(place == entries[0][1] for _, place in entries)
-    if is_one_place and num_given > 1:
-        entries = [(name, entries[0][1])]
-    return _Below(entries, num_given, is_one_place)
+    parts: dict[str, dict[str, T]] = {}
+    for one, place in places.items():
+        part = one if one == name else prefix + one[len(prefix) :].partition(".")[0]
+        parts.setdefault(part, {})[one] = place
+    return {
+        one: place
+        for part, inside in parts.items()
+        for one, place in (inside if part == name else _cleaned(part, inside)).items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +93,9 @@ class PlanOptions:
     """How a model may be spread.
 
     Attributes:
-        no_split_module_classes: Names of classes whose modules stay whole. Of a name that is no module's
-            class the plan warns, unless the model itself has it in ``_no_split_modules``: models of
-            transformers name classes there that some of them lack.
+        no_split_module_classes: Names of classes whose modules stay whole; None for those that the model
+            itself names in ``_no_split_modules``. Of a name that is no module's class the plan warns, unless
+            the model has it there: models of transformers name classes that some of them lack.
         dtype: With which the model will be loaded; None for its own. It never makes a tensor larger.
         special_dtypes: Dtypes of single tensors, by name; the model has to have all of them.
         clean_result: Whether the map names a module instead of all its parts, where these lie in one place.
@@ -116,7 +105,7 @@ class PlanOptions:
             there that isn't, instead of leaving it empty.
     """
 
-    no_split_module_classes: Collection[str] = ()
+    no_split_module_classes: Collection[str] | None = ()
     dtype: AnyDtype | None = None
     special_dtypes: Mapping[str, AnyDtype] = field(default_factory=lambda: MappingProxyType({}))
     clean_result: bool = True
@@ -125,12 +114,17 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         """Take one name for several, and refuse unknown dtypes."""
-        names = names_in(self.no_split_module_classes)
         special = read_dtypes(self.special_dtypes)
-        object.__setattr__(self, "no_split_module_classes", names)
+        if self.no_split_module_classes is not None:
+            object.__setattr__(self, "no_split_module_classes", names_in(self.no_split_module_classes))
         object.__setattr__(self, "special_dtypes", MappingProxyType(special))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", read_dtype(self.dtype))
+
+    def whole_classes(self, shape: ModelShape) -> frozenset[str]:
+        """Return the names of classes whose modules stay whole in a model."""
+        given = self.no_split_module_classes
+        return frozenset(shape.no_split_classes if given is None else given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +261,7 @@ def _plan(
 ) -> DevicePlan:
     dtype = cast("torch.dtype | CustomDtype | None", options.dtype)
     special = cast("Mapping[str, torch.dtype | CustomDtype]", options.special_dtypes)
-    no_split = frozenset(options.no_split_module_classes)
+    no_split = options.whole_classes(shape)
     units = Units(shape, no_split, lambda leaf: counted_bytes(leaf, dtype, special), keep_ties)
     filled = Filling(units, devices, options.fallback_allocation, say)
     leaves: list[list[LeafShape]] = [[] for _ in devices]
@@ -459,29 +453,21 @@ def plan_named_map(
 
 
 def resolve_device_map(
-    model: nn.Module,
+    model: nn.Module | ModelShape,
     device_map: DeviceMap,
     max_memory: MaxMemory | None = None,
-    no_split_module_classes: Collection[str] | str | None = None,
-    dtype: AnyDtype | None = None,
-    special_dtypes: Mapping[str, AnyDtype] | None = None,
-    offload_buffers: bool = False,
-    fallback_allocation: bool = False,
+    options: PlanOptions | None = None,
 ) -> dict[str, Place]:
     """Return the map that a caller asks for, by a name or as it is.
 
     Ranks: local. Only sizes are read, so the model may be on the meta device.
 
     Args:
-        model: Any module.
+        model: Any module, or its shape.
         device_map: A name, see :func:`plan_named_map`; or a map, which is checked.
         max_memory: As :func:`get_max_memory` takes it; for a name.
-        no_split_module_classes: Names of classes whose modules stay whole. None for those that the model
-            itself names in ``_no_split_modules``, as models of transformers do.
-        dtype: With which the model will be loaded.
-        special_dtypes: Dtypes of single tensors, by name.
-        offload_buffers: Whether buffers of what is offloaded are offloaded too.
-        fallback_allocation: See :class:`PlanOptions`.
+        options: For a name. None: what the model names in ``_no_split_modules`` stays whole, as in models of
+            transformers.
 
     Returns:
         Place by name of a module or a tensor.
@@ -491,19 +477,11 @@ def resolve_device_map(
         TypeError: ``model`` is no module, ``device_map`` neither a name nor a map; or as
             :func:`plan_named_map` does.
     """
+    shape = model if isinstance(model, ModelShape) else read_shape(model)
     if isinstance(device_map, Mapping):
-        found = {name: read_place(place, f"device_map[{name!r}]") for name, place in device_map.items()}
-        check_device_map(model, found)
-        return found
-    shape = read_shape(model)
-    given = shape.no_split_classes if no_split_module_classes is None else no_split_module_classes
-    options = PlanOptions(
-        no_split_module_classes=given,
-        dtype=dtype,
-        special_dtypes=special_dtypes or _NO_DTYPES,
-        offload_buffers=offload_buffers,
-        fallback_allocation=fallback_allocation,
-    )
+        check_device_map(shape, device_map)
+        return {name: read_place(place) for name, place in device_map.items()}
+    options = PlanOptions(no_split_module_classes=None) if options is None else options
     return _with_warnings(plan_named_map(shape, device_map, max_memory, options))
 
 
@@ -520,13 +498,13 @@ def read_places(device_map: Mapping[str, object]) -> dict[str, Place]:
     return places
 
 
-def check_device_map(model: nn.Module, device_map: Mapping[str, PlaceLike]) -> None:
+def check_device_map(model: nn.Module | ModelShape, device_map: Mapping[str, PlaceLike]) -> None:
     """Check that a map names what a model has, and has a place for all that its state dict holds.
 
     Ranks: local.
 
     Args:
-        model: Any module.
+        model: Any module, or its shape.
         device_map: Places by names of modules, parameters or buffers; ``""`` is the whole model.
 
     Raises:
@@ -534,7 +512,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, PlaceLike]) -> N
             no such place.
         TypeError: ``model`` is no module, or ``device_map`` no mapping.
     """
-    shape = read_shape(model, "check_device_map")
+    shape = model if isinstance(model, ModelShape) else read_shape(model, "check_device_map")
     if not isinstance(cast("object", device_map), Mapping):
         raise TypeError(
             f"device_map takes places by names of modules, such as {{'': 0}}: got {device_map!r}. "
@@ -626,7 +604,7 @@ def _balance_budgets(
     sizes = sizes_of(shape, options.dtype, options.special_dtypes)
     total = sizes[""]
     share = total // (len(used) - low_zero)
-    kept = frozenset(options.no_split_module_classes)
+    kept = options.whole_classes(shape)
     class_of = {module.name: module.class_name for module in shape.root.modules()}
     blocks: dict[str, int] = {}  # the first of each class stands for all
     for name, size in sizes.items():

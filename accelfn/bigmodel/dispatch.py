@@ -23,7 +23,7 @@ from accelfn.bigmodel.assign import (
     tied_refs,
 )
 from accelfn.bigmodel.block_hooks import attach_moves, attach_prefetcher, attach_return
-from accelfn.bigmodel.block_stream import BlockPrefetcher, StreamFacts, check_options
+from accelfn.bigmodel.block_stream import BlockPrefetcher, StreamFacts
 from accelfn.bigmodel.blocks import plan_blocks
 from accelfn.bigmodel.device_map import check_device_map, read_places
 from accelfn.bigmodel.devices import (
@@ -105,8 +105,11 @@ def main_device_of(places: Mapping[str, Place]) -> Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """How a model is dispatched; of ``state_dict``, ``folder`` and ``index`` come values that it lacks."""
+class DispatchOptions:
+    """How a model is dispatched, as :func:`dispatch_model` says it.
+
+    Of ``state_dict``, ``folder`` and ``index`` come values that the model lacks.
+    """
 
     state_dict: Mapping[str, torch.Tensor] | None = None
     folder: str | os.PathLike[str] | None = None
@@ -118,12 +121,20 @@ class _Options:
     cache_bytes: int | None = None
     force_hooks: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse what no prefetcher can do."""
+        for name in ("num_ahead", "cache_bytes"):
+            number = getattr(self, name)
+            if number is not None and number < 0:
+                none = "fetches nothing ahead" if name == "num_ahead" else "keeps nothing"
+                raise ValueError(f"{name} must not be negative, got {number}. 0 {none}.")
+
 
 # --- values --------------------------------------------------------------------------------------
 
 
 def _find_values(
-    refs: Mapping[str, TensorRef], placements: Mapping[str, TensorPlacement], options: _Options
+    refs: Mapping[str, TensorRef], placements: Mapping[str, TensorPlacement], options: DispatchOptions
 ) -> dict[int, torch.Tensor]:
     """Find values of what has none, and put on the disk what isn't there; the model isn't changed.
 
@@ -311,19 +322,19 @@ def dispatch_model(
     require_module("dispatch_model", model)
     check_device_map(model, device_map)
     places = read_places(device_map)
-    main = main_device_of(places) if main_device is None else _read_device(main_device, "main_device")
-    options = _Options(
+    main = None if main_device is None else _read_device(main_device, "main_device")
+    options = DispatchOptions(
         state_dict=state_dict,
         folder=offload_dir,
         index=offload_index,
         offload_buffers=offload_buffers,
         skip_keys=names_in(skip_keys),
-        whole_classes=_whole_classes(model, preload_module_classes),
+        whole_classes=names_in(preload_module_classes),
         num_ahead=num_ahead,
         cache_bytes=cache_bytes,
         force_hooks=force_hooks,
     )
-    _dispatch(model, places, main, options)
+    dispatch(model, places, main, options)
     cast("Any", model).hf_device_map = dict(device_map)
     return model
 
@@ -358,13 +369,13 @@ def cpu_offload(
         TypeError: ``model`` is no module.
     """
     require_module("cpu_offload", model)
-    options = _Options(
+    options = DispatchOptions(
         state_dict=state_dict,
         offload_buffers=offload_buffers,
-        whole_classes=_whole_classes(model, preload_module_classes),
+        whole_classes=names_in(preload_module_classes),
         num_ahead=num_ahead,
     )
-    _dispatch(model, {"": "cpu"}, _execution_device(model, execution_device), options)
+    dispatch(model, {"": "cpu"}, _execution_device(model, execution_device), options)
     return model
 
 
@@ -405,14 +416,14 @@ def disk_offload(
             left there.
     """
     require_module("disk_offload", model)
-    options = _Options(
+    options = DispatchOptions(
         folder=offload_dir,
         offload_buffers=offload_buffers,
-        whole_classes=_whole_classes(model, preload_module_classes),
+        whole_classes=names_in(preload_module_classes),
         num_ahead=num_ahead,
         cache_bytes=cache_bytes,
     )
-    _dispatch(model, {"": "disk"}, _execution_device(model, execution_device), options)
+    dispatch(model, {"": "disk"}, _execution_device(model, execution_device), options)
     return model
 
 
@@ -458,10 +469,6 @@ class _Dispatched:
     prefetchers: list[BlockPrefetcher] = field(default_factory=list[BlockPrefetcher])
 
 
-def _whole_classes(model: nn.Module, given: Iterable[str] | None) -> tuple[str, ...]:
-    return (*names_in(given), *names_in(getattr(model, "_no_split_modules", None)))
-
-
 def _read_device(given: PlaceLike, what: str) -> Place:
     place = read_place(given, what)
     check_device(place, what)
@@ -475,8 +482,11 @@ def _execution_device(model: nn.Module, given: PlaceLike | None) -> Place:
     return "cpu" if first is None or first.is_meta else read_place(first.device)
 
 
-def _dispatch(model: nn.Module, places: Mapping[str, Place], main: Place, options: _Options) -> None:
-    check_options(options.num_ahead, options.cache_bytes or 0)
+def dispatch(
+    model: nn.Module, places: Mapping[str, Place], main: Place | None, options: DispatchOptions
+) -> None:
+    """Do what :func:`dispatch_model` does, by a map that was checked."""
+    main = main_device_of(places) if main is None else main
     refs = dict(refs_of(model))
     is_parameter = {name: ref.is_parameter for name, ref in refs.items()}
     placements = plan_placements(
@@ -495,10 +505,11 @@ def _dispatch(model: nn.Module, places: Mapping[str, Place], main: Place, option
     for name, placement in placements.items():
         if placement.is_offloaded:
             offloaded.setdefault(placement.execution, []).append(name)
+    whole_classes = (*options.whole_classes, *names_in(getattr(model, "_no_split_modules", None)))
     cache_bytes = _half_of_memory() if options.cache_bytes is None else options.cache_bytes
     for place, names in offloaded.items():
         prefetcher = BlockPrefetcher(
-            plan_blocks(model, names, options.whole_classes),
+            plan_blocks(model, names, whole_classes),
             place,
             num_ahead=options.num_ahead,
             cache_bytes=cache_bytes // len(offloaded),

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -15,14 +16,29 @@ import torch.distributed as dist
 from torch import nn
 
 from accelfn.bigmodel.assign import put, read_dtype
-from accelfn.bigmodel.device_map import DeviceMap, check_device_map, read_places, resolve_device_map
+from accelfn.bigmodel.device_map import (
+    DeviceMap,
+    PlanOptions,
+    check_device_map,
+    read_places,
+    resolve_device_map,
+)
 from accelfn.bigmodel.devices import MaxMemory, Place, PlaceLike, check_device, listed, names_in, place_of
-from accelfn.bigmodel.dispatch import dispatch_model, plan_placements
+from accelfn.bigmodel.dispatch import DispatchOptions, dispatch, plan_placements
 from accelfn.bigmodel.load_plan import LoadOptions, LoadPlan, LoadStep, Target, has_part, plan_load
 from accelfn.bigmodel.model_info import read_shape
 from accelfn.bigmodel.offload_folder import check_folder, convert
-from accelfn.bigmodel.reading import PIECE_BYTES, Reading, read_tensors, showing
-from accelfn.bigmodel.weight_files import Checkpoint, FileId, Stored, map_stored, open_checkpoint
+from accelfn.bigmodel.weight_files import (
+    PIECE_BYTES,
+    Checkpoint,
+    FileId,
+    Reading,
+    Stored,
+    map_stored,
+    open_checkpoint,
+    read_tensors,
+    showing,
+)
 from accelfn.checkpoint.weights_state import Meet, require_module, together
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context, init_context
@@ -68,8 +84,9 @@ def apply_plan(
     """
     of = {how: [step for step in plan.steps if step.how == how] for how in ("convert", "map")}
     with torch.no_grad():
-        # Without a folder the plan has refused to convert.
-        values = convert([(one.source, one.dtype) for one in of["convert"]], file_ids, folder or "", advance)
+        values: list[torch.Tensor] = []
+        if of["convert"] and folder is not None:  # without one the plan has refused to convert
+            values = convert([(one.source, one.dtype) for one in of["convert"]], file_ids, folder, advance)
         values += map_stored([step.source for step in of["map"]], file_ids)
         advance(sum(step.source.num_bytes for step in of["map"]))
         steps = of["convert"] + of["map"]
@@ -358,32 +375,45 @@ def load_checkpoint_in_model(
     require_module(_LOAD, model)
     plain = unwrap_model(model, keep_torch_compile=False)
     options = LoadOptions(
-        places=None if device_map is None else _read_map(plain, device_map),
-        dtype=_float(dtype),
-        special_dtypes=_dtypes(special_dtypes),
+        dtype=_float(_LOAD, dtype),
+        special_dtypes=_dtypes(_LOAD, special_dtypes),
         keep_in_fp32=names_in(keep_in_fp32_modules),
         has_folder=offload_folder is not None,
         strict=strict,
         is_whole=full_state_dict,
     )
-    if broadcast_from_rank0:
+    if device_map is not None:
+        check_device_map(plain, device_map)
+        options = replace(options, places=read_places(device_map))
+    _load(plain, checkpoint, options, offload_folder, broadcast_from_rank0, progress, ctx)
+
+
+def _load(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    options: LoadOptions,
+    folder: str | os.PathLike[str] | None,
+    from_rank0: bool,
+    progress: bool | None,
+    ctx: Context | None,
+) -> None:
+    """Do what :func:`load_checkpoint_in_model` does, to a model without wrappers."""
+    if from_rank0:
         _check_rank0(options, ctx)
         with nullcontext(ctx) if ctx is not None else init_context() as world:
             together(
                 world,
                 _LOAD,
-                lambda meet: _load_from_rank0(world, plain, checkpoint, options, meet, progress),
+                lambda meet: _load_from_rank0(world, model, checkpoint, options, meet, progress),
             )
         return
-    if offload_folder is not None:
-        check_folder(offload_folder, "offload_folder")
+    if folder is not None:
+        check_folder(folder, "offload_folder")
     opened = open_checkpoint(checkpoint)
-    plan = plan_load(_LOAD, plain, opened, options)
+    plan = plan_load(_LOAD, model, opened, options)
     _warn(opened, plan)
     with showing("load", plan.num_bytes, progress) as advance:
-        apply_plan(
-            plain, plan, opened.file_ids, folder=offload_folder, is_whole=full_state_dict, advance=advance
-        )
+        apply_plan(model, plan, opened.file_ids, folder=folder, is_whole=options.is_whole, advance=advance)
 
 
 def _check_rank0(options: LoadOptions, ctx: Context | None) -> None:
@@ -479,76 +509,55 @@ def load_checkpoint_and_dispatch(
         OSError: A file can't be read, or the folder not written.
     """
     require_module(_DISPATCH, model)
-    found: dict[str, Place] | None = None
-    floating, special = _float(dtype, _DISPATCH), _dtypes(special_dtypes, _DISPATCH)
-    if device_map is not None:
-        if dtype is not None:
-            special = {**_kept(model, names_in(keep_in_fp32_modules)), **special}
-        found = resolve_device_map(
-            model,
-            device_map,
-            max_memory,
-            no_split_module_classes,
-            floating,
-            special,
-            offload_buffers,
-            fallback_allocation,
-        )
-    load_checkpoint_in_model(
-        model,
-        checkpoint,
-        None if found is None else _where_to_load(model, found, offload_buffers),
-        offload_folder,
-        dtype,
-        keep_in_fp32_modules=keep_in_fp32_modules,
+    options = LoadOptions(
+        dtype=_float(_DISPATCH, dtype),
+        special_dtypes=_dtypes(_DISPATCH, special_dtypes),
+        keep_in_fp32=names_in(keep_in_fp32_modules),
+        has_folder=offload_folder is not None,
         strict=strict,
-        full_state_dict=full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
-        special_dtypes=special_dtypes,
-        progress=progress,
-        ctx=ctx,
+        is_whole=full_state_dict,
     )
-    if found is None:
-        return model
-    return dispatch_model(
-        model,
-        cast("Mapping[str, PlaceLike]", found),
-        offload_dir=offload_folder,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
-        # Who says how much the host may hold, means the pages of mapped weights, too.
-        cache_bytes=0 if max_memory is not None else None,
-    )
+    places: dict[str, Place] | None = None
+    if device_map is not None:
+        shape = read_shape(model, _DISPATCH)
+        leaves = list(shape.root.leaves())
+        parts = () if dtype is None else options.keep_in_fp32
+        kept = [leaf.name for leaf in leaves if has_part(leaf.name, parts)]
+        planned = PlanOptions(
+            no_split_module_classes=no_split_module_classes,
+            dtype=options.dtype,
+            special_dtypes={**dict.fromkeys(kept, torch.float32), **options.special_dtypes},
+            offload_buffers=offload_buffers,
+            fallback_allocation=fallback_allocation,
+        )
+        places = read_places(resolve_device_map(shape, device_map, max_memory, planned))
+        # What has several names is loaded where it will be stored, and nowhere else before.
+        is_parameter = {leaf.name: leaf.kind == "parameter" for leaf in leaves}
+        placements = plan_placements(is_parameter, places, shape.ties, offload_buffers=offload_buffers)
+        tied = {name: placements[name].storage for names in shape.ties for name in names}
+        options = replace(options, places={**places, **tied})
+    plain = unwrap_model(model, keep_torch_compile=False)
+    _load(plain, checkpoint, options, offload_folder, broadcast_from_rank0, progress, ctx)
+    if places is not None:
+        dispatching = DispatchOptions(
+            folder=offload_folder,
+            offload_buffers=offload_buffers,
+            skip_keys=names_in(skip_keys),
+            whole_classes=names_in(preload_module_classes),
+            force_hooks=force_hooks,
+            # Who says how much the host may hold, means the pages of mapped weights, too.
+            cache_bytes=0 if max_memory is not None else None,
+        )
+        dispatch(model, places, None, dispatching)
+        cast("Any", model).hf_device_map = places
+    return model
 
 
-def _where_to_load(
-    model: nn.Module, device_map: Mapping[str, Place], offload_buffers: bool
-) -> dict[str, PlaceLike]:
-    """Return where what has several names will lie, so that it is loaded there and nowhere else before."""
-    shape = read_shape(model)
-    is_parameter = {leaf.name: leaf.kind == "parameter" for leaf in shape.root.leaves()}
-    placements = plan_placements(is_parameter, device_map, shape.ties, offload_buffers=offload_buffers)
-    return {**device_map, **{name: placements[name].storage for names in shape.ties for name in names}}
+def _dtypes(operation: str, given: Mapping[str, str | torch.dtype] | None) -> dict[str, torch.dtype]:
+    return {name: cast("torch.dtype", _float(operation, one)) for name, one in (given or {}).items()}
 
 
-def _kept(model: nn.Module, parts: tuple[str, ...]) -> dict[str, torch.dtype]:
-    """Return for the planner what stays float32."""
-    names = (name for name, _ in (*model.named_parameters(), *model.named_buffers()))
-    return {name: torch.float32 for name in names if has_part(name, parts)}
-
-
-def _dtypes(said: Mapping[str, str | torch.dtype] | None, operation: str = _LOAD) -> dict[str, torch.dtype]:
-    return {name: cast("torch.dtype", _float(one, operation)) for name, one in (said or {}).items()}
-
-
-def _read_map(model: nn.Module, device_map: Mapping[str, PlaceLike]) -> dict[str, Place]:
-    check_device_map(model, device_map)
-    return read_places(device_map)
-
-
-def _float(dtype: str | torch.dtype | None, operation: str = _LOAD) -> torch.dtype | None:
+def _float(operation: str, dtype: str | torch.dtype | None) -> torch.dtype | None:
     found = read_dtype(dtype)
     if found is not None and not found.is_floating_point:
         raise ValueError(
@@ -570,5 +579,5 @@ def _warn(checkpoint: Checkpoint, plan: LoadPlan) -> None:
         warnings.warn(
             f"{_LOAD}: the names of {checkpoint.place} and those of the model differ: "
             f"{'; '.join(said)}. strict=True refuses this.",
-            stacklevel=3,
+            stacklevel=4,
         )

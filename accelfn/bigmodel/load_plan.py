@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -55,7 +55,7 @@ class LoadOptions:
 
     places: Mapping[str, Place] | None = None
     dtype: torch.dtype | None = None
-    special_dtypes: Mapping[str, torch.dtype] | None = None
+    special_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
     keep_in_fp32: tuple[str, ...] = ()
     has_folder: bool = False
     strict: bool = False
@@ -66,7 +66,7 @@ class LoadOptions:
         now = target.tensor.dtype
         if not now.is_floating_point:
             return now
-        special = self.special_dtypes or {}
+        special = self.special_dtypes
         found = next((special[name] for name in target.names if name in special), None)
         if found is not None or self.dtype is None:
             return found or now
@@ -205,7 +205,7 @@ def plan_load(
     targets = _tied(own, model, whole, stored)
     names = {name for one in targets for name in one.names if one.is_stored}
     known = {name for one in targets for name in one.names}
-    unknown = [name for name in options.special_dtypes or {} if name not in known]
+    unknown = [name for name in options.special_dtypes if name not in known]
     if unknown:
         raise ValueError(
             f"{operation}: special_dtypes names tensors that the model doesn't have: "

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.assign import named_module_tensors, named_modules
-from accelfn.bigmodel.device_map import DeviceMap, resolve_device_map
+from accelfn.bigmodel.device_map import DeviceMap, PlanOptions, read_places, resolve_device_map
 from accelfn.bigmodel.devices import (
     MaxMemory,
     Place,
@@ -35,8 +35,7 @@ from accelfn.bigmodel.quantize_config import (
     TorchaoQuantizationConfig,
 )
 from accelfn.bigmodel.quantize_layers import Quantizer, make_quantizer
-from accelfn.bigmodel.reading import Reading, read_tensors, showing
-from accelfn.bigmodel.weight_files import Checkpoint, Stored, open_checkpoint
+from accelfn.bigmodel.weight_files import Checkpoint, Reading, Stored, open_checkpoint, read_tensors, showing
 from accelfn.checkpoint.weights_state import require_module
 from accelfn.errors import CheckpointMismatchError, Misfit
 
@@ -347,9 +346,8 @@ def _places(
     }
     packed = torch.int8 if config.bits == 8 else CustomDtype.INT4
     dtypes.update({f"{name}.weight": packed for name in plan_quantization(model, config).layers})
-    places = resolve_device_map(model, device_map, max_memory, no_split_module_classes, None, dtypes)
-    for place in {one for one in places.values() if one != "disk"}:
-        check_device(place, "device_map")
+    options = PlanOptions(no_split_module_classes=no_split_module_classes, special_dtypes=dtypes)
+    places = read_places(resolve_device_map(model, device_map, max_memory, options))
     left = [name for name, place in places.items() if not is_accelerator(place)]
     is_inferred = isinstance(device_map, str)
     if is_inferred and left and not quantizer.travels and any(map(is_accelerator, places.values())):

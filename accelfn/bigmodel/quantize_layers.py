@@ -113,8 +113,9 @@ def _import(config: object, name: str, package: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        module = "" if name == package else f" ({name})"
         raise MissingExtraError(
-            f"load_and_quantize_model: {type(config).__name__} needs {package} ({name}). Install it: "
+            f"load_and_quantize_model: {type(config).__name__} needs {package}{module}. Install it: "
             f"pip install 'accelfn[{package}]'"
         ) from error
 

@@ -297,7 +297,8 @@ def plan_stages(
         raise ConfigurationError(f"plan_stages: num_stages must be at least 1, got {num_stages}.")
     if len(blocks) < num_stages and num_stages > 1:
         raise ConfigurationError(
-            f"{facts.kinds['']} has {len(blocks)} blocks, and {num_stages} stages need at least one each"
+            f"{facts.kinds['']} has {len(blocks)} block{'s' * (len(blocks) != 1)}, and {num_stages} stages "
+            "need at least one each"
             + (f": {', '.join(blocks)}" if blocks else "")
             + ". Use fewer stages. Blocks are the modules that _no_split_modules of the model names, or the "
             "items of an nn.ModuleList that are of one class, or those of an nn.Sequential."

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.bigmodel import reading as read
-from accelfn.bigmodel.reading import Reading, read_tensors
-from accelfn.bigmodel.weight_files import open_checkpoint
+from accelfn.bigmodel import weight_files as read
+from accelfn.bigmodel.weight_files import Reading, open_checkpoint, read_tensors
 from accelfn.errors import DamagedCheckpointError
 from tests.bigmodel.load import program
 from tests.bigmodel.load.layouts import write

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -109,13 +108,12 @@ class Other(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
 
 
-def _resolve(name: str, model: nn.Module, *options: Any) -> dict[str, Place]:
-    return resolve_device_map(model, name, *options)
+def resolve_auto(model: nn.Module, budgets: Any, classes: Any) -> dict[str, Place]:
+    return resolve_device_map(model, "auto", budgets, PlanOptions(no_split_module_classes=classes))
 
 
 def test_names_of_classes_that_the_model_lacks_are_told_of_once() -> None:
-    by_name = functools.partial(_resolve, "auto")
-    for find in (infer_auto_device_map, by_name):
+    for find in (infer_auto_device_map, resolve_auto):
         with pytest.warns(UserWarning, match="no module of the model") as caught:
             find(Model(), {"cpu": "1MB"}, ["Block", "Blocks", "Qwen"])
         assert len(caught) == 1
@@ -135,7 +133,7 @@ def test_dtypes_of_tensors_that_the_model_lacks_are_refused() -> None:
     wrong: dict[str, Any] = {"linear1.wieght": "float16"}
     for find in (
         lambda: infer_auto_device_map(M3(), {"cpu": "1MB"}, special_dtypes=wrong),
-        lambda: resolve_device_map(M3(), "balanced", {"cpu": "1MB"}, special_dtypes=wrong),
+        lambda: resolve_device_map(M3(), "balanced", {"cpu": "1MB"}, PlanOptions(special_dtypes=wrong)),
         lambda: get_balanced_memory(M3(), {"cpu": "1MB"}, special_dtypes=wrong),
         lambda: compute_module_sizes(M3(), special_dtypes=wrong),
     ):
@@ -150,7 +148,6 @@ def test_what_is_no_model_or_no_shape_is_refused() -> None:
         ("infer_auto_device_map", infer_auto_device_map),
         ("get_balanced_memory", get_balanced_memory),
         ("compute_module_sizes", compute_module_sizes),
-        ("check_device_map", lambda model: check_device_map(model, {})),
         ("read_shape", read_shape),
     )
     for name, find in checks:
@@ -168,7 +165,7 @@ def test_something_smaller_is_placed_where_that_is_asked() -> None:
     assert infer_auto_device_map(model, {0: 256}) == {"": "disk"}
     found = {"1": 0, "0": "disk", "2": "disk"}
     assert infer_auto_device_map(model, {0: 256}, fallback_allocation=True) == found
-    assert resolve_device_map(model, "sequential", {0: 256}, fallback_allocation=True) == found
+    assert resolve_device_map(model, "sequential", {0: 256}, PlanOptions(fallback_allocation=True)) == found
 
 
 # --- resolved ------------------------------------------------------------------------------------
@@ -185,9 +182,10 @@ def test_names_of_maps() -> None:
     low = resolve_device_map(model, "balanced_low_0", budgets)
     assert 0 not in low.values()
     # None means what the model says; nothing means nothing.
-    split = resolve_device_map(model, "sequential", {0: 600, 1: 1000}, no_split_module_classes=())
+    split = resolve_device_map(model, "sequential", {0: 600, 1: 1000}, PlanOptions())
     assert "blocks.2.bias" in split
-    assert resolve_device_map(model, "auto", {0: 300, "cpu:0": 300, "cpu": 1000}, dtype=torch.float16)
+    half = PlanOptions(no_split_module_classes=None, dtype=torch.float16)
+    assert resolve_device_map(model, "auto", {0: 300, "cpu:0": 300, "cpu": 1000}, half)
 
 
 def test_a_map_is_checked_and_spelled_in_one_way() -> None:
