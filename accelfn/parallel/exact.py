@@ -21,10 +21,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] -- every norm with statistics
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import Call, catch, check, gather_bytes
+from accelfn.comm import Call, broadcast, catch, check, gather_bytes, reduce
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.ddp import REPLICA, ThreadDDP
+from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle
+from accelfn.parallel.parameters import is_made_of_others
 from accelfn.tree import Buffer, flatten, flatten_tensor, plan_layout
 
 _Microbatch = Sequence[torch.Tensor | None]
@@ -158,6 +159,93 @@ class OrderedSum:
                 part.mul_(self._pack(group, [factors])[self._ctx.rank, 0])
 
 
+class ThreadDDP(Handle):
+    """Averages the gradients of one model over ranks that are threads.
+
+    Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on
+    the parameters and not on the module's call.
+    """
+
+    def __init__(self, ctx: Context, model: nn.Module) -> None:
+        """Broadcast the model from rank 0, and hook its parameters."""
+        self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
+        self._backward: int | None = None  # torch's number of the latest one
+        self._unreduced: str | None = BY_HAND
+        watched = {name: item for name, item in model.named_parameters() if item.requires_grad}
+        with torch.no_grad():
+            buffers = dict(model.named_buffers()) if ctx.strategy.ddp.broadcast_buffers else {}
+            own = {name: one for name, one in model.named_parameters() if not is_made_of_others(one)}
+            self._take({**own, **buffers})
+        super().__init__(model, watched.values())
+        self._watch(watched)
+        if ctx.strategy.ddp.broadcast_buffers:
+            model.register_forward_pre_hook(self._on_forward)
+
+    def _watched(self) -> Mapping[str, torch.Tensor]:
+        return self._parameters
+
+    def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        for parameter in parameters.values():
+            cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
+
+    def _take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Overwrite ``tensors`` by those of rank 0."""
+        received = broadcast(self._ctx, {name: tensor.detach() for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            if received[name] is not tensor:
+                tensor.copy_(received[name])
+
+    def will_sync_buffers(self, module: nn.Module) -> bool:
+        """Return whether the next forward pass brings the buffers to rank 0's values."""
+        options = self._ctx.strategy.ddp
+        return (
+            options.broadcast_buffers
+            and module.training
+            and self._syncs
+            and any(True for _ in module.buffers())
+        )
+
+    def _on_forward(self, module: nn.Module, arguments: Any) -> None:
+        del arguments
+        if self.is_alive and self.will_sync_buffers(module):
+            with torch.no_grad():
+                self._take(dict(module.named_buffers()))
+
+    def _on_grad(self, parameter: torch.Tensor) -> None:
+        del parameter
+        # By number and not by a flag, which would stay up for ever after a backward that failed half-way.
+        number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+        if self._backward == number:
+            return
+        self._backward = number
+        self._unreduced = IN_NO_SYNC
+        if self._syncs:
+            self._unreduced = "the latest backward pass has failed. Clear the gradients, and repeat it"
+            # Runs once, when the whole backward is done, on the thread that called it.
+            engine = cast("Any", torch.autograd.Variable)._execution_engine
+            engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        grads = {name: item.grad for name, item in self._parameters.items() if item.grad is not None}
+        with torch.no_grad():
+            for name, grad in reduce(self._ctx, grads, "mean").items():
+                own = self._parameters[name].grad
+                assert own is not None
+                own.copy_(grad)
+        self._unreduced = None
+
+    def communicates(self) -> Communication:
+        """Return what the next forward pass and its backward pass send."""
+        model = self._model()
+        buffers = model is not None and self.will_sync_buffers(model)
+        return Communication(self._syncs and torch.is_grad_enabled(), buffers, at_once=buffers)
+
+    def why_unreduced(self) -> str | None:
+        """Return why the current gradients are those of this rank alone; None where they are averaged."""
+        return self._unreduced
+
+
 class ExactReplica(ThreadDDP):
     """Sums the gradients of one model over all microbatches of a window, in one order on any number of ranks.
 
@@ -169,7 +257,7 @@ class ExactReplica(ThreadDDP):
         """Broadcast the model from rank 0, and hook its parameters."""
         _refuse_statistics(model)
         for name, parameter in model.named_parameters():
-            if isinstance(vars(parameter).get(REPLICA), ExactReplica):
+            if isinstance(vars(parameter).get(HANDLE), ExactReplica):
                 raise ConfigurationError(
                     f"the parameter {name} is that of another prepared model too, and its gradients would be "
                     'summed twice. With reduction="canonical", prepare one model that holds all parameters.'
@@ -192,7 +280,7 @@ class ExactReplica(ThreadDDP):
         }
         self._digest = hashlib.blake2b(repr(self._forms).encode(), digest_size=8).hexdigest()
         for index, item in enumerate(self._items):
-            setattr(item, REPLICA, self)
+            setattr(item, HANDLE, self)
             cast("Any", item).register_hook(partial(self._before_gradient, index))
             cast("Any", item).register_post_accumulate_grad_hook(partial(self._after_gradient, index))
 
@@ -331,7 +419,7 @@ def scale_open_sums(parameters: Sequence[torch.Tensor], factor: torch.Tensor) ->
 
     Ranks: all in the same way; doesn't communicate.
     """
-    replicas = {id(one): one for one in (vars(parameter).get(REPLICA) for parameter in parameters)}
+    replicas = {id(one): one for one in (vars(parameter).get(HANDLE) for parameter in parameters)}
     for replica in replicas.values():
         if isinstance(replica, ExactReplica):
             replica.scale_sums(parameters, factor)
@@ -375,7 +463,7 @@ def exact_batch(
     Raises:
         ConfigurationError: The model was prepared without exact mode.
     """
-    replica = vars(model).get(REPLICA)
+    replica = vars(model).get(HANDLE)
     if isinstance(replica, ExactReplica):
         return replica.batch(batch, place, window, is_held)
     if replica is not None or isinstance(model, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""What stands in for a module's ``forward`` on the instance, and how it is taken off again.
+"""Forward passes of prepared modules: what stands in for a module's ``forward``, and how ranks agree on them.
 
 A prepared module keeps its class, its attributes and the keys of its state dict; only what its call does
 differs. Its hooks run around it as ever.
@@ -7,22 +7,30 @@ differs. Its hooks run around it as ever.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage] -- what dropouts share
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import Self
 
-from accelfn.context import Precision
-from accelfn.context.config import AutocastKwargs, TorchDynamoPlugin
+from accelfn.comm import Call, catch, check, check_later, gather_bytes
+from accelfn.comm.agreement import Shared, as_bytes, describe_tree
+from accelfn.context import Context, Precision
+from accelfn.context.config import AutocastKwargs, GuardMode, TorchDynamoPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of, repeated_blocks
-from accelfn.tree import convert_to_fp32
+from accelfn.parallel.handle import Communication, handle_of, swapped, uncompiled
+from accelfn.tree import convert_to_fp32, digest_tensors, flatten, is_dtensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -316,3 +324,175 @@ def recompute(model: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         module = model.get_submodule(name)
         module.forward = RecomputedForward(module.forward)
+
+
+# Where in the data its forward passes are now.
+_PLACE = "_accelfn_place"
+
+# Anything else that is no known container may hold the tensor that a backward pass begins with.
+_WITHOUT_TENSORS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
+
+
+class ForwardAgreement:
+    """Lets ranks agree on each forward pass of a model that communicates in it or in its backward.
+
+    Torch's reductions have no names: a rank that is elsewhere would leave the others waiting inside them, or
+    would be taken for one that is here.
+    """
+
+    def __init__(self, ctx: Context | None) -> None:
+        """Check in the world of ``ctx``, or nothing without one."""
+        self._ctx = ctx
+        self._batches = None if ctx is None else _batches_by_rank(ctx)
+        self._drops = False  # whether dropout draws in training
+        # Whether the ranks that share sequences may have whole ones: until a first pass has shown shards.
+        self._is_unsharded = ctx is not None and ctx.axis_size("seq") > 1
+        self._is_first = True  # the next pass may compile kernels, on one rank longer than on others
+
+    def watch(self, model: nn.Module) -> None:
+        """Check each forward pass of ``model`` from now on."""
+        self._drops = any(isinstance(one, _DropoutNd) and one.p > 0 for one in model.modules())
+        # FSDP's own begins to gather.
+        model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self.after)
+
+    def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook before a forward pass: notify the others that this rank is here."""
+        if self._ctx is None or torch.compiler.is_compiling():  # no Python runs in what is compiled
+            return
+        handle = handle_of(model)
+        if handle is not None and handle.is_joined:
+            return
+        if self._is_unsharded:
+            _check_sharded(self._ctx, args, kwargs)
+            self._is_unsharded = False
+        planned = Communication() if handle is None else handle.communicates()
+        if not any(planned[:3]):
+            return
+        is_first, self._is_first = self._is_first, False
+        text = str(planned)
+        place: str = vars(model).get(_PLACE, "")
+        call = Call("forward", text, lambda: {"model": text}, takes_long=is_first, place=place)
+        if self._batches is not None:
+            with_values = self._ctx.guard.mode == GuardMode.FULL
+            drawing = self._ctx.device if self._drops and model.training else None
+            leaves = partial(_describe, args, kwargs, with_values, drawing)
+            call = call._replace(shared=Shared(*self._batches, leaves))
+        if planned.at_once:
+            check(self._ctx, call)
+        else:
+            check_later(self._ctx, call)
+
+    def after(self, model: nn.Module, arguments: Any, output: Any) -> None:
+        """Hook after a forward pass: hear whether they all are before the first gradient is reduced."""
+        del arguments
+        if self._ctx is None or torch.compiler.is_compiling():
+            return
+        call_log = self._ctx.collectives.call_log
+        if call_log.unsettled is None:
+            return
+
+        def before_backward(gradients: Any) -> None:
+            del gradients
+            call_log.settle()
+
+        starts = _starts_of_backward(output)
+        if not starts:
+            call_log.settle()
+        for node in starts:
+            node.register_prehook(before_backward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardAgreement:
+        """Check a copied model too."""
+        return self
+
+    def __reduce__(self) -> tuple[type[ForwardAgreement], tuple[None]]:
+        """Pickle without the world: a model that is loaded belongs to none."""
+        return ForwardAgreement, (None,)
+
+
+def _batches_by_rank(ctx: Context) -> tuple[str, tuple[int, ...]] | None:
+    """Return the axes along which ranks have equal inputs, and by rank which; None where each has its own."""
+    if ctx.mesh is None or ctx.along("loss") is ctx:
+        return None
+    plan = ctx.mesh.plan
+    axes = [axis for axis in plan.active() if axis not in plan.active("loss")]
+    return ", ".join(axes), tuple(plan.coordinate(rank, "loss") for rank in range(plan.num_ranks))
+
+
+def _check_sharded(ctx: Context, args: Any, kwargs: Any) -> None:
+    """Refuse a first forward pass in which ranks that share sequences have equal inputs: whole ones.
+
+    A model can't tell a sequence from a shard of it, and would compute wrong numbers.
+    """
+    inputs, error = catch(lambda: json.dumps(_describe(args, kwargs, True, None)).encode())
+    found = gather_bytes(ctx.along("seq"), Call("forward", "the first batch"), inputs or b"", error)
+    if flatten((args, kwargs))[0] and len(set(found)) == 1:
+        axes = " and ".join(cast("Any", ctx.mesh).plan.active("seq"))
+        raise ConfigurationError(
+            f"forward: ranks along {axes} share sequences, and all of them called the model with the same "
+            "tensors: whole sequences, which nobody has sharded. Name the tensors to shard, as in "
+            'DataLoaderConfiguration(sequence={"ids": 1, "labels": 1}), and take batches from a prepared '
+            "loader or microbatches; or call shard_sequence."
+        )
+
+
+def _describe(args: Any, kwargs: Any, with_values: bool, drawing: torch.device | None) -> dict[str, str]:
+    """Describe the inputs of a model by path, and the state of the generator that it draws from.
+
+    Args:
+        args: Of its call.
+        kwargs: Of its call.
+        with_values: Say the bits too, and not only shapes and dtypes; waits for the device.
+        drawing: Device whose generator it draws from, if it does.
+    """
+    kinds: dict[str, str] = {}
+    dense: dict[str, torch.Tensor] = {}
+    for name, tree in (("args", args), ("kwargs", kwargs)):
+        own = describe_tree("forward", tree).leaves()
+        for (path, kind), leaf in zip(own.items(), flatten(tree)[0], strict=True):
+            kinds[path := name + path.removeprefix("tree")] = kind
+            if with_values and _is_dense(leaf):
+                dense[path] = leaf
+    for path, digest in zip(dense, digest_tensors(list(dense.values())), strict=True):
+        kinds[path] += f", digest {as_bytes(digest.view(torch.uint8)).hex()}"
+    if drawing is not None:
+        state = (torch if drawing.type == "cpu" else torch.get_device_module(drawing)).get_rng_state()
+        digest = hashlib.blake2b(as_bytes(state), digest_size=8).hexdigest()
+        kinds[f"the generator of {drawing.type}, for dropout"] = f"state {digest}"
+    return kinds
+
+
+def _is_dense(leaf: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+        return False
+    return not (leaf.is_meta or is_dtensor(leaf))
+
+
+def _starts_of_backward(output: Any) -> list[Node]:
+    """Return the nodes at which a backward pass from ``output`` starts; none where that isn't sure."""
+    starts: list[Node | None] = []
+    for leaf in flatten(output)[0]:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                starts.append(leaf.grad_fn)
+                if leaf._base is not None:  # to change a view in place replaces its node, and leaves this one
+                    starts.append(leaf._base.grad_fn)
+        elif not isinstance(leaf, _WITHOUT_TENSORS):
+            return []
+    found = [node for node in starts if node is not None]
+    return found if len(found) == len(starts) else []  # a parameter has no node
+
+
+def check_each_forward(ctx: Context, model: nn.Module) -> None:
+    """Let ranks agree on each forward pass of a prepared model, unless the guard of ``ctx`` is off."""
+    if ctx.guard.mode != GuardMode.OFF:
+        ForwardAgreement(ctx).watch(model)
+
+
+def at_place(place: str, *models: nn.Module) -> AbstractContextManager[None]:
+    """Let ranks compare inside where in their data they are, in forward passes of ``models`` they agree on.
+
+    Ranks: any; doesn't communicate.
+    """
+    return swapped(_PLACE, place, map(uncompiled, models))

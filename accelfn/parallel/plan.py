@@ -21,16 +21,24 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_attention
 from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
 from accelfn.parallel.facts import ModelFacts, read_facts, table_text
-from accelfn.parallel.forward import compile_, plan_recompute, plan_regions, recompute
+from accelfn.parallel.forward import check_each_forward, compile_, plan_recompute, plan_regions, recompute
 from accelfn.parallel.handle import LocalHandle
 from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release, retie
 from accelfn.parallel.pipeline import PipelineHandle
 from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan, plan_schedule, plan_stages
-from accelfn.parallel.replicate import check_each_forward, replicate
-from accelfn.parallel.shard import ShardHandle, ShardPlan, apply_shard, plan_shard, with_named_errors
+from accelfn.parallel.replicate import replicate
+from accelfn.parallel.shard import (
+    ShardHandle,
+    ShardPlan,
+    apply_shard,
+    choose_units,
+    names_of_ignored,
+    names_of_wrapped,
+    plan_shard,
+    with_named_errors,
+)
 from accelfn.parallel.stages import apply_stages
 from accelfn.parallel.tensor import TensorPlan, apply_tensor, plan_tensor
-from accelfn.parallel.wrap import choose_units, names_of_ignored, names_of_wrapped
 
 Engine = Literal["none", "ddp", "shard"]
 

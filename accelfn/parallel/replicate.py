@@ -1,38 +1,321 @@
-"""Data parallelism: every rank holds the whole model, and gradients are averaged."""
+"""Data parallelism: every rank holds the whole model, whose gradients DistributedDataParallel averages."""
 
-from __future__ import annotations
+# No postponed annotations: torch looks at those of the hook.
 
-import hashlib
-import json
 import warnings
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, TypeVar, cast
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import Node
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage] -- what dropouts share
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import Call, catch, check, check_later, gather_bytes, verify_structure
-from accelfn.comm.agreement import Shared, as_bytes, describe_tree
+from accelfn.comm import verify_structure
 from accelfn.context import Context, check_context
-from accelfn.context.config import DistributedDataParallelKwargs, GuardMode
+from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.ddp import DDPHandle, ThreadDDP, choose_comm_hook, register_comm_hook
-from accelfn.parallel.exact import ExactReplica
+from accelfn.parallel.exact import ExactReplica, ThreadDDP
 from accelfn.parallel.facts import modules_of
-from accelfn.parallel.handle import (
-    Communication,
-    handle_of,
-    swapped,
-    uncompiled,
-)
+from accelfn.parallel.forward import check_each_forward
+from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle
 from accelfn.parallel.parameters import is_made_of_others
-from accelfn.tree import digest_tensors, flatten, is_dtensor
+from accelfn.tree import is_dtensor
+
+
+def watch_reductions(ctx: Context, model: DistributedDataParallel) -> None:
+    """Reduce the gradients of ``model`` as torch does by itself, and let the wait notice other ranks.
+
+    By itself torch waits inside of C++, where neither another rank's exception nor one that never comes to
+    its backward pass can be noticed. Here all reductions are begun as torch wants them and waited for at the
+    end of the backward pass. For tensors on the CPU: accelerators wait on their streams.
+
+    Args:
+        ctx: The world, with a process group.
+        model: Without a communication hook of its own.
+    """
+    cast("Any", model).register_comm_hook(Reductions(ctx), Reductions.begin)
+
+
+class Reductions:
+    """The reductions of one model that are under way."""
+
+    def __init__(self, ctx: Context) -> None:
+        """Reduce in the world of ``ctx``."""
+        self._ctx = ctx
+        self._backward = -1  # torch's number of the one they belong to
+        self._begun: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+
+    def begin(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Begin the reduction of some gradients: torch's hook.
+
+        Args:
+            bucket: Of gradients, in one buffer, which is averaged over the ranks in place.
+        """
+        group = self._ctx.world.group
+        assert group is not None  # it carries the model
+        # A product, as torch's own: a quotient may differ in the last bit.
+        buffer = bucket.buffer().mul_(1.0 / self._ctx.num_processes)
+        work = group.allreduce([buffer])
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+        if number < 0:  # no backward pass: torch's Join steps in for a rank that has no more data
+            self._ctx.collectives.finish(work, buffer.device)
+            future.set_result(buffer)
+            return future
+        if number != self._backward:  # what a backward pass that failed has left is not waited for
+            self._backward, self._begun = number, []
+            # Before the callback in which torch waits for these futures, which comes with the last bucket.
+            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._finish)
+        self._begun.append((work, buffer, future))
+        return future
+
+    def _finish(self) -> None:
+        begun, self._begun = self._begun, []
+        call_log = self._ctx.collectives.call_log
+        call_log.reducing = True
+        try:
+            for work, buffer, future in begun:
+                self._ctx.collectives.finish(work, buffer.device)
+                future.set_result(buffer)
+        finally:
+            call_log.reducing = False
+        call_log.reductions += 1
+
+
+class CommHook(NamedTuple):
+    """What sends gradients in another form, with the state that torch passes to it."""
+
+    state: Any
+    hook: Callable[..., Any]
+
+
+def choose_comm_hook(ctx: Context) -> CommHook | None:
+    """Choose what ``comm_hook`` and its companions ask for; None where nothing is compressed.
+
+    Ranks: local; the same on every rank.
+
+    Raises:
+        ConfigurationError: ``comm_state_option`` doesn't fit.
+        NotAvailableError: Ranks are threads, or this torch can't run the hook.
+    """
+    options: DistributedDataParallelKwargs = ctx.strategy.ddp
+    kinds = DDPCommunicationHookType
+    if options.comm_hook == kinds.NO:
+        return None
+    if ctx.world.group is None:
+        raise NotAvailableError(
+            f"comm_hook={str(options.comm_hook)!r} compresses what DistributedDataParallel sends, and ranks "
+            "that are threads send nothing. Leave it out there, or use processes."
+        )
+    hooks: dict[DDPCommunicationHookType, Callable[..., Any]] = {
+        kinds.FP16: default_hooks.fp16_compress_hook,
+        kinds.BF16: default_hooks.bf16_compress_hook,
+        kinds.POWER_SGD: powerSGD_hook.powerSGD_hook,
+        kinds.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    }
+    wrappers: dict[DDPCommunicationHookType, Callable[..., Any]] = {
+        kinds.FP16: default_hooks.fp16_compress_wrapper,
+        kinds.BF16: default_hooks.bf16_compress_wrapper,
+    }
+    hook = hooks[DDPCommunicationHookType(options.comm_hook)]
+    state: Any = ctx.world.group
+    if options.comm_hook == kinds.BATCHED_POWER_SGD and not _batched_power_sgd_works():
+        raise NotAvailableError(
+            f"comm_hook='batched_power_sgd': torch {torch.__version__} fails in it as soon as it begins to "
+            "compress: it hands a matrix to a function that takes a stack of them. Use comm_hook='power_sgd'."
+        )
+    if options.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
+        try:
+            state = powerSGD_hook.PowerSGDState(
+                process_group=ctx.world.group, **dict(options.comm_state_option)
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"comm_state_option holds options of torch's PowerSGDState, got "
+                f"{dict(options.comm_state_option)}: {error}"
+            ) from error
+    if options.comm_wrapper != kinds.NO:
+        hook = wrappers[DDPCommunicationHookType(options.comm_wrapper)](hook)
+    return CommHook(state, hook)
+
+
+def _batched_power_sgd_works() -> bool:
+    try:
+        cast("Any", powerSGD_hook)._orthogonalize(torch.ones(2, 1))
+    except AssertionError:
+        return False
+    return True
+
+
+def register_comm_hook(ctx: Context, model: DistributedDataParallel, comm_hook: CommHook | None) -> None:
+    """Let ``comm_hook``, or without one a reduction with an eye on other ranks, carry a model's gradients.
+
+    Ranks: every rank of ``ctx``.
+
+    Raises:
+        ConfigurationError: Torch has no such hook for this backend.
+    """
+    options: DistributedDataParallelKwargs = ctx.strategy.ddp
+    if comm_hook is None:
+        # With a static graph torch waits for the first reductions before any callback could.
+        if ctx.guard.mode != GuardMode.OFF and ctx.device.type == "cpu" and not options.static_graph:
+            watch_reductions(ctx, model)
+        return
+    try:
+        cast("Any", model).register_comm_hook(comm_hook.state, comm_hook.hook)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"comm_hook={str(options.comm_hook)!r} is not supported by torch for backend "
+            f"{ctx.world.backend}: {error}"
+        ) from error
+
+
+class DDPHandle(Handle):
+    """Of a ``DistributedDataParallel``, whose gradients are averaged whatever computed the loss.
+
+    Torch averages what a forward pass of the wrapper has announced. Where a backward pass was not announced
+    (its loss came from another method, from a function over the inner model, or it is the second after one
+    forward pass), the first parameter that gets a gradient announces it.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        """Watch the parameters that ``model`` averages."""
+        ignored: set[str] = cast("Any", model).parameters_to_ignore
+        module = cast("nn.Module", cast("Any", model).module)
+        named = module.named_parameters()
+        watched = {name: one for name, one in named if one.requires_grad and name not in ignored}
+        super().__init__(model, watched.values())
+        self._unreduced: str | None = BY_HAND
+        self._watch(watched)
+        model.register_forward_hook(self.after_forward)
+
+    def _watched(self) -> Mapping[str, torch.Tensor]:
+        found = {name: reference() for name, reference in self._parameters.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
+    def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = {name: weakref.ref(one) for name, one in parameters.items()}
+        self._backward = -1  # torch's number of the latest one
+        self._is_announced = False  # by a forward pass whose backward pass is to come
+        for one in parameters.values():
+            cast("Any", one).register_post_accumulate_grad_hook(self._on_gradient)
+
+    @contextmanager
+    def without_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients on each rank in backward passes inside.
+
+        Raises:
+            ConfigurationError: DistributedDataParallel has a static graph.
+        """
+        ddp = cast("Any", self._model())
+        if ddp.static_graph and torch.is_grad_enabled():
+            raise ConfigurationError(
+                "no_sync: torch 2.13 fails in a backward pass that is not averaged when static_graph=True. "
+                "Use static_graph=False, or windows of one batch."
+            )
+        with ddp.no_sync():
+            yield
+
+    @contextmanager
+    def trigger_sync(self) -> Generator[None, None, None]:
+        """Average gradients in backward passes inside, with all that have added up before.
+
+        Raises:
+            ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph.
+        """
+        ddp = cast("Any", self._model())
+        if ddp.find_unused_parameters or ddp.static_graph:
+            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
+            raise ConfigurationError(
+                f"trigger_sync_in_backward: with {option} DistributedDataParallel must know in the forward "
+                "pass that its gradients will be averaged. Run the last forward pass outside of no_sync."
+            )
+        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True  # `_begin` does the rest
+        try:
+            yield
+        finally:
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+
+    def communicates(self) -> Communication:
+        """Return what the next forward pass and its backward pass send."""
+        ddp = cast("Any", self._model())
+        buffers = bool(ddp.will_sync_module_buffers())
+        # Torch may broadcast its order of gradients in the next forward pass: once, early on.
+        may_rebuild = not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
+        gradients = bool(ddp.require_backward_grad_sync) and torch.is_grad_enabled()
+        return Communication(gradients, buffers, at_once=buffers or may_rebuild)
+
+    # Not torch.compiler.disable, which imports torch's compiler here and now.
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    def after_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
+        """Hook after a forward pass: torch expects its backward pass now, if it averages that one."""
+        if torch.is_grad_enabled() and cast("Any", model).require_backward_grad_sync:
+            self._is_announced = True
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Hook after a gradient was added to ``.grad``, and before torch's own that averages it."""
+        del parameter
+        number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+        if number != self._backward:
+            self._backward = number
+            self._begin()
+
+    def _begin(self) -> None:
+        ddp = cast("Any", self._model())
+        if ddp is None:
+            return
+        # With a static graph, checkpointed blocks have backward passes of their own inside of one.
+        is_announced, self._is_announced = self._is_announced, self._is_announced and ddp.static_graph
+        if not is_announced and not ddp.require_backward_grad_sync:
+            self._unreduced = IN_NO_SYNC
+        elif is_announced:
+            self._unreduced = None
+        elif ddp.find_unused_parameters or ddp.static_graph or self.is_shared:
+            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
+            self._unreduced = (
+                "the loss wasn't computed by a call of the prepared model, of which torch has to know with "
+                + ("parameters in two prepared models" if self.is_shared else f"{option}=True")
+                + ". Compute it in the model's forward, and call the prepared model"
+            )
+        else:
+            self._unreduced = None
+            if _unfinished(ddp) is None:  # else this is a backward pass inside of another
+                if ddp.reducer._rebuild_buckets():  # once, as before a forward pass
+                    ddp._has_rebuilt_buckets = True
+                ddp.reducer.prepare_for_backward([])
+
+    def why_unreduced(self) -> str | None:
+        """Return why the current gradients are those of this rank alone; None where they are averaged."""
+        ddp = cast("Any", self._model())
+        if ddp is None or self._unreduced is not None:
+            return self._unreduced
+        if ddp.static_graph:
+            self._is_announced = False
+        unfinished = _unfinished(ddp)
+        if unfinished is None:
+            return None
+        return (
+            "not all parameters of the model got one in the latest backward pass, so torch has averaged "
+            "none. Let the loss depend on all of them, freeze the others before prepare, or use "
+            f"DistributedDataParallelKwargs(find_unused_parameters=True). Torch says: {unfinished}"
+        )
+
+
+def _unfinished(ddp: Any) -> str | None:
+    """Return what torch says of a reduction that has started and not ended; None where there is none."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -83,17 +366,11 @@ def convert_sync_batchnorm(ctx: Context, model: M) -> M:
     return cast("M", converter.convert_sync_batchnorm(model, ctx.world.group))
 
 
-# Where in the data its forward passes are now.
-_PLACE = "_accelfn_place"
-
 # By which DDP knows the tensors of a model that aren't its concern.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 # Where torch's classes of sharded modules are, of both kinds.
 _FSDP = "torch.distributed.fsdp"
-
-# Anything else that is no known container may hold the tensor that a backward pass begins with.
-_WITHOUT_TENSORS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
 
 
 class DataParallel(DistributedDataParallel):
@@ -228,168 +505,3 @@ def check_wrapped(ctx: Context, model: nn.Module) -> None:
 def _is_all_on(device: torch.device, model: nn.Module) -> bool:
     """Return whether DDP may move inputs to ``device``: not for a model on several, or on the CPU."""
     return device.type != "cpu" and all(parameter.device == device for parameter in model.parameters())
-
-
-class ForwardAgreement:
-    """Lets ranks agree on each forward pass of a model that communicates in it or in its backward.
-
-    Torch's reductions have no names: a rank that is elsewhere would leave the others waiting inside them, or
-    would be taken for one that is here.
-    """
-
-    def __init__(self, ctx: Context | None) -> None:
-        """Check in the world of ``ctx``, or nothing without one."""
-        self._ctx = ctx
-        self._batches = None if ctx is None else _batches_by_rank(ctx)
-        self._drops = False  # whether dropout draws in training
-        # Whether the ranks that share sequences may have whole ones: until a first pass has shown shards.
-        self._is_unsharded = ctx is not None and ctx.axis_size("seq") > 1
-        self._is_first = True  # the next pass may compile kernels, on one rank longer than on others
-
-    def watch(self, model: nn.Module) -> None:
-        """Check each forward pass of ``model`` from now on."""
-        self._drops = any(isinstance(one, _DropoutNd) and one.p > 0 for one in model.modules())
-        # FSDP's own begins to gather.
-        model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
-        model.register_forward_hook(self.after)
-
-    def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Hook before a forward pass: notify the others that this rank is here."""
-        if self._ctx is None or torch.compiler.is_compiling():  # no Python runs in what is compiled
-            return
-        handle = handle_of(model)
-        if handle is not None and handle.is_joined:
-            return
-        if self._is_unsharded:
-            _check_sharded(self._ctx, args, kwargs)
-            self._is_unsharded = False
-        planned = Communication() if handle is None else handle.communicates()
-        if not any(planned[:3]):
-            return
-        is_first, self._is_first = self._is_first, False
-        text = str(planned)
-        place: str = vars(model).get(_PLACE, "")
-        call = Call("forward", text, lambda: {"model": text}, takes_long=is_first, place=place)
-        if self._batches is not None:
-            with_values = self._ctx.guard.mode == GuardMode.FULL
-            drawing = self._ctx.device if self._drops and model.training else None
-            leaves = partial(_describe, args, kwargs, with_values, drawing)
-            call = call._replace(shared=Shared(*self._batches, leaves))
-        if planned.at_once:
-            check(self._ctx, call)
-        else:
-            check_later(self._ctx, call)
-
-    def after(self, model: nn.Module, arguments: Any, output: Any) -> None:
-        """Hook after a forward pass: hear whether they all are before the first gradient is reduced."""
-        del arguments
-        if self._ctx is None or torch.compiler.is_compiling():
-            return
-        call_log = self._ctx.collectives.call_log
-        if call_log.unsettled is None:
-            return
-
-        def before_backward(gradients: Any) -> None:
-            del gradients
-            call_log.settle()
-
-        starts = _starts_of_backward(output)
-        if not starts:
-            call_log.settle()
-        for node in starts:
-            node.register_prehook(before_backward)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardAgreement:
-        """Check a copied model too."""
-        return self
-
-    def __reduce__(self) -> tuple[type[ForwardAgreement], tuple[None]]:
-        """Pickle without the world: a model that is loaded belongs to none."""
-        return ForwardAgreement, (None,)
-
-
-def _batches_by_rank(ctx: Context) -> tuple[str, tuple[int, ...]] | None:
-    """Return the axes along which ranks have equal inputs, and by rank which; None where each has its own."""
-    if ctx.mesh is None or ctx.along("loss") is ctx:
-        return None
-    plan = ctx.mesh.plan
-    axes = [axis for axis in plan.active() if axis not in plan.active("loss")]
-    return ", ".join(axes), tuple(plan.coordinate(rank, "loss") for rank in range(plan.num_ranks))
-
-
-def _check_sharded(ctx: Context, args: Any, kwargs: Any) -> None:
-    """Refuse a first forward pass in which ranks that share sequences have equal inputs: whole ones.
-
-    A model can't tell a sequence from a shard of it, and would compute wrong numbers.
-    """
-    inputs, error = catch(lambda: json.dumps(_describe(args, kwargs, True, None)).encode())
-    found = gather_bytes(ctx.along("seq"), Call("forward", "the first batch"), inputs or b"", error)
-    if flatten((args, kwargs))[0] and len(set(found)) == 1:
-        axes = " and ".join(cast("Any", ctx.mesh).plan.active("seq"))
-        raise ConfigurationError(
-            f"forward: ranks along {axes} share sequences, and all of them called the model with the same "
-            "tensors: whole sequences, which nobody has sharded. Name the tensors to shard, as in "
-            'DataLoaderConfiguration(sequence={"ids": 1, "labels": 1}), and take batches from a prepared '
-            "loader or microbatches; or call shard_sequence."
-        )
-
-
-def _describe(args: Any, kwargs: Any, with_values: bool, drawing: torch.device | None) -> dict[str, str]:
-    """Describe the inputs of a model by path, and the state of the generator that it draws from.
-
-    Args:
-        args: Of its call.
-        kwargs: Of its call.
-        with_values: Say the bits too, and not only shapes and dtypes; waits for the device.
-        drawing: Device whose generator it draws from, if it does.
-    """
-    kinds: dict[str, str] = {}
-    dense: dict[str, torch.Tensor] = {}
-    for name, tree in (("args", args), ("kwargs", kwargs)):
-        own = describe_tree("forward", tree).leaves()
-        for (path, kind), leaf in zip(own.items(), flatten(tree)[0], strict=True):
-            kinds[path := name + path.removeprefix("tree")] = kind
-            if with_values and _is_dense(leaf):
-                dense[path] = leaf
-    for path, digest in zip(dense, digest_tensors(list(dense.values())), strict=True):
-        kinds[path] += f", digest {as_bytes(digest.view(torch.uint8)).hex()}"
-    if drawing is not None:
-        state = (torch if drawing.type == "cpu" else torch.get_device_module(drawing)).get_rng_state()
-        digest = hashlib.blake2b(as_bytes(state), digest_size=8).hexdigest()
-        kinds[f"the generator of {drawing.type}, for dropout"] = f"state {digest}"
-    return kinds
-
-
-def _is_dense(leaf: Any) -> bool:
-    if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
-        return False
-    return not (leaf.is_meta or is_dtensor(leaf))
-
-
-def _starts_of_backward(output: Any) -> list[Node]:
-    """Return the nodes at which a backward pass from ``output`` starts; none where that isn't sure."""
-    starts: list[Node | None] = []
-    for leaf in flatten(output)[0]:
-        if isinstance(leaf, torch.Tensor):
-            if leaf.requires_grad:
-                starts.append(leaf.grad_fn)
-                if leaf._base is not None:  # to change a view in place replaces its node, and leaves this one
-                    starts.append(leaf._base.grad_fn)
-        elif not isinstance(leaf, _WITHOUT_TENSORS):
-            return []
-    found = [node for node in starts if node is not None]
-    return found if len(found) == len(starts) else []  # a parameter has no node
-
-
-def check_each_forward(ctx: Context, model: nn.Module) -> None:
-    """Let ranks agree on each forward pass of a prepared model, unless the guard of ``ctx`` is off."""
-    if ctx.guard.mode != GuardMode.OFF:
-        ForwardAgreement(ctx).watch(model)
-
-
-def at_place(place: str, *models: nn.Module) -> AbstractContextManager[None]:
-    """Let ranks compare inside where in their data they are, in forward passes of ``models`` they agree on.
-
-    Ranks: any; doesn't communicate.
-    """
-    return swapped(_PLACE, place, map(uncompiled, models))

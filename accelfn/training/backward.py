@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -13,13 +14,12 @@ from torch.optim import Optimizer
 
 from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch
-from accelfn.data.microbatch import check_micro
+from accelfn.data.microbatch import Draws, check_micro
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.exact import exact_backward, exact_batch
+from accelfn.parallel.forward import at_place
 from accelfn.parallel.handle import BatchRun, Handle, handle_of, local_steps, raise_explained, syncing
 from accelfn.parallel.pipeline import PipelineHandle
-from accelfn.parallel.replicate import at_place
-from accelfn.training.exact import draw_for, num_microbatches
 from accelfn.training.prepare import is_averaged
 from accelfn.training.scaler import ScalerState, check_newest, supersede
 from accelfn.tree import flatten
@@ -115,6 +115,56 @@ def join_losses(parts: Sequence[Loss]) -> Loss:
     if parts[0].weight is None:
         sums = [leaf / len(parts) for leaf in sums]
     return cast("Loss", structure.unflatten(sums))
+
+
+def num_microbatches(ctx: Context, micro: MicroBatch | None) -> int:
+    """Count the parts that the loss of one batch is divided into. Pure.
+
+    Args:
+        ctx: Without exact mode gradients are averaged over the ranks, which divides them already.
+        micro: Of the batch; without it the batch is a window of its own.
+    """
+    window = 1 if micro is None else micro.window
+    return window if ctx.reduction is None else window * ctx.num_processes
+
+
+@contextmanager
+def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
+    """Draw inside what belongs to the samples of a batch, whichever rank has it.
+
+    Seeds torch's default generators (those of the CPU and of the context's device), and brings them back to
+    where they were. Waits for no device.
+
+    Ranks: every rank of ``ctx``; doesn't communicate.
+
+    Args:
+        ctx: In exact mode.
+        micro: Of the batch, which knows its place in the data. One that doesn't come from
+            :func:`accelfn.microbatches` is known by its index and epoch alone.
+    """
+    assert ctx.reduction is not None  # called in exact mode only
+    number = micro.index * ctx.num_processes + ctx.rank
+    draws = micro.draws or Draws(f"batch {number} of epoch {micro.epoch}")
+    block, draws.blocks = draws.blocks, draws.blocks + 1
+    seed = _fold(ctx.reduction.seed, draws.name, block)
+    on_device: Any = None if ctx.device.type == "cpu" else torch.get_device_module(ctx.device)
+    state = torch.default_generator.get_state()
+    device_state = None if on_device is None else on_device.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    if on_device is not None:
+        on_device.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        if on_device is not None:
+            on_device.set_rng_state(device_state)
+
+
+def _fold(*parts: object) -> int:
+    """Derive a seed from the text of a value. Pure."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 Model = TypeVar("Model")

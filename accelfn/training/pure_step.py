@@ -14,7 +14,6 @@ from accelfn.comm import Call, broadcast, catch, check, check_replicas, reduce
 from accelfn.context import Collectives, Context, World, check_context
 from accelfn.parallel.norm import clip_tensors_
 from accelfn.training.backward import Loss, check_means, read_loss
-from accelfn.training.exact import cut_into_microbatches, mean_of_microbatches
 from accelfn.training.prepare import autocast
 from accelfn.training.scaler import ScalerState, divide_, init_scaler, inverse_of_weight, update_scaler
 from accelfn.training.step import check_tensors
@@ -25,7 +24,9 @@ from accelfn.training.window import (
     add_terms,
     average,
     average_in_order,
+    cut_into_microbatches,
     cut_window,
+    mean_of_microbatches,
     not_compiled,
     terms_of,
 )

@@ -7,12 +7,21 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from accelfn.comm import catch, reduce
+from accelfn.comm import Call, agree, catch, reduce
+from accelfn.comm.agreement import layout_call
 from accelfn.context import Context
+from accelfn.parallel.exact import OrderedSum
 from accelfn.training.backward import Loss
-from accelfn.training.exact import mean_of_microbatches
 from accelfn.training.scaler import inverse_of_weight
-from accelfn.tree import TreeSpec, count_rows, flatten, slice_tensors
+from accelfn.tree import (
+    TreeSpec,
+    count_rows,
+    find_batch_size,
+    flatten,
+    map_tensors,
+    plan_layout,
+    slice_tensors,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -218,3 +227,74 @@ def _divided(terms: Terms) -> Terms:
 def not_compiled(function: F) -> F:
     """Leave a function out of what ``torch.compile`` makes of a step: one that communicates."""
     return cast("F", cast("Any", torch.compiler).disable(function))
+
+
+# Sums of these are formed in float32 and rounded once.
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def cut_into_microbatches(ctx: Context, arguments: Any) -> list[Any]:
+    """Cut each tensor with the batch's number of rows into one part for each batch of a window. Pure.
+
+    Args:
+        ctx: Says how many.
+        arguments: Of a loss function: any tree. The first tensor with a dimension tells the number of rows;
+            tensors with other numbers, and what is no tensor, are in every part as they are.
+
+    Raises:
+        ValueError: There is no such tensor, or its rows can't be cut into equal parts.
+    """
+    number = ctx.gradient_accumulation_steps
+    size = find_batch_size(arguments)
+    if size % number or not size:
+        raise ValueError(
+            f"value_and_grad: a batch of {size} rows can't be cut into {number} equal microbatches, which "
+            f"{number * ctx.num_processes} microbatches on {ctx.num_processes} ranks ask for. Pass a "
+            f"multiple of {number} rows on each rank."
+        )
+    rows = size // number
+
+    def cut(start: int) -> Any:
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[start : start + rows] if tensor.dim() and tensor.shape[0] == size else tensor
+
+        return map_tensors(take, arguments)
+
+    return [cut(start) for start in range(0, size, rows)]
+
+
+def mean_of_microbatches(
+    ctx: Context, microbatches: Sequence[Sequence[torch.Tensor]], error: Exception | None = None
+) -> list[torch.Tensor]:
+    """Average tensors over the microbatches of all ranks, added in rank order and in this rank's order.
+
+    What float16 and bfloat16 become is formed in float32 and rounded once.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        microbatches: Of each of this rank's microbatches the same tensors; as many on every rank.
+        error: Why this rank has none.
+
+    Returns:
+        The means; the same bits on every rank.
+
+    Raises:
+        Exception: ``error`` itself, and RemoteRankError on the other ranks.
+        MismatchError: The tensors differ in shape or dtype between ranks.
+    """
+    if error is not None:
+        if ctx.num_processes > 1:
+            agree(ctx, Call("value_and_grad"), error=error)
+        raise error
+    own = microbatches[0]
+    wide = [[one.float() if one.dtype in _NARROW else one for one in each] for each in microbatches]
+    layout = plan_layout(wide[0], flatten(wide[0])[1])
+    call = layout_call("value_and_grad", f"{len(wide)} microbatches a rank", layout)
+    total = OrderedSum(ctx, wide[0])
+    with torch.no_grad():
+        total.add(call, wide)
+        sums = cast("list[torch.Tensor]", total.close())
+        number = len(wide) * ctx.num_processes
+        return [one.div_(number).to(like.dtype) for one, like in zip(sums, own, strict=True)]
