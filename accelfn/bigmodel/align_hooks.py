@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from accelfn.bigmodel.assign import TensorRef, assign_values, check_fit, put, refs_of
 from accelfn.bigmodel.block_hooks import CallStack, input_device, moved
 from accelfn.bigmodel.block_stream import BlockPrefetcher
-from accelfn.bigmodel.blocks import Block
+from accelfn.bigmodel.blocks import READ_BELOW, Block
 from accelfn.bigmodel.devices import (
     Place,
     PlaceLike,
@@ -30,18 +29,11 @@ from accelfn.bigmodel.weight_files import mapped_from
 
 T = TypeVar("T")
 
-# They use the weights of modules inside of them without calling those.
-_WHOLE = ("MultiheadAttention", "TransformerEncoderLayer")
-
 
 def _values_of(
     refs: Mapping[str, TensorRef], weights_map: Mapping[str, Any] | None
 ) -> dict[int, torch.Tensor]:
     """Return what a mapping has for tensors, by their ``id``, on the host and in their dtypes.
-
-    Args:
-        refs: By names in the mapping.
-        weights_map: Values; tied tensors need one.
 
     Raises:
         ValueError: A value doesn't fit, or a tensor without values would stay without.
@@ -64,17 +56,14 @@ def _values_of(
 def _settle(
     refs: Mapping[str, TensorRef],
     travels: Collection[str],
-    values: Mapping[int, torch.Tensor],
+    weights_map: Mapping[str, Any] | None,
     device: torch.device | None,
 ) -> None:
-    """Put tensors where they rest.
+    """Put tensors where they rest: those that travel on the host, in the memory of their values.
 
-    Args:
-        refs: Of the tensors. Changed.
-        travels: Names of those that rest on the host, in the memory of their values.
-        values: As :func:`_values_of` gives them.
-        device: Of the others; None leaves them where they are.
+    The others come to the device, or stay where they are if that is None.
     """
+    values = _values_of(refs, weights_map)
     rest = {id(refs[name].read()) for name in travels}
 
     def device_of(_: str, old: torch.Tensor) -> torch.device:
@@ -159,10 +148,10 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the module's tensors where they rest."""
-        refs, travels = self.refs(module), self.travelling(module)
-        values = _values_of(refs, self.weights_map if self.offload else None)
+        travels = self.travelling(module)
         self._origins = [(ref, ref.read().device) for ref in travels.values()]
-        _settle(refs, travels, values, self.execution_device)
+        weights_map = self.weights_map if self.offload else None
+        _settle(self.refs(module), travels, weights_map, self.execution_device)
         # On the CPU only the pages of mapped weights come and go.
         is_used = self.place != "cpu" or any(mapped_from(ref.read()) for ref in travels.values())
         if travels and self.place is not None and is_used:
@@ -228,9 +217,9 @@ def attach_execution_device_hook(
     Raises:
         ValueError: There is no such device here, or a tensor has no values.
     """
-    plan = _Plan(None, False, names_in(skip_keys), names_in(preload_module_classes))
+    plan = _Plan(skip_keys, preload_module_classes)
     plan.execute_on(module, execution_device)
-    plan.apply()
+    plan.apply(None)
 
 
 def attach_align_device_hook(
@@ -264,10 +253,9 @@ def attach_align_device_hook(
     Raises:
         ValueError: There is no such device here, or values are missing.
     """
-    whole = (*_WHOLE, *names_in(preload_module_classes))
-    plan = _Plan(weights_map, offload_buffers, names_in(skip_keys), whole)
+    plan = _Plan(skip_keys, preload_module_classes, offload_buffers)
     plan.align(module, module_name, execution_device, offload)
-    plan.apply()
+    plan.apply(weights_map)
 
 
 def attach_align_device_hook_on_blocks(
@@ -297,69 +285,81 @@ def attach_align_device_hook_on_blocks(
     Raises:
         ValueError: There is no such device here, values are missing, or the mappings name different blocks.
     """
-    whole = (*_WHOLE, *names_in(preload_module_classes))
-    plan = _Plan(weights_map, offload_buffers, names_in(skip_keys), whole)
+    plan = _Plan(skip_keys, preload_module_classes, offload_buffers)
     if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
-        names = [*execution_device] if isinstance(execution_device, Mapping) else []
-        names += [name for name in offload if name not in names] if isinstance(offload, Mapping) else []
-        devices = _by_name(execution_device, names, "execution_device")
-        plan.on_blocks(module, module_name, devices, _by_name(offload, names, "offload"))
+        given = {"execution_device": execution_device, "offload": offload}
+        by_name = {what: cast("Any", one) for what, one in given.items() if isinstance(one, Mapping)}
+        names = dict.fromkeys(name for one in by_name.values() for name in one)
+        for what, one in by_name.items():
+            missing = [name for name in names if name not in one]
+            if missing:
+                raise ValueError(
+                    f"attach_align_device_hook_on_blocks: {what} says nothing of the block {missing[0]!r}, "
+                    "which the other mapping names. Name the same blocks in both."
+                )
+        devices, offloads = (by_name.get(what) or dict.fromkeys(names, one) for what, one in given.items())
+        plan.on_blocks(module, module_name, devices, offloads)
     elif offload:
         plan.align(module, module_name, execution_device, True)
     else:
-        plan.add(module, execution_device, replaces=True, io_same_device=True, place_submodules=True)
-    plan.apply()
+        plan.add(module, module_name, execution_device, True, io_same_device=True, place_submodules=True)
+    plan.apply(weights_map)
 
 
-@dataclass(frozen=True, slots=True)
 class _Plan:
-    """Hooks that one call adds, by module: with the names of their modules, and whether others stay."""
+    """Hooks that one call adds to modules, each with the module's name; and which of these lose others."""
 
-    weights_map: Mapping[str, Any] | None
-    offload_buffers: bool
-    skip_keys: tuple[str, ...]
-    whole: tuple[str, ...]
-    hooks: dict[nn.Module, list[AlignDevicesHook]] = field(
-        default_factory=dict[nn.Module, list[AlignDevicesHook]]
-    )
-    names: dict[nn.Module, str] = field(default_factory=dict[nn.Module, str])
-    replacing: set[nn.Module] = field(default_factory=set[nn.Module])
+    def __init__(
+        self,
+        skip_keys: str | Sequence[str] | None,
+        whole_classes: Iterable[str] | None,
+        offload_buffers: bool = False,
+    ) -> None:
+        self.hooks: dict[nn.Module, list[tuple[str, AlignDevicesHook]]] = {}
+        self.replacing: set[nn.Module] = set()
+        self._options: dict[str, Any] = {"skip_keys": skip_keys, "offload_buffers": offload_buffers}
+        self._whole = names_in(whole_classes)
 
     def add(
-        self, module: nn.Module, device: PlaceLike | None, replaces: bool = False, **options: Any
+        self,
+        module: nn.Module,
+        name: str,
+        device: PlaceLike | None,
+        replaces: bool = False,
+        **options: Any,
     ) -> None:
         """Plan a hook. Of two that offload the later one counts: the inner block's, or a second place's."""
-        hook = AlignDevicesHook(
-            device, skip_keys=self.skip_keys, offload_buffers=self.offload_buffers, **options
-        )
+        hook = AlignDevicesHook(device, **self._options, **options)
         if replaces:
             self.replacing.add(module)
         others = () if replaces else self.hooks.get(module, ())
-        self.hooks[module] = [*(one for one in others if not (one.offload and hook.offload)), hook]
+        self.hooks[module] = [
+            *(one for one in others if not (one[1].offload and hook.offload)),
+            (name, hook),
+        ]
 
-    def apply(self) -> None:
+    def apply(self, weights_map: Mapping[str, Any] | None) -> None:
         """Add the hooks, if all can be added."""
         refs: dict[str, TensorRef] = {}
         travels: set[str] = set()
         for module, hooks in self.hooks.items():
-            dot = f"{self.names[module]}." if self.names.get(module) else ""
-            for hook in hooks:
+            for name, hook in hooks:
+                dot = f"{name}." if name else ""
                 if hook.offload:
-                    refs.update((f"{dot}{name}", ref) for name, ref in hook.refs(module).items())
-                    travels.update(f"{dot}{name}" for name in hook.travelling(module))
+                    refs.update((f"{dot}{key}", ref) for key, ref in hook.refs(module).items())
+                    travels.update(f"{dot}{key}" for key in hook.travelling(module))
                 else:
                     _values_of(hook.refs(module), None)
-        _settle(refs, travels, _values_of(refs, self.weights_map), None)
+        _settle(refs, travels, weights_map, None)
         for module, hooks in self.hooks.items():
-            for index, hook in enumerate(hooks):
+            for index, (_, hook) in enumerate(hooks):
                 add_hook_to_module(module, hook, append=index > 0 or module not in self.replacing)
 
     def align(self, module: nn.Module, name: str, device: PlaceLike | None, offload: bool) -> None:
         """Plan a hook for each module that holds tensors of its own."""
-        is_whole = offload and type(module).__name__ in self.whole
-        if is_whole or any(True for name, _ in refs_of(module) if "." not in name):
-            self.names[module] = name
-            self.add(module, device, offload=offload, place_submodules=is_whole)
+        is_whole = offload and (isinstance(module, READ_BELOW) or type(module).__name__ in self._whole)
+        if is_whole or any(True for key, _ in refs_of(module) if "." not in key):
+            self.add(module, name, device, offload=offload, place_submodules=is_whole)
         if not is_whole:
             for key, child in module.named_children():
                 self.align(child, f"{name}.{key}" if name else key, device, offload)
@@ -372,14 +372,14 @@ class _Plan:
         offload: Mapping[str, bool],
     ) -> None:
         """Plan hooks for the blocks that are named."""
-        is_root = not name
-        if name in devices and offload[name]:
+        is_root, is_named = not name, name in devices
+        if is_named and offload[name]:
             self.align(module, name, devices[name], True)
             if is_root or not self._has_hook(module):
-                self.add(module, devices[name], io_same_device=is_root)
-        elif name in devices or is_root:
-            is_named = name in devices
-            self.add(module, devices.get(name), True, io_same_device=is_root, place_submodules=is_named)
+                self.add(module, name, devices[name], io_same_device=is_root)
+        elif is_named or is_root:
+            options = {"io_same_device": is_root, "place_submodules": is_named}
+            self.add(module, name, devices.get(name), True, **options)
         device = devices.get(name)
         if device is not None:
             self.execute_on(module, device)
@@ -389,26 +389,13 @@ class _Plan:
     def execute_on(self, module: nn.Module, device: PlaceLike) -> None:
         """Plan hooks for the arguments of modules that have tensors and no hook."""
         if not self._has_hook(module) and len(module.state_dict()) > 0:
-            self.add(module, device)
-        if type(module).__name__ not in self.whole:
+            self.add(module, "", device)
+        if type(module).__name__ not in self._whole:
             for child in module.children():
                 self.execute_on(child, device)
 
     def _has_hook(self, module: nn.Module) -> bool:
         return module in self.hooks or hook_of(module) is not None
-
-
-def _by_name(given: T | Mapping[str, T], names: Iterable[str], what: str) -> Mapping[str, T]:
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(names, given)
-    given = cast("Mapping[str, T]", given)
-    missing = [name for name in names if name not in given]
-    if missing:
-        raise ValueError(
-            f"attach_align_device_hook_on_blocks: {what} says nothing of the block {missing[0]!r}, which the "
-            "other mapping names. Name the same blocks in both."
-        )
-    return given
 
 
 def offload_hook_of(module: nn.Module) -> AlignDevicesHook | None:

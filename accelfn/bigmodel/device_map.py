@@ -262,13 +262,17 @@ def _plan(
     dtype = cast("torch.dtype | CustomDtype | None", options.dtype)
     special = cast("Mapping[str, torch.dtype | CustomDtype]", options.special_dtypes)
     no_split = options.whole_classes(shape)
-    units = Units(shape, no_split, lambda leaf: counted_bytes(leaf, dtype, special), keep_ties)
+
+    def size_of(leaf: LeafShape) -> int:
+        return counted_bytes(leaf, dtype, special)
+
+    units = Units(shape, no_split, size_of, keep_ties)
     filled = Filling(units, devices, options.fallback_allocation, say)
     leaves: list[list[LeafShape]] = [[] for _ in devices]
     tied: dict[int, list[tuple[str, int, int]]] = {}
-    start = 0
-    for end, number in zip(units.ends, filled.device_of, strict=True):
-        for leaf, size in zip(units.leaves[start:end], units.sizes[start:end], strict=True):
+    for unit, number in zip(units.units, filled.device_of, strict=True):
+        for leaf in unit.leaves:
+            size = size_of(leaf)
             if leaf.tie is not None:
                 names = tied.setdefault(leaf.tie, [])
                 own = names[0][2] if names else size
@@ -276,7 +280,6 @@ def _plan(
                 size = 0 if any(other == number for _, other, _ in names) else own
                 names.append((leaf.name, number, own))
             leaves[number].append(leaf if size == leaf.num_bytes else leaf._replace(num_bytes=size))
-        start = end
     places = [
         PlacePlan(
             place=one.place,

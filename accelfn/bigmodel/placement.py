@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,32 +18,34 @@ class Node:
     Attributes:
         name: From the root.
         parent: What it is a part of; None for the parts of the whole model.
-        start: Its first unit.
-        stop: The unit after its last.
-        parts: What it is split into; none of a unit.
+        parts: What it is split into; none of a *unit*, which is a layer or a bare tensor.
+        start: The number of its first unit.
+        stop: The number of the unit after its last.
+        leaves: Tensors of a unit.
+        layer_bytes: Of a unit; a bare tensor is no layer. What has several names counts in the first.
+        own_bytes: Of tensors with one name.
+        ties: What it has of tensors with several names, in order.
     """
-
-    __slots__ = ("name", "parent", "parts", "start", "stop")
 
     def __init__(self, name: str, parent: Node | None, start: int) -> None:
         self.name: str = name
         self.parent: Node | None = parent
+        self.parts: tuple[Node, ...] = ()
         self.start: int = start
         self.stop: int = start + 1
-        self.parts: tuple[Node, ...] = ()
+        self.leaves: tuple[LeafShape, ...] = ()
+        self.layer_bytes: int = 0
+        self.own_bytes: int = 0
+        self.ties: dict[int, None] = {}
 
 
 class Units:
-    """What a model is split into: *units*, which are layers and bare tensors, in the order of its tensors.
+    """What a model is split into.
 
     Attributes:
         top: Parts of the whole model.
-        nodes: Of each unit, what it is.
-        leaves: Tensors, unit by unit.
-        sizes: Of each tensor.
-        ends: Of each unit, the number of tensors up to its last.
-        layer_bytes: Of each unit; a bare tensor is no layer. What has several names counts in the first.
-        has_ties: Whether some units share a tensor that has to stay one.
+        units: Layers and bare tensors, in the order of the model's tensors.
+        holders: Of each tensor of several names that has to stay one: these, and their units.
     """
 
     def __init__(
@@ -54,27 +55,18 @@ class Units:
         size_of: Callable[[LeafShape], int],
         keep_ties: bool = True,
     ) -> None:
-        self.nodes: list[Node] = []
-        self.leaves: list[LeafShape] = []
-        self.ends: list[int] = []
-        self.layer_bytes: list[int] = []
-        self._is_module: list[bool] = []
-        self._no_split = no_split
-        self.top: tuple[Node, ...] = self._parts(shape.root, None)
-        self.sizes: list[int] = [size_of(leaf) for leaf in self.leaves]
-        # Buffers may be copied: that does no harm, and binds no layers to each other.
-        kept = frozenset(
-            leaf.tie
-            for leaf in self.leaves
-            if keep_ties and leaf.tie is not None and leaf.kind == "parameter"
-        )
-        self._sums = [0]
-        self._tied: list[tuple[int, int]] = []  # units, and the ties that they have
-        self._copied: list[tuple[int, int]] = []
-        self._holders: dict[int, list[tuple[str, int]]] = {}  # names and units of each tie
+        self.units: list[Node] = []
+        self.holders: dict[int, list[tuple[str, Node]]] = {}
         self._tie_bytes: dict[int, int] = {}
-        self._measure(kept)
-        self.has_ties: bool = bool(self._tied)
+        self._no_split = no_split
+        self._size_of = size_of
+        # Buffers may be copied: that does no harm, and binds no layers to each other.
+        for leaf in shape.root.leaves() if keep_ties else ():
+            if leaf.tie is not None and leaf.kind == "parameter":
+                self.holders[leaf.tie] = []
+        self.top: tuple[Node, ...] = self._parts(shape.root, None)
+        for holders in self.holders.values():
+            holders.sort(key=lambda holder: holder[0])
 
     def _parts(self, module: ModuleShape, parent: Node | None) -> tuple[Node, ...]:
         return (
@@ -86,64 +78,36 @@ class Units:
     def _node(self, module: ModuleShape, parent: Node | None) -> Node:
         if not module.children or module.class_name in self._no_split:
             return self._unit(module.name, parent, module.leaves(), True)
-        node = Node(module.name, parent, len(self.nodes))
+        node = Node(module.name, parent, len(self.units))
         node.parts = self._parts(module, node)
-        node.stop = len(self.nodes)
+        node.stop = len(self.units)
+        node.own_bytes = sum(part.own_bytes for part in node.parts)
+        node.ties = {tie: None for part in node.parts for tie in part.ties}
         return node
 
     def _unit(self, name: str, parent: Node | None, leaves: Iterable[LeafShape], is_module: bool) -> Node:
-        node = Node(name, parent, len(self.nodes))
-        self.nodes.append(node)
-        self.leaves.extend(leaves)
-        self.ends.append(len(self.leaves))
-        self._is_module.append(is_module)
+        node = Node(name, parent, len(self.units))
+        self.units.append(node)
+        node.leaves = tuple(leaves)
+        first = 0
+        for leaf in node.leaves:
+            size = self._size_of(leaf)
+            if leaf.tie is None:
+                node.own_bytes += size
+                continue
+            if leaf.tie not in self._tie_bytes:
+                self._tie_bytes[leaf.tie] = size
+                first += size
+            node.ties[leaf.tie] = None
+            if leaf.tie in self.holders:
+                self.holders[leaf.tie].append((leaf.name, node))
+        node.layer_bytes = node.own_bytes + first if is_module else 0
         return node
 
-    def _measure(self, kept: frozenset[int]) -> None:
-        total = start = 0
-        for unit, end in enumerate(self.ends):
-            layer = 0
-            for place in range(start, end):
-                leaf, size = self.leaves[place], self.sizes[place]
-                tie = leaf.tie
-                if tie is None:
-                    total += size
-                    layer += size
-                    continue
-                is_first = tie not in self._tie_bytes
-                if is_first:
-                    self._tie_bytes[tie] = size
-                    layer += size
-                if tie in kept:
-                    total += size if is_first else 0
-                    self._tied.append((unit, tie))
-                    self._holders.setdefault(tie, []).append((leaf.name, unit))
-                else:
-                    self._copied.append((unit, tie))
-            start = end
-            self._sums.append(total)
-            self.layer_bytes.append(layer if self._is_module[unit] else 0)
-        for holders in self._holders.values():
-            holders.sort()
-
-    def bytes_of(self, nodes: Iterable[Node], paid: Collection[int]) -> int:
+    def bytes_of(self, nodes: Sequence[Node], paid: Collection[int]) -> int:
         """Count what nodes add to a place that has the tensors ``paid`` of several names already."""
-        nodes = tuple(nodes)
-        size = sum(self._sums[node.stop] - self._sums[node.start] for node in nodes)
-        if self._copied:
-            size += sum(self._tie_bytes[tie] for tie in self.copied_in(nodes) if tie not in paid)
-        return size
-
-    def copied_in(self, nodes: Iterable[Node]) -> set[int]:
-        """Return the tensors in nodes that may lie in several places, by their ties."""
-        return {tie for node in nodes for tie in _slice(self._copied, node)} if self._copied else set()
-
-    def tied_outside(self, node: Node) -> Iterator[int]:
-        """Return the units outside of a node that share something with it, in the order of names."""
-        for tie in dict.fromkeys(_slice(self._tied, node)):
-            for _, unit in self._holders[tie]:
-                if not node.start <= unit < node.stop:
-                    yield unit
+        ties = {tie for node in nodes for tie in node.ties if tie not in paid}
+        return sum(node.own_bytes for node in nodes) + sum(self._tie_bytes[tie] for tie in ties)
 
 
 def _largest_from(layer_bytes: Sequence[int]) -> list[int]:
@@ -153,11 +117,6 @@ def _largest_from(layer_bytes: Sequence[int]) -> list[int]:
     [3, 3, 2, 0]
     """
     return [*accumulate(reversed(layer_bytes), max, initial=0)][::-1]
-
-
-def _slice(pairs: list[tuple[int, int]], node: Node) -> Iterator[int]:
-    start, stop = bisect_left(pairs, (node.start,)), bisect_left(pairs, (node.stop,))
-    return (tie for _, tie in pairs[start:stop])
 
 
 class Budget(NamedTuple):
@@ -207,7 +166,7 @@ class Filling:
         say: Callable[[str], object] | None = None,
     ) -> None:
         self.entries: list[tuple[str, int]] = []
-        self.device_of: list[int] = [-1] * len(units.nodes)
+        self.device_of: list[int] = [-1] * len(units.units)
         self.used: list[int] = []
         self.reserved: list[int] = []
         self._units = units
@@ -215,10 +174,10 @@ class Filling:
         self._say = say
         self._stack = list(reversed(units.top))
         self._split: set[Node] = set()  # whose parts stand for it, also where it is in the stack still
-        self._layers = list(units.layer_bytes)  # 0 of those that were placed before their turn
+        self._layers = [unit.layer_bytes for unit in units.units]  # 0 where placed before its turn
         self._largest = _largest_from(self._layers)
         self._stale = 0  # what is kept free for a layer that has come along with something since
-        self._paid: set[int] = set()  # what may have copies, and is on this device
+        self._paid: set[int] = set()  # what has several names, and is on this device
         tried: list[str] = []
         for budget in budgets:
             self._fill(budget)
@@ -289,23 +248,21 @@ class Filling:
 
     def _together(self, node: Node) -> list[Node]:
         """Return a node and all that must be on its device, by the tensors that they share."""
-        found, seen = [node], {node}
-        for one in found if self._units.has_ties else ():  # which grows
-            for unit in self._units.tied_outside(one):
-                if not node.start <= unit < node.stop:
-                    other = self._entry_of(unit)
-                    if other not in seen:
-                        seen.add(other)
-                        found.append(other)
-        return found
+        found = {node: None}
+        left = [node] if self._units.holders else []
+        for one in left:  # which grows
+            for unit in (unit for tie in one.ties for _, unit in self._units.holders.get(tie, ())):
+                other = self._entry_of(unit)
+                if not node.start <= unit.start < node.stop and other not in found:
+                    found[other] = None
+                    left.append(other)
+        return [*found]
 
-    def _entry_of(self, unit: int) -> Node:
+    def _entry_of(self, unit: Node) -> Node:
         """Return the largest node with a unit that isn't split."""
-        found = self._units.nodes[unit]
-        up = found.parent
+        found, up = unit, unit.parent
         while up is not None:
-            if up not in self._split:
-                found = up
+            found = found if up in self._split else up
             up = up.parent
         return found
 
@@ -313,7 +270,7 @@ class Filling:
         first, number = nodes[0], len(self.used) - 1
         reserve = self._reserve(first)
         self.used[-1] += size
-        self._paid |= self._units.copied_in(nodes)
+        self._paid.update(*(node.ties for node in nodes))
         for node in nodes:
             self.device_of[node.start : node.stop] = [number] * (node.stop - node.start)
             self.entries.append((node.name, number))
