@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import linecache
+import marshal
 import os
 import pickle
 import shutil
@@ -21,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -313,6 +314,8 @@ def _refusing(pickler: ModuleType) -> Any:
                 for one in type(obj).__mro__
             ):
                 raise _OfThisProcessError(obj)
+            if isinstance(obj, CodeType):  # newer versions of cloudpickle forget which file it is from
+                return marshal.loads, (marshal.dumps(obj),)
             below = getattr(super(), "reducer_override", None)
             return NotImplemented if below is None else below(obj)
 
