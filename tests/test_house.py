@@ -146,7 +146,7 @@ def test_the_floor_check_can_fail(module: str, source: str) -> None:
         ("accelfn.data", "from .loader import x\nfrom ..context import Context", True),
         ("accelfn.training.step", "import torch, accelfn.parallel.mesh, accelfn.errors", False),
         ("accelfn.launch.main", "from accelfn import __version__", False),
-        ("accelfn.launch.selftest", "from accelfn.accelerator import Accelerator", False),
+        ("accelfn.launch.self_test_rank", "from accelfn.accelerator import Accelerator", False),
     ],
 )
 def test_the_floor_check_lets_good_imports_pass(module: str, source: str, is_package: bool) -> None:

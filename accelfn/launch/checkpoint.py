@@ -4,57 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Callable, Sequence
 
-from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.errors import ConfigurationError
+from accelfn.launch.command_line import CommandParser
 
 
-def run_checkpoint(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run one of ``verify``, ``list``, ``show``, ``prune`` and ``convert``.
-
-    Args:
-        argv: Arguments after ``checkpoint``.
 
     Returns:
         The exit status: 0; 1 where a checkpoint is damaged or a disk fails.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = checkpoint_parser()
-    options = read_arguments(parser, argv)
-    refuse: Callable[[str], None] = options.refuse
-    _check_options(options, refuse)
+    _check_options(options)
     # Not at the top: accelfn.checkpoint loads torch, which --help and bad input do without.
-    from accelfn.errors import AccelfnError, DamagedCheckpointError
     from accelfn.launch.checkpoint_actions import ACTIONS
 
-    try:
-        return ACTIONS[options.action](options)
-    except DamagedCheckpointError as error:
-        print(f"{options.prog}: damaged: {error}", file=sys.stderr)
-        return 1
-    except (AccelfnError, ValueError, TypeError, OSError) as error:
-        print(f"{options.prog}: error: {_said(error, options.action)}", file=sys.stderr)
-        is_of_input = (AccelfnError, FileExistsError, FileNotFoundError, NotADirectoryError)
-        return 1 if isinstance(error, OSError) and not isinstance(error, is_of_input) else 2
+    return ACTIONS[options.action](options)
 
 
-def _said(error: Exception, action: str) -> str:
-    """Return what went wrong, and how the flags are called of what the message names."""
-    name: object = getattr(error, "filename", None)
-    reason: object = getattr(error, "strerror", None)
-    if name is not None and reason is not None:
-        return f"{name}: {reason}."
-    told = str(error)
-    flags = {"names=": "names is --name", "leave_out": "leave_out is --leave_out"}
-    hints = [hint for word, hint in flags.items() if word in told] if action == "convert" else []
-    return f"{told} On the command line {', '.join(hints)}." if hints else told
-
-
-def _check_options(options: argparse.Namespace, refuse: Callable[[str], None]) -> None:
-    """Return what is wrong with the arguments, before torch is loaded to find out."""
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse what is wrong with the arguments, before torch is loaded to find out."""
     path: str = options.source if options.action == "convert" else options.directory
     parent, name = os.path.split(os.path.abspath(path))
     if not os.path.isdir(path):
@@ -62,23 +31,25 @@ def _check_options(options: argparse.Namespace, refuse: Callable[[str], None]) -
         beside: list[str] = os.listdir(parent) if os.path.isdir(parent) else []
         if not any(one.startswith(f".{name}.") for one in beside):
             what = "it is a file" if os.path.exists(path) else "there is no such directory"
-            refuse(f"{path}: {what}. Check the path.")
+            raise ConfigurationError(f"{path}: {what}. Check the path.")
     if options.action in ("list", "prune") and os.path.isfile(os.path.join(path, "manifest.json")):
-        refuse(f"{path} is a checkpoint itself. Pass the directory that has it in it.")
+        raise ConfigurationError(f"{path} is a checkpoint itself. Pass the directory that has it in it.")
     if options.action == "prune":
         for rule in ("last", "every", "best"):
             given = getattr(options, rule)
             if given is not None and given < 1:
-                refuse(f"--{rule} must be at least 1, got {given}.")
+                raise ConfigurationError(f"--{rule} must be at least 1, got {given}.")
         if options.best is not None and options.mode is None:
-            refuse("--best needs --mode: min where a low metric is good, max where a high one is.")
+            raise ConfigurationError(
+                "--best needs --mode: min where a low metric is good, max where a high one is."
+            )
     if options.action == "convert":
         for pair in options.name:
             if not all(pair.partition("=")):
-                refuse(f"--name must be OLD=NEW, such as model=unet: got {pair!r}.")
+                raise ConfigurationError(f"--name must be OLD=NEW, such as model=unet: got {pair!r}.")
 
 
-def checkpoint_parser() -> CommandParser:
+def make_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn checkpoint",
@@ -87,9 +58,7 @@ def checkpoint_parser() -> CommandParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="command")
 
     def add(name: str, about: str) -> argparse.ArgumentParser:
-        one = actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
-        one.set_defaults(refuse=one.error, prog=one.prog)
-        return one
+        return actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
 
     verify = add("verify", "check every byte of a checkpoint")
     verify.add_argument("directory", metavar="DIRECTORY", help="a checkpoint, or a directory of checkpoints")

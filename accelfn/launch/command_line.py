@@ -195,6 +195,8 @@ class CommandParser(argparse.ArgumentParser):
             return
         names = [str(one) for one in action.choices]
         close = suggest(str(value), names)
+        if any("," in name for name in names):
+            names = [repr(name) for name in names]
         hint = f" Did you mean {close}?" if close else ""
         raise argparse.ArgumentError(action, f"it must be one of {', '.join(names)}, got {value!r}.{hint}")
 

@@ -6,12 +6,11 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.errors import ConfigurationError
+from accelfn.launch.command_line import CommandParser
 from accelfn.launch.config.accelerate import import_accelerate
 from accelfn.launch.config.ask import ask_values, format_launch
 from accelfn.launch.config.files import (
@@ -21,34 +20,21 @@ from accelfn.launch.config.files import (
     read_text,
     read_tree,
 )
-from accelfn.launch.config.options import OPTIONS
 from accelfn.launch.config.record import LaunchConfig, list_not_yet
 from accelfn.launch.config.resolve import resolve
-from accelfn.launch.output import print_origins
+from accelfn.launch.output import print_origins, write_text
 from accelfn.launch.plan.machine import Machine, read_machine
 
 
-def run_config(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Ask for a configuration, or run ``default``, ``update``, ``show`` or ``import``.
 
     Effect: may write a file, and talk to the user.
 
-    Args:
-        argv: Arguments after ``config``.
-
     Returns:
-        The exit status: 0; 1 where the disk fails, or the user keeps the file that is there; 2 for bad
-        input; 130 after Ctrl-C.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+        The exit status: 0; 1 where the user keeps the file that is there; 130 after Ctrl-C.
     """
-    options = read_arguments(config_parser(), argv)
-    try:
-        return _ACTIONS[options.action](options, os.environ)
-    except (ConfigurationError, MissingExtraError) as error:
-        print(f"accelfn config: error: {error}", file=sys.stderr)
-        return 2
+    return _ACTIONS[options.action](options, os.environ)
 
 
 def default_values(machine: Machine, mixed_precision: str) -> dict[str, object]:
@@ -110,12 +96,6 @@ def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int
 def _update(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _place(options, environment)
     file = read_config(path)
-    for name in file.values:
-        if OPTIONS[name].secret:
-            variable = OPTIONS[name].variables[0]
-            print(
-                f"note: {name} is left out, for secrets are never written; set {variable}.", file=sys.stderr
-            )
     return _save(format_config(LaunchConfig(**file.values), path, frozenset(file.values)), path)
 
 
@@ -158,18 +138,9 @@ def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
 
 
 def _save(text: str, path: str) -> int:
-    target = Path(path)
-    part = target.with_name(f"{target.name}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        print(f"accelfn config: error: {path} can't be written: {error.strerror}.", file=sys.stderr)
-        of_path = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
-        return 2 if isinstance(error, of_path) else 1
+    with contextlib.suppress(FileExistsError, NotADirectoryError):  # which write_text finds too
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    write_text(path, text)
     print(f"saved {path}")
     return 0
 
@@ -179,7 +150,7 @@ _ACTIONS: Mapping[str | None, Callable[[argparse.Namespace, Mapping[str, str]], 
 )
 
 
-def config_parser() -> CommandParser:
+def make_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn config",

@@ -1,31 +1,25 @@
 """``accelfn data-plan``: draw which rank reads which samples."""
 
-from collections.abc import Sequence
+import argparse
 
-from accelfn.launch.command_line import CommandParser, read_arguments
-from accelfn.launch.output import show_text
+from accelfn.errors import ConfigurationError
+from accelfn.launch.command_line import CommandParser
+from accelfn.launch.output import write_text
 
 
-def run_data_plan(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Draw the plan that the arguments describe. Effect: prints it, and writes a file where one is named.
-
-    Args:
-        argv: Arguments after ``data-plan``.
 
     Returns:
         The exit status.
 
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
 
-    >>> run_data_plan(["--num_samples", "5", "--batch_size", "2", "--num_processes", "2"])
+    >>> run(make_parser().parse_args(["--num_samples=5", "--batch_size=2", "--num_processes=2"]))
             step 0  step 1
     rank 0  0 1     4 (0)
     rank 1  2 3     (1 2)
     0
     """
-    parser = data_plan_parser()
-    options = read_arguments(parser, argv)
     for name, least in (
         ("num_samples", 0),
         ("batch_size", 1),
@@ -35,40 +29,36 @@ def run_data_plan(argv: Sequence[str]) -> int:
     ):
         given = getattr(options, name)
         if given < least:
-            parser.error(f"--{name} must be at least {least}, got {given}.")
+            raise ConfigurationError(f"--{name} must be at least {least}, got {given}.")
     if options.start > options.num_samples:
-        parser.error(
+        raise ConfigurationError(
             f"--start must lie within the samples: got --start {options.start} of {options.num_samples}."
         )
     if options.num_processes % options.sharing:
-        parser.error(
+        raise ConfigurationError(
             f"--sharing must divide the number of ranks: got --num_processes {options.num_processes} and "
             f"--sharing {options.sharing}."
         )
     # Not at the top: accelfn.data loads torch, which --help and bad input do without.
     from accelfn.data.picture import draw_plan, draw_plan_svg
     from accelfn.data.plan import plan_epoch
-    from accelfn.errors import ConfigurationError
 
-    try:
-        plan = plan_epoch(
-            options.num_samples,
-            options.batch_size,
-            options.num_processes // options.sharing,
-            split_batches=options.split_batches,
-            even_batches=not options.no_even_batches,
-            drop_last=options.drop_last,
-            start=options.start,
-        )
-    except ConfigurationError as error:
-        parser.error(str(error))
+    plan = plan_epoch(
+        options.num_samples,
+        options.batch_size,
+        options.num_processes // options.sharing,
+        split_batches=options.split_batches,
+        even_batches=not options.no_even_batches,
+        drop_last=options.drop_last,
+        start=options.start,
+    )
     print(draw_plan(plan, sharing=options.sharing).removesuffix("\n"))
     if options.svg is not None:
-        show_text(parser, draw_plan_svg(plan, sharing=options.sharing), options.svg, flag="--svg")
+        write_text(options.svg, draw_plan_svg(plan, sharing=options.sharing))
     return 0
 
 
-def data_plan_parser() -> CommandParser:
+def make_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn data-plan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import json
@@ -10,13 +11,13 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.launch.command_line import CommandParser
 from accelfn.launch.config.files import find_config_file, parse_config, read_text, read_tree
 from accelfn.launch.config.secrets import hide_in_text, is_secret
 
@@ -36,26 +37,15 @@ _RELEVANT = re.compile(
 _LEFT_OUT = "(left out)"
 
 
-def run_env(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run ``accelfn env``. Effect: prints the report.
-
-    Args:
-        argv: Arguments after ``env``.
 
     Returns:
         The exit status.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = env_parser()
-    options = read_arguments(parser, argv)
-    try:
-        path, _ = find_config_file(options.config_file, os.environ, sys.platform, os.path.expanduser("~"))
-    except ConfigurationError as error:
-        parser.error(str(error))
+    path, _ = find_config_file(options.config_file, os.environ, sys.platform, os.path.expanduser("~"))
     if options.config_file is not None and not os.path.exists(path):
-        parser.error(f"there is no configuration file {path!r}. Check the path.")
+        raise ConfigurationError(f"there is no configuration file {path!r}. Check the path.")
     report = describe_environment(os.environ, options.config_file)
     if options.json:
         print(json.dumps(report, indent=2))
@@ -64,7 +54,7 @@ def run_env(argv: Sequence[str]) -> int:
     return 0
 
 
-def env_parser() -> CommandParser:
+def make_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn env",
@@ -185,14 +175,12 @@ def _describe_cpu() -> dict[str, Any]:
 
 def _describe_memory() -> str:
     try:
-        text = Path("/proc/meminfo").read_text() if sys.platform == "linux" else ""
-    except OSError:
-        text = ""
-    found = {name: int(kb) for name, kb in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-    if "MemTotal" not in found:
+        total, free = (
+            os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
+        )
+    except (AttributeError, OSError, ValueError):
         return "unknown"
-    total, free = found["MemTotal"] / 2**20, found.get("MemAvailable", 0) / 2**20
-    return f"{total:.1f} GiB, {free:.1f} GiB free"
+    return f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
 
 
 def describe_torch() -> dict[str, Any]:

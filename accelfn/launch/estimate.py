@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import os
-import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.errors import MissingExtraError
+from accelfn.launch.command_line import CommandParser
 from accelfn.launch.output import (
     FORMATS,
     choose_format,
@@ -20,40 +21,22 @@ if TYPE_CHECKING:
     from accelfn.bigmodel.model_info import ModelShape
 
 
-def run_estimate(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Estimate the memory of the model that the arguments name. Effect: prints it, or writes a file.
 
     Nothing is downloaded, and no weight is read.
 
-    Args:
-        argv: Arguments after ``estimate-memory``.
-
     Returns:
         The exit status: 0; 1 where a file is damaged or a disk fails; 2 where the model can't be made out.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = estimate_parser()
-    options = read_arguments(parser, argv)
-    form = choose_format(parser, options.format, options.output)
-    refuse_missing_model(parser, options.model, options.output, is_name=options.library_name == "timm")
-    # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
-    from accelfn.errors import AccelfnError, DamagedCheckpointError
-
-    try:
-        text = _drawn(options, form)
-    except (AccelfnError, ValueError, TypeError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        is_of_disk = isinstance(error, OSError) and not isinstance(error, AccelfnError)
-        return 1 if is_of_disk or isinstance(error, DamagedCheckpointError) else 2
-    show_text(parser, text, options.output)
+    form = choose_format(options.format, options.output)
+    refuse_missing_model(options.model, options.output, is_name=options.library_name == "timm")
+    show_text(_drawn(options, form), options.output)
     return 0
 
 
 def _drawn(options: argparse.Namespace, form: str) -> str:
-    import json
-
+    # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.bigmodel.drawing import draw_estimate, draw_estimate_html, draw_estimate_svg
     from accelfn.bigmodel.estimate import ESTIMATED_DTYPES, estimate_json, estimate_memory
 
@@ -76,10 +59,7 @@ def _shape(options: argparse.Namespace) -> ModelShape:
 
     if options.library_name != "timm":
         return read_source(options.model, trust_remote_code=options.trust_remote_code)
-    import importlib
-
     from accelfn.bigmodel.empty import init_empty_weights
-    from accelfn.errors import MissingExtraError
 
     try:
         timm: Any = importlib.import_module("timm")
@@ -95,7 +75,7 @@ def _shape(options: argparse.Namespace) -> ModelShape:
     return read_shape(model)
 
 
-def estimate_parser() -> CommandParser:
+def make_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn estimate-memory",

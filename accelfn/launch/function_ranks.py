@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import linecache
+import marshal
 import os
 import pickle
 import shutil
@@ -313,17 +314,12 @@ def _refusing(pickler: ModuleType) -> Any:
                 for one in type(obj).__mro__
             ):
                 raise _OfThisProcessError(obj)
-            if isinstance(obj, CodeType) and pickler is not pickle:
-                # cloudpickle forgets where code was written, and a traceback would have no lines of it.
-                return _placed_code, (*pickler.Pickler.dispatch_table[CodeType](obj), obj.co_filename)
+            if isinstance(obj, CodeType):  # newer versions of cloudpickle forget which file it is from
+                return marshal.loads, (marshal.dumps(obj),)
             below = getattr(super(), "reducer_override", None)
             return NotImplemented if below is None else below(obj)
 
     return SimpleNamespace(Pickler=Refusing, __name__=pickler.__name__)
-
-
-def _placed_code(make: Callable[..., CodeType], fields: tuple[Any, ...], filename: str) -> CodeType:
-    return make(*fields).replace(co_filename=filename)
 
 
 def _place_of(thing: object, fn: object, args: Sequence[Any]) -> str:

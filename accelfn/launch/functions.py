@@ -34,9 +34,8 @@ from accelfn.launch.function_ranks import (
     reported,
     write_job,
 )
+from accelfn.launch.plan.commands import Script, plan_torchrun
 from accelfn.launch.plan.machine import Machine
-from accelfn.launch.plan.record import Script
-from accelfn.launch.plan.torchrun import plan_torchrun
 from accelfn.testing.part import Outcome, conclude
 
 __all__ = ("debug_launcher", "launch_processes", "notebook_launcher")
@@ -372,18 +371,16 @@ def _run_here(
         advice = (
             "Look" if timeout_s is None else f"Give {caller} a longer timeout_s than {timeout_s:g}, or look"
         )
-        return [
-            outcomes.get(rank) or _unended(rank, _ask_where(folder, rank, process), advice)
-            for rank, process in enumerate(processes)
-        ]
-
-
-def _unended(rank: int, stack: str, advice: str) -> Outcome:
-    error = CollectiveTimeoutError(
-        f"rank {rank} did not end in time and was ended. {advice} for what it waits for."
-        + (f" It was here:\n{stack}" if stack else "")
-    )
-    return Outcome(error=error, ended=False, stack=stack)
+        late = [rank for rank in range(size) if rank not in outcomes]
+        who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+        for rank in late:
+            stack = _ask_where(folder, rank, processes[rank])
+            error = CollectiveTimeoutError(
+                f"{who} did not end in time. {advice} at what keeps {'them' if len(late) > 1 else 'it'}."
+                + (f" Rank {rank} was here:\n{stack}" if stack else "")
+            )
+            outcomes[rank] = Outcome(error=error, ended=False, stack=stack)
+        return [outcomes[rank] for rank in range(size)]
 
 
 def _start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -429,7 +426,7 @@ def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | No
     The agent is a process of its own: in this one it would set variables and signal handlers.
     """
     python = sys.executable
-    plan = plan_torchrun(config, Script(python, (*RANK_COMMAND, str(folder))), Machine(python=python), "")
+    plan = plan_torchrun(config, Script(python, (*RANK_COMMAND, str(folder))), Machine(python=python))
     variables = {**dict(plan.env_changes), "ACCELFN_AGENT_DIR": str(folder)}
     if prefix is not None:
         variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = prefix

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from accelfn.errors import ConfigurationError
 from accelfn.launch.config.resolve import Resolved, origin_rows
 
 FORMATS = ("table", "json", "svg", "html")
@@ -20,76 +21,83 @@ _BY_ENDING = MappingProxyType(
 )
 
 
-def choose_format(parser: argparse.ArgumentParser, given: str | None, output: str | None) -> str:
+def choose_format(given: str | None, output: str | None) -> str:
     """Choose the form of what is printed or written: as asked, or by the ending of the file.
 
     Args:
-        parser: That has read the arguments.
         given: What ``--format`` says; None if it wasn't given.
         output: What ``--output`` says; None if it is printed.
 
     Raises:
-        SystemExit: 2 after one sentence, where nothing is asked for and the ending tells nothing.
+        ConfigurationError: Nothing is asked for and the ending tells nothing.
     """
     ending = Path(output or "").suffix.lower()
     if given is None and ending not in _BY_ENDING:
         known = ", ".join(one for one in _BY_ENDING if one)
-        parser.error(f"--output {output!r} ends in none of {known}. Give it one of them, or say --format.")
+        raise ConfigurationError(
+            f"--output {output!r} ends in none of {known}. Give it one of them, or say --format."
+        )
     return given or _BY_ENDING[ending]
 
 
-def refuse_missing_model(
-    parser: argparse.ArgumentParser, model: str, output: str | None, *, is_name: bool = False
-) -> None:
-    """Return what is wrong with a model's place or the output's, before torch is loaded to find out.
+def refuse_missing_model(model: str, output: str | None, *, is_name: bool = False) -> None:
+    """Refuse what is wrong with a model's place or the output's, before torch is loaded to find out.
 
     Args:
-        parser: That has read the arguments.
         model: A folder, a file, or ``MODULE:FUNCTION``.
         output: What ``--output`` says; None if it is printed.
         is_name: Whether the model is a name that another library knows.
 
     Raises:
-        SystemExit: 2 after one sentence, where there is nothing of that name, or no folder for the output.
+        ConfigurationError: There is nothing of that name, or no folder for the output.
     """
     if output is not None and not os.path.isdir(os.path.dirname(output) or "."):
-        parser.error(f"can't write {output!r}: there is no such folder. Check --output.")
+        raise ConfigurationError(f"can't write {output!r}: there is no such folder. Check --output.")
     if os.path.exists(model) or is_name or _FACTORY.fullmatch(model):
         return
     if _HUB_NAME.fullmatch(model):
-        parser.error(
+        raise ConfigurationError(
             f"there is no file or folder {model!r} in {os.getcwd()!r}, and nothing is downloaded. If it is a "
             f"model on the Hugging Face Hub, get its configuration first: hf download {model} config.json "
             f"--local-dir {os.path.basename(model)}"
         )
-    parser.error(
+    raise ConfigurationError(
         f"there is no file or folder {model!r}. Pass a folder with a config.json, a safetensors file or "
         "index, or MODULE:FUNCTION, such as train:build_model."
     )
 
 
-def show_text(
-    parser: argparse.ArgumentParser, text: str, output: str | None, *, flag: str = "--output"
-) -> None:
+def show_text(text: str, output: str | None) -> None:
     """Print a text, or write it to a file. Effect: one of the two.
 
     Args:
-        parser: That has read the arguments.
         text: What to show.
         output: The file; None to print it.
-        flag: The flag that names the file.
 
     Raises:
-        SystemExit: 2 after one sentence, where the file can't be written.
+        OSError: As :func:`write_text`.
     """
     whole = text.removesuffix("\n") + "\n"
     if output is None:
         print(whole, end="")
-        return
+    else:
+        write_text(output, whole)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file whole, or leave what is there. Effect: writes beside it, and renames.
+
+    Raises:
+        OSError: It can't be written; it names the file.
+    """
+    part = Path(f"{path}.part")
     try:
-        Path(output).write_text(whole, encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
     except OSError as error:
-        parser.error(f"can't write {output!r}: {error.strerror}. Check {flag}.")
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise OSError(error.errno, f"can't be written: {error.strerror}", str(path)) from None
 
 
 def print_table(

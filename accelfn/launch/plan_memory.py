@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.errors import ConfigurationError
+from accelfn.launch.command_line import CommandParser
 from accelfn.launch.output import (
     FORMATS,
     choose_format,
@@ -26,82 +26,68 @@ _OF_PLACES = ("max_memory", "device_map", "no_split", "offload_buffers", "fallba
 _OF_RANKS = ("optimizer", "mixed_precision", "batch", "batch_size", "sequence_length")
 
 
-def run_plan_memory(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Plan where a model lies. Effect: prints the plan, or writes it to a file.
-
-    Args:
-        argv: Arguments after ``plan-memory``.
 
     Returns:
         The exit status: 0; 1 where a file of weights is damaged; 2 after one sentence on what is wrong.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = plan_memory_parser()
-    options = read_arguments(parser, argv)
     budgets: dict[int | str, str] | None = None
     for pair in options.max_memory or ():
         name, equals, size = pair.partition("=")
         place = int(name) if name.isdecimal() else name
         if not (name and equals and size):
-            parser.error(f"--max_memory takes PLACE=SIZE, such as 0=10GB or cpu=30GB: got {pair!r}.")
+            raise ConfigurationError(
+                f"--max_memory takes PLACE=SIZE, such as 0=10GB or cpu=30GB: got {pair!r}."
+            )
         budgets = {} if budgets is None else budgets
         if place in budgets:
-            parser.error(f"--max_memory gives the place {name} twice. Give it once.")
+            raise ConfigurationError(f"--max_memory gives the place {name} twice. Give it once.")
         budgets[place] = size
-    form = choose_format(parser, options.format, options.output)
+    form = choose_format(options.format, options.output)
     is_of_ranks = options.mesh is not None or options.config_file is not None
-    _refuse_mixtures(parser, options, form, is_of_ranks=is_of_ranks)
-    refuse_missing_model(parser, options.source, options.output)
+    _refuse_mixtures(options, form, is_of_ranks=is_of_ranks)
+    refuse_missing_model(options.source, options.output)
+    if is_of_ranks:
+        show_text(draw_ranks(options, form), options.output)
+        return 0
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.bigmodel import PlanOptions, plan_named_map, read_source
-    from accelfn.errors import AccelfnError, DamagedCheckpointError
 
-    try:
-        if is_of_ranks:
-            show_text(parser, draw_ranks(options, form), options.output)
-            return 0
-        shape = read_source(options.source)
-        made = PlanOptions(
-            no_split_module_classes=shape.no_split_classes if options.no_split is None else options.no_split,
-            dtype=options.dtype,
-            offload_buffers=options.offload_buffers,
-            fallback_allocation=options.fallback_allocation,
-        )
-        plan = plan_named_map(shape, options.device_map or "auto", budgets, made)
-    except DamagedCheckpointError as error:
-        print(f"{parser.prog}: damaged: {error}", file=sys.stderr)
-        return 1
-    except (AccelfnError, ValueError, TypeError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-    show_text(parser, _FORMS[form](plan, options.source), options.output)
+    shape = read_source(options.source)
+    made = PlanOptions(
+        no_split_module_classes=shape.no_split_classes if options.no_split is None else options.no_split,
+        dtype=options.dtype,
+        offload_buffers=options.offload_buffers,
+        fallback_allocation=options.fallback_allocation,
+    )
+    plan = plan_named_map(shape, options.device_map or "auto", budgets, made)
+    show_text(_FORMS[form](plan, options.source), options.output)
     return 0
 
 
-def _refuse_mixtures(
-    parser: CommandParser, options: argparse.Namespace, form: str, *, is_of_ranks: bool
-) -> None:
+def _refuse_mixtures(options: argparse.Namespace, form: str, *, is_of_ranks: bool) -> None:
     """Refuse flags for places where ranks are planned, and the other way round."""
     mixed = [name for name in (_OF_PLACES if is_of_ranks else _OF_RANKS) if getattr(options, name)]
     if mixed and is_of_ranks:
-        parser.error(
+        raise ConfigurationError(
             f"--{mixed[0]} is for a model that is spread over the places of one process, and --mesh and "
             "--config_file for ranks that train it. Leave one of them out."
         )
     if mixed:
-        parser.error(f"--{mixed[0]} is for ranks that train the model. Add --mesh, such as dp_shard=8,tp=2.")
+        raise ConfigurationError(
+            f"--{mixed[0]} is for ranks that train the model. Add --mesh, such as dp_shard=8,tp=2."
+        )
     if is_of_ranks and form == "html":
-        parser.error(
+        raise ConfigurationError(
             "what ranks hold is drawn as a table, as json or as svg, not as html. Choose one of them."
         )
     if (options.batch_size is None) != (options.sequence_length is None):
-        parser.error(
+        raise ConfigurationError(
             "--batch_size and --sequence_length go together, such as --batch_size 8 --sequence_length 2048."
         )
     if options.batch_size is not None and options.batch is not None:
-        parser.error(
+        raise ConfigurationError(
             "--batch_size makes a batch of text, and --batch names a function that makes one. Leave one out."
         )
 
@@ -156,7 +142,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def plan_memory_parser() -> CommandParser:
+def make_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn plan-memory",

@@ -145,8 +145,8 @@ def _configured(path: str) -> tuple[ContextOptions, int | None]:
     from accelfn.context.options import merge_settings
     from accelfn.launch.config import resolve
     from accelfn.launch.launch import load_config
+    from accelfn.launch.plan.choose import plan_variables
     from accelfn.launch.plan.machine import Machine
-    from accelfn.launch.plan.variables import plan_variables
 
     resolved = resolve({}, {}, load_config(path, os.environ))
     asked = merge_settings({}, read_settings(plan_variables(resolved, Machine(), {}, 1)))

@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.launch.command_line import CommandParser
 from accelfn.launch.output import print_table, show_text
 
 _FORMAT = 1
@@ -329,38 +330,6 @@ def _text(x: float, y: float, text: str, color: str, *, anchor: str = "start", s
     return f'<text x="{x:g}" y="{y:.1f}" {attributes}>{escape(text)}</text>'
 
 
-def draw_runs_text(runs: Sequence[RunRecord], names: Sequence[str], *, is_ascii: bool = False) -> str:
-    """Draw curves of runs for a terminal: a line for each, with its first and last value. Pure.
-
-    Args:
-        runs: As for :func:`draw_runs_svg`.
-        names: The same.
-        is_ascii: Whether to do without block characters.
-
-    >>> run = RunRecord(folder=Path(), name="one", curves={"loss": Curve((0, 1, 2), (2.0, 1.0, 0.5))})
-    >>> print(draw_runs_text([run], ["loss"]))
-    loss
-      one  2 █▃▁ 0.5  (3 steps)
-    """
-    levels = "_.-~=+*#" if is_ascii else "▁▂▃▄▅▆▇█"
-    width = max((len(run.title) for run in runs), default=0)
-    lines: list[str] = []
-    for name in names:
-        found = [(run, run.curves[name]) for run in runs if name in run.curves]
-        values = [value for _, curve in found for value in curve.values if abs(value) < _MOST]
-        low, spread = min(values, default=0.0), (max(values, default=0.0) - min(values, default=0.0)) or 1.0
-        lines.append(name)
-        for run, curve in found:
-            count = len(curve.values)
-            places = range(count) if count <= 60 else [place * (count - 1) // 59 for place in range(60)]
-            shown = [curve.values[place] for place in places]
-            heights = [round((one - low) / spread * 7) if abs(one) < _MOST else None for one in shown]
-            line = "".join(" " if height is None else levels[height] for height in heights)
-            first, last = number_text(curve.values[0]), number_text(curve.values[-1])
-            lines.append(f"  {run.title:<{width}}  {first} {line} {last}  ({count} steps)")
-    return "\n".join(lines)
-
-
 def number_text(value: float) -> str:
     """Write a number briefly.
 
@@ -373,30 +342,17 @@ def number_text(value: float) -> str:
 # --- The command ------------------------------------------------------------------------------------
 
 
-def run_runs(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """List, show or draw runs. Effect: prints, or writes a file where one is named.
-
-    Args:
-        argv: Arguments after ``runs``.
 
     Returns:
         The exit status.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = runs_parser()
-    options = read_arguments(parser, argv)
-    parser.prog = f"accelfn runs {options.action}"
-    act = {"list": _list, "show": _show, "plot": _plot}[options.action]
-    try:
-        act(options, parser)
-    except (FileNotFoundError, ValueError, ConfigurationError) as error:
-        parser.error(str(error))
+    {"list": _list, "show": _show, "plot": _plot}[options.action](options)
     return 0
 
 
-def _list(options: argparse.Namespace, parser: CommandParser) -> None:
+def _list(options: argparse.Namespace) -> None:
     top = options.folder or options.dir
     runs = [run for folder in find_runs(top) if (run := _readable(folder)) is not None]
     runs.sort(key=lambda run: (math.isnan(run.started_s), run.started_s))
@@ -423,12 +379,14 @@ def _readable(folder: Path) -> RunRecord | None:
         return None
 
 
-def _show(options: argparse.Namespace, parser: CommandParser) -> None:
+def _show(options: argparse.Namespace) -> None:
     run = read_run(_find(options.run, options.dir))
     if options.json:
         print(json.dumps(_facts(run), indent=1))
         return
-    began = f"{_time(run.started_s)}, {_state(run)}, {_duration(run.last_s - run.started_s)}"
+    lasted_s = run.last_s - run.started_s
+    lasted = "?" if math.isnan(lasted_s) else str(timedelta(seconds=round(lasted_s)))
+    began = f"{_time(run.started_s)}, {_state(run)}, {lasted}"
     facts = [("run", run.name), ("project", run.project), ("folder", str(run.folder)), ("began", began)]
     if run.num_starts > 1:
         facts.append(("", f"resumed {'once' if run.num_starts == 2 else f'{run.num_starts - 1} times'}"))
@@ -452,7 +410,7 @@ def _show(options: argparse.Namespace, parser: CommandParser) -> None:
         _print_table(table.columns, [tuple(map(str, row)) for row in table.rows])
 
 
-def _plot(options: argparse.Namespace, parser: CommandParser) -> None:
+def _plot(options: argparse.Namespace) -> None:
     runs = [read_run(_find(one, options.dir)) for one in options.runs]
     known = list(dict.fromkeys(name for run in runs for name in run.curves))
     missing = [name for name in options.names or () if name not in known]
@@ -465,12 +423,8 @@ def _plot(options: argparse.Namespace, parser: CommandParser) -> None:
     if not names:
         raise ValueError("there is nothing to draw: no numbers have been logged yet.")
     if options.output is None and sys.stdout.isatty():
-        is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
-        for line in draw_runs_text(runs, names, is_ascii=is_ascii).splitlines():
-            print(_clean(line))
-        print("--output FILE.svg draws a picture.")
-        return
-    show_text(parser, draw_runs_svg(runs, names, log_scale=options.log_scale), options.output)
+        raise ValueError("a terminal shows no picture. Add --output FILE.svg, or see accelfn runs show.")
+    show_text(draw_runs_svg(runs, names, log_scale=options.log_scale), options.output)
 
 
 def _find(given: str, top: str) -> Path:
@@ -520,20 +474,6 @@ def _time(seconds: float) -> str:
     return "?" if math.isnan(seconds) else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _duration(seconds: float) -> str:
-    """Write a duration.
-
-    >>> _duration(3.21), _duration(125), _duration(7322)
-    ('3.2 s', '2 min 5 s', '2 h 2 min')
-    """
-    if math.isnan(seconds):
-        return "?"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def _clean(text: str) -> str:
     r"""Return a text that was logged as one line that does nothing to a terminal.
 
@@ -555,7 +495,7 @@ def _print_table(
     print_table(even[0] if head else (), even[1:], right=right)
 
 
-def runs_parser() -> CommandParser:
+def make_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn runs",

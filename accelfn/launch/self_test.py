@@ -1,5 +1,7 @@
 """``accelfn test``: try the configured setup with small programs whose results are known."""
 
+from __future__ import annotations
+
 import argparse
 import ctypes
 import json
@@ -8,43 +10,74 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Literal, NamedTuple
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.command_line import CommandParser, parse_flags, spell
-from accelfn.launch.selftest.table import CHECK_NAMES, FAULTS, add_missing, print_results, read_results
+from accelfn.launch.command_line import CommandParser, add_launch_flags, parse_flags, spell
 
-_MODULE = "accelfn.launch.selftest"
+_MODULE = "accelfn.launch.self_test_rank"
+_WIDTH = 100
+
+#: Of all checks, in their order.
+CHECK_NAMES = (
+    "ranks and settings",
+    "collectives",
+    "objects across ranks",
+    "process control",
+    "trigger",
+    "random states",
+    "mesh",
+    "loader, shuffled",
+    "loader, even batches",
+    "loader, split batches",
+    "loader, dispatched",
+    "loader, resumed",
+    "training, fp32",
+    "training, accumulation",
+    "training, bf16",
+    "training, as configured",
+    "training, Accelerator",
+    "checkpoint round trip",
+)
+
+#: Begins the name of the row of a rank that has not come so far as to be checked.
+JOINING = "joining"
+
+#: What can be made to go wrong on the last rank, to see that it is found.
+FAULTS = ("settings", "value", "seed", "data", "model", "hang", "death")
 
 
-def run_self_test(argv: Sequence[str]) -> int:
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments after ``test``: its own, and in ``launch_flags`` those of ``accelfn launch``.
+
+    Raises:
+        ConfigurationError: A flag is unknown or has a wrong value, or a script is given.
+    """
+    options, launch_flags = _own_parser().parse_known_args([spell(token) for token in argv])
+    launched = parse_flags(launch_flags)
+    if launched.script is not None:
+        raise ConfigurationError(
+            f"it takes no script, got {launched.script!r}. Give flags of accelfn launch only."
+        )
+    if options.timeout <= 0:
+        raise ConfigurationError(f"--timeout must be more than 0 seconds, got {options.timeout:g}.")
+    return argparse.Namespace(**vars(options), launch_flags=launch_flags)
+
+
+def run(options: argparse.Namespace) -> int:
     """Run ``accelfn test``. Effect: launches the self-test, and prints its table.
-
-    Args:
-        argv: Arguments after ``test``.
 
     Returns:
         0 where every check has passed, 2 where the launch was refused, 128 and more after a signal, 1
         otherwise.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = self_test_parser()
-    options, launch_flags = parser.parse_known_args([spell(token) for token in argv])
-    try:
-        launched = parse_flags(launch_flags)
-    except ConfigurationError as error:
-        parser.error(str(error))
-    if launched.script is not None:
-        parser.error(f"it takes no script, got {launched.script!r}. Give flags of accelfn launch only.")
-    if options.timeout <= 0:
-        parser.error(f"--timeout must be more than 0 seconds, got {options.timeout:g}.")
     with tempfile.TemporaryDirectory(prefix="accelfn-test-") as folder:
         report = Path(folder) / "results"
-        command = self_test_command(options, launch_flags, str(report))
+        command = self_test_command(options, options.launch_flags, str(report))
         status, stop = _run(command)
         results = read_results(report)
         asked = [name for name in CHECK_NAMES if name in options.only] if options.only else CHECK_NAMES
@@ -123,7 +156,7 @@ def self_test_command(
     )
 
 
-def self_test_parser() -> CommandParser:
+def _own_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn test",
@@ -159,3 +192,90 @@ def self_test_parser() -> CommandParser:
         help="break something on the last rank, to see that it is found",
     )
     return parser
+
+
+def make_parser() -> CommandParser:
+    """Describe the arguments of the command: its own, and those of ``accelfn launch``."""
+    parser = _own_parser()
+    add_launch_flags(parser)
+    return parser
+
+
+class Result(NamedTuple):
+    """What became of a check.
+
+    Attributes:
+        name: Of the check.
+        verdict: ``"pass"``, ``"FAIL"``, or ``"cut off"``: it had begun when the ranks ended,
+            or ``"not run"``: after a failure the ranks did not meet again.
+        seconds: That it took.
+        remark: What there is to say.
+    """
+
+    name: str
+    verdict: Literal["pass", "FAIL", "cut off", "not run"]
+    seconds: float
+    remark: str
+
+
+def write_result(path: Path, result: Result) -> None:
+    """Add a line to a file of results. It is read also when the ranks come to a sudden end."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+def read_results(path: Path) -> tuple[Result, ...]:
+    """Read a file of results; of several lines on one check the last counts.
+
+    Args:
+        path: That ranks have written; it may be missing.
+    """
+    if not path.exists():
+        return ()
+    rows = [Result(*json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    return tuple({row.name: row for row in rows}.values())
+
+
+def add_missing(results: Sequence[Result], asked: Sequence[str]) -> tuple[Result, ...]:
+    """Add a row for each check that the ranks have not come to. Pure.
+
+    >>> found = add_missing([Result("trigger", "pass", 0.0, "")], ["trigger", "collectives"])
+    >>> found[1].verdict, found[1].name
+    ('not run', 'collectives')
+    """
+    why = "the ranks had ended before"
+    there = {result.name for result in results}
+    missing = (Result(name, "not run", 0.0, why) for name in asked if name not in there)
+    return (*results, *missing)
+
+
+def print_results(results: Sequence[Result], title: str) -> None:
+    """Print a table.
+
+    Args:
+        results: In their order.
+        title: Of the whole.
+    """
+    failed = [result for result in results if result.verdict != "pass"]
+    total_s = sum(result.seconds for result in results)
+    verdict = f"{len(results) - len(failed)} of {len(results)} checks passed in {total_s:.1f} s"
+    width = max([len(result.name) for result in results], default=0)
+    print(title)
+    for result in results:
+        # What failed is told below in full.
+        remark = result.remark if result.verdict == "pass" else ""
+        line = f"  {result.verdict:<7}  {result.name:<{width}}  {result.seconds:6.2f} s  {remark}"
+        print(line.rstrip())
+    print(verdict)
+    by_remark: dict[str, list[str]] = {}
+    for result in failed:
+        by_remark.setdefault(result.remark, []).append(result.name)
+    for remark, names in by_remark.items():
+        shown = names if len(names) < 5 else [*names[:3], f"and {len(names) - 3} more"]
+        print(f"\n{', '.join(shown)}:")
+        print(_wrapped(remark))
+
+
+def _wrapped(message: str) -> str:
+    lines = [textwrap.wrap(line, _WIDTH - 2) or [""] for line in message.splitlines()]
+    return textwrap.indent("\n".join(part for line in lines for part in line), "  ")

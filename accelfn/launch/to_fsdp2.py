@@ -1,16 +1,17 @@
 """``accelfn to-fsdp2``: a configuration for FSDP, rewritten for FSDP2."""
 
+import argparse
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.errors import ConfigurationError
+from accelfn.launch.command_line import CommandParser
 from accelfn.launch.config.files import format_tree, read_text, read_tree
 from accelfn.launch.config.options import RENAMED
+from accelfn.launch.output import write_text
 
 # Section of a file, and what stands before its keys: Accelerate's, and ours.
 _SECTIONS = (("fsdp_config", "fsdp_"), ("fsdp", ""))
@@ -112,53 +113,36 @@ def _reshards(strategy: object) -> bool:
     return _RESHARDS[name]
 
 
-def run_to_fsdp2(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run ``accelfn to-fsdp2``. Effect: writes the new file, and says what was changed.
-
-    Args:
-        argv: Arguments after ``to-fsdp2``.
 
     Returns:
         The exit status.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = to_fsdp2_parser()
-    options = read_arguments(parser, argv)
     if options.output_file is None and not options.overwrite:
-        parser.error("give --output_file for the new file, or --overwrite to replace the old one.")
+        raise ConfigurationError(
+            "give --output_file for the new file, or --overwrite to replace the old one."
+        )
     for name in ("config_file", "output_file"):
         given: str | None = getattr(options, name)
         if given is not None and not given.strip():
-            parser.error(f"--{name} needs the name of a file, got {given!r}.")
+            raise ConfigurationError(f"--{name} needs the name of a file, got {given!r}.")
     target = Path(options.output_file or options.config_file)
     if options.output_file is not None and os.path.lexists(target) and not options.overwrite:
-        parser.error(f"{target} is there already. Give another --output_file, or --overwrite.")
-    try:
-        tree = read_tree(read_text(options.config_file), options.config_file, typed=True)
-        if not tree:
-            parser.error(f"{options.config_file} is empty. Make a new file, or give another one.")
-        made = rewrite_for_fsdp2(tree)
-        text = format_tree(made.tree, str(target))
-    except (ConfigurationError, MissingExtraError) as error:
-        parser.error(str(error))
+        raise ConfigurationError(f"{target} is there already. Give another --output_file, or --overwrite.")
+    tree = read_tree(read_text(options.config_file), options.config_file, typed=True)
+    if not tree:
+        raise ConfigurationError(f"{options.config_file} is empty. Make a new file, or give another one.")
+    made = rewrite_for_fsdp2(tree)
     if made.notes or options.output_file is not None:
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, target)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            print(f"{parser.prog}: error: {target} can't be written: {error.strerror}.", file=sys.stderr)
-            return 1
+        write_text(target, format_tree(made.tree, str(target)))
     for note in made.notes:
         print(note)
     print(f"{target}: {'rewritten for FSDP2' if made.notes else 'nothing to change'}")
     return 0
 
 
-def to_fsdp2_parser() -> CommandParser:
+def make_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn to-fsdp2",

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.command_line import CommandParser, read_arguments
+from accelfn.errors import ConfigurationError
+from accelfn.launch.command_line import CommandParser
 from accelfn.launch.config.files import find_config_file, read_text, read_tree
 from accelfn.launch.config.secrets import hide_in_words
 
@@ -49,31 +49,20 @@ def tpu_command(
     )
 
 
-def run_tpu_config(argv: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run ``accelfn tpu-config``. Effect: prints the gcloud command, and runs it without ``--debug``.
-
-    Args:
-        argv: Arguments after ``tpu-config``.
 
     Returns:
         The exit status: that of gcloud; 2 for bad input.
-
-    Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = tpu_config_parser()
-    options = read_arguments(parser, argv)
-    try:
-        told = _configured(options.config_file)
-        name = options.tpu_name or told.get("name")
-        zone = options.tpu_zone or told.get("zone")
-        commands = _commands(options, told)
-    except (ConfigurationError, MissingExtraError, OSError, UnicodeDecodeError) as error:
-        parser.error(str(error))
+    told = _configured(options.config_file)
+    name = options.tpu_name or told.get("name")
+    zone = options.tpu_zone or told.get("zone")
+    commands = _commands(options, told)
     if not name:
-        parser.error("no TPU is named. Give --tpu_name, or a --config_file with a name in it.")
+        raise ConfigurationError("no TPU is named. Give --tpu_name, or a --config_file with a name in it.")
     if not commands:
-        parser.error(
+        raise ConfigurationError(
             "there is nothing to run. Give --command, --command_file, or a --config_file with commands."
         )
     install = options.accelfn_version if options.install_accelfn else None
@@ -84,15 +73,11 @@ def run_tpu_config(argv: Sequence[str]) -> int:
     print(shlex.join(hide_in_words(command)), flush=True)  # a log may keep it
     gcloud = shutil.which(command[0])
     if gcloud is None:
-        parser.error(
+        raise ConfigurationError(
             "gcloud isn't on the PATH, and it is what reaches a TPU. Install the Google Cloud CLI, or print "
             "the command with --debug and run it elsewhere."
         )
-    try:
-        return subprocess.call([gcloud, *command[1:]])
-    except OSError as error:
-        print(f"{parser.prog}: error: {gcloud} can't be started: {error.strerror}.", file=sys.stderr)
-        return 1
+    return subprocess.call([gcloud, *command[1:]])
 
 
 def _configured(given: str | None) -> dict[str, Any]:
@@ -123,7 +108,7 @@ def _commands(options: argparse.Namespace, told: Mapping[str, Any]) -> list[str]
     return [line for line in (*lines, *of_flags) if line and not line.startswith("#")]
 
 
-def tpu_config_parser() -> CommandParser:
+def make_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn tpu-config",

@@ -67,7 +67,8 @@ def _consequence(outcome: Outcome, error: BaseException) -> int:
         return 3
     if isinstance(error, MissingRankError):
         return 2
-    return 1 if isinstance(error, CollectiveTimeoutError) else 0
+    lost_connection = "gloo/transport" in str(error)
+    return int(lost_connection or isinstance(error, CollectiveTimeoutError))
 
 
 @contextmanager

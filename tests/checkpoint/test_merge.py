@@ -170,9 +170,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     flags = ["--unsafe-serialization", "--remove_checkpoint_dir"]
     assert main(["merge-weights", *flags, str(source), str(tmp_path / "out")]) == 0
     assert not source.exists()
-    with pytest.raises(SystemExit) as stop:
-        main(["merge-weights", str(source), str(tmp_path)])
-    assert stop.value.code == 2
+    assert main(["merge-weights", str(source), str(tmp_path)]) == 2
     assert "there is no such directory" in capsys.readouterr().err
     write(source, {"model": MODEL})
     (source / ".metadata").write_bytes(b"cut")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accelfn.launch.main import main
-from accelfn.launch.selftest.table import CHECK_NAMES, FAULTS
+from accelfn.launch.self_test import CHECK_NAMES, FAULTS
 
 PAGES = Path(__file__).parents[2] / "docs" / "pages" / "guide"
 

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -120,11 +120,13 @@ def test_a_rank_that_is_killed_is_named() -> None:
 def test_ranks_that_do_not_end_are_ended_and_say_where_they_were(tmp_path: Path) -> None:
     def fn(ctx: af.Context) -> None:
         (tmp_path / "pid").write_text(str(os.getpid()))
+        if ctx.rank == 1:
+            return
         wait_for_godot = threading.Event()
         wait_for_godot.wait()
 
-    with pytest.raises(CollectiveTimeoutError, match="rank 0 did not end in time") as caught:
-        af.launch_processes(fn, 1, timeout_s=8)
+    with pytest.raises(CollectiveTimeoutError, match="ranks 0, 2 did not end in time") as caught:
+        af.launch_processes(fn, 3, timeout_s=8)
     assert "in fn" in str(caught.value)
     assert "longer timeout_s than 8" in str(caught.value)
     assert wait_until_gone([int((tmp_path / "pid").read_text())])
@@ -145,6 +147,17 @@ def test_what_cannot_be_sent_is_refused_on_either_way() -> None:
 def test_leaving_the_process_is_an_error_and_not_the_launchers_own_end() -> None:
     with pytest.raises(DistributedError, match=r"rank 0 left by sys.exit\(3\)"):
         af.launch_processes(lambda ctx: sys.exit(3), 1, timeout_s=60)
+
+    all_reduce = cast("Any", torch.distributed).all_reduce
+
+    def leave(ctx: af.Context) -> None:
+        if ctx.rank == 1:
+            sys.exit(0)
+        for _ in range(2):  # its connection is lost, which isn't what went wrong
+            all_reduce(torch.ones(1))
+
+    with pytest.raises(DistributedError, match=r"rank 1 left by sys.exit\(0\)"):
+        af.launch_processes(leave, 2, timeout_s=60)
 
 
 def at_the_top_of_a_module(ctx: af.Context) -> int:

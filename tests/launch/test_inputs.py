@@ -1,6 +1,5 @@
 """What a launch names must be there, and is looked for without running any of it."""
 
-import base64
 import os
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch import parse_flags, resolve
-from accelfn.launch.inputs import refuse_missing
+from accelfn.launch.launch import refuse_missing
 from accelfn.launch.plan import Script
 
 
@@ -25,32 +24,13 @@ def refuse(*argv: str, script: str = "t.py") -> None:
     refuse_missing(Script(script), resolve(parse_flags(argv).flags, {}))
 
 
-DEEPSPEED = ("--use_deepspeed", "--deepspeed_config_file")
-SAGEMAKER = ("--compute_environment=AMAZON_SAGEMAKER",)
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (("--mpirun_hostfile=nohosts",), "--mpirun_hostfile: there is no file 'nohosts'"),
         (("--mpirun_hostfile=.",), "--mpirun_hostfile: it must be a file, and is a folder: '.'"),
-        (
-            ("--use_deepspeed", "--deepspeed_hostfile=nohosts"),
-            "deepspeed_hostfile: there is no file",
-        ),
         (("--mpirun_hostfile=empty",), "--mpirun_hostfile: 'empty' names no host. Write one on each line"),
-        (("--use_deepspeed", "--deepspeed_hostfile=empty"), "deepspeed_hostfile: 'empty' names no host"),
-        ((*DEEPSPEED, "no.json"), "--deepspeed_config_file: there is no file 'no.json'"),
-        (("--log_dir=t.py",), "--log_dir t.py must be a folder, and .*t.py is a file"),
-        (("--log_dir=t.py/logs",), "--log_dir t.py/logs must be a folder, and .*t.py is a file"),
-        (
-            (*SAGEMAKER, "--sagemaker_inputs_file=no.tsv"),
-            "inputs_file: there is no file 'no.tsv'",
-        ),
-        (
-            (*SAGEMAKER, "--sagemaker_metrics_file=no.tsv"),
-            "metrics_file: there is no file 'no.tsv'",
-        ),
+        (("--log_dir=t.py",), "--log_dir t.py must be a folder, and is a file"),
     ],
     ids=str,
 )
@@ -60,10 +40,6 @@ def test_what_is_not_there_is_named(argv: tuple[str, ...], message: str) -> None
 
 
 def test_what_is_there_is_left_alone() -> None:
-    Path("ds.json").write_text('{"train_batch_size": "auto"}')
-    coded = base64.urlsafe_b64encode(b'{"a": 1}').decode()
-    for given in ("ds.json", "none", '{"a": 1}', coded):
-        refuse(*DEEPSPEED, given)
     refuse("--mpirun_hostfile=hosts", "--log_dir=new/folder")
     refuse("--log_dir=.")
     refuse("--no_python", script=sys.executable)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launch.launch import run_launch
+from accelfn.launch.main import main
 
 STEP = {
     "SLURM_STEP_NUM_NODES": "2",
@@ -25,7 +25,7 @@ def _in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    status = run_launch([*argv, "--cpu", "--dry_run", "t.py"])
+    status = main(["launch", *argv, "--cpu", "--dry_run", "t.py"])
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 
@@ -70,24 +70,24 @@ def test_a_number_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> No
 def test_sbatch_writes_over_its_own_scripts_only(capsys: pytest.CaptureFixture[str]) -> None:
     Path("own.sh").write_text("echo mine\n")
     flags = ("--num_machines=2", "--num_processes=2", "--cpu")
-    assert run_launch([*flags, "--sbatch", "own.sh", "t.py"]) == 2
+    assert main(["launch", *flags, "--sbatch", "own.sh", "t.py"]) == 2
     assert "--sbatch own.sh is there" in capsys.readouterr().err
     assert Path("own.sh").read_text() == "echo mine\n"
     for anew in ("", " anew"):
-        assert run_launch([*flags, "--sbatch", "job.sh", "t.py"]) == 0
+        assert main(["launch", *flags, "--sbatch", "job.sh", "t.py"]) == 0
         assert capsys.readouterr().out == f"wrote job.sh{anew}; start it with: sbatch job.sh\n"
 
 
 def test_a_dry_run_of_sbatch_prints_the_script_and_writes_none(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--num_machines=2", "--num_processes=2", "--cpu", "--sbatch", "job.sh", "--slurm_time=1:00:00")
-    assert run_launch([*flags, "--dry-run", "t.py"]) == 0
+    assert main(["launch", *flags, "--dry-run", "t.py"]) == 0
     printed = capsys.readouterr().out
     assert not Path("job.sh").exists()
-    assert run_launch([*flags, "t.py"]) == 0
+    assert main(["launch", *flags, "t.py"]) == 0
     assert Path("job.sh").read_text() == printed
     assert "dry" not in printed
     short = ("--num_machines=2", "-n", "2", "--cpu", "--sbatch", "short.sh", "--dry_run")
-    assert run_launch([*short, "t.py"]) == 0
+    assert main(["launch", *short, "t.py"]) == 0
     assert "launch --num_processes=2 --num_machines=2 --cpu=true t.py" in capsys.readouterr().out
 
 
@@ -112,7 +112,7 @@ def test_a_configuration_of_accelerate_is_read_and_it_is_said(
     for name in STEP:
         monkeypatch.delenv(name)
     Path("default_config.yaml").write_text(OF_ACCELERATE)
-    assert run_launch(["--config_file", "default_config.yaml", "--print_config"]) == 0
+    assert main(["launch", "--config_file", "default_config.yaml", "--print_config"]) == 0
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
         "accelfn launch: default_config.yaml is a configuration of Accelerate, and is read as one.",
@@ -121,7 +121,7 @@ def test_a_configuration_of_accelerate_is_read_and_it_is_said(
     rows = {line.split()[0]: line.split()[1:] for line in captured.out.splitlines()}
     assert rows["num_processes"] == ["2", "file", "default_config.yaml"]
     assert (rows["mixed_precision"][0], rows["cpu"][0]) == ("bf16", "true")
-    assert run_launch(["--config_file", "default_config.yaml", "-n", "3", "--dry_run", "t.py"]) == 0
+    assert main(["launch", "--config_file", "default_config.yaml", "-n", "3", "--dry_run", "t.py"]) == 0
     assert "--nproc-per-node=3" in capsys.readouterr().out
 
 
@@ -130,7 +130,7 @@ def test_an_engine_to_come_is_refused_with_its_place_and_without_advice(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("a.yaml").write_text(text)
-    assert run_launch(["--config_file", "a.yaml", "--num_machines=1", "t.py"]) == 2
+    assert main(["launch", "--config_file", "a.yaml", "--num_machines=1", "t.py"]) == 2
     said = capsys.readouterr().err
     assert f"--{text.partition(':')[0]} (from file a.yaml, line 1) can't be launched" in said
     assert "yet. Leave it out." in said
@@ -141,12 +141,14 @@ def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     tmp_path.rename(tmp_path.with_name("moved"))
     tmp_path.with_name("moved").joinpath("t.py").unlink()
     tmp_path.with_name("moved").rmdir()
-    assert run_launch(["t.py"]) == 2
+    assert main(["launch", "t.py"]) == 2
     assert "the current folder isn't there any more" in capsys.readouterr().err
 
 
 def test_a_folder_of_logs_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("/proc/self").exists():
         pytest.skip("there is no /proc")
-    assert run_launch(["--cpu", "--num_machines=1", "--num_processes=2", "--log_dir=/proc/x", "t.py"]) == 2
+    assert (
+        main(["launch", "--cpu", "--num_machines=1", "--num_processes=2", "--log_dir=/proc/x", "t.py"]) == 2
+    )
     assert "--log_dir /proc/x can't be made" in capsys.readouterr().err

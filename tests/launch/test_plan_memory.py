@@ -173,12 +173,7 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_bad_input_is_said_in_one_sentence(
     argv: tuple[str, ...], said: str, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status: object
-    try:
-        status = main(["plan-memory", *(source if one == "{source}" else one for one in argv)])
-    except SystemExit as stopped:
-        status = stopped.code
-    assert status == 2
+    assert main(["plan-memory", *(source if one == "{source}" else one for one in argv)]) == 2
     errors = capsys.readouterr().err
     assert "accelfn plan-memory: error: " in errors
     assert said in errors

@@ -161,9 +161,7 @@ def test_bad_input_is_one_sentence_and_status_2(
     monkeypatch.chdir(tmp_path)
     if text is not None:
         Path("config.yaml").write_text(text)
-    with pytest.raises(SystemExit) as stop:
-        main(["to-fsdp2", "--config_file", "config.yaml", *flags])
-    assert stop.value.code == 2
+    assert main(["to-fsdp2", "--config_file", "config.yaml", *flags]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -172,7 +170,5 @@ def test_without_pyyaml_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     (tmp_path / "config.yaml").write_text("a: 1")
-    with pytest.raises(SystemExit) as stop:
-        main(["to-fsdp2", "--config_file", str(tmp_path / "config.yaml"), "--overwrite"])
-    assert stop.value.code == 2
+    assert main(["to-fsdp2", "--config_file", str(tmp_path / "config.yaml"), "--overwrite"]) == 2
     assert "pip install 'accelfn[cli]'" in capsys.readouterr().err

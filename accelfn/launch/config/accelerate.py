@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.files import join_items
-from accelfn.launch.config.options import OPTIONS, RENAMED, Option, read_value, suggest
+from accelfn.launch.config.options import NO_SAGEMAKER, OPTIONS, RENAMED, Option, read_value, suggest
 from accelfn.launch.config.record import LaunchConfig
 
 
@@ -75,9 +75,8 @@ def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
     flat = _flatten(tree)
     kind = str(flat.pop("distributed_type", None) or "NO").upper()
     if flat.get("compute_environment") == "AMAZON_SAGEMAKER":
-        values["sagemaker_distributed_type"] = kind
-    else:
-        _take_kind(kind, values, notes, path)
+        raise ConfigurationError(f"{path}: compute_environment AMAZON_SAGEMAKER: {NO_SAGEMAKER}")
+    _take_kind(kind, values, notes, path)
     if _is_true(flat.pop("fp16", None)):
         flat.setdefault("mixed_precision", "fp16")
     if str(flat.get("mixed_precision", "")).lower() in ("false", ""):

@@ -321,7 +321,7 @@ def format_config(config: LaunchConfig, path: str, names: frozenset[str] | None 
     Args:
         config: What to write.
         path: JSON if it ends in ``.json``, else YAML.
-        names: Options to write; those that differ from their defaults if None. Secrets are never written.
+        names: Options to write; those that differ from their defaults if None.
 
     Raises:
         MissingExtraError: It is to be YAML, and PyYAML isn't installed.
@@ -334,7 +334,7 @@ def format_config(config: LaunchConfig, path: str, names: frozenset[str] | None 
     tree: dict[str, Any] = {"config_version": CONFIG_VERSION}
     for name in changed_values(config) if names is None else [one for one in OPTIONS if one in names]:
         option, value = OPTIONS[name], getattr(config, name)
-        if value is None or option.secret:
+        if value is None:
             continue
         section = tree.setdefault(option.section.name, {}) if option.section.name else tree
         section[option.key] = [*value] if option.kind.has_items else value

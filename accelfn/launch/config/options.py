@@ -173,7 +173,7 @@ def _read_three(text: str) -> tuple[bool, ...]:
 
 BOOL: Kind = Kind("true or false (yes, no, on, off, 1 and 0 do too)", _read_bool, "BOOL", is_bool=True)
 TEXT: Kind = Kind("a text that is not empty", _read_text, "TEXT")
-#: A file that must be there when the value is used; ``accelfn.launch.inputs`` looks for it.
+#: A file that must be there when the value is used; ``accelfn.launch.launch`` looks for it.
 FILE: Kind = Kind("the name of a file", _read_text, "FILE")
 HOST: Kind = Kind("the name or address of a machine", _matching(r"[\w.:%-]+|\[[\w.:%-]+\]"), "HOST")
 ENDPOINT: Kind = Kind(
@@ -229,7 +229,6 @@ class Option:
         about: Help in a few words.
         alias: Short spelling of the flag, such as ``-m``.
         file_key: Key in a file, where it isn't the name without the section's prefix.
-        secret: Whether its value is never printed.
         section: What it belongs to.
     """
 
@@ -239,7 +238,6 @@ class Option:
     about: str
     alias: str = ""
     file_key: str = ""
-    secret: bool = False
     section: Section = Section("")
 
     @property
@@ -300,6 +298,11 @@ NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
         "mixed_precision": ("fp8", "fp8"),
     }
 )
+#: What a launch and an import say of Amazon SageMaker.
+NO_SAGEMAKER = (
+    "accelfn doesn't start SageMaker's jobs. Start one with the estimator of the sagemaker package, whose "
+    "entry point runs accelfn launch."
+)
 #: Options of which at most one may be true; one from a stronger source puts out those of weaker ones.
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("cpu", "multi_gpu", "tpu"),
@@ -317,13 +320,6 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "fp8_optimization_level": "fp8_opt_level",
         "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
         "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-        **{
-            name: f"sagemaker_{name}"
-            for name in (
-                *("profile", "region", "ec2_instance_type", "iam_role_name", "image_uri", "base_job_name"),
-                *("pytorch_version", "transformers_version", "py_version"),
-            )
-        },
     }
 )
 
@@ -357,7 +353,6 @@ _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _CP_STRATEGIES = choice("allgather", "alltoall")
 _ATTENTION = ("auto", "flash", "fused", "unfused", "local", "true")
-_PARALLEL = choice("NO", "DATA_PARALLEL", "MODEL_PARALLEL")
 _PLACES = choice("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
 _OFFLOAD = choice("none", "cpu", "nvme")
 
@@ -541,21 +536,6 @@ _TABLE: tuple[Section | Option, ...] = (
     Option("slurm_output", TEXT, None, "file for the output, such as logs/%j.out"),
     Option("slurm_extra", TEXTS, None, "a further option of sbatch, such as --qos=high; repeatable"),
     Option("slurm_setup", TEXTS, None, "shell command before it, such as module load cuda; repeatable"),
-    Section("Amazon SageMaker", "sagemaker", "sagemaker_", "compute_environment", "AMAZON_SAGEMAKER"),
-    Option("sagemaker_ec2_instance_type", TEXT, None, "machines to rent, such as ml.p3.2xlarge"),
-    Option("sagemaker_iam_role_name", TEXT, None, "role to run as"),
-    Option("sagemaker_image_uri", TEXT, None, "container image"),
-    Option("sagemaker_profile", TEXT, None, "profile of the credentials"),
-    Option("sagemaker_region", TEXT, "us-east-1", "region to run in"),
-    Option("sagemaker_base_job_name", TEXT, "accelfn-sagemaker", "start of the job's name"),
-    Option("sagemaker_pytorch_version", TEXT, "1.10.2", "of the container"),
-    Option("sagemaker_transformers_version", TEXT, "4.17.0", "of the container"),
-    Option("sagemaker_py_version", TEXT, "py38", "of the container"),
-    Option("sagemaker_inputs_file", FILE, None, "TSV of names and places of inputs"),
-    Option("sagemaker_metrics_file", FILE, None, "TSV of names and patterns of metrics"),
-    Option("sagemaker_distributed_type", _PARALLEL, "NO", "how its processes share the work"),
-    Option("aws_access_key_id", TEXT, None, "key, where there is no profile", secret=True),
-    Option("aws_secret_access_key", TEXT, None, "its secret", secret=True),
 )
 
 

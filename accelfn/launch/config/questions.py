@@ -250,11 +250,7 @@ def first_answers(saved: Mapping[str, object], devices: int | None = 0, *, has_t
     >>> dict(first_answers({"max_restarts": 3, "num_processes": 4}))
     {'max_restarts': 3, 'devices': 0, 'has_tpu': False}
     """
-    kept = {
-        name: value
-        for name, value in saved.items()
-        if name not in _DECIDED and value is not None and not OPTIONS[name].secret
-    }
+    kept = {name: value for name, value in saved.items() if name not in _DECIDED and value is not None}
     # A file that is for another machine stays so.
     many = None if devices == 0 and saved.get("multi_gpu") else devices
     return {**kept, "devices": many, "has_tpu": has_tpu or saved.get("tpu") is True}

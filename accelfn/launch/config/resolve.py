@@ -11,7 +11,7 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.launch.config.files import ConfigFile
 from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, read_value
 from accelfn.launch.config.record import LaunchConfig, is_active, list_not_yet
-from accelfn.launch.config.secrets import HIDDEN, hide_in_text
+from accelfn.launch.config.secrets import hide_in_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +228,6 @@ def origin_rows(resolved: Resolved, *, everything: bool = True) -> list[tuple[st
         origin, value = resolved.origins[name], getattr(resolved.config, name)
         if origin.source == "default" and not everything:
             continue
-        if value is None:
-            text = "-"
-        elif option.secret:
-            text = HIDDEN
-        else:
-            text = hide_in_text(option.kind.write(value)).replace("\n", "; ")
+        text = "-" if value is None else hide_in_text(option.kind.write(value)).replace("\n", "; ")
         rows.append((option.path, text, str(origin)))
     return rows

@@ -1,22 +1,34 @@
-"""Which way a script is started, and what every way has in common."""
+"""How a script is started: the choice of the command, and the variables that its processes get."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values, replace
+from accelfn.launch.config.options import NO_SAGEMAKER, OPTIONS
+from accelfn.launch.config.record import LaunchConfig, changed_values, is_active, replace
 from accelfn.launch.config.resolve import Resolved
 from accelfn.launch.config.secrets import hide_in_text
+from accelfn.launch.plan.commands import (
+    LaunchPlan,
+    Script,
+    elastic_options,
+    endpoint_of,
+    plan_mpirun,
+    plan_pod,
+    plan_single,
+    plan_torchrun,
+    plan_xla,
+)
 from accelfn.launch.plan.machine import Machine
-from accelfn.launch.plan.platforms import plan_mpirun, plan_pod, plan_xla
-from accelfn.launch.plan.record import LOOPBACK, LaunchPlan, Rendezvous, Script
-from accelfn.launch.plan.torchrun import endpoint_of, plan_torchrun
-from accelfn.launch.plan.variables import plan_variables
 
+# Sections whose values are all handed on, because the launcher's defaults aren't the record's.
+_WHOLE = ("fsdp", "megatron_lm")
+# How NCCL is told to go through the host's memory.
+_WITHOUT_PEERS = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 # What may differ between machines without harm.
 _OWN = frozenset(
     (
@@ -32,8 +44,6 @@ def plan_launch(
     script: Script,
     environment: Mapping[str, str],
     machine: Machine,
-    *,
-    worker: str = "worker.py",
 ) -> LaunchPlan:
     """Decide the command and the variables that start ``script`` on this machine. Pure.
 
@@ -42,7 +52,6 @@ def plan_launch(
         script: What to run.
         environment: Variables that the command will inherit.
         machine: Facts about this machine.
-        worker: Path of the program that runs a script and keeps what went wrong in it.
 
     Raises:
         ConfigurationError: The machine can't do what the configuration asks for.
@@ -51,15 +60,12 @@ def plan_launch(
     >>> from accelfn.launch.config import Given, resolve
     >>> two = resolve({"num_processes": Given("2", "--num_processes")}, {})
     >>> plan = plan_launch(two, Script("train.py"), {}, Machine(cores=8))
-    >>> plan.argv[-3:], plan.env_changes
-    (('--', 'worker.py', 'train.py'), (('OMP_NUM_THREADS', '4'),))
+    >>> plan.argv[-1], plan.env_changes
+    ('train.py', (('OMP_NUM_THREADS', '4'),))
     """
     config = resolved.config
     if config.compute_environment == "AMAZON_SAGEMAKER":
-        raise NotAvailableError(
-            "compute_environment AMAZON_SAGEMAKER: accelfn doesn't start SageMaker's jobs. Start one with "
-            "the estimator of the sagemaker package, whose entry point runs accelfn launch."
-        )
+        raise NotAvailableError(f"compute_environment AMAZON_SAGEMAKER: {NO_SAGEMAKER}")
     if config.tpu and config.tpu_cluster:
         return plan_pod(config, script)
     total = count_processes(config, machine)
@@ -74,11 +80,11 @@ def plan_launch(
     if config.tpu:
         plan = plan_xla(config, script, machine)
     elif config.mpirun_hostfile is not None:
-        plan = plan_mpirun(config, script, machine, worker, variables)
+        plan = plan_mpirun(config, script, machine, variables)
     elif total == 1 and not _wants_agent(config):
         plan = plan_single(config, script, machine)
     else:
-        plan = plan_torchrun(config, script, machine, worker)
+        plan = plan_torchrun(config, script, machine)
         if config.num_machines > 1 and config.preflight:
             plan = dataclasses.replace(plan, rendezvous=_plan_rendezvous(config, script))
     if plan.way not in ("single", "torchrun"):
@@ -112,21 +118,6 @@ def count_processes(config: LaunchConfig, machine: Machine) -> int:
     return here * config.num_machines
 
 
-def plan_single(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
-    """Run a script by itself, as Python would. Pure.
-
-    Its variables are those of a world of one, so that a script which joins a process group on its own can.
-    """
-    python = () if config.no_python else (machine.python, *(("-m",) if config.module else ()))
-    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": LOOPBACK}
-    return LaunchPlan(
-        way="single",
-        argv=(*python, script.name, *script.args),
-        env_changes=tuple((name, str(value)) for name, value in world.items()),
-        fills_port="MASTER_PORT",
-    )
-
-
 def _wants_agent(config: LaunchConfig) -> bool:
     """Whether one process needs torchrun all the same."""
     return (
@@ -134,22 +125,15 @@ def _wants_agent(config: LaunchConfig) -> bool:
         or config.main_process_port is not None
         or any((config.rdzv_backend, config.rdzv_endpoint, config.rdzv_id, config.rdzv_conf))
         or config.main_process_ip is not None
-        or bool(_agent_options(config))
+        or bool(elastic_options(config))
+        or config.enable_cpu_affinity
     )
-
-
-def _agent_options(config: LaunchConfig) -> list[str]:
-    """List what is asked of torchrun's agent."""
-    return [
-        name
-        for name in changed_values(config)
-        if OPTIONS[name].section.title == "Elastic" or name == "enable_cpu_affinity"
-    ]
 
 
 def _refuse_agent_flags(resolved: Resolved, way: str) -> None:
     """Refuse flags for torchrun's agent where something else starts the processes."""
-    for name in _agent_options(resolved.config):
+    affinity = ["enable_cpu_affinity"] if resolved.config.enable_cpu_affinity else []
+    for name in (*elastic_options(resolved.config), *affinity):
         origin = resolved.origins[name]
         if origin.source == "flag":
             raise ConfigurationError(
@@ -218,20 +202,83 @@ def _check_rendezvous(conf: str | None) -> None:
         )
 
 
-def _plan_rendezvous(config: LaunchConfig, script: Script) -> Rendezvous:
+def _plan_rendezvous(config: LaunchConfig, script: Script) -> Mapping[str, Any]:
     host, port = endpoint_of(config)
     compare = [("num_machines", str(config.num_machines)), ("num_processes", str(config.num_processes))]
     for name, value in changed_values(config).items():
-        if name not in (*_OWN, "num_machines") and not OPTIONS[name].secret:
+        if name not in (*_OWN, "num_machines"):
             # It crosses the network, and is printed where machines differ.
             compare.append((name, "none" if value is None else hide_in_text(OPTIONS[name].kind.write(value))))
     compare.append(("the script", script.name.replace("\\", "/").rpartition("/")[2]))
-    return Rendezvous(
-        host=host,
-        port=port,
-        num_machines=config.num_machines,
-        machine_rank=config.machine_rank,
-        compare=tuple(compare),
-        timeout_s=config.preflight_timeout,
-        may_return=config.max_restarts > 0,
-    )
+    return {
+        "host": host,
+        "port": port,
+        "num_machines": config.num_machines,
+        "machine_rank": config.machine_rank,
+        "compare": tuple(compare),
+        "timeout_s": config.preflight_timeout,
+        "may_return": config.max_restarts > 0,
+    }
+
+
+def plan_variables(
+    resolved: Resolved, machine: Machine, environment: Mapping[str, str], local_size: int
+) -> dict[str, str]:
+    """Decide the variables for the processes of one machine. Pure.
+
+    A value goes out under accelfn's name and under that of Accelerate's launcher. Values that nobody gave
+    stay out, so that the script's own defaults count.
+
+    Args:
+        resolved: The configuration, and where its values came from.
+        machine: Facts about this machine.
+        environment: What the processes inherit.
+        local_size: Processes on this machine.
+    """
+    config = resolved.config
+    found: dict[str, str] = {}
+    for name in _exported(resolved):
+        option = OPTIONS[name]
+        text = option.kind.write(getattr(config, name))
+        if name in ("dynamo_backend", "fp8_backend"):
+            text = text.upper()
+        for variable in option.exports:
+            found[variable] = text
+    if config.gpu_ids != "all" and not config.cpu:
+        chosen = resolved.origins["gpu_ids"].source
+        # What stands in a file is older than what the user has set for this shell.
+        if chosen != "file" or machine.device_variable not in environment:
+            found[machine.device_variable] = config.gpu_ids
+    if machine.has_false_peers and not config.cpu:
+        # NCCL would believe the cards, and hang.
+        found.update({name: "1" for name in _WITHOUT_PEERS if name not in environment})
+    threads = config.num_cpu_threads_per_process
+    if threads is None and "OMP_NUM_THREADS" not in environment:
+        threads = max(1, machine.cores // local_size)  # torchrun would set 1 and leave most cores idle
+    if threads is not None:
+        found["OMP_NUM_THREADS"] = str(threads)
+    return found
+
+
+def _exported(resolved: Resolved) -> Iterator[str]:
+    """Yield the names of the options whose values processes get."""
+    config = resolved.config
+    for name, option in OPTIONS.items():
+        value = getattr(config, name)
+        if not option.exports or value is None or not is_active(config, option):
+            continue
+        if option.section.name == "parallelism":
+            if _is_of_mesh(option.key, config.parallelism_config_cp_size, config.parallelism_config_sp_size):
+                yield name
+        elif (
+            option.section.name in _WHOLE
+            or value != option.default
+            or resolved.origins[name].source != "default"
+        ):
+            yield name
+
+
+def _is_of_mesh(key: str, cp_size: int, sp_size: int) -> bool:
+    if key == "cp_comm_strategy":
+        return cp_size > 1
+    return sp_size > 1 if key.startswith(("sp_seq", "sp_attn")) else True

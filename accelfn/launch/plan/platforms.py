@@ -1,17 +1,15 @@
-"""Other ways than torchrun: mpirun, SLURM, TPUs. Pure functions."""
+"""Clusters: which machine of how many this is under mpirun and SLURM, and a script for sbatch. Pure."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values
+from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.plan.commands import Script
 from accelfn.launch.plan.machine import Machine
-from accelfn.launch.plan.record import LaunchPlan, Script
 
 # Names of rank, size and size on this node, of Open MPI and of Intel MPI and MPICH.
 _RANKS = (
@@ -51,49 +49,6 @@ def read_mpi(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
             )
         return {"num_machines": (int(texts[1]), size), "machine_rank": (int(texts[0]), rank)}
     return {}
-
-
-def plan_mpirun(
-    config: LaunchConfig, script: Script, machine: Machine, worker: str, variables: Mapping[str, str]
-) -> LaunchPlan:
-    """Decide mpirun's arguments. Pure.
-
-    Args:
-        config: With ``num_processes`` decided and a hostfile.
-        script: What to run.
-        machine: Facts about this machine, mpirun among them.
-        worker: Path of the program that runs a Python script and keeps what went wrong in it.
-        variables: What the processes get on all machines; mpirun hands on only what it is told to.
-
-    Raises:
-        ConfigurationError: There is no mpirun.
-    """
-    assert config.num_processes is not None
-    assert config.mpirun_hostfile is not None
-    if machine.mpirun is None:
-        raise ConfigurationError(
-            "--mpirun_hostfile needs mpirun or mpiexec, and neither is on the PATH. Install an MPI, or leave "
-            "the flag out to start through torchrun."
-        )
-    total, local_size = config.num_processes, config.num_processes // config.num_machines
-    hostfile = os.path.expanduser(config.mpirun_hostfile)
-    address = {"MASTER_ADDR": config.main_process_ip} if config.main_process_ip else {}
-    if config.main_process_port:
-        address["MASTER_PORT"] = str(config.main_process_port)
-    handed = {**variables, **address}
-    if machine.is_open_mpi:
-        counts = ("--npernode", str(local_size), "-n", str(total))
-        start = ("--hostfile", hostfile, *counts, "--bind-to", "socket")
-        hand = tuple(part for name in sorted(handed) for part in ("-x", name))
-    else:
-        start = ("-f", hostfile, "-ppn", str(local_size), "-n", str(total))
-        hand = tuple(part for name in sorted(handed) for part in ("-genv", name, handed[name]))
-    python = () if config.no_python else (machine.python, worker, *(("-m",) if config.module else ()))
-    return LaunchPlan(
-        way="mpirun",
-        argv=(machine.mpirun, *start, *hand, *python, script.name, *script.args),
-        env_changes=tuple(address.items()),
-    )
 
 
 def read_step(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
@@ -223,48 +178,3 @@ def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], ma
         f"srun --ntasks-per-node=1 --kill-on-bad-exit=1 {command}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def plan_xla(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
-    """Start a function of the script on every core of this machine's TPU, through torch_xla. Pure."""
-    assert config.num_processes is not None
-    bf16 = "XLA_DOWNCAST_BF16" if config.downcast_bf16 else "XLA_USE_BF16"
-    return LaunchPlan(
-        way="xla",
-        argv=(
-            *(machine.python, "-m", "accelfn.launch.run.xla", config.main_training_function),
-            *(str(config.num_processes), "module" if config.module else "script", script.name, *script.args),
-        ),
-        env_changes=((bf16, "1"),) if config.mixed_precision == "bf16" else (),
-    )
-
-
-def plan_pod(config: LaunchConfig, script: Script) -> LaunchPlan:
-    """Run ``accelfn launch`` on every machine of a TPU pod, through gcloud. Pure.
-
-    Raises:
-        ConfigurationError: The TPU's name or zone is missing.
-    """
-    if config.tpu_name is None or config.tpu_zone is None:
-        raise ConfigurationError(
-            "--tpu_cluster needs --tpu_name and --tpu_zone: gcloud finds the TPU by them."
-        )
-    own = ("tpu_options", "slurm", "sagemaker")
-    flags = [
-        f"--{name}={OPTIONS[name].kind.write(value)}"
-        for name, value in changed_values(config).items()
-        if OPTIONS[name].section.name not in own and name != "num_machines" and value is not None
-    ]
-    inner = shlex.join(("accelfn", "launch", *flags, script.name, *script.args))
-    prefix = " ".join(
-        (*(("sudo",) if config.tpu_use_sudo else ()), "env", *(shlex.quote(one) for one in config.env or ()))
-    )
-    command = f"{prefix} ACCELFN_IN_TPU_POD=1 ACCELERATE_IN_TPU_POD=1 {inner}"
-    workers = ",".join(config.vm) if config.vm else "all"
-    return LaunchPlan(
-        way="tpu_pod",
-        argv=(
-            *("gcloud", "compute", "tpus", "tpu-vm", "ssh", config.tpu_name, "--zone", config.tpu_zone),
-            *("--command", command, "--worker", workers),
-        ),
-    )

@@ -1,5 +1,3 @@
-"""Carry a plan out: meet the other machines, start, hand signals on, and say what went wrong."""
+"""What runs in the processes of a launch: torchrun's agent, the worker of each script, the report."""
 
-from accelfn.launch.run.carry_out import run_plan
-
-__all__ = ("run_plan",)
+__all__: tuple[str, ...] = ()  # programs, and what they need

@@ -113,8 +113,6 @@ parallelism_config:
 use_cpu: false
 """
 
-RENTED = "ec2_instance_type: ml.p3\niam_role_name: me\nprofile: p\nregion: us-east-2"
-
 
 @pytest.mark.parametrize(
     ("text", "expected"),
@@ -155,12 +153,8 @@ RENTED = "ec2_instance_type: ml.p3\niam_role_name: me\nprofile: p\nregion: us-ea
          {"cpu": True, "mpirun_hostfile": "h"}),
         ("distributed_type: XLA\ntpu_use_cluster: true\ntpu_vm: [a, b]\ntpu_name: t\ntpu_zone: z",
          {"tpu": True, "tpu_cluster": True, "vm": ("a", "b"), "tpu_name": "t", "tpu_zone": "z"}),
-        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\n" + RENTED,
-         {"compute_environment": "AMAZON_SAGEMAKER", "sagemaker_distributed_type": "DATA_PARALLEL",
-          "sagemaker_ec2_instance_type": "ml.p3", "sagemaker_iam_role_name": "me", "sagemaker_profile": "p",
-          "sagemaker_region": "us-east-2"}),
     ],
-    ids=["0.11", "0.15", "0.20", "1.15", "no", "mpi", "tpu", "sagemaker"],
+    ids=["0.11", "0.15", "0.20", "1.15", "no", "mpi", "tpu"],
 )  # fmt: skip
 def test_layouts(text: str, expected: dict[str, object]) -> None:
     found = imported(text)

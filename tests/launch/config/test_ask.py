@@ -21,7 +21,7 @@ from accelfn.launch.config.ask import ask_questions
 from accelfn.launch.config.options import FILE
 from accelfn.launch.config.questions import Question, first_answers, values_of
 from accelfn.launch.config.record import replace
-from accelfn.launch.config_command import run_config
+from accelfn.launch.main import main
 
 ROOT = pathlib.Path(__file__).parents[3]
 PATIENCE_S = 60  # until the terminal is taken to hang; no figure of speed
@@ -270,7 +270,7 @@ def test_a_file_that_cannot_be_read_is_not_replaced_unasked(tmp_path: pathlib.Pa
 
 
 def test_without_a_terminal_the_error_names_the_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_config([]) == 2
+    assert main(["config"]) == 2
     error = capsys.readouterr().err
     assert "accelfn config default" in error
     assert "flags" in error
@@ -290,7 +290,7 @@ def test_a_place_that_cannot_be_written_is_said_first(
     (tmp_path / "file").touch()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert run_config(["--config_file", str(tmp_path / place)]) == 2
+    assert main(["config", "--config_file", str(tmp_path / place)]) == 2
     assert reason in capsys.readouterr().err
 
 
@@ -298,8 +298,8 @@ def test_the_file_may_be_named_before_or_behind_a_command(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "a.json")
-    assert run_config(["--config_file", path, "default"]) == 0
-    assert run_config(["show", "--config_file", path]) == 0
+    assert main(["config", "--config_file", path, "default"]) == 0
+    assert main(["config", "show", "--config_file", path]) == 0
     assert f"file: {path}\n" in capsys.readouterr().out
 
 
@@ -309,5 +309,5 @@ def test_a_missing_extra_is_named(
     monkeypatch.setitem(sys.modules, "questionary", None)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert run_config([]) == 2
+    assert main(["config"]) == 2
     assert "pip install 'accelfn[cli]'" in capsys.readouterr().err

@@ -27,7 +27,7 @@ from accelfn.launch.config.questions import (
 )
 from accelfn.launch.plan import machine as machines
 from accelfn.launch.plan.choose import plan_launch
-from accelfn.launch.plan.record import Script
+from accelfn.launch.plan.commands import Script
 
 TEXTS = ("a", "10.0.0.7", "two words", "no", "a,b", "'quoted' \"twice\"", "x: y # z", "Grüße")
 MESH = {
@@ -215,10 +215,6 @@ def test_a_mesh_is_filled_with_shards_and_has_as_many_processes(
     assert config.num_processes == num_processes
     assert (config.fsdp_version, config.fsdp_auto_wrap_policy) == (2, "TRANSFORMER_BASED_WRAP")
     assert answer_all({}, dict(parse_config(format_config(config, "a.json"), "a.json").values)) == config
-
-
-def test_secrets_of_a_file_are_not_taken_along() -> None:
-    assert "aws_secret_access_key" not in first_answers({"aws_secret_access_key": "s"})
 
 
 def test_faults_of_accelerates_questionnaire_are_none_here() -> None:

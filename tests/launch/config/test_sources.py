@@ -122,10 +122,7 @@ def test_a_option_is_parsed_from_its_flag_and_written_to_a_file(option: Option) 
     for path in ("a.yaml", "a.json"):
         text = format_config(config, path)
         back = LaunchConfig(**parse_config(text, path).values)
-        if option.secret:
-            assert first not in text
-        else:
-            assert back == config
+        assert back == config
     if option.no_flag:
         off = resolve(parse_flags([*others, option.no_flag, "train.py"]).flags, {}, writes_sbatch=True).config
         assert getattr(off, option.name) is False
@@ -194,10 +191,6 @@ def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
         (("--slurm_time=1:00:00",), "--slurm_time has no effect without --sbatch FILE"),
         (("--vm=1", "--cpu"), "--vm has no effect without --tpu. Give both"),
         (("--downcast_bf16",), "--downcast_bf16 has no effect without --tpu"),
-        (
-            ("--aws-access-key-id=x",),
-            "--aws-access-key-id has no effect without --compute_environment AMAZON_SAGEMAKER",
-        ),
         (("--machine_rank=1",), "--machine_rank must be 0 to 0 with --num_machines 1, got 1"),
         (("--num_processes=5", "--num_machines=2"), "got 5 processes on 2 machines. Use 4 or 6 processes"),
         (("--num_processes=1", "--num_machines=3"), "got 1 processes on 3 machines. Use 3 processes"),
@@ -272,16 +265,14 @@ def test_other_variables_are_left_alone() -> None:
     assert resolve({}, {name: "1" for name in ours if name not in options}).config == LaunchConfig()
 
 
-def test_print_config_hides_secrets_and_names_sources() -> None:
-    rented = ("--compute_environment=AMAZON_SAGEMAKER", "--aws_secret_access_key=hush")
-    flags = parse_flags([*rented, "--num-processes=2", "t.py"]).flags
+def test_print_config_names_sources() -> None:
+    flags = parse_flags(["--num-processes=2", "t.py"]).flags
     found = origin_rows(resolve(flags, {"ACCELFN_MIXED_PRECISION": "bf16"}))
     rows = {path: f"{value} {origin}".split() for path, value, origin in found}
     assert len(rows) == len(OPTIONS)
     assert rows["num_processes"] == ["2", "flag", "--num-processes"]
     assert rows["mixed_precision"] == ["bf16", "environment", "ACCELFN_MIXED_PRECISION"]
     assert rows["num_machines"] == ["1", "default"]
-    assert "hush" not in str(found)
 
 
 def test_print_config_hides_secrets_in_commands() -> None:

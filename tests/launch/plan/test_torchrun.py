@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch import LaunchPlan, Machine, Script, format_plan, parse_flags, plan_launch, resolve
-from accelfn.launch.plan.torchrun import AGENT
+from accelfn.launch.plan.commands import AGENT, WORKER
 
 TWO_MACHINES = ("--num_machines", "2", "--num_processes", "8", "--main_process_ip", "10.0.0.1")
 
@@ -121,12 +121,12 @@ def read_with_torchrun(plan: LaunchPlan) -> dict[str, object]:
 def test_torchrun_understands_the_plan(flags: tuple[str, ...], expected: dict[str, object]) -> None:
     read = read_with_torchrun(plan_of(*flags, "train.py", "--x"))
     assert {name: read[name] for name in expected} == expected
-    assert (read["training_script"], read["training_script_args"]) == ("worker.py", ["train.py", "--x"])
+    assert (read["training_script"], read["training_script_args"]) == (WORKER, ["train.py", "--x"])
 
 
 @pytest.mark.parametrize(
     ("flag", "script", "rest"),
-    [("-m", "worker.py", ["-m", "train", "-x"]), ("--no_python", "train", ["-x"])],
+    [("-m", WORKER, ["-m", "train", "-x"]), ("--no_python", "train", ["-x"])],
 )
 def test_modules_and_programs(flag: str, script: str, rest: list[str]) -> None:
     read = read_with_torchrun(plan_of("--num_processes=2", flag, "train", "-x"))

@@ -65,18 +65,6 @@ def twice(name: str, value: str) -> dict[str, str]:
             {**twice("DYNAMO_BACKEND", "INDUCTOR"), **twice("DYNAMO_USE_FULLGRAPH", "true")},
             id="compiler",
         ),
-        pytest.param(
-            ("--mixed_precision=fp8", "--fp8_backend=te", "--fp8_override_linear_precision=true,false,true"),
-            {"OMP_NUM_THREADS": "1"},
-            {
-                **twice("MIXED_PRECISION", "fp8"),
-                **twice("FP8_BACKEND", "TE"),
-                **twice("FP8_OVERRIDE_FPROP", "true"),
-                **twice("FP8_OVERRIDE_DGRAD", "false"),
-                **twice("FP8_OVERRIDE_WGRAD", "true"),
-            },
-            id="fp8",
-        ),
     ],
 )
 def test_only_what_was_given_changes_the_environment(
@@ -121,11 +109,6 @@ def test_a_context_reads_what_is_said_of_fsdp_and_the_mesh() -> None:
 def test_a_context_reads_what_is_said_of_the_other_engines() -> None:
     assert read_settings(variables_of("--use_deepspeed", "--zero_stage=3")).use_deepspeed
     assert read_settings(variables_of("--use_megatron_lm", "--megatron_lm_tp_degree=2")).use_megatron_lm
-
-
-def test_deepspeed_hears_what_stands_in_the_file_beside_its_own() -> None:
-    said = variables_of("--use_deepspeed", "--zero_stage=2", file="deepspeed: {gradient_clipping: 1.0}")
-    assert said["ACCELFN_CONFIG_DS_FIELDS"] == "gradient_clipping"
 
 
 def test_a_section_that_is_off_says_nothing() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
 from accelfn.launch import LaunchPlan, Machine, Script, parse_flags, plan_launch, resolve
+from accelfn.launch.launch import run_plan
+from accelfn.launch.plan.commands import WORKER
 from accelfn.launch.plan.platforms import expand_hosts, read_mpi, read_step, write_sbatch
-from accelfn.launch.run import run_plan
 
 OPEN_MPI = Machine(cores=8, mpirun="/usr/bin/mpirun", is_open_mpi=True)
 HYDRA = Machine(cores=8, mpirun="mpiexec")
@@ -31,7 +32,7 @@ def test_mpirun_of_intel_and_mpich() -> None:
     plan = plan_of(*MPI, "train.py", "-x", machine=HYDRA)
     assert plan.argv[:7] == ("mpiexec", "-f", "/h/hosts", "-ppn", "4", "-n", "16")
     assert plan.argv[7:10] == ("-genv", "ACCELERATE_MIXED_PRECISION", "no")
-    assert plan.argv[-4:] == ("python", "worker.py", "train.py", "-x")
+    assert plan.argv[-4:] == ("python", WORKER, "train.py", "-x")
 
 
 def test_mpirun_of_open_mpi_hands_variables_and_the_address_on() -> None:
@@ -43,7 +44,7 @@ def test_mpirun_of_open_mpi_hands_variables_and_the_address_on() -> None:
     handed = [plan.argv[index + 1] for index, word in enumerate(plan.argv) if word == "-x"]
     assert handed == ["ACCELERATE_MIXED_PRECISION", "ACCELFN_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"]
     assert {("MASTER_ADDR", "n0"), ("MASTER_PORT", "77")} <= set(plan.env_changes)
-    assert plan.argv[-4:] == ("python", "worker.py", "-m", "train")
+    assert plan.argv[-4:] == ("python", WORKER, "-m", "train")
 
 
 def test_mpirun_that_is_not_there() -> None:

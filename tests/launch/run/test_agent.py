@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from accelfn.checkpoint import EXIT_PREEMPTED
-from accelfn.launch.plan.torchrun import AGENT
+from accelfn.launch.plan.commands import AGENT
 from accelfn.launch.run.report import Failure, first_failure, format_report, read_failures
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from accelfn.errors import ConfigurationError
+from accelfn.launch.launch import is_port_free
 from accelfn.launch.run import machines as module
-from accelfn.launch.run.carry_out import is_port_free
 from accelfn.launch.run.machines import Machines, join_machines
 from accelfn.launch.run.report import Failure
 

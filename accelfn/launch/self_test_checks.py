@@ -41,7 +41,7 @@ from accelfn.comm import (
 from accelfn.context import JOINED, Context, World, plan_mesh
 from accelfn.context.config import DataLoaderConfiguration, GradScalerKwargs
 from accelfn.data import gather_for_metrics, loader_state, microbatches, prepare_data_loader, restore_loader
-from accelfn.launch.selftest.table import CHECK_NAMES
+from accelfn.launch.self_test import CHECK_NAMES
 from accelfn.training import accumulate, backward, init_scaler, optimizer_step, prepare, unwrap_model
 
 

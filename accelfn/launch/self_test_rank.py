@@ -15,11 +15,11 @@ from accelfn.comm import failing_together, wait_for_everyone
 from accelfn.context import Context, close_context, init_context, text_of
 from accelfn.context.config import Guard, InitProcessGroupKwargs
 from accelfn.errors import AccelfnError, RemoteRankError
-from accelfn.launch.selftest.checks import CHECKS, Check, Trial
-from accelfn.launch.selftest.table import FAULTS, JOINING, Result, print_results, write_result
+from accelfn.launch.self_test import FAULTS, JOINING, Result, print_results, write_result
+from accelfn.launch.self_test_checks import CHECKS, Check, Trial
 
 
-def run_selftest(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the self-test as one rank of whatever world the launcher's variables describe.
 
     Args:
@@ -137,7 +137,7 @@ def _said(error: Exception) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m accelfn.launch.selftest", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m accelfn.launch.self_test_rank", allow_abbrev=False)
     names = tuple(check.name for check in CHECKS)
     parser.add_argument("--only", action="append", default=[], choices=names, metavar="CHECK")
     parser.add_argument("--fault", default="", choices=("", *FAULTS))
@@ -145,3 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--report", default="")
     parser.add_argument("--timeout", type=float, default=120.0)
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,14 +1,13 @@
 """The checks of the self-test: they pass on sound worlds, and each fault makes the right ones fail."""
 
-import io
 from pathlib import Path
 
 import pytest
 
 import accelfn as af
-from accelfn.launch.selftest.checks import CHECKS, Check, Trial, demand
-from accelfn.launch.selftest.program import run_checks
-from accelfn.launch.selftest.table import FAULTS, Result, print_results, read_results, write_result
+from accelfn.launch.self_test import FAULTS, Result, print_results, read_results, write_result
+from accelfn.launch.self_test_checks import CHECKS, Check, Trial, demand
+from accelfn.launch.self_test_rank import run_checks
 from accelfn.testing import Where, run_ranks
 
 # Threads don't replicate models, and share the generators that "random states" is about.
@@ -139,14 +138,13 @@ def test_what_one_rank_finds_every_rank_is_told() -> None:
     assert (second.verdict, second.remark) == ("FAIL", "only here")
 
 
-def test_a_plain_table_tells_failures_in_full(tmp_path: Path) -> None:
+def test_a_plain_table_tells_failures_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = (
         Result("collectives", "pass", 0.25, "over gloo"),
         Result("checkpoint", "FAIL", 1.5, "the weights came back\n  row 2"),
     )
-    out = io.StringIO()
-    print_results(results, "accelfn test", out)
-    assert out.getvalue() == (
+    print_results(results, "accelfn test")
+    assert capsys.readouterr().out == (
         "accelfn test\n"
         "  pass     collectives    0.25 s  over gloo\n"
         "  FAIL     checkpoint     1.50 s\n"
