@@ -233,7 +233,7 @@ def attach_align_device_hook(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: Mapping[int, Any] | None = None,
 ) -> None:
-    """Return an :class:`AlignDevicesHook` to each module that holds tensors of its own.
+    """Attach an :class:`AlignDevicesHook` to each module that holds tensors of its own.
 
     Each module's tensors come when it runs. ``dispatch_model`` and ``cpu_offload`` bring whole layers, and
     the next one while a layer computes, which is faster.
@@ -297,7 +297,9 @@ def attach_align_device_hook_on_blocks(
                     f"attach_align_device_hook_on_blocks: {what} says nothing of the block {missing[0]!r}, "
                     "which the other mapping names. Name the same blocks in both."
                 )
-        devices, offloads = (by_name.get(what) or dict.fromkeys(names, one) for what, one in given.items())
+        devices, offloads = (
+            cast("Any", by_name.get(what) or dict.fromkeys(names, one)) for what, one in given.items()
+        )
         plan.on_blocks(module, module_name, devices, offloads)
     elif offload:
         plan.align(module, module_name, execution_device, True)

@@ -93,7 +93,7 @@ def no_thread_stays() -> Generator[None]:
     left = [thread for thread in threading.enumerate() if thread.name.startswith("accelfn")]
     for thread in left:
         thread.join(20)
-        assert not thread.is_alive()
+        assert not thread.is_alive(), thread.name
 
 
 # --- coming back ---------------------------------------------------------------------------------
