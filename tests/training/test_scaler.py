@@ -99,7 +99,7 @@ def test_states_go_in_and_come_out_unchanged(overflow: bool, interval: int) -> N
 def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, world: int) -> None:
     def run(ctx: Context) -> tuple[list[float], list[float], int]:
         parameter = parameter_with(0.0)
-        af.prepare_model(ctx, torch.nn.ParameterList([parameter]))
+        model = af.prepare_model(ctx, torch.nn.ParameterList([parameter]))
         parameter.sum().backward()
         parameter.grad = torch.full((3,), float("nan") if ctx.rank == world - 1 else 65536.0)
         optimizer = optimizer_over(parameter, kind)
@@ -110,6 +110,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, world: int) ->
         parameter.grad = torch.full((3,), 32768.0)
         state = af.optimizer_step(ctx, optimizer, state)
         assert not step_was_skipped(ctx, state)
+        assert all(
+            one is parameter for one in model.parameters()
+        )  # the model stays, and with it who averages
         return after_first, parameter.tolist(), int(state.num_skipped)
 
     for first, second, skipped in run_ranks(run, world, mixed_precision="fp16"):
