@@ -157,7 +157,8 @@ def test_a_failure_on_one_machine_ends_the_others_and_is_reported_there(
         assert told in lines
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+# One that was killed is missed after half a minute.
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_launcher_that_is_killed_or_stopped_ends_the_others(number: signal.Signals, tmp_path: Path) -> None:
     machines = start_apart(tmp_path, "static", "waits", "600")
     wait_for_both(tmp_path)
@@ -271,7 +272,7 @@ loss_of(ctx, ())
 """
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_frames_of_ranks_that_fail_alike_are_there_once(num_processes: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS_ALIKE)
     # By its failure, a rank must not stop one that is still about to fail.
