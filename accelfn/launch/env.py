@@ -175,12 +175,12 @@ def _describe_cpu() -> dict[str, Any]:
 
 def _describe_memory() -> str:
     try:
-        total, free = (
-            os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
-        )
-    except (AttributeError, OSError, ValueError):
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+        found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE))
+        total, free = (int(found[name]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    except (OSError, KeyError):  # not on Linux
         return "unknown"
-    return f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
+    return f"{total:.1f} GiB, {free:.1f} GiB free"
 
 
 def describe_torch() -> dict[str, Any]:
