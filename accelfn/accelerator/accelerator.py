@@ -50,7 +50,7 @@ from accelfn.context.config import (
     RNGType,
     TorchDynamoPlugin,
 )
-from accelfn.data import MicroBatch, plan_microbatch
+from accelfn.data import MicroBatch, Uneven, plan_microbatch
 from accelfn.data.metrics import gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.training.prepare import check_parameters
@@ -117,6 +117,9 @@ class Accelerator(Extras, Saving):
         ConfigurationError: As :func:`accelfn.init_context` and :func:`accelfn.tracking.plan_trackers`.
         MissingExtraError: The package of a tracker that ``log_with`` names isn't installed.
     """
+
+    step: int
+    uneven: Uneven
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import accelfn.tracking as tracking
 import accelfn.training as training
 from accelfn.accelerator.properties import Holdings
 from accelfn.context.config import ProfileKwargs
-from accelfn.data import shard_sequence
+from accelfn.data import MicroBatch, shard_sequence
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import syncing
 
@@ -22,6 +22,8 @@ from accelfn.parallel.handle import syncing
 class Extras(Holdings):
     """What an Accelerator does beside the training step."""
 
+    step: int
+    last_micro: MicroBatch | None
     _warned: frozenset[str] = frozenset()
     _run: tracking.Trackers | None = None
 

@@ -37,6 +37,8 @@ class Saving(Holdings):
     (``model``, ``optimizer``, ...) where it is the only one of it, else what distinguishes it.
     """
 
+    step: int
+
     @property
     def save_iteration(self) -> int:
         """Number of the next checkpoint that is named by itself, unless there are later ones already."""
