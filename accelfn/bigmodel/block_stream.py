@@ -345,7 +345,7 @@ class BlockPrefetcher:
     # --- what comes and goes; every method but _arrive needs the lock ---
 
     def _want(self, wanter: _Wanter, blocks: tuple[int, ...] | None) -> None:
-        """Say which blocks somebody needs next, and let go what nobody uses or wants any more."""
+        """Note the blocks that a forward pass needs next, and release those that nobody uses or needs."""
         if blocks is None:
             self._wanted.pop(wanter, None)
         else:

@@ -87,16 +87,22 @@ def show_text(text: str, output: str | None) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Write a file whole, or leave what is there. Effect: writes beside it, and renames.
 
+    A link stays one, and what is no file, such as ``/dev/stdout`` or a pipe, is written to.
+
     Raises:
         OSError: It can't be written; it names the file.
     """
-    part = Path(f"{path}.part")
+    is_file = os.path.isfile(path) or not os.path.exists(path)
+    target = os.path.realpath(path) if is_file else os.fspath(path)
+    part = Path(f"{target}.{os.getpid()}.part" if is_file else target)
     try:
         part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        if is_file:
+            os.replace(part, target)
     except OSError as error:
         with contextlib.suppress(OSError):
-            part.unlink()
+            if is_file:
+                part.unlink()
         raise OSError(error.errno, f"can't be written: {error.strerror}", str(path)) from None
 
 

@@ -1,5 +1,6 @@
 """``accelfn config`` writes, shows, renews and takes over files."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.yaml.part").symlink_to("/dev/full")
+    (tmp_path / f"a.yaml.{os.getpid()}.part").symlink_to("/dev/full")
     assert main(["config", "default", "--config_file", str(tmp_path / "a.yaml")]) == 1
     said = "accelfn config default: error: {}: can't be written: No space left on device.\n"
     assert capsys.readouterr().err == said.format(tmp_path / "a.yaml")
