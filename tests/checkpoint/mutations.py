@@ -112,7 +112,7 @@ MUTATIONS = (
     # Order.
     _bug(
         "renamed before the manifest is written",
-        "save",
+        "write",
         f"{_ORDER}[first-1] {_ORDER}[first-2]",
         "            _, error = catch(lambda: write_manifest(disk, stage, manifest))\n",
         "            old, error = catch(lambda: put_in_place(disk, stage))\n"
@@ -124,28 +124,28 @@ MUTATIONS = (
     ),
     _bug(
         "the manifest before the tensors",
-        "save",
+        "write",
         f"{_FAULT}[2-1-replaced-waiting]",
         '        results = phases.gather("write", json.dumps(written), error)\n',
         "        results = [json.dumps([0, 0, {_key(one): [] for one in own}]) for own in job.plan.writes]\n",
     ),
     _bug(
         "what failed on one rank while writing is swallowed",
-        "save",
+        "write",
         f"{_FAULT}[2-1-replaced-waiting] {_FAULT}[1-0-replaced-waiting]",
         'phases.gather("write", json.dumps(written), error)',
         'phases.gather("write", json.dumps(written))',
     ),
     _bug(
         "what failed while committing is swallowed",
-        "save",
+        "write",
         f"{_FAULT}[2-0-replaced-waiting]",
         'phases.gather("commit", "", error)',
         'phases.gather("commit", "")',
     ),
     _bug(
         "what failed while removing older ones is told on one rank",
-        "save",
+        "write",
         f"{_FAULT}[2-0-rotated-waiting]",
         'phases.gather("prune", "", error)',
         'phases.gather("prune", "")',
@@ -180,7 +180,7 @@ MUTATIONS = (
     ),
     _bug(
         "older ones are removed before the commit",
-        "save",
+        "write",
         f"{_FAULT}[1-0-rotated-waiting]",
         "            old, error = catch(lambda: put_in_place(disk, stage))\n",
         "            if job.keep is not None:\n"
