@@ -82,22 +82,22 @@ def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
     board, call_log, rank = ctx.collectives.board, ctx.collectives.call_log, ctx.rank
     end_watch = start_watchdog(board, rank, whole_process=whole_process) if ctx.guard.watchdog else None
 
-    def leave_mesh(*, tell: bool) -> None:
+    def leave_mesh(*, announce: bool) -> None:
         if ctx.mesh is not None:
-            ctx.mesh.leave(tell=tell)
+            ctx.mesh.leave(announce=announce)
 
     try:
         yield
         ctx.world.background.settle()
     except RankDeath:  # no rank is notified
-        leave_mesh(tell=False)
+        leave_mesh(announce=False)
         raise
     except BaseException as error:
         publish(board, call_log, rank, error)
-        leave_mesh(tell=False)
+        leave_mesh(announce=False)
         raise
     else:
-        leave_mesh(tell=True)
+        leave_mesh(announce=True)
         announce_end(board, call_log, rank)
     finally:
         if end_watch is not None:

@@ -186,16 +186,16 @@ def test_each_launcher_is_understood(name: str) -> None:
 # Name: variables, and what the message must say.
 REFUSED: Mapping[str, tuple[Env, str]] = {
     "size without rank": ({"WORLD_SIZE": "2"}, "sets WORLD_SIZE but not RANK"),
-    "negative rank": ({"RANK": "-1", "WORLD_SIZE": "2"}, r"rank must lie in 0\.\.1: got -1"),
+    "negative rank": ({"RANK": "-1", "WORLD_SIZE": "2"}, r"rank must be in 0\.\.1, got -1"),
     "empty world": ({"RANK": "0", "WORLD_SIZE": "0"}, "at least one process is needed for a rank, got 0"),
-    "not a number": ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK must be a whole number: got 'one'"),
+    "not a number": ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK must be an integer, got 'one'"),
     "port outside the range": (
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"},
-        r"MASTER_PORT must lie in 1\.\.65535: got 65536",
+        r"MASTER_PORT must be in 1\.\.65535, got 65536",
     ),
     "local rank outside the node": (
         {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2", **MASTER},
-        r"local_rank must lie in 0\.\.1: got 2",
+        r"local_rank must be in 0\.\.1, got 2",
     ),
     "an empty node": (
         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0", **MASTER},
@@ -203,7 +203,7 @@ REFUSED: Mapping[str, tuple[Env, str]] = {
     ),
     "node outside the nodes": (
         {**torchrun(0, 4, 0, 2, 2, 2)},
-        r"node_rank must lie in 0\.\.1: got 2",
+        r"node_rank must be in 0\.\.1, got 2",
     ),
     "a full node beside others": (torchrun(0, 4, 0, 4, 0, 2), "do not fit a world of 4"),
     "alone, and not": ({"LOCAL_RANK": "-1", "RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK=-1 says"),
@@ -217,7 +217,7 @@ REFUSED: Mapping[str, tuple[Env, str]] = {
         {"PMI_RANK": "1", "PMI_SIZE": "2"},
         "MPI_LOCALRANKID and MPI_LOCALNRANKS do not say",
     ),
-    "SLURM's rank outside its step": (slurm(4, 4, 0, 2, 1, 2, "2(x2)"), r"rank must lie in 0\.\.3: got 4"),
+    "SLURM's rank outside its step": (slurm(4, 4, 0, 2, 1, 2, "2(x2)"), r"rank must be in 0\.\.3, got 4"),
     "SLURM's node outside the list": (slurm(3, 4, 0, 1, 2, 3, "2(x2)"), "SLURM_NODEID=2 lies outside"),
     "SLURM's spread in another form": (slurm(0, 4, 0, 2, 0, 2, "2x2"), "unknown form: '2x2'"),
     "SLURM on several nodes without hosts": (
@@ -267,7 +267,7 @@ def test_first_host_of_a_list(hosts: str, first: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["", ",", "]"])
 def test_an_unknown_list_of_hosts_is_refused(hosts: str) -> None:
-    with pytest.raises(EnvironmentPlanError, match="unknown form"):
+    with pytest.raises(EnvironmentPlanError, match="unknown format"):
         first_host(hosts)
 
 

@@ -113,10 +113,10 @@ def test_a_plan_draws_itself() -> None:
         "           1         0  |     4     5",
         "           1         1  |     6     7",
         "",
-        "dp_replicate: copies of the model, which average their gradients. Rank 0 stands in 0 4.",
-        "dp_shard: ranks that share the parameters of one copy. Rank 0 stands in 0 2.",
-        "tp: ranks that share each layer. Rank 0 stands in 0 1.",
-        "Batches read at a time: 4; ranks 0 1 share one.",
+        "dp_replicate: copies of the model, which average their gradients. Group of rank 0: 0 4.",
+        "dp_shard: ranks that share the parameters of one copy. Group of rank 0: 0 2.",
+        "tp: ranks that share each layer. Group of rank 0: 0 1.",
+        "Batches per step: 4; ranks 0 1 share one.",
     ]
 
 
@@ -126,7 +126,7 @@ def test_what_a_plan_refuses() -> None:
         ConfigurationError, match=r"no axis 'tensor'. Its axes are pp, dp_replicate, .* dp, shard"
     ):
         plan.size("tensor")
-    with pytest.raises(ConfigurationError, match="has ranks 0 to 3: there is no 4"):
+    with pytest.raises(ConfigurationError, match="has ranks 0 to 3, got 4"):
         plan.coordinate(4, "tp")
     with pytest.raises(ConfigurationError, match=r"covers 4 ranks .*Fitting would be .*dp_shard_size=4"):
         plan_mesh(SQUARE, 8)
@@ -519,14 +519,14 @@ def test_exact_mode_has_replicas_and_no_other_axis(axis: str) -> None:
     mesh = ParallelismConfig(dp_replicate_size=2, **cast("Any", {f"{axis}_size": 2}))
 
     def run(ctx: Context) -> float:
-        with pytest.raises(ConfigurationError, match=f"along {axis} ranks have parts.*Leave {axis}_size out"):
+        with pytest.raises(ConfigurationError, match=f"shards along {axis}.*Leave {axis}_size out"):
             ctx.replace(reduction="canonical")
         replicas = ctx.along("dp_replicate").replace(reduction="canonical")
         step = af.value_and_grad(replicas, mean_of_product)
         return float(step(torch.ones(1), torch.tensor([1.0 + ctx.rank]))[0])
 
     assert run_ranks(run, 4, parallelism_config=mesh) == [2.0, 3.0, 2.0, 3.0]
-    with pytest.raises(ConfigurationError, match=f"along {axis} ranks have parts"):
+    with pytest.raises(ConfigurationError, match=f"shards along {axis}"):
         run_ranks(run, 4, parallelism_config=mesh, reduction="canonical")
 
 

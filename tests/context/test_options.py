@@ -66,7 +66,7 @@ def test_an_option_that_is_none_says_nothing() -> None:
 
 def test_unknown_options_are_refused_by_name() -> None:
     with pytest.raises(
-        TypeError, match=r"unknown option\(s\) mixed_precison, steps\. A context has: device_pl"
+        TypeError, match=r"unknown option\(s\) mixed_precison, steps\. The options of a context are device_pl"
     ):
         applied(mixed_precison="bf16", steps=4)
     with pytest.raises(TypeError, match="mixed_precison"):
@@ -234,7 +234,7 @@ def test_how_to_compile_and_to_profile_is_kept() -> None:
 
 
 def test_compiling_is_asked_for_once() -> None:
-    with pytest.raises(ConfigurationError, match="dynamo_backend and dynamo_plugin say the same thing twice"):
+    with pytest.raises(ConfigurationError, match="dynamo_backend and dynamo_plugin both set the backend"):
         applied(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin(backend="EAGER"))
 
 
