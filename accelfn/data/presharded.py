@@ -1,4 +1,4 @@
-"""Read data that was sharded already: every rank its own loader."""
+"""Read data that is already sharded: every rank reads its own loader."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
-from accelfn.data.order import tell
+from accelfn.data.order import set_epoch_of
 from accelfn.data.plan import BatchInfo
 from accelfn.data.reader import EpochPass, Reader, ReadSettings, StreamStates, UserState, length_of, rows_of
-from accelfn.data.rebuild import batch_sampler_of, remake, twin_of
-from accelfn.data.states import State, StatefulIterator, begun_once, restore_sampler, sampler_state
+from accelfn.data.rebuild import Proxy, batch_sampler_of, remake, twin_of
+from accelfn.data.states import State, TrackedStream, iterate_once, restore_sampler, sampler_state
 from accelfn.data.workers import begin_reading
 
-__all__ = ("OwnReader",)
+__all__ = ("PreshardedReader",)
 
 T = TypeVar("T")
 
 
-class OwnReader(Reader[T]):
-    """Hands out what the user's loader gives. ``start`` and ``consumed`` count batches."""
+class PreshardedReader(Reader[T]):
+    """Yields the batches of the user's loader. ``start`` and ``consumed`` count batches."""
 
     def __init__(self, ctx: Context, source: DataLoader[T], seed: int) -> None:
         """Read ``source``."""
         self.seed = seed
-        self.even_batches: bool | None = False  # each rank has what it was given
+        self.even_batches: bool | None = False
         self._ctx = ctx = ctx.along("dp")
         self._source: Any = source
         self._sampler: Any = None
         self._states: StreamStates | None = None
-        self._followed: _Followed | None = None
-        self._to_end: Iterator[Any] | None = None  # of a pass that has given all its batches
+        self._tracked_dataset: _TrackedDataset | None = None
+        self._exhausted: Iterator[Any] | None = None  # a pass that has yielded all its batches
         if isinstance(source.dataset, IterableDataset):
             self._states = StreamStates(ctx, source, source.dataset)
             if source.num_workers == 0:
-                self._followed = _Followed(self._states.follower)
-                self._source = twin_of(source, dataset=self._followed)
+                self._tracked_dataset = _TrackedDataset(self._states.tracked)
+                self._source = twin_of(source, dataset=self._tracked_dataset)
             elif self._states.of_workers:
                 batching = {"batch_size": source.batch_size, "drop_last": source.drop_last}
                 self._source = remake(source, source.dataset, stateful=True, **batching)
@@ -52,88 +52,84 @@ class OwnReader(Reader[T]):
         self.batch_size: int | None = None if size is None else size * ctx.num_processes
 
     def count(self) -> int | None:
-        """Count this rank's batches, where the loader has a length."""
+        """Count this rank's batches, if the loader has a length."""
         return length_of(self._source)
 
-    def can_recall(self, stream: State) -> bool:
-        """Return whether the state of a stream is of this kind of loader."""
-        return self._states is not None and self._states.can_recall(stream)
+    def can_restore(self, stream: State) -> bool:
+        """Return whether a stream's state belongs to this kind of loader."""
+        return self._states is not None and self._states.can_restore(stream)
 
-    def rest(self) -> UserState:
+    def idle_state(self) -> UserState:
         """Return the states between passes."""
         sampler = None if self._sampler is None else sampler_state(self._sampler)
-        return UserState(sampler, None if self._states is None else self._states.rest())
+        return UserState(sampler, None if self._states is None else self._states.idle_state())
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
-        """Begin a pass; what comes before ``start`` is read and thrown away."""
-        if self._followed is not None:
-            self._followed.follower.rewind()
-            tell(self._followed, epoch)
+        """Begin a pass; batches before ``start`` are read and dropped."""
+        if self._tracked_dataset is not None:
+            self._tracked_dataset.tracked.rewind()
+            set_epoch_of(self._tracked_dataset, epoch)
         number = self.count()
-        own = b"" if number is None else str(max(0, number - start)).encode()
-        blobs = (
-            [own] if self._ctx.num_processes == 1 else gather_bytes(self._ctx, Call("a pass over data"), own)
-        )
-        counts = tuple(int(blob) for blob in blobs) if all(blobs) else None
-        recalled, at = self._take_recalled()
-        if self._sampler is not None and recalled.sampler is not None:
-            restore_sampler(self._sampler, recalled.sampler)
+        message = b"" if number is None else str(max(0, number - start)).encode()
+        messages = [message]
+        if self._ctx.num_processes > 1:
+            messages = gather_bytes(self._ctx, Call("a pass over data"), message)
+        counts = tuple(int(message) for message in messages) if all(messages) else None
+        restored, at = self._pop_restored()
+        if self._sampler is not None and restored.sampler is not None:
+            restore_sampler(self._sampler, restored.sampler)
         before = None if self._sampler is None else sampler_state(self._sampler)
-        stream = recalled.stream if recalled.stream is not None and self.can_recall(recalled.stream) else None
-        return EpochPass(counts, self._read(start, stream, at), sampler=before, is_own=True)
+        stream = (
+            restored.stream if restored.stream is not None and self.can_restore(restored.stream) else None
+        )
+        return EpochPass(counts, self._read(start, stream, at), sampler=before, is_rank_local=True)
 
     def finish(self) -> None:
-        """Let the stream see its end, which a loop that knows how many batches there are doesn't ask for."""
-        if self._to_end is not None:
-            next(self._to_end, None)
-            self._to_end = None
+        """Exhaust the stream's iterator: a loop that knows the number of batches stops before its end."""
+        if self._exhausted is not None:
+            next(self._exhausted, None)
+            self._exhausted = None
 
     def _read(self, start: int, stream: State | None, at: int) -> Iterator[tuple[T, BatchInfo]]:
-        if self._followed is not None:
-            self._followed.recalled = stream
+        if self._tracked_dataset is not None:
+            self._tracked_dataset.restored = stream
         elif stream is not None:
             self._source.load_state_dict(stream)
-        batches: Any = begin_reading(self._source, goes_on=start > 0)
+        batches: Any = begin_reading(self._source, is_resumed=start > 0)
         total = self.count()
         for number, batch in enumerate(batches, 1 if stream is None else at + 1):
             if number <= start:
                 continue
             state: State | None = None
-            self._to_end = None
-            if self._followed is not None:
-                state = self._followed.state()
-                self._to_end = batches if state is not None and number == total else None
+            self._exhausted = None
+            if self._tracked_dataset is not None:
+                state = self._tracked_dataset.state()
+                self._exhausted = batches if state is not None and number == total else None
             elif self._states is not None and self._states.of_workers:
                 state = batches.state_dict()
             yield batch, BatchInfo(num_rows=rows_of(batch), consumed=number, stream=state)
 
 
-class _Followed(IterableDataset[Any]):
-    """A stream that is read in this process, with its state. For everything else it is that stream.
+class _TrackedDataset(Proxy, IterableDataset[Any]):
+    """Stands in for a stream that this process reads, and knows its state.
 
     Attributes:
-        follower: Goes through it.
-        recalled: Where the next pass begins; None: at its start.
+        tracked: The stream.
+        restored: Where the next pass begins; None for its start.
     """
 
-    def __init__(self, follower: StatefulIterator) -> None:
-        self.follower = follower
-        self.recalled: State | None = None
-        self._has_ended = False
+    tracked: TrackedStream
+    restored: State | None
+    _has_ended: bool
 
-    def __len__(self) -> int:
-        return len(self.follower.dataset)
+    def __init__(self, tracked: TrackedStream) -> None:
+        super().__init__(tracked.dataset, tracked=tracked, restored=None, _has_ended=False)
 
     def __iter__(self) -> Iterator[Any]:
-        recalled, self.recalled, self._has_ended = self.recalled, None, False
-        yield from begun_once(self.follower.begin(recalled))
+        restored, self.restored, self._has_ended = self.restored, None, False
+        yield from iterate_once(self.tracked.begin(restored))
         self._has_ended = True
-        self.follower.end()
+        self.tracked.end()
 
     def state(self) -> State | None:
-        return self.follower.state(self._has_ended)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("follower", "recalled"):
-            raise AttributeError(name)
-        return getattr(self.follower.dataset, name)
+        return self.tracked.state(self._has_ended)
