@@ -201,8 +201,10 @@ def test_a_timeout_names_the_missing_and_where_they_are() -> None:
     with pytest.raises(CollectiveTimeoutError) as caught:
         watching.wait(never)
     assert str(caught.value).splitlines()[:4] == [
-        "reduce: rank 0 waited 0.5 s in call 2 at train.py:2 in main for ranks 1, 2, 4, which did not "
-        + "arrive.",
+        (
+            "reduce: rank 0 waited 0.5 s in call 2 at train.py:2 in main for ranks 1, 2, 4, "
+            "which did not arrive."
+        ),
         "  rank 1 waits in call 1, gather at train.py:1 in main",
         "  rank 2 was last seen in call 1, gather at train.py:1 in main",
         "  rank 4 was last seen in call 1, gather at train.py:1 in main",
