@@ -108,8 +108,8 @@ def count_rows(tree: Any, name: str, reason: str, *, with_others: bool = False) 
             if with_others and not is_packed_sequence(leaf):
                 continue
             raise ValueError(
-                f"{reason}, and {structure.paths(name)[index]} of type {type(leaf).__name__} can't be split. "
-                "Make it a tensor, or let loss_fn close over it."
+                f"{reason}, and {structure.paths(name)[index]} is of type {type(leaf).__name__}, which can't "
+                "be split. Make it a tensor, or let loss_fn close over it."
             )
         if leaf.dim() == 0:
             continue
