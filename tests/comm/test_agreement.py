@@ -124,7 +124,7 @@ def test_ranks_with_different_guards_are_told_so(usual: Guard, odd: Guard, said:
     for error in errors:
         assert isinstance(error, MismatchError)
         assert [(row.rank, row.found) for row in error.rows] == [(2, said)]
-        assert "Give all ranks the same guard" in error.hint
+        assert "Use the same guard on all ranks" in error.hint
 
 
 @given(worlds().flatmap(rank_trees), st.booleans())
@@ -396,7 +396,7 @@ def with_odd_one(size: int, odd: int, **changed: Any) -> list[CallRecord]:
         (
             {"place": "batch 2 of epoch 0"},
             Disagreement(1, "", "", "batch 2 of epoch 0"),
-            "The ranks are at different places in their data.",
+            "The ranks are at different positions in their data.",
         ),
         (
             {"leaves": {"tree['x']": "float32 (3,)"}},
@@ -418,7 +418,7 @@ def with_odd_one(size: int, odd: int, **changed: Any) -> list[CallRecord]:
         (
             {"guard": 'guard mode "off"'},
             Disagreement(1, "", 'guard mode "sampled"', 'guard mode "off"'),
-            "Give all ranks the same guard",
+            "Use the same guard on all ranks",
         ),
     ],
     ids=("operation", "number", "place", "leaf", "no leaf", "option", "container", "tag", "guard"),

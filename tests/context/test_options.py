@@ -277,9 +277,9 @@ def test_debug_is_the_full_mode_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"guard": "off", "debug": True}, "debug=True means .* mode is full, and guard asks for 'off'"),
+        ({"guard": "off", "debug": True}, "debug=True means .* mode is full, but guard is 'off'"),
         ({"guard": OWN, "debug": True}, "debug=True means .* guard asks for 'sampled'"),
-        ({"guard": "full", "debug": False}, "debug=False means .* not full, and guard asks for 'full'"),
+        ({"guard": "full", "debug": False}, "debug=False means .* not full, but guard is 'full'"),
         ({"guard": "strict"}, "'strict'"),
     ],
 )

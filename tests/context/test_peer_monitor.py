@@ -218,7 +218,7 @@ def test_a_timeout_names_the_missing_and_where_they_are() -> None:
 
 def test_a_rank_that_was_seen_in_a_forward_pass_may_wait_in_its_backward_pass() -> None:
     after_forward = str(late_error(journal_of("forward", "gather"), 0, 1.5, [1]))
-    assert "may be in its backward pass, waiting for ranks that have left theirs out" in after_forward
+    assert "may be in its backward pass, waiting for ranks that skip theirs" in after_forward
     assert "backward" not in str(late_error(journal_of("gather", "forward"), 0, 1.5, [1]))
 
 
@@ -360,12 +360,12 @@ def test_a_timeout_prints_where_every_rank_is(on: Where, capfd: pytest.CaptureFi
         run_ranks(work, 2, on, guard=guard)
     printed = capfd.readouterr().err
     first, _, second = printed.partition("--- rank 1 ---")
-    assert "Where each rank is:\n--- rank 0 ---" in first
+    assert "Stacks of each rank:\n--- rank 0 ---" in first
     assert "in waiting_for_the_others" in first
     assert "in busy_elsewhere" not in first
     assert "in busy_elsewhere" in second
     assert "in waiting_for_the_others" not in second
-    assert printed.count("Where each rank is:") == 1
+    assert printed.count("Stacks of each rank:") == 1
 
 
 def test_of_several_that_give_up_one_prints(capfd: pytest.CaptureFixture[str]) -> None:

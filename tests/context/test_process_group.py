@@ -292,7 +292,8 @@ def test_a_group_that_is_closed_says_so_and_is_not_kept_alive() -> None:
         return ctx.world.group is None, str(caught.value)
 
     said = (
-        "all_gather_bytes: the process group of this context is closed. Make a new context with init_context."
+        "all_gather_bytes: the process group of this context is closed. Create a new context with "
+        "init_context."
     )
     gone = (True, said)
     assert run_ranks(close, 2, "processes") == [gone, gone]
