@@ -226,7 +226,7 @@ def test_a_rank_that_was_seen_in_a_forward_pass_may_wait_in_its_backward_pass() 
 def test_a_board_that_never_answers_does_not_keep_the_rank(
     blocked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_JOIN_S", "_LAST_WORDS_S"):
+    for name in ("_JOIN_S", "_BOARD_S"):
         monkeypatch.setattr(peer_monitor, name, 0.05)
     release = threading.Event()
 
