@@ -352,7 +352,7 @@ REFUSED: tuple[tuple[Callable[[Context], Any], type[Exception], str], ...] = (
         "'sum' or 'mean', got 'max'",
     ),
     (lambda ctx: reduce_scatter(ctx, torch.arange(2), reduction="mean"), TypeError, "can't represent a mean"),
-    (lambda ctx: all_to_all(ctx, torch.ones(2), 0, 1), ValueError, "so no dim 1"),
+    (lambda ctx: all_to_all(ctx, torch.ones(2), 0, 1), ValueError, "but no dim 1"),
     (
         lambda ctx: permute(ctx, torch.ones(2), [0, 0]),
         ValueError,

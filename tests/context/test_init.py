@@ -540,7 +540,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_where_the_address_was_guessed_the_limit_is_short_and_the_variables_are_named(
     alone: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(init, "_GUESSED_PATIENCE", timedelta(seconds=1))
+    monkeypatch.setattr(init, "_DEFAULT_ADDRESS_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(DistributedError) as caught:
         init_context(cpu=True)
     assert "1 of 2 ranks did not connect within 1 s." in str(caught.value)
