@@ -1,4 +1,4 @@
-"""Every exception that accelfn raises on purpose.
+"""All exception classes of accelfn.
 
 ::
 
@@ -10,18 +10,18 @@
     |-- NonFiniteGradientError    (FloatingPointError)   a gradient is infinite or NaN
     |-- DoesNotFitError           (ValueError)           a model doesn't fit into the memory it may use
     |-- CheckpointError                                  a checkpoint can't be written or loaded
-    |   |-- NoCheckpointError     (FileNotFoundError)    there is no committed one in the directory
-    |   |-- DamagedCheckpointError (ValueError)          its bytes aren't those that were written
-    |   `-- CheckpointMismatchError (ValueError)         it holds another tree than the one to load into
+    |   |-- NoCheckpointError     (FileNotFoundError)    the directory has no committed checkpoint
+    |   |-- DamagedCheckpointError (ValueError)          a file differs from what was written
+    |   `-- CheckpointMismatchError (ValueError)         the checkpoint's tree differs from the target
     `-- DistributedError          (RuntimeError)         several ranks are involved
-        |-- MismatchError                                ranks called different things
+        |-- MismatchError                                ranks called different operations
         |   `-- UnevenDataError                          ranks have different numbers of batches
-        |-- ReplicaDriftError                            what should be equal on every rank isn't
+        |-- ReplicaDriftError                            replicas differ between ranks
         |-- RemoteRankError                              another rank failed
-        |-- MissingRankError                             a rank ended without taking part
+        |-- MissingRankError                             a rank ended before a collective
         `-- CollectiveTimeoutError (TimeoutError)        a rank did not arrive in time
 
-A wrong argument of a single call is a plain ``ValueError`` or ``TypeError``.
+Wrong arguments of a single call raise a plain ``ValueError`` or ``TypeError``.
 """
 
 import math
@@ -59,7 +59,7 @@ _MAX_ROWS = 20
 
 
 class AccelfnError(Exception):
-    """Base of every exception that accelfn raises on purpose."""
+    """Base class of accelfn's exceptions."""
 
 
 class ConfigurationError(AccelfnError, ValueError):
@@ -67,7 +67,7 @@ class ConfigurationError(AccelfnError, ValueError):
 
 
 class EnvironmentPlanError(ConfigurationError):
-    """The variables that a launcher set do not describe one world."""
+    """A launcher's environment variables are incomplete or contradictory."""
 
 
 class NotAvailableError(AccelfnError, NotImplementedError):
@@ -75,11 +75,11 @@ class NotAvailableError(AccelfnError, NotImplementedError):
 
 
 class MissingExtraError(AccelfnError, ImportError):
-    """An optional package is needed and not installed."""
+    """A required optional package is not installed."""
 
 
 class NonFiniteGradientError(AccelfnError, FloatingPointError):
-    """Gradients are infinite or NaN, and a step would ruin the parameters.
+    """Gradients are infinite or NaN, and the optimizer step was not taken.
 
     Attributes:
         by_rank: Paths of the parameters whose gradients are not finite, by rank.
@@ -106,22 +106,22 @@ class NonFiniteGradientError(AccelfnError, FloatingPointError):
 
 
 class DoesNotFitError(AccelfnError, ValueError):
-    """A part of a model that can't be split fits into none of the places that are left for it."""
+    """A part of a model that can't be split fits on none of the remaining devices."""
 
 
 class CheckpointError(AccelfnError):
-    """A checkpoint can't be written, found or taken up. What was there before is still there."""
+    """A checkpoint can't be written, found or loaded. An earlier checkpoint is unchanged."""
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no committed checkpoint in the directory."""
+    """The directory has no committed checkpoint."""
 
 
 class DamagedCheckpointError(CheckpointError, ValueError):
-    """A file of a checkpoint isn't what was written. Nothing of it was taken up.
+    """A file of a checkpoint differs from what was written. Nothing was loaded.
 
     Attributes:
-        file: Its name in the checkpoint; "" where no single file is to blame.
+        file: Its name in the checkpoint; "" if there is no single such file.
     """
 
     def __init__(self, message: str, file: str = "") -> None:
@@ -138,15 +138,15 @@ class Misfit(NamedTuple):
     """One row of a :class:`CheckpointMismatchError`: a leaf that can't be loaded."""
 
     path: str  # such as "model.0.weight"
-    stored: str  # what the checkpoint has: dtype and shape, a type, or "nothing"
-    wanted: str  # what the tree to load into has
+    stored: str  # in the checkpoint: dtype and shape, a type, or "nothing"
+    wanted: str  # in the target
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """A checkpoint holds another tree than the one to load into. Nothing was changed.
+    """A checkpoint's tree differs from the target tree. Nothing was loaded.
 
     Attributes:
-        rows: Each leaf that is missing, extra, misshapen or of another dtype.
+        rows: Each leaf that is missing, extra, or of another shape or dtype.
     """
 
     def __init__(self, message: str, rows: Sequence[Misfit]) -> None:
@@ -169,20 +169,20 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 
 class DistributedError(AccelfnError, RuntimeError):
-    """Something went wrong between ranks; each rank of the world raises."""
+    """An error that involves several ranks; every rank raises."""
 
 
 class Disagreement(NamedTuple):
-    """One row of a :class:`MismatchError`: where one rank differs from the others."""
+    """One row of a :class:`MismatchError`: how one rank differs from the others."""
 
     rank: int
-    path: str  # of the leaf, such as "tree['x'][0]"; empty when the whole call differs
-    expected: str  # what most ranks have
-    found: str  # what this rank has
+    path: str  # of the leaf, such as "tree['x'][0]"; empty if the whole call differs
+    expected: str  # on most ranks
+    found: str  # on this rank
 
 
 class Caller(NamedTuple):
-    """What one rank called, and from where."""
+    """The call of one rank."""
 
     rank: int
     operation: str
@@ -190,13 +190,13 @@ class Caller(NamedTuple):
 
 
 class MismatchError(DistributedError):
-    """Ranks called different operations, or the same one on different trees, or from different places.
+    """Ranks called different operations, or one operation with different trees or at different places.
 
     Attributes:
-        operation: Name of the operation, as most ranks called it.
-        rows: What differs, by rank and tree path.
-        callers: What each rank called, in rank order; empty where only the rows are known.
-        hint: What to do.
+        operation: Name of the operation on most ranks.
+        rows: Differences, by rank and tree path.
+        callers: Call of each rank, in rank order; empty if unknown.
+        hint: Remedy.
     """
 
     def __init__(
@@ -224,10 +224,10 @@ class MismatchError(DistributedError):
 
 
 class UnevenDataError(MismatchError):
-    """Ranks have different numbers of batches, and would wait for each other for ever.
+    """Ranks have different numbers of batches, so some would wait for ever.
 
     Attributes:
-        counts: Batches by rank: what each has, or what it has taken so far.
+        counts: Batches of each rank, in total or so far.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class UnevenDataError(MismatchError):
         callers: Sequence[Caller] = (),
         counts: Sequence[int] = (),
     ) -> None:
-        """Keep the counts beside the rows."""
+        """Keep the counts and rows."""
         self.counts: tuple[int, ...] = tuple(counts)
         super().__init__(operation, rows, hint, callers)
 
@@ -262,30 +262,30 @@ class RemoteTraceback(Exception):  # noqa: N818 -- shown as a cause, never raise
         super().__init__(text)
 
     def __str__(self) -> str:
-        """Show the traceback below a line of its own."""
+        """Show the traceback on its own lines."""
         return f"\n{self.text}"
 
 
 class Drift(NamedTuple):
-    """One row of a :class:`ReplicaDriftError`: a leaf that isn't what it is on the reference rank."""
+    """One row of a :class:`ReplicaDriftError`: a leaf that differs from the reference rank's."""
 
     rank: int
     path: str  # of the leaf, such as "tree['weight']"
-    reference: int  # a rank that has what most ranks have
+    reference: int  # a rank with the most common value
     num_elements: int
-    num_differing: int | None = None  # elements of which any bit differs; None: the leaf wasn't compared
-    # Greatest absolute difference: 0 where only signs of zeros differ, NaN where a NaN met something else,
-    # None where torch can't compute with the dtype.
+    num_differing: int | None = None  # elements with different bits; None: not compared
+    # Largest absolute difference: 0 if only signs of zeros differ, NaN if a NaN is compared with another
+    # value, None if torch can't compute with the dtype.
     largest: float | None = None
     position: tuple[int, ...] | None = None  # of the element that differs most
 
 
 class ReplicaDriftError(DistributedError):
-    """Ranks hold different values of what should be the same on all of them.
+    """Values that should be equal on all ranks differ.
 
     Attributes:
-        operation: Name of the operation that found it.
-        rows: Each leaf on each rank that differs from what most ranks have.
+        operation: Name of the operation that found the difference.
+        rows: Each differing leaf of each rank.
     """
 
     def __init__(self, operation: str, rows: tuple[Drift, ...]) -> None:
@@ -306,15 +306,15 @@ class ReplicaDriftError(DistributedError):
 
 
 class RemoteRankError(DistributedError):
-    """Another rank failed, so the operation can't be carried out on this one.
+    """Another rank failed, so the operation can't complete on this one.
 
-    Its cause (``__cause__``) shows the traceback of the other rank, where it is known.
+    ``__cause__`` shows the traceback of the other rank, if known.
 
     Attributes:
         rank: The rank that failed.
         cause: Name of its exception's class.
         message: Its exception's message.
-        operation: What it was doing: the operation across ranks, or the block or loader that failed.
+        operation: The operation, block or loader that failed there.
         traceback: Its traceback as text, or "".
     """
 
@@ -336,15 +336,15 @@ class RemoteRankError(DistributedError):
 
 
 class MissingRankError(DistributedError):
-    """A rank ended its work while others still wait for it in a collective."""
+    """A rank ended while others wait for it in a collective."""
 
 
 class CollectiveTimeoutError(DistributedError, TimeoutError):
-    """A rank did not arrive at a collective within the time allowed."""
+    """A rank did not arrive at a collective within the timeout."""
 
 
 def _table(rows: Sequence[Disagreement], callers: Sequence[Caller]) -> list[str]:
-    """Format the rows in columns, and below them what each rank called."""
+    """Format the rows as columns, followed by each rank's call."""
     by_rank = {caller.rank: caller for caller in callers}
     titles = ("rank", "operation", "call site", "leaf", "found", "expected")
     cells: list[tuple[str, ...]] = []
@@ -369,7 +369,7 @@ def _table(rows: Sequence[Disagreement], callers: Sequence[Caller]) -> list[str]
 
 
 def _ranges(ranks: list[int]) -> str:
-    """Write ranks briefly.
+    """Format ranks as ranges.
 
     >>> _ranges([0, 1, 2, 5])
     '0-2, 5'
@@ -384,7 +384,7 @@ def _ranges(ranks: list[int]) -> str:
 
 
 def _amount(row: Drift) -> str:
-    """Return how much a leaf differs."""
+    """Describe how much a leaf differs."""
     if row.num_differing is None:
         return f"differs from rank {row.reference}"
     text = f"{row.num_differing} of {row.num_elements} elements differ from rank {row.reference}"

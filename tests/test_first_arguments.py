@@ -40,7 +40,7 @@ def arguments(name: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", TAKES_CONTEXT)
 def test_a_forgotten_context_is_named(name: str) -> None:
     with pytest.raises(
-        TypeError, match=rf"^{name}: the first argument is the Context, got Linear\. Write {name}"
+        TypeError, match=rf"^{name}: the first argument must be the Context, got Linear\. Write {name}"
     ):
         use(name, nn.Linear(1, 1), *arguments(name))
 

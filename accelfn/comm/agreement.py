@@ -1,11 +1,11 @@
-"""Before anything moves, the ranks agree on what they are about to do.
+"""The agreement of the ranks on the operation that they are about to carry out.
 
-Each operation across ranks opens with one exchange of equal size on every rank, whatever the operation and
-the tree. In it each rank says a fingerprint of all it has called so far (operations, options, structures,
-shapes, dtypes, call sites) and whether it can go on. All ranks see what all said, so all come to the same
-verdict: go on, raise because a rank can't, or raise because they differ. Nobody is left waiting, and tensors
-of another shape are never taken for the right ones. Whatever is small enough travels in the same exchange, so
-that agreement costs no extra message for small trees.
+Each operation across ranks opens with one exchange of a fixed size, for any operation and tree. Each rank
+sends a fingerprint of all its calls so far (operations, options, structures, shapes, dtypes, call sites) and
+whether it can take part. Since every rank receives the same messages, all of them decide alike: continue,
+raise because a rank can't take part, or raise because the calls differ. So no rank is left waiting, and
+tensors of different shapes are never combined. Small payloads are sent in the same exchange, so that the
+agreement costs no extra message for small trees.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from accelfn.context.config import GuardMode
 from accelfn.errors import Caller, Disagreement, MismatchError, RemoteRankError, UnevenDataError
 from accelfn.tree import Buffer, PackSpec, TreeSpec, flatten, flatten_group
 
-# Every buffer starts at a multiple of the largest element (complex128), so that a view of any dtype is
-# possible.
+# Buffers are aligned to the largest element (complex128), so that they can be viewed as any dtype.
 ALIGNMENT = 16
 
 
@@ -49,7 +48,7 @@ def padded_size(num_bytes: int) -> int:
 
 
 def write_groups(target: torch.Tensor, groups: tuple[Buffer, ...], leaves: list[torch.Tensor]) -> None:
-    """Write the leaves of ``groups`` one after the other into ``target``, uint8 and large enough."""
+    """Write the leaves of ``groups`` consecutively into ``target``, which is uint8 and large enough."""
     start = 0
     for group in groups:
         if group.num_bytes:
@@ -68,11 +67,11 @@ def read_groups(source: torch.Tensor, groups: tuple[Buffer, ...]) -> list[torch.
 
 
 _MAX_ROWS = 20
-_SHOWN = 200
+_MAX_CHARS = 200
 
 
-class Said(NamedTuple):
-    """What one rank said of its call."""
+class CallRecord(NamedTuple):
+    """A rank's full description of its call, which is exchanged only to explain a mismatch."""
 
     operation: str
     site: str
@@ -80,151 +79,158 @@ class Said(NamedTuple):
     number: int
     text: str  # options, then what must be equal of the tree
     tag: str
-    line: str  # the call's own, and the first one of its form
+    line: str  # of the call, and of the first call of its form
     place: str
-    leaves: dict[str, str]  # kind of each leaf, by path
-    passes: list[tuple[int, int, bool]]  # open ones, outermost first: what preceded it, batches, has it ended
+    leaves: dict[str, str]  # description of each leaf, by path
+    passes: list[tuple[int, int, bool]]  # open passes, outermost first: number, batches, has_ended
     recent: list[tuple[int, str, str, str]]  # number, operation, site, chain of calls not compared yet
-    # Axes along which ranks have one batch, the batch, and the kind of each leaf of it, by path.
+    # Axes along which ranks share a batch, the index of the batch, and descriptions of its leaves by path.
     shared: tuple[str, int, dict[str, str]] | None = None
 
 
-def find_difference(said: Sequence[Said]) -> MismatchError:
-    """Find the first thing in which the calls of the ranks differ.
+def find_mismatch(records: Sequence[CallRecord]) -> MismatchError:
+    """Return the error for the first difference between the ranks' calls.
 
     Args:
-        said: By rank.
+        records: By rank.
 
     Returns:
-        The error to raise: the same on every rank, since all were told the same.
+        The error, the same on every rank, since all have the same records.
     """
-    operation = _most([one.operation for one in said])
-    callers = [Caller(rank, one.operation, one.site) for rank, one in enumerate(said)]
-    # Before all else: ranks that compare different things can't agree, whatever they call.
-    if rows := _unequal([one.guard for one in said]):
+    operation = _most_common([record.operation for record in records])
+    callers = [Caller(rank, one.operation, one.site) for rank, one in enumerate(records)]
+    # First, since ranks whose guards compare different things can't agree on any call.
+    if rows := _differing([record.guard for record in records]):
         return MismatchError(
-            operation, rows[:_MAX_ROWS], "Give all ranks the same guard, in init_context or replace.", callers
+            operation,
+            rows[:_MAX_ROWS],
+            "Use the same guard on all ranks, in init_context or replace.",
+            callers,
         )
-    earlier = _first_difference(said)
+    earlier = _find_earlier_mismatch(records)
     if earlier is not None:
         return earlier
-    rows, hint = _rows(said)
-    left_out = len(rows) - _MAX_ROWS
-    if left_out > 0:
-        hint = f"  ... and {left_out} more\n{hint}"
+    rows, hint = _rows(records)
+    num_omitted = len(rows) - _MAX_ROWS
+    if num_omitted > 0:
+        hint = f"  ... and {num_omitted} more\n{hint}"
     rows = rows[:_MAX_ROWS]
-    uneven = _uneven(said)
+    uneven = _find_uneven(records)
     if uneven is not None:
         counts, ended = uneven
         hint = (
-            f"Batches taken so far are counted above; rank(s) {', '.join(map(str, ended))} had no more. Give "
-            'all ranks equally many: even_batches=True, drop_last=True, or uneven="stop_first".'
+            f"The counts above are batches read so far; rank(s) {', '.join(map(str, ended))} had no more. "
+            'Use the same number on all ranks: even_batches=True, drop_last=True, or uneven="stop_first".'
         )
         return UnevenDataError(operation, rows, hint, callers, counts)
     return MismatchError(operation, rows, hint, callers)
 
 
-def _uneven(said: Sequence[Said]) -> tuple[list[int], list[int]] | None:
-    """Find a pass that all ranks are in and that some have ended; give batches by rank, and who has no more.
+def _find_uneven(records: Sequence[CallRecord]) -> tuple[list[int], list[int]] | None:
+    """Return the batches by rank and the ranks that have ended, of a pass that only some ranks have ended.
 
-    Passes that only some ranks have begun, as in an evaluation on one of them, say nothing of the data.
+    Passes that only some ranks have begun, such as an evaluation on one of them, don't count.
     """
-    for passes in reversed(list(zip(*(one.passes for one in said), strict=False))):
+    for passes in reversed(list(zip(*(record.passes for record in records), strict=False))):
         numbers, counts, has_ended = zip(*passes, strict=True)
         if len(set(numbers)) == 1 and len(set(counts)) > 1 and any(has_ended):
             return list(counts), [rank for rank, ended in enumerate(has_ended) if ended]
     return None
 
 
-def _rows(said: Sequence[Said]) -> tuple[list[Disagreement], str]:
-    """Return what differs, from the coarse to the fine, and what to do about it."""
+def _rows(records: Sequence[CallRecord]) -> tuple[list[Disagreement], str]:
+    """Return the differences, checking from coarse to fine, and what to do about them."""
     hint = (
         "Every rank must call the same operation with the same options on a tree of the same structure, "
         "shapes and dtypes."
     )
-    if rows := _unequal([one.operation for one in said], "a call of "):
+    if rows := _differing([record.operation for record in records], "a call of "):
         return rows, hint
-    if rows := _unequal([f"call {one.number}" for one in said]):
-        return rows, "A rank has left out a call, or made one too many. " + hint
-    if rows := _unequal([one.place for one in said]):
-        return rows, "The ranks are at different places in their data. " + hint
-    paths = dict.fromkeys(path for one in said for path in one.leaves)
+    if rows := _differing([f"call {record.number}" for record in records]):
+        return rows, "A rank has skipped a call, or made an extra one. " + hint
+    if rows := _differing([record.place for record in records]):
+        return rows, "The ranks are at different positions in their data. " + hint
+    paths = dict.fromkeys(path for record in records for path in record.leaves)
     rows = [
         row
         for path in paths
-        for row in _unequal([one.leaves.get(path, "no such leaf") for one in said], path=path)
+        for row in _differing([record.leaves.get(path, "no such leaf") for record in records], path=path)
     ]
-    # Options come before the structure; where all else is equal, the kinds of containers differ.
-    rows = rows or _unequal([one.text.partition("\0")[0] for one in said])
-    rows = rows or _unequal([one.text.rpartition("\0")[2] for one in said])
+    # Options first; if everything else is equal, the types of containers differ.
+    rows = rows or _differing([record.text.partition("\0")[0] for record in records])
+    rows = rows or _differing([record.text.rpartition("\0")[2] for record in records])
     if rows:
         return rows, hint
-    shared = [one.shared for one in said if one.shared is not None]
-    if len({one.tag for one in said}) == 1 and len(shared) == len(said) and (rows := _unlike(shared)):
+    shared = [record.shared for record in records if record.shared is not None]
+    if (
+        len({record.tag for record in records}) == 1
+        and len(shared) == len(records)
+        and (rows := _compare_shared(shared))
+    ):
         return rows, (
-            f"Ranks along {shared[0][0]} work on one batch together, and must give the model the same. A "
-            "prepared loader sees to it; elsewhere split data with "
-            'split_between_processes(ctx.along("dp"), ...), and seed what is drawn alike on these ranks.'
+            f"Ranks along {shared[0][0]} share one batch, and must pass the model the same inputs. A "
+            "prepared loader ensures this; otherwise split data with "
+            'split_between_processes(ctx.along("dp"), ...), and use the same random seed on these ranks.'
         )
-    if len({one.tag for one in said}) == 1:
+    if len({record.tag for record in records}) == 1:
         return [], (
-            "They have differed since an earlier call that was not compared and is no longer remembered. "
-            'With guard="full" each one is.'
+            "The ranks have differed since an earlier call that was not compared and is no longer logged. "
+            'guard="full" compares every call.'
         )
-    return _unequal([one.line for one in said]), (
-        "The calls have the same form but come from different lines, so one may have been left out, or two "
-        'swapped. If they are meant to meet, give them one name: pass ctx.tagged("...") instead of ctx, on '
+    return _differing([record.line for record in records]), (
+        "The calls have the same form but come from different lines, so one may have been skipped, or two "
+        'swapped. If they belong together, give them one name: pass ctx.tagged("...") instead of ctx, on '
         "every rank."
     )
 
 
-def _unlike(shared: Sequence[tuple[str, int, dict[str, str]]]) -> list[Disagreement]:
-    """Return a row for each rank and leaf that isn't what most of those with the same batch have."""
+def _compare_shared(shared: Sequence[tuple[str, int, dict[str, str]]]) -> list[Disagreement]:
+    """Return a row for each rank and leaf that differs from most of the ranks with the same batch."""
     rows: list[Disagreement] = []
-    for batch in dict.fromkeys(one[1] for one in shared):
-        ranks = [rank for rank, one in enumerate(shared) if one[1] == batch]
+    for batch in dict.fromkeys(index for _, index, _ in shared):
+        ranks = [rank for rank, (_, index, _) in enumerate(shared) if index == batch]
         leaves = [shared[rank][2] for rank in ranks]
-        for path in dict.fromkeys(path for one in leaves for path in one):
-            found = _unequal([one.get(path, "no such leaf") for one in leaves], path=path)
-            rows += [row._replace(rank=ranks[row.rank]) for row in found]
+        for path in dict.fromkeys(path for by_path in leaves for path in by_path):
+            differing = _differing([by_path.get(path, "no such leaf") for by_path in leaves], path=path)
+            rows += [row._replace(rank=ranks[row.rank]) for row in differing]
     return rows
 
 
-def _first_difference(said: Sequence[Said]) -> MismatchError | None:
-    """Find an earlier call that was counted but not compared, in which the ranks already differ."""
-    by_rank = [{one[0]: one for one in rank.recent} for rank in said]
+def _find_earlier_mismatch(records: Sequence[CallRecord]) -> MismatchError | None:
+    """Return the error for the first earlier call, counted but not compared, in which the ranks differ."""
+    by_rank = [{call[0]: call for call in record.recent} for record in records]
     for number in sorted(by_rank[0]):
         if not all(number in recent for recent in by_rank):
             continue
         calls = [recent[number] for recent in by_rank]
-        is_current = all(one.number == number for one in said)  # which is explained in more detail
+        is_current = all(record.number == number for record in records)  # explained in detail elsewhere
         if is_current or len({call[3] for call in calls}) == 1:
             continue
-        rows = _unequal([f"{call[1]} at {call[2]}" for call in calls], f"call {number}: ")
+        rows = _differing([f"{call[1]} at {call[2]}" for call in calls], f"call {number}: ")
         rows = rows or [Disagreement(0, "", "", f"call {number}: {calls[0][1]} at {calls[0][2]}")]
         callers = [Caller(rank, call[1], call[2]) for rank, call in enumerate(calls)]
         return MismatchError(
-            _most([call[1] for call in calls]),
+            _most_common([call[1] for call in calls]),
             rows,
-            f"The ranks have differed since call {number}; it is found only now, because not every call is "
-            'compared. With guard="full" it is.',
+            f"The ranks have differed since call {number}, which was not compared when it was made. "
+            'guard="full" compares every call.',
             callers,
         )
     return None
 
 
-def _unequal(values: Sequence[str], before: str = "", path: str = "") -> list[Disagreement]:
-    """Return a row for each rank that has not what most have."""
-    expected = _most(values)
+def _differing(values: Sequence[str], before: str = "", path: str = "") -> list[Disagreement]:
+    """Return a row for each rank whose value differs from the most common one."""
+    expected = _most_common(values)
     return [
-        Disagreement(rank, path, before + expected[:_SHOWN], before + value[:_SHOWN])
+        Disagreement(rank, path, before + expected[:_MAX_CHARS], before + value[:_MAX_CHARS])
         for rank, value in enumerate(values)
         if value != expected
     ]
 
 
-def _most(values: Sequence[str]) -> str:
-    """Return the most common value; of equally common ones that of the lowest rank."""
+def _most_common(values: Sequence[str]) -> str:
+    """Return the most common value; among equally common ones that of the lowest rank."""
     return Counter(values).most_common(1)[0][0]
 
 
@@ -232,25 +238,25 @@ T = TypeVar("T")
 
 # Fingerprint of all calls, number of this one, bytes of payload in this exchange, status.
 _HEADER = struct.Struct("<16sQQB15x")
-HEADER_BYTES = _HEADER.size  # a multiple of the alignment, so that the payload behind it is aligned too
+HEADER_BYTES = _HEADER.size  # a multiple of the alignment, so that the payload after it is aligned too
 
 _READY, _FAILED = 0, 1
 
 _SHARED_BYTES = 16
 
-# What "sampled" means: all operations at first, where most mistakes show, and in small worlds; then as many
-# as keep the cost per operation what it is with this many ranks.
+# The "sampled" mode: the first operations, where most mistakes show, and all operations in small worlds; in
+# larger worlds, as many as keep the cost per operation that of a small world.
 _FIRST_CALLS = 50
 _SMALL_WORLD = 8
 
 
 class Shared(NamedTuple):
-    """What ranks that work on one batch together must have alike, and others needn't.
+    """What must be equal on the ranks that share a batch.
 
     Attributes:
-        axes: Along which they do, as text.
-        batches: By rank, which batch it works on.
-        leaves: Gives what is known of each leaf, by path; asked where the call is compared.
+        axes: The axes along which ranks share a batch, as text.
+        batches: The index of the batch, by rank.
+        leaves: Returns a description of each leaf, by path; called when the call is compared.
     """
 
     axes: str
@@ -259,17 +265,17 @@ class Shared(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a rank is about to do.
+    """Description of an operation that a rank is about to carry out.
 
     Attributes:
         operation: Name of the public function.
-        text: All that must be equal on every rank, as text.
-        leaves: Gives what is known of each leaf, by path; asked only to explain a mismatch.
-        pairs: Whether each rank brings data of its own, so that it matters which calls meet: a rank that has
-            called the form from another line before must be on the same line as the others.
-        takes_long: Whether a rank may come late by minutes.
-        place: Where in its data the rank calls, such as ``"batch 3 of epoch 0"``: equal on every rank too.
-        shared: What must be equal on some ranks only. Travels in the place of a payload.
+        text: Everything that must be equal on every rank, as text.
+        leaves: Returns a description of each leaf, by path; called only to explain a mismatch.
+        pairs: Whether each rank contributes data, so that it matters which calls are matched: a rank that has
+            made a call of this form on another line before must call on the same line as the other ranks.
+        takes_long: Whether a rank may be minutes late.
+        place: Position in the data, such as ``"batch 3 of epoch 0"``, which must be equal on every rank.
+        shared: What must be equal on some ranks only. Sent in place of a payload.
     """
 
     operation: str
@@ -282,50 +288,50 @@ class Call(NamedTuple):
 
 
 def capacity(ctx: Context) -> int:
-    """Bytes of payload that fit into the opening exchange."""
+    """Return the number of payload bytes that fit into the opening exchange."""
     return ctx.collectives.chunk - HEADER_BYTES
 
 
 def catch(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Do what may be refused on this rank alone, and keep the refusal for :func:`agree`."""
+    """Run an action that may fail on this rank alone; return its result or its exception."""
     try:
         return action(), None
-    except Exception as error:  # noqa: BLE001 -- the other ranks must learn of it before it is raised
+    except Exception as error:  # noqa: BLE001 -- the other ranks must be notified before it is raised
         return None, error
 
 
 def agree(
     ctx: Context, call: Call, payload: torch.Tensor | None = None, error: Exception | None = None
 ) -> list[torch.Tensor]:
-    """Open an operation: tell all ranks what this one is about to do, and hear what they are.
+    """Open an operation: compare this rank's call with those of all ranks, and exchange payloads.
 
     Ranks: every rank of ``ctx``.
 
     Args:
-        ctx: Supplies the exchange.
+        ctx: The world.
         call: What this rank is about to do.
-        payload: uint8 on the CPU, at most :func:`capacity` bytes; any length on any rank.
+        payload: uint8 on the CPU, at most :func:`capacity` bytes, of any length on any rank.
         error: Why this rank can't take part.
 
     Returns:
-        The payload of each rank, in rank order; to be read before the next operation.
+        The payload of each rank, in rank order, which must be read before the next operation.
 
     Raises:
-        Exception: ``error`` itself, on the ranks that gave one.
-        RemoteRankError: Another rank gave one, or has failed elsewhere.
+        Exception: ``error`` itself, on the ranks that passed one.
+        RemoteRankError: Another rank passed one, or has failed elsewhere.
         MismatchError: The calls differ; the same error on every rank.
         MissingRankError: A rank has ended instead.
-        CollectiveTimeoutError: A rank did not come in time.
+        CollectiveTimeoutError: A rank did not arrive in time.
     """
-    rows, headers = _exchanged(ctx, call, payload, error)
+    rows, headers = _exchange_headers(ctx, call, payload, error)
     return [_payload(row, header) for row, header in zip(rows, headers, strict=True)]
 
 
-def _exchanged(
+def _exchange_headers(
     ctx: Context, call: Call, payload: torch.Tensor | None, error: Exception | None
 ) -> tuple[tuple[torch.Tensor, ...], list[tuple[Any, ...]]]:
-    """Open an operation; give the rows of all ranks, and their headers."""
-    begun = _begin(ctx, call)
+    """Open an operation, and return the rows of all ranks and their headers."""
+    started_call = _begin(ctx, call)
     shared = call.shared
     if shared is not None and error is None:
         payload, error = catch(lambda: _digest_of(shared))
@@ -334,7 +340,7 @@ def _exchanged(
         payload = as_tensor(text.encode(errors="replace"))
     message = _message(ctx, payload, _READY if error is None else _FAILED)
     rows = ctx.collectives.all_gather_bytes(message)
-    return rows, _verdict(ctx, call, begun, rows, error)
+    return rows, _evaluate(ctx, call, started_call, rows, error)
 
 
 def _message(ctx: Context, payload: torch.Tensor | None, status: int) -> torch.Tensor:
@@ -344,10 +350,10 @@ def _message(ctx: Context, payload: torch.Tensor | None, status: int) -> torch.T
     return message if payload is None else torch.cat([message, payload])
 
 
-def _verdict(
-    ctx: Context, call: Call, begun: _Begun, rows: tuple[torch.Tensor, ...], error: Exception | None
+def _evaluate(
+    ctx: Context, call: Call, started_call: _Started, rows: tuple[torch.Tensor, ...], error: Exception | None
 ) -> list[tuple[Any, ...]]:
-    """Go on with the headers of all ranks, or raise; all ranks do the same, since all have the same rows."""
+    """Return the headers of all ranks, or raise; all ranks do the same, since all have the same rows."""
     call_log = ctx.collectives.call_log
     headers = [_HEADER.unpack(as_bytes(row, HEADER_BYTES)) for row in rows]
 
@@ -359,10 +365,10 @@ def _verdict(
             raise error
         cause, text = json.loads(as_bytes(_payload(rows[failed], headers[failed])))
         raise RemoteRankError(failed, cause, text, call.operation)
-    if any(header[0] != headers[0][0] for header in headers) or _share_differently(call, rows, headers):
-        difference = _explain(ctx, call, begun)
+    if any(header[0] != headers[0][0] for header in headers) or _shared_differs(call, rows, headers):
+        mismatch = _explain(ctx, call, started_call)
         call_log.resume(last)
-        raise difference
+        raise mismatch
     call_log.confirm()
     return headers
 
@@ -372,8 +378,8 @@ def _digest_of(shared: Shared) -> torch.Tensor:
     return as_tensor(hashlib.blake2b(text.encode(), digest_size=_SHARED_BYTES).digest())
 
 
-def _share_differently(call: Call, rows: Sequence[torch.Tensor], headers: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether ranks that should have something alike don't; the same on every rank."""
+def _shared_differs(call: Call, rows: Sequence[torch.Tensor], headers: Sequence[tuple[Any, ...]]) -> bool:
+    """Return whether ranks that share a batch differ in it; the same on every rank."""
     if call.shared is None:
         return False
     digests = [as_bytes(_payload(row, header)) for row, header in zip(rows, headers, strict=True)]
@@ -385,9 +391,9 @@ def _payload(row: torch.Tensor, header: tuple[Any, ...]) -> torch.Tensor:
 
 
 def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
-    """Open an operation whose data follow by themselves, where the guard of ``ctx`` wants it checked.
+    """Open an operation without a payload, and compare it if the guard of ``ctx`` selects it.
 
-    What isn't checked is counted, so that the next check finds a difference.
+    An operation that isn't compared is counted, so that the next comparison finds a difference.
 
     Ranks: every rank of ``ctx``.
 
@@ -395,19 +401,19 @@ def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
         Exception: As :func:`agree`.
     """
     if _is_due(ctx):
-        _exchanged(ctx, call, None, error)
+        _exchange_headers(ctx, call, None, error)
         return
     _begin(ctx, call)
     if error is not None:
-        # The others don't look: they learn of it where they wait for the data.
+        # The other ranks don't compare, and receive the error while they wait for the data.
         publish(ctx.collectives.board, ctx.collectives.call_log, ctx.rank, error, call.operation)
         raise error
 
 
 def count_call(ctx: Context, call: Call) -> None:
-    """Count a call that every rank has to make and that sends nothing.
+    """Count a call that every rank must make, but that doesn't communicate.
 
-    The next check finds a rank that has left it out; with ``guard="full"`` it is checked itself.
+    The next comparison finds a rank that has skipped it; with ``guard="full"`` it is compared itself.
 
     Ranks: every rank of ``ctx``.
 
@@ -421,10 +427,10 @@ def count_call(ctx: Context, call: Call) -> None:
 
 
 def check_later(ctx: Context, call: Call) -> None:
-    """Check as :func:`check` does, and go on meanwhile: its verdict comes with ``CallLog.settle``.
+    """Start :func:`check` without waiting: its result is read by ``CallLog.settle``.
 
-    For what begins with computing, and communicates only then. The next operation settles it first. Where
-    the call has something ``shared``, its verdict comes at once.
+    For operations that compute before they communicate. The next operation settles it first. A call with
+    ``shared`` is checked immediately.
 
     Ranks: every rank of ``ctx``.
     """
@@ -432,10 +438,10 @@ def check_later(ctx: Context, call: Call) -> None:
     if start is None or call.shared is not None or not _is_due(ctx):
         check(ctx, call)
         return
-    begun = _begin(ctx, call)
+    started_call = _begin(ctx, call)
     started = start(_message(ctx, None, _READY))
     ctx.collectives.call_log.unsettled = Unsettled(
-        lambda: cast("None", _verdict(ctx, call, begun, started.finish(), None)), started.abandon
+        lambda: cast("None", _evaluate(ctx, call, started_call, started.finish(), None)), started.abandon
     )
 
 
@@ -446,23 +452,23 @@ def _is_due(ctx: Context) -> bool:
     return size <= _SMALL_WORLD or number <= _FIRST_CALLS or number % -(-size // _SMALL_WORLD) == 0
 
 
-class _Begun(NamedTuple):
-    """Where a call was made."""
+class _Started(NamedTuple):
+    """The lines of a call that has started."""
 
     site: str
-    first: str  # where calls of the same form were made first
-    tag: str  # by which it is distinguished
+    first: str  # of the first call of the same form
+    tag: str  # which distinguishes it from calls of the same form
 
 
-def _begin(ctx: Context, call: Call) -> _Begun:
+def _begin(ctx: Context, call: Call) -> _Started:
     guard, call_log = ctx.guard, ctx.collectives.call_log
     refuse_if_over(call_log, call.operation)
     call_log.settle()
     site = call_site()
     tag, first = ctx.tag if guard.call_sites else "", site
     if call.pairs and guard.call_sites and not tag:
-        # Two branches may make the same call on two lines. Only once there are others of its form can it be
-        # taken for one of those: what comes from the first line is known by its function, the rest by lines.
+        # Two branches of a function may make the same call on different lines. So calls from the first line
+        # of a form are identified by the function only, and calls from other lines by the line.
         first = call_log.first_site(hash((call.operation, call.text)), site)
         tag = _function_of(site) if site == first else site
     material = None
@@ -470,19 +476,19 @@ def _begin(ctx: Context, call: Call) -> _Begun:
         material = f"{call.operation}\0{call.place}\0{tag}\0{call.text}"
     patience_s = guard.long_timeout_s if call.takes_long else guard.timeout_s
     call_log.begin(call.operation, site, material, patience_s)
-    return _Begun(site, first, tag)
+    return _Started(site, first, tag)
 
 
 def _function_of(site: str) -> str:
-    """Leave the line out of ``site``, but for a lambda, which has no branches, and whose line is its name."""
+    """Return ``site`` without the line number, except for a lambda, which only its line identifies."""
     line, _, function = site.rpartition(" in ")
     return site if function == "<lambda>" else f"{line.rpartition(':')[0]} in {function}"
 
 
 def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
-    """Refuse a rank that isn't in the world."""
+    """Check that a rank is in the world."""
     if not isinstance(cast("object", rank), int):
-        raise TypeError(f"{operation}: {name} must be a whole number, got {rank!r}.")
+        raise TypeError(f"{operation}: {name} must be an int, got {rank!r}.")
     if not 0 <= rank < ctx.world.size:
         raise ValueError(f"{operation}: {name} must be a rank in 0..{ctx.world.size - 1}, got {rank}.")
 
@@ -490,7 +496,7 @@ def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
 def layout_call(
     operation: str, options: str, layout: PackSpec, *, pairs: bool = True, name: str = "tree"
 ) -> Call:
-    """Describe an operation on a tree of tensors, which errors call ``name``."""
+    """Return the Call of an operation on a tree of tensors, which errors call ``name``."""
 
     def leaves() -> dict[str, str]:
         kinds = map(_tensor_kind, layout.dtypes, layout.shapes)
@@ -502,7 +508,7 @@ def layout_call(
 def tree_call(
     operation: str, options: str, structure: TreeSpec, kinds: Sequence[str], *, pairs: bool = False
 ) -> Call:
-    """Describe an operation on a tree; ``kinds`` says what must be equal of each leaf."""
+    """Return the Call of an operation on a tree; ``kinds`` describes what must be equal of each leaf."""
     return Call(
         operation,
         f"{options}\0{structure.describe()}{kinds}",
@@ -512,7 +518,7 @@ def tree_call(
 
 
 def describe_tree(operation: str, tree: Any) -> Call:
-    """Describe an operation on a tree whose leaves may be anything."""
+    """Return the Call of an operation on a tree with any leaves."""
     leaves, structure = flatten(tree)
     return tree_call(operation, "", structure, [_kind(leaf) for leaf in leaves])
 
@@ -524,16 +530,16 @@ def verify_structure(ctx: Context, tree: Any) -> None:
 
     Args:
         ctx: The world.
-        tree: Any tree. Of tensors, shape, dtype, layout (dense or how sparse) and whether they are on the
-            meta device are compared; of other leaves the type.
+        tree: Any tree. Tensors are compared by shape, dtype, layout (dense or sparse) and whether they are on
+            the meta device; other leaves by type.
 
     Raises:
-        MismatchError: The trees differ: the same error on every rank, with rank and path of each difference.
+        MismatchError: The trees differ; the same error on every rank, with rank and path of each difference.
     """
     check_context("verify_structure", ctx)
     if ctx.world.size == 1:
         return
-    # Asked for by name, so it compares whatever the guard's mode is.
+    # An explicit check, so it compares in any mode of the guard.
     compared = ctx if ctx.guard.mode != GuardMode.OFF else ctx.replace(guard="full")
     agree(compared, describe_tree("verify_structure", tree))
 
@@ -550,35 +556,43 @@ def _tensor_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {shape}"
 
 
-def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:
-    """Exchange in full what every rank called, and find where they differ: the same on every rank."""
+def _explain(ctx: Context, call: Call, started_call: _Started) -> MismatchError:
+    """Exchange full records of the calls, and return the error, the same on every rank."""
     guard, call_log = ctx.guard, ctx.collectives.call_log
-    own = Said(
+    record = CallRecord(
         operation=call.operation,
-        site=begun.site,
+        site=started_call.site,
         guard=f'guard mode "{guard.mode}"' + ("" if guard.call_sites else " without call sites"),
         number=call_log.number,
         text=call.text,
-        tag=begun.tag,
-        line=ctx.tag or (begun.site if begun.site == begun.first else f"{begun.site}, first {begun.first}"),
+        tag=started_call.tag,
+        line=ctx.tag
+        or (
+            started_call.site
+            if started_call.site == started_call.first
+            else f"{started_call.site}, first {started_call.first}"
+        ),
         place=call.place,
         leaves=call.leaves(),
         shared=None
         if call.shared is None
         else (call.shared.axes, call.shared.batches[ctx.rank], call.shared.leaves()),
-        passes=[(one.number, one.batches, one.has_ended) for one in call_log.open_passes],
-        recent=[(one.number, one.operation, one.site, one.chain.hex()) for one in call_log.recent()],
+        passes=[(item.number, item.batches, item.has_ended) for item in call_log.open_passes],
+        recent=[
+            (entry.number, entry.operation, entry.site, entry.chain.hex()) for entry in call_log.recent()
+        ],
     )
-    return find_difference([Said(**json.loads(blob)) for blob in _gather_all(ctx, json.dumps(own._asdict()))])
+    messages = _gather_texts(ctx, json.dumps(record._asdict()))
+    return find_mismatch([CallRecord(**json.loads(message)) for message in messages])
 
 
-def _gather_all(ctx: Context, text: str) -> list[bytes]:
-    """Gather texts of any length by exchanges alone, with no agreement: every rank is known to be here."""
+def _gather_texts(ctx: Context, text: str) -> list[bytes]:
+    """Gather texts of any length without an agreement, since all ranks are known to take part."""
     blob = text.encode()
     rows = ctx.collectives.all_gather_bytes(as_tensor(struct.pack("<Q", len(blob))))
     lengths = [struct.unpack("<Q", as_bytes(row, 8))[0] for row in rows]
     gathered = [b""] * len(lengths)
-    chunk = max(ctx.collectives.chunk, 1024)  # which any exchange carries
+    chunk = max(ctx.collectives.chunk, 1024)  # supported by any exchange
     for start in range(0, max(lengths), chunk):
         rows = ctx.collectives.all_gather_bytes(as_tensor(blob[start : start + chunk]))
         for rank, row in enumerate(rows):

@@ -1,7 +1,7 @@
-"""Linear maps across ranks that autograd can turn around: how pieces of tensors are joined, summed and sent.
+"""Differentiable linear maps across ranks, which join, split, sum and send pieces of tensors.
 
-Each :class:`Move` knows the one that goes back. Pieces of one tensor needn't be equally long: they travel
-padded to the longest. All leaves of one dtype and device travel together, large ones by themselves.
+Each :class:`Move` defines its transpose, for the backward pass. Pieces of different lengths are padded to the
+longest one. All leaves of one dtype and device are sent in one buffer, except for large ones.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from accelfn.context import Context
 from accelfn.errors import NotAvailableError
 from accelfn.tree import Buffer, flatten, flatten_group, plan_layout
 
-# Added in float32 and rounded once, on the rank that gets them; or not added by every backend.
+# Summed on the receiving rank: in float32 and rounded once, or because not every backend can sum them.
 _SUMMED_HERE = REDUCED_HERE | {torch.float16, torch.bfloat16, torch.bool, torch.complex64, torch.complex128}
 
 
 class Pieces(NamedTuple):
-    """How a leaf is cut into one piece for each rank, or joined from them.
+    """How a leaf is split into one piece for each rank, or joined from them.
 
     Attributes:
-        dim: Along which dimension, from 0.
-        lengths: Of each rank's piece.
+        dim: The dimension, from 0.
+        lengths: Length of each rank's piece.
     """
 
     dim: int
@@ -50,7 +50,7 @@ class Move(ABC):
     Attributes:
         ctx: The ranks.
         operation: Name of the public function.
-        plans: What is to be done with each leaf.
+        plans: One for each leaf.
     """
 
     ctx: Context
@@ -63,10 +63,10 @@ class Move(ABC):
 
     @abstractmethod
     def back(self) -> Move:
-        """Return the map that gradients take."""
+        """Return the transpose, which maps gradients."""
 
     def describe(self) -> str:
-        """Return what is to be done, in text that is the same on every rank."""
+        """Return a description that is the same on every rank."""
         return str(self.plans)
 
     def take(self, indices: Sequence[int]) -> Move:
@@ -75,29 +75,28 @@ class Move(ABC):
 
 
 def beneath_transforms() -> AbstractContextManager[None]:
-    """Return a block in which ``torch.func`` doesn't wrap new tensors: what ranks exchange has real bytes."""
+    """Return a block in which ``torch.func`` doesn't wrap new tensors, since ranks exchange real bytes."""
     return cast("Any", torch)._C._DisableFuncTorch()
 
 
 def apply_move(move: Move, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run ``move`` on leaves that may require gradients, or have tangents (``torch.func.jvp``).
 
-    Ranks: every rank of the move's context; the same leaves are differentiated on each of them.
+    Ranks: every rank of the move's context, with the same leaves differentiated.
 
     Raises:
-        NotAvailableError: A leaf is one of many that ``torch.func.vmap`` maps over.
+        NotAvailableError: ``torch.func.vmap`` maps over a leaf.
     """
     if any(map(_is_batched, leaves)):
-        raise _without_vmap(move)
-    is_tracked = list(map(is_differentiated, leaves))
-    tracked = [index for index, is_so in enumerate(is_tracked) if is_so]
+        raise _vmap_error(move)
+    tracked = [index for index, leaf in enumerate(leaves) if is_differentiated(leaf)]
     if not tracked:
         return move.run(leaves)
-    # Apart from the others: integers have no gradients, and those of frozen leaves shall not travel.
-    rest = [index for index, is_so in enumerate(is_tracked) if not is_so]
+    # Separately: integers have no gradients, and those of frozen leaves must not be sent.
+    frozen = [index for index in range(len(leaves)) if index not in set(tracked)]
     results = _run_differentiable(move.take(tracked), [leaves[index] for index in tracked])
-    frozen = move.take(rest).run([leaves[index] for index in rest])
-    by_index = dict(zip((*tracked, *rest), (*results, *frozen), strict=True))
+    frozen_results = move.take(frozen).run([leaves[index] for index in frozen])
+    by_index = dict(zip((*tracked, *frozen), (*results, *frozen_results), strict=True))
     return [by_index[index] for index in range(len(leaves))]
 
 
@@ -106,7 +105,7 @@ def is_differentiated(leaf: torch.Tensor) -> bool:
     if leaf.requires_grad:
         return True
     modes = cast("Any", forward_ad)
-    # No public function says whether there is a level, without which torch 2.13 can't be asked for tangents.
+    # unpack_dual of torch 2.13 needs a level, and no public function tells whether there is one.
     return modes._current_level >= 0 and modes.unpack_dual(leaf).tangent is not None
 
 
@@ -114,10 +113,10 @@ def _is_batched(leaf: torch.Tensor) -> bool:
     return cast("Any", torch)._C._functorch.is_batchedtensor(leaf)
 
 
-def _without_vmap(move: Move) -> NotAvailableError:
+def _vmap_error(move: Move) -> NotAvailableError:
     return NotAvailableError(
-        f"{move.operation}: torch.func.vmap, and jacrev, jacfwd and hessian, which are made of it, can't map "
-        "over what ranks exchange. Loop over the rows, with torch.func.vjp or torch.func.jvp for derivatives."
+        f"{move.operation}: torch.func.vmap, and jacrev, jacfwd and hessian, which use it, can't map over "
+        "communication. Loop over the rows, with torch.func.vjp or torch.func.jvp for derivatives."
     )
 
 
@@ -126,7 +125,7 @@ def _run_differentiable(move: Move, leaves: Sequence[torch.Tensor]) -> tuple[tor
 
 
 class _Differentiable(torch.autograd.Function):
-    """A move whose backward is a move too, so that it can be differentiated as often as one likes."""
+    """Applies a move, whose backward applies a move too, so that it can be differentiated repeatedly."""
 
     @staticmethod
     def forward(move: Move, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -150,17 +149,17 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise _without_vmap(args[0])
+        raise _vmap_error(args[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join(Move):
-    """Each rank's piece to the whole, on every rank.
+    """Concatenates the pieces of all ranks, on every rank.
 
     Attributes:
         plans: Pieces of each leaf.
-        is_shared: Whether the whole counts as one value, which all ranks compute the same with. Then its
-            gradient is the same on all ranks too; otherwise each rank has a share of it, and they add up.
+        is_shared: Whether the result counts as one value that all ranks use identically. Then its gradient is
+            the same on all ranks; otherwise the gradients of the ranks are summed.
         divisor: Of the result.
     """
 
@@ -169,16 +168,15 @@ class Join(Move):
     divisor: int = 1
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gather, and join what came."""
+        """Gather and concatenate."""
         padded = [
-            _padded(leaf, plan.dim, max(plan.lengths))[None]
+            _pad(leaf, plan.dim, max(plan.lengths))[None]
             for leaf, plan in zip(leaves, self.plans, strict=True)
         ]
-        wholes = [
-            _merged(rows, plan)
-            for rows, plan in zip(_transfer(padded, self._gather), self.plans, strict=True)
+        joined = [
+            _merge(rows, plan) for rows, plan in zip(_transfer(padded, self._gather), self.plans, strict=True)
         ]
-        return wholes if self.divisor == 1 else [whole.div_(self.divisor) for whole in wholes]
+        return joined if self.divisor == 1 else [tensor.div_(self.divisor) for tensor in joined]
 
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:
         if not rows.numel():
@@ -186,15 +184,15 @@ class Join(Move):
         return all_gather_rows(self.ctx, rows.view(-1))
 
     def back(self) -> Move:
-        """Cut the gradient where it is shared, else sum it."""
+        """Split a shared gradient; otherwise sum the ranks' gradients."""
         if self.is_shared:
-            return Cut(ctx=self.ctx, operation=self.operation, plans=self.plans)
+            return Split(ctx=self.ctx, operation=self.operation, plans=self.plans)
         return SumPieces(ctx=self.ctx, operation=self.operation, plans=self.plans, divisor=self.divisor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut(Move):
-    """The whole, which is the same on every rank, to this rank's piece."""
+class Split(Move):
+    """Keeps this rank's piece of tensors that are the same on every rank."""
 
     plans: tuple[Pieces, ...]
 
@@ -202,19 +200,19 @@ class Cut(Move):
         """Copy this rank's piece."""
         rank = self.ctx.rank
         return [
-            # Copied, so that the whole can be freed.
+            # Copied, so that the full tensor can be freed.
             torch.split(leaf, list(plan.lengths), plan.dim)[rank].clone(memory_format=torch.contiguous_format)
             for leaf, plan in zip(leaves, self.plans, strict=True)
         ]
 
     def back(self) -> Move:
-        """Join the pieces of the gradient."""
+        """Concatenate the pieces of the gradient."""
         return Join(ctx=self.ctx, operation=self.operation, plans=self.plans, is_shared=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumPieces(Move):
-    """Every rank's whole to this rank's piece of their sum.
+    """Sums the tensors of all ranks, and keeps this rank's piece of the sum.
 
     Attributes:
         plans: Pieces of each leaf.
@@ -225,12 +223,12 @@ class SumPieces(Move):
     divisor: int = 1
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum on the rank that keeps the piece."""
+        """Reduce and scatter."""
         blocks = [_blocks(leaf, plan) for leaf, plan in zip(leaves, self.plans, strict=True)]
         rank = self.ctx.rank
         return [
-            own.narrow(dim, 0, lengths[rank]).clone(memory_format=torch.contiguous_format)
-            for own, (dim, lengths) in zip(_transfer(blocks, self._sum), self.plans, strict=True)
+            piece.narrow(dim, 0, lengths[rank]).clone(memory_format=torch.contiguous_format)
+            for piece, (dim, lengths) in zip(_transfer(blocks, self._sum), self.plans, strict=True)
         ]
 
     def _sum(self, rows: torch.Tensor) -> torch.Tensor:
@@ -238,20 +236,20 @@ class SumPieces(Move):
             return rows[0]
         if rows.dtype in _SUMMED_HERE:
             return combine(_all_to_all(self.ctx, rows), "sum", self.divisor)
-        own = self.ctx.collectives.reduce_scatter(rows.view(-1))
-        return own if self.divisor == 1 else own.div_(self.divisor)
+        piece = self.ctx.collectives.reduce_scatter(rows.view(-1))
+        return piece if self.divisor == 1 else piece.div_(self.divisor)
 
     def back(self) -> Move:
-        """Join the pieces of the gradient."""
+        """Concatenate the pieces of the gradient."""
         return Join(ctx=self.ctx, operation=self.operation, plans=self.plans, divisor=self.divisor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange(Move):
-    """Pieces along one dimension go to the ranks, and what comes is joined along another.
+    """Sends pieces along one dimension to all ranks, and concatenates the received ones along another.
 
     Attributes:
-        plans: Of each leaf, how this rank cuts it, and how it joins what comes.
+        plans: For each leaf, the pieces that this rank sends, and those that it receives.
     """
 
     plans: tuple[tuple[Pieces, Pieces], ...]
@@ -260,39 +258,44 @@ class Exchange(Move):
         """Send all pieces at once."""
         rank = self.ctx.rank
         blocks: list[torch.Tensor] = []
-        for leaf, (goes, comes) in zip(leaves, self.plans, strict=True):
-            if goes.dim == comes.dim:
-                longest = max(*goes.lengths, *comes.lengths)
-                blocks.append(_blocks(leaf, goes, longest))
+        for leaf, (outgoing, incoming) in zip(leaves, self.plans, strict=True):
+            if outgoing.dim == incoming.dim:
+                longest = max(*outgoing.lengths, *incoming.lengths)
+                blocks.append(_blocks(leaf, outgoing, longest))
             else:
-                blocks.append(_blocks(_padded(leaf, comes.dim, max(comes.lengths)), goes))
+                blocks.append(_blocks(_pad(leaf, incoming.dim, max(incoming.lengths)), outgoing))
         results: list[torch.Tensor] = []
-        for pieces, (goes, comes) in zip(_transfer(blocks, self._exchange), self.plans, strict=True):
-            if goes.dim != comes.dim:
-                pieces = pieces.narrow(goes.dim + 1, 0, goes.lengths[rank])
-            results.append(_merged(pieces, comes))
+        for pieces, (outgoing, incoming) in zip(_transfer(blocks, self._exchange), self.plans, strict=True):
+            if outgoing.dim != incoming.dim:
+                pieces = pieces.narrow(outgoing.dim + 1, 0, outgoing.lengths[rank])
+            results.append(_merge(pieces, incoming))
         return results
 
     def _exchange(self, rows: torch.Tensor) -> torch.Tensor:
         return _all_to_all(self.ctx, rows) if rows.numel() else rows
 
     def back(self) -> Move:
-        """Send them back."""
-        plans = tuple([(comes, goes) for goes, comes in self.plans])
+        """Send the pieces back."""
+        plans = tuple([(incoming, outgoing) for outgoing, incoming in self.plans])
         return Exchange(ctx=self.ctx, operation=self.operation, plans=plans)
 
     def describe(self) -> str:
-        """Return what is to be done; lengths along one dimension alone differ between ranks."""
-        return str([(goes.dim, comes.dim, max(*goes.lengths, *comes.lengths)) for goes, comes in self.plans])
+        """Return a description without the lengths that may differ between ranks."""
+        return str(
+            [
+                (outgoing.dim, incoming.dim, max(*outgoing.lengths, *incoming.lengths))
+                for outgoing, incoming in self.plans
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permute(Move):
-    """Each rank's leaves to another rank.
+    """Sends each rank's leaves to another rank.
 
     Attributes:
         plans: Shapes of the leaves.
-        sources: Whose leaves each rank gets.
+        sources: The rank from which each rank receives.
     """
 
     plans: tuple[tuple[int, ...], ...]
@@ -303,7 +306,7 @@ class Permute(Move):
         rank = self.ctx.rank
         source, to = self.sources[rank], self.sources.index(rank)
         results: list[Any] = [None] * len(leaves)
-        for group in _groups(leaves):
+        for group in _plan_groups(leaves):
             outgoing = flatten_group(group, list(leaves))
             incoming = torch.empty_like(outgoing)
             if outgoing.numel():
@@ -315,19 +318,19 @@ class Permute(Move):
         return [part.view(shape) for part, shape in zip(results, self.plans, strict=True)]
 
     def back(self) -> Move:
-        """Permute the other way round."""
+        """Return the inverse permutation."""
         inverse = tuple([self.sources.index(rank) for rank in range(len(self.sources))])
         return dataclasses.replace(self, sources=inverse)
 
 
-def _groups(leaves: Sequence[torch.Tensor]) -> tuple[Buffer, ...]:
-    """Return which leaves travel together: the same on every rank, since padded leaves have one shape."""
+def _plan_groups(leaves: Sequence[torch.Tensor]) -> tuple[Buffer, ...]:
+    """Return the leaves of each buffer: the same on every rank, since padded leaves have the same shapes."""
     flat, structure = flatten(list(leaves))
     return plan_layout(flat, structure, ALONE_BYTES).groups
 
 
-def _padded(leaf: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Lengthen ``dim`` to ``length`` with zeros."""
+def _pad(leaf: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Pad ``dim`` to ``length`` with zeros."""
     missing = length - leaf.shape[dim]
     if not missing:
         return leaf
@@ -337,19 +340,19 @@ def _padded(leaf: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _blocks(leaf: torch.Tensor, plan: Pieces, length: int | None = None) -> torch.Tensor:
-    """Cut a leaf into one piece for each rank, padded to ``length``: shape (P, ...)."""
+    """Split a leaf into one piece for each rank, padded to ``length``: shape (P, ...)."""
     longest = max(plan.lengths) if length is None else length
     if plan.are_equal and longest == plan.lengths[0]:
         shape = (*leaf.shape[: plan.dim], len(plan.lengths), longest, *leaf.shape[plan.dim + 1 :])
         return torch.movedim(leaf.reshape(shape), plan.dim, 0)
     pieces = torch.split(leaf, list(plan.lengths), plan.dim)
-    return torch.stack([_padded(piece, plan.dim, longest) for piece in pieces])
+    return torch.stack([_pad(piece, plan.dim, longest) for piece in pieces])
 
 
-def _merged(pieces: torch.Tensor, plan: Pieces) -> torch.Tensor:
-    """Join padded pieces, shape (P, ...)."""
+def _merge(pieces: torch.Tensor, plan: Pieces) -> torch.Tensor:
+    """Concatenate padded pieces, shape (P, ...)."""
     if plan.are_equal and pieces.shape[plan.dim + 1] == plan.lengths[0]:
-        # Copies, unless the pieces are end to end already.
+        # Copies, unless the pieces are contiguous already.
         return pieces.movedim(0, plan.dim).flatten(plan.dim, plan.dim + 1)
     parts = zip(pieces.unbind(), plan.lengths, strict=True)
     return torch.cat([part.narrow(plan.dim, 0, length) for part, length in parts], plan.dim)
@@ -358,27 +361,27 @@ def _merged(pieces: torch.Tensor, plan: Pieces) -> torch.Tensor:
 def _transfer(
     blocks: Sequence[torch.Tensor], send: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Send blocks of shape (P, ...) side by side, as few tensors of shape (P, n), and part what came.
+    """Send blocks of shape (P, ...) in as few tensors of shape (P, n) as possible.
 
     Args:
-        blocks: Of one size P.
-        send: Is given such a tensor, contiguous, and gives one of shape (Q, n) or (n,).
+        blocks: With the same P.
+        send: Maps such a tensor, which is contiguous, to one of shape (Q, n) or (n,).
 
     Returns:
-        Of each block what came for it, of shape (Q, ...) or (...).
+        What was received for each block, of shape (Q, ...) or (...).
     """
     results: list[Any] = [None] * len(blocks)
-    for group in _groups(blocks):
+    for group in _plan_groups(blocks):
         size = len(blocks[group.leaves[0]])
         flat = [
             blocks[index].reshape(size, -1) if count else blocks[index].new_empty(size, 0)
             for index, count in zip(group.leaves, group.sizes, strict=True)
         ]
         joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
-        came = send(joined.contiguous().resolve_conj().resolve_neg())
-        parts = torch.split(came, [count // size for count in group.sizes], dim=-1)
+        received = send(joined.contiguous().resolve_conj().resolve_neg())
+        parts = torch.split(received, [count // size for count in group.sizes], dim=-1)
         for index, part in zip(group.leaves, parts, strict=True):
-            results[index] = part.reshape(*came.shape[:-1], *blocks[index].shape[1:])
+            results[index] = part.reshape(*received.shape[:-1], *blocks[index].shape[1:])
     return results
 
 

@@ -1,6 +1,6 @@
-"""Python objects across ranks.
+"""Gather and broadcast Python objects.
 
-They travel pickled, between the ranks of one program, and are never written to disk.
+They are pickled between the ranks of one program, and never written to disk.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ def gather_object(ctx: Context, obj: T) -> list[T]: ...
 def gather_object(ctx: Context, obj: Any) -> list[Any]:
     """Gather the Python objects of all ranks in one list.
 
-    A list is joined with the lists of the other ranks, in rank order; any other object counts as a list of
-    one.
+    Lists are concatenated in rank order; any other object counts as a list of one.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        obj: Anything that pickle can carry. Tensors should go through :func:`accelfn.gather`.
+        obj: Any picklable object. For tensors use :func:`accelfn.gather`.
 
     Returns:
-        The same list on every rank. With one process a list is returned as it is.
+        The same list on every rank. With one process, a list itself.
 
     Raises:
-        Exception: What pickle raises, on the rank whose object can't be pickled.
+        Exception: Pickle's error, on the rank whose object can't be pickled.
         RemoteRankError: The object of another rank can't be pickled.
 
     >>> gather_object(Context(), ["a", "b"]), gather_object(Context(), {"score": 1})
@@ -61,15 +60,15 @@ def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) ->
 
     Args:
         ctx: The world.
-        objs: On ``from_process`` the list that is sent; elsewhere ignored and left as it is.
+        objs: On ``from_process`` the list to send; ignored elsewhere.
         from_process: The rank that sends.
 
     Returns:
-        On ``from_process`` the list itself, elsewhere a new one.
+        On ``from_process`` the list itself, elsewhere a new list.
 
     Raises:
-        ValueError: ``from_process`` is no rank.
-        TypeError: ``objs`` is no list.
+        ValueError: ``from_process`` isn't a rank.
+        TypeError: ``objs`` isn't a list.
         RemoteRankError: The objects of the sending rank can't be pickled.
 
     >>> broadcast_object_list(Context(), ["a", 1])

@@ -1,4 +1,4 @@
-"""Who runs what, and when: barriers, turns, and functions for chosen ranks."""
+"""Barriers, main-process-first blocks, and functions that run on some ranks only."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def wait_for_everyone(ctx: Context) -> None:
 
 @contextmanager
 def main_process_first(ctx: Context) -> Generator[None, None, None]:
-    """Let the main process go through a ``with`` block before the others enter it.
+    """Run a ``with`` block on the main process before the other ranks enter it.
 
-    Ranks: every rank of ``ctx``. The others wait for it as long as ``Guard.long_timeout``.
+    Ranks: every rank of ``ctx``. The other ranks wait at most ``Guard.long_timeout``.
 
     Raises:
-        RemoteRankError: On the others, when the block failed on the main process: they don't enter.
+        RemoteRankError: On the other ranks, which don't enter the block, if it failed on the main process.
     """
     check_context("main_process_first", ctx)
     with _first(ctx, ctx.is_main_process, "main_process_first"):
@@ -48,13 +48,13 @@ def main_process_first(ctx: Context) -> Generator[None, None, None]:
 
 @contextmanager
 def local_main_process_first(ctx: Context) -> Generator[None, None, None]:
-    """Let the first process of each node go through a ``with`` block before the others of the node.
+    """Run a ``with`` block on the first process of each node before the other ranks enter it.
 
-    Ranks: every rank of ``ctx``; the others of any node wait for the first ones of all nodes, as long as
+    Ranks: every rank of ``ctx``; the other ranks wait for the first processes of all nodes, at most
     ``Guard.long_timeout``.
 
     Raises:
-        RemoteRankError: On the others, when the block failed on a first process.
+        RemoteRankError: On the other ranks, if the block failed on the first process of a node.
     """
     check_context("local_main_process_first", ctx)
     with _first(ctx, ctx.is_local_main_process, "local_main_process_first"):
@@ -77,13 +77,13 @@ def _first(ctx: Context, goes_first: bool, operation: str) -> Generator[None, No
 
 @contextmanager
 def failing_together(ctx: Context, doing: str) -> Generator[None, None, None]:
-    """Raise an exception inside on every rank: the others are notified before it propagates on this one.
+    """Propagate an exception in the block to every rank, before it is raised on this one.
 
     Ranks that wait in an operation raise :class:`~accelfn.errors.RemoteRankError` there within a second, the
-    others at their next operation. So what is caught outside of the block can't be gone on from: catch inside
-    what this rank alone can deal with.
+    other ranks at their next operation. Catching the exception outside of the block doesn't undo this, so
+    handle inside the block what this rank can handle alone.
 
-    Ranks: any; doesn't communicate where all is well.
+    Ranks: any; doesn't communicate unless the block fails.
 
     Args:
         ctx: The world.
@@ -103,16 +103,16 @@ def on_main_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: 
 @overload
 def on_main_process(ctx: Context, *, share: bool = False) -> Decorator: ...
 def on_main_process(ctx: Context, *, share: bool = False) -> Any:
-    """Make a function run on the main process alone; elsewhere it returns None at once, or the shared value.
+    """Return a decorator that runs a function on the main process only; elsewhere the function returns None.
 
-    An exception in it is every rank's: those that wait in an operation raise ``RemoteRankError`` there. Catch
-    inside the function what the main process can deal with by itself.
+    An exception in it is propagated to every rank, as by :func:`accelfn.comm.failing_together`. Handle inside
+    the function what the main process can handle alone.
 
     Ranks: any, and the decorated function doesn't communicate; with ``share`` every rank of ``ctx`` calls it.
 
     Args:
         ctx: The world.
-        share: Give every rank what the function returned, which must be picklable.
+        share: Return the function's result, which must be picklable, on every rank.
 
     >>> @on_main_process(Context())
     ... def report() -> str:
@@ -129,9 +129,9 @@ def on_local_main_process(ctx: Context, *, share: Literal[True]) -> SharingDecor
 @overload
 def on_local_main_process(ctx: Context, *, share: bool = False) -> Decorator: ...
 def on_local_main_process(ctx: Context, *, share: bool = False) -> Any:
-    """Make a function run on the first process of each node; elsewhere it returns None.
+    """Return a decorator that runs a function on the first process of each node; elsewhere it returns None.
 
-    Ranks: as :func:`on_main_process`; with ``share`` the ranks of a node get what its first process returned.
+    Ranks: as :func:`on_main_process`; with ``share`` all ranks of a node return its first process's result.
     """
     check_context("on_local_main_process", ctx)
     return _only(ctx, "on_local_main_process", ctx.is_local_main_process, share)
@@ -142,7 +142,7 @@ def on_last_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: 
 @overload
 def on_last_process(ctx: Context, *, share: bool = False) -> Decorator: ...
 def on_last_process(ctx: Context, *, share: bool = False) -> Any:
-    """Make a function run on the last rank; elsewhere it returns None. See :func:`on_main_process`."""
+    """Return a decorator that runs a function on the last rank; see :func:`on_main_process`."""
     check_context("on_last_process", ctx)
     return _only(ctx, "on_last_process", ctx.is_last_process, share)
 
@@ -152,10 +152,10 @@ def on_process(ctx: Context, index: int, *, share: Literal[True]) -> SharingDeco
 @overload
 def on_process(ctx: Context, index: int, *, share: bool = False) -> Decorator: ...
 def on_process(ctx: Context, index: int, *, share: bool = False) -> Any:
-    """Make a function run on rank ``index``; elsewhere it returns None. See :func:`on_main_process`.
+    """Return a decorator that runs a function on rank ``index``; see :func:`on_main_process`.
 
     Raises:
-        ValueError: There is no such rank, so the function would never run.
+        ValueError: ``index`` isn't a rank, so the function would never run.
     """
     check_context("on_process", ctx)
     if not 0 <= index < ctx.world.size:
@@ -168,9 +168,9 @@ def on_local_process(ctx: Context, index: int, *, share: Literal[True]) -> Shari
 @overload
 def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Decorator: ...
 def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Any:
-    """Make a function run on local rank ``index`` of each node; elsewhere it returns None.
+    """Return a decorator that runs a function on local rank ``index`` of each node.
 
-    Ranks: as :func:`on_main_process`; with ``share`` the ranks of a node get what that one returned.
+    Ranks: as :func:`on_main_process`; with ``share`` all ranks of a node return that rank's result.
 
     Raises:
         ValueError: This node has no such local rank.
@@ -211,13 +211,10 @@ def _only(ctx: Context, operation: str, runs: bool, share: bool, where: str = ""
                 return value
             blob, error = catch(lambda: pickle.dumps((ctx.world.node_rank, value)) if runs else b"")
             call = Call(operation, function.__name__ + where, takes_long=True)
-            blobs = [one for one in gather_bytes(ctx, call, blob or b"", error) if one]
-            values: dict[int, T] = {}
-            for one in blobs:
-                node, returned = pickle.loads(one)
-                values[node] = returned
-            # Of the ranks that ran it, the one on this node; where only one ran at all, that one.
-            return value if runs else values.get(ctx.world.node_rank, next(iter(values.values())))
+            messages = gather_bytes(ctx, call, blob or b"", error)
+            by_node: dict[int, T] = dict(pickle.loads(message) for message in messages if message)
+            # The result of this node, or the only one.
+            return value if runs else by_node.get(ctx.world.node_rank, next(iter(by_node.values())))
 
         return wrapper
 
@@ -241,18 +238,18 @@ class TriggerState(NamedTuple):
 
 
 def set_trigger(state: TriggerState) -> TriggerState:
-    """Set the flag on this rank. Ranks: any; the others learn of it at the next :func:`check_trigger`."""
+    """Set the flag on this rank. Ranks: any; other ranks see it at the next :func:`check_trigger`."""
     del state
     return TriggerState(is_set=True)
 
 
 def check_trigger(ctx: Context, state: TriggerState) -> tuple[TriggerState, bool]:
-    """Ask whether any rank has set the flag, and clear it if so.
+    """Return whether any rank has set the flag, and clear it if so.
 
     Ranks: every rank of ``ctx``.
 
     Returns:
-        The next state, and the answer, which is the same on every rank.
+        The next state, and whether the flag was set, the same on every rank.
 
     >>> state, stop = check_trigger(Context(), set_trigger(TriggerState()))
     >>> state.is_set, stop

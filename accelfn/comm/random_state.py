@@ -1,4 +1,4 @@
-"""Random number generators: seed them, and bring them to one state over all ranks."""
+"""Seed random number generators, and synchronise their states across ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from accelfn.errors import ConfigurationError
 def set_seed(
     seed: int, *, ctx: Context | None = None, device_specific: bool = False, deterministic: bool = False
 ) -> None:
-    """Seed Python's, NumPy's (where it is installed) and torch's generators, those of all devices too.
+    """Seed Python's, NumPy's (if installed) and torch's generators, including those of all devices.
 
     Ranks: local; with the same arguments every rank has the same state.
 
     Args:
-        seed: Non-negative, below 2**32 less the number of ranks (NumPy takes no larger one).
-        ctx: Needed with ``device_specific``.
-        device_specific: Add the rank, so that ranks draw different numbers; on a mesh the place along "loss",
-            so that ranks which share each layer go on drawing the same.
-        deterministic: Also switch torch to deterministic algorithms, for the whole process.
+        seed: Non-negative and below 2**32 (NumPy's limit), including the rank.
+        ctx: Required with ``device_specific``.
+        device_specific: Add the rank, so that ranks draw different numbers; on a mesh the coordinate along
+            "loss", so that ranks that share each layer draw the same.
+        deterministic: Also enable torch's deterministic algorithms, for the process.
 
     Raises:
         ValueError: ``seed`` is out of range, or ``device_specific`` without ``ctx``.
@@ -41,7 +41,7 @@ def set_seed(
             )
         seed += ctx.coordinate("loss")
     if not 0 <= seed < 2**32:
-        raise ValueError(f"set_seed: seed must lie in 0..2**32 - 1, got {seed}.")
+        raise ValueError(f"set_seed: seed must be in 0..2**32 - 1, got {seed}.")
     random.seed(seed)
     if importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy.random").seed(seed)
@@ -53,7 +53,7 @@ def set_seed(
 def synchronize_rng_states(
     ctx: Context, types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
-    """Set random number generators to the state that they have on rank 0.
+    """Set random number generators to their states on rank 0.
 
     Ranks: every rank of ``ctx``, with the same types.
 
@@ -61,11 +61,11 @@ def synchronize_rng_states(
         ctx: The world.
         types: ``"torch"`` (the CPU's), ``"generator"``, or a device type such as ``"cuda"`` (this rank's
             device).
-        generator: The generator that ``"generator"`` means.
+        generator: The generator of the type ``"generator"``.
 
     Raises:
-        ValueError: ``"generator"`` without one.
-        ConfigurationError: An unknown type, or a device that this machine doesn't have.
+        ValueError: ``"generator"`` is used without ``generator``.
+        ConfigurationError: A type is unknown, or this machine doesn't have that device.
     """
     check_context("synchronize_rng_states", ctx)
     names = [item.value if isinstance(item, RNGType) else item for item in types]
@@ -97,7 +97,7 @@ def _state(name: str, generator: torch.Generator | None) -> torch.Tensor:
 
 def _set_state(name: str, generator: torch.Generator | None, state: torch.Tensor) -> None:
     if name == "generator":
-        assert generator is not None  # _state has refused it
+        assert generator is not None  # checked by _state
         generator.set_state(state)
     elif name == "torch":
         torch.set_rng_state(state)

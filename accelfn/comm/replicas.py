@@ -1,4 +1,4 @@
-"""Find out whether all ranks still hold the same bits, and where they don't."""
+"""Check that replicas are bit-identical on all ranks, and report where they differ."""
 
 from __future__ import annotations
 
@@ -34,70 +34,69 @@ from accelfn.tree import (
 
 _OPERATION = "check_replicas"
 _DIGEST_BYTES = 16
-# What isn't sharded is the same on all ranks, but for the stages of a pipeline.
-_WHOLE = tuple(axis for axis in AXES if axis != "pp")
-# Leaves whose amounts are found out, which takes a message as large as the leaf.
+# Unsharded tensors are the same on all ranks, except for the stages of a pipeline.
+_ALL_AXES = tuple(axis for axis in AXES if axis != "pp")
+# Number of leaves whose differences are measured, which takes a message as large as the leaf.
 _MAX_COMPARED = 8
-_PIECE = 1 << 21  # elements compared at a time
-# Elements that differ, the greatest difference, and the place of that element in logical order.
+_CHUNK = 1 << 21  # elements compared at a time
+# Number of differing elements, the largest difference, and the position of that element in logical order.
 _AMOUNT = struct.Struct("<QdQ")
-_UNKNOWN = -1.0  # stands for a difference that can't be computed
+_UNKNOWN = -1.0  # a difference that can't be computed
 
 
 class _Replica(NamedTuple):
-    """What this rank holds."""
+    """This rank's tensors."""
 
     leaves: list[torch.Tensor]
     layout: PackSpec
-    digests: bytes  # of each leaf, end to end
+    digests: bytes  # of all leaves, concatenated
 
 
 class _Drifted(NamedTuple):
-    """A leaf that isn't the same on all ranks."""
+    """A leaf that differs between ranks."""
 
     leaf: int
-    reference: int  # the lowest of the ranks that hold what most of them hold
-    ranks: tuple[int, ...]  # those that hold something else
+    reference: int  # the lowest rank with the most common value
+    ranks: tuple[int, ...]  # ranks with another value
 
 
 def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
-    """Check that every rank holds the same bits, such as those of the parameters of a replicated model.
+    """Check that a tree has the same bits on every rank, such as the parameters of a replicated model.
 
-    Each rank takes a digest of its leaves where they are (:func:`accelfn.tree.digest_tensors`), and one short
-    exchange compares the digests of all ranks: neither its size nor the number of waits for the device grows
-    with the tree. A change of one bit of any leaf shows. Only when ranks differ, they send each other
-    which leaves these are, and compare up to eight of them with a rank that holds what most ranks hold.
+    Each rank computes a digest of its leaves on their devices (:func:`accelfn.tree.digest_tensors`), and one
+    short exchange compares the digests: neither its size nor the number of device synchronisations grows with
+    the tree. A single differing bit is detected. Only if ranks differ, they exchange the digests of all
+    leaves, and compare up to eight differing leaves with those of a rank that has the most common value.
 
-    Of a ``DTensor`` local tensors are compared, between ranks that should hold the same one: along the axes
-    of the context's mesh that it isn't sharded along. Then errors number ranks along these axes.
+    The local tensors of a ``DTensor`` are compared between the ranks that should hold the same shard: along
+    the axes of the context's mesh that it isn't sharded along. Ranks in errors are numbered along these axes.
 
     Ranks: every rank of ``ctx``, with trees of the same structure, shapes and dtypes.
 
     Args:
         ctx: The world.
-        tree: Tensors of any dtype and shape, modules and optimizers, alone or in any tree. Of a module its
-            parameters and buffers are taken, by name; of an optimizer the tensors of its ``state_dict()``.
-            Left as it is.
+        tree: Tensors of any dtype and shape, modules and optimizers, or a tree of them. Modules are compared
+            by their named parameters and buffers, optimizers by the tensors of their ``state_dict()``.
         name: What errors call ``tree``; the same on every rank.
 
     Raises:
-        ReplicaDriftError: A leaf isn't the same on every rank; the same error on all that are compared
-            (``RemoteRankError`` on those that hold other shards).
-        MismatchError: Structures, shapes, dtypes or kinds of device differ; the same error on every rank.
-        TypeError: A leaf is no dense tensor, or is sharded on another mesh than that of ``ctx``
-            (``RemoteRankError`` on the ranks where all is well).
+        ReplicaDriftError: A leaf differs between ranks; the same error on all ranks that are compared
+            (``RemoteRankError`` on ranks with other shards).
+        MismatchError: Structures, shapes, dtypes or device types differ; the same error on every rank.
+        TypeError: A leaf isn't a dense tensor, or is sharded on another mesh than that of ``ctx``
+            (``RemoteRankError`` on the other ranks).
 
     >>> check_replicas(Context(), torch.nn.Linear(3, 2), name="model")
     """
     check_context("check_replicas", ctx)
     parts, error = catch(lambda: _by_axes(ctx, tree, name))
-    if parts is None or (list(parts) == [_WHOLE] and ctx.along(*_WHOLE) is ctx):
-        _check_part(ctx, None if parts is None else parts[_WHOLE], name, error)
+    if parts is None or (list(parts) == [_ALL_AXES] and ctx.along(*_ALL_AXES) is ctx):
+        _check_part(ctx, None if parts is None else parts[_ALL_AXES], name, error)
         return
-    # Stages of a pipeline have tensors of their own, which may be sharded along other axes.
-    told = gather_bytes(ctx, Call(_OPERATION, "axes"), json.dumps(list(parts)).encode())
-    wanted = {tuple(axes) for one in told for axes in json.loads(one)}
-    for axes in sorted(wanted, reverse=True):
+    # The stages of a pipeline may be sharded along different axes.
+    messages = gather_bytes(ctx, Call(_OPERATION, "axes"), json.dumps(list(parts)).encode())
+    all_axes = {tuple(axes) for message in messages for axes in json.loads(message)}
+    for axes in sorted(all_axes, reverse=True):
         part = parts.get(axes) or flatten({})
         _, error = catch(functools.partial(_check_part, ctx.along(*axes), part, name))
         agree(ctx, Call(_OPERATION, f"along {axes}"), error=error)
@@ -106,7 +105,7 @@ def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
 def _check_part(
     ctx: Context, part: tuple[list[Any], TreeSpec] | None, name: str, error: Exception | None = None
 ) -> None:
-    """Check what all ranks of ``ctx`` should hold alike."""
+    """Check tensors that should be the same on all ranks of ``ctx``."""
     replica = None
     if part is not None:
         replica, error = catch(lambda: _prepare(ctx, *part, name))
@@ -121,8 +120,8 @@ def _check_part(
     if len(set(gather_bytes(ctx, call, summary, error))) == 1:
         return
 
-    # From here on every rank knows that all are here, with trees of one form, and what comes next.
-    drifted = _find(gather_bytes(ctx, Call(_OPERATION, "digests"), digests))
+    # Now all ranks are known to take part, with equally structured trees.
+    drifted = _find_drifted(gather_bytes(ctx, Call(_OPERATION, "digests"), digests))
     leaves, layout, _ = cast("_Replica", replica)
     amounts = _compare_all(ctx, leaves, drifted[:_MAX_COMPARED])
     raise ReplicaDriftError(_OPERATION, _rows(drifted, amounts, layout, name))
@@ -134,7 +133,7 @@ def _prepare(ctx: Context, leaves: list[Any], structure: TreeSpec, name: str) ->
     return _Replica(leaves, plan_layout(leaves, structure), digests)
 
 
-def _take_apart(tree: Any) -> tuple[list[Any], TreeSpec]:
+def _flatten_tensors(tree: Any) -> tuple[list[Any], TreeSpec]:
     leaves, structure = flatten(tree)
     if not any(isinstance(leaf, (Module, Optimizer)) for leaf in leaves):
         return leaves, structure
@@ -142,7 +141,7 @@ def _take_apart(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def _tensors_of(leaf: Any) -> Any:
-    """Return the tensors of a module or an optimizer as a tree, and anything else as it is."""
+    """Return the tensors of a module or an optimizer as a tree, and anything else unchanged."""
     if isinstance(leaf, Module):
         return {**dict(leaf.named_parameters()), **dict(leaf.named_buffers())}
     if isinstance(leaf, Optimizer):
@@ -152,150 +151,145 @@ def _tensors_of(leaf: Any) -> Any:
 
 
 def _by_axes(ctx: Context, tree: Any, name: str) -> dict[tuple[str, ...], tuple[list[Any], TreeSpec]]:
-    """Flatten a tree, and sort what this rank holds by the axes along which it should be the same.
+    """Flatten a tree, and group its leaves by the axes along which they should be the same.
 
     Raises:
-        TypeError: A leaf is sharded, and it is unknown along which axes.
+        TypeError: A leaf is sharded along unknown axes.
     """
     if not isinstance(cast("object", name), str):
         raise TypeError(f"{_OPERATION}: name must be a string, got {name!r}.")
-    leaves, structure = _take_apart(tree)
-    axes = [_WHOLE] * len(leaves)
+    leaves, structure = _flatten_tensors(tree)
+    axes = [_ALL_AXES] * len(leaves)
     for index, leaf in enumerate(leaves):
         if is_dtensor(leaf):
             axes[index] = _axes_of(ctx, leaf, lambda: structure.paths(name)[index])  # noqa: B023 -- called at once
             leaves[index] = local_of(leaf)
-    wanted = sorted(set(axes), reverse=True) or [_WHOLE]
-    if wanted == [_WHOLE]:
-        return {_WHOLE: (leaves, structure)}
-    return {
-        # None is no leaf, so each part keeps its paths.
-        one: flatten(
-            structure.unflatten(
-                [leaf if own == one else None for leaf, own in zip(leaves, axes, strict=True)]
-            )
-        )
-        for one in wanted
-    }
+    groups = sorted(set(axes), reverse=True) or [_ALL_AXES]
+    if groups == [_ALL_AXES]:
+        return {_ALL_AXES: (leaves, structure)}
+    by_axes: dict[tuple[str, ...], tuple[list[Any], TreeSpec]] = {}
+    for group in groups:  # None isn't a leaf, so that each part keeps its paths
+        part = [leaf if own == group else None for leaf, own in zip(leaves, axes, strict=True)]
+        by_axes[group] = flatten(structure.unflatten(part))
+    return by_axes
 
 
 def _axes_of(ctx: Context, leaf: Any, path: Callable[[], str]) -> tuple[str, ...]:
-    """Return along which axes ranks hold the same part of a ``DTensor``."""
+    """Return the axes along which ranks hold the same shard of a ``DTensor``."""
     names = leaf.device_mesh.mesh_dim_names or ("",) * leaf.device_mesh.ndim
     dims = zip(names, leaf.placements, strict=True)
-    cut = [dim for dim, placement in dims if not placement.is_replicate()]
-    if (ctx.mesh is None and cut) or any(dim not in (*AXES, *JOINED, "ep") for dim in cut):
+    sharded = [dim for dim, placement in dims if not placement.is_replicate()]
+    if (ctx.mesh is None and sharded) or any(dim not in (*AXES, *JOINED, "ep") for dim in sharded):
         raise TypeError(
-            f"{_OPERATION}: {path()} is sharded: a DTensor with placements {leaf.placements}, of which ranks "
-            "hold different parts, on a mesh that isn't the context's. Leave it out, or pass its "
-            "full_tensor()."
+            f"{_OPERATION}: {path()} is a DTensor that is sharded on another mesh than the context's, with "
+            f"placements {leaf.placements}. Leave it out, or pass its full_tensor()."
         )
-    parts = {axis for dim in cut for axis in JOINED.get(dim, (dim,))}
-    gone = {"dp_shard" if part in ("edp", "ep") else part for part in parts}
-    return tuple(axis for axis in _WHOLE if axis not in gone)
+    parts = {axis for dim in sharded for axis in JOINED.get(dim, (dim,))}
+    excluded = {"dp_shard" if part in ("edp", "ep") else part for part in parts}
+    return tuple(axis for axis in _ALL_AXES if axis not in excluded)
 
 
-def _find(digests: list[bytes]) -> list[_Drifted]:
-    """Find the leaves that differ, from the digests of all ranks. Pure."""
+def _find_drifted(digests: list[bytes]) -> list[_Drifted]:
+    """Return the leaves that differ, from the digests of all ranks. Pure."""
     drifted: list[_Drifted] = []
     for start in range(0, len(digests[0]), _DIGEST_BYTES):
-        column = [one[start : start + _DIGEST_BYTES] for one in digests]
-        # Of equally common ones this gives the one that comes first: that of the lowest rank.
-        usual = Counter(column).most_common(1)[0][0]
-        ranks = tuple(rank for rank, one in enumerate(column) if one != usual)
+        column = [digest[start : start + _DIGEST_BYTES] for digest in digests]
+        # Among equally common digests, that of the lowest rank.
+        expected = Counter(column).most_common(1)[0][0]
+        ranks = tuple(rank for rank, digest in enumerate(column) if digest != expected)
         if ranks:
-            drifted.append(_Drifted(start // _DIGEST_BYTES, column.index(usual), ranks))
+            drifted.append(_Drifted(start // _DIGEST_BYTES, column.index(expected), ranks))
     return drifted
 
 
 def _compare_all(
     ctx: Context, leaves: list[torch.Tensor], drifted: list[_Drifted]
 ) -> list[list[tuple[int, float, int]]]:
-    """Let every rank compare its leaves with those of the reference ranks: by rank, what each found."""
-    found: list[tuple[int, float, int]] = []
+    """Compare the leaves of all ranks with those of the reference ranks; return the differences by rank."""
+    amounts: list[tuple[int, float, int]] = []
     error: Exception | None = None
-    for one in drifted:
-        amount, failure = _compare(ctx, leaves[one.leaf], one.reference)
-        found.append(amount)
+    for item in drifted:
+        amount, failure = _compare(ctx, leaves[item.leaf], item.reference)
+        amounts.append(amount)
         error = error or failure
-    blob = b"".join(_AMOUNT.pack(*amount) for amount in found)
-    blobs = gather_bytes(ctx, Call(_OPERATION, "amounts"), blob, error)
-    return [list(_AMOUNT.iter_unpack(one)) for one in blobs]
+    message = b"".join(_AMOUNT.pack(*amount) for amount in amounts)
+    messages = gather_bytes(ctx, Call(_OPERATION, "amounts"), message, error)
+    return [list(_AMOUNT.iter_unpack(message)) for message in messages]
 
 
 def _compare(
     ctx: Context, leaf: torch.Tensor, reference: int
 ) -> tuple[tuple[int, float, int], Exception | None]:
-    """Compare a leaf with that of rank ``reference``, piece by piece.
+    """Compare a leaf with that of rank ``reference``, in chunks.
 
-    A failure is kept: the other ranks are notified once all pieces have been sent.
+    An error is returned rather than raised, since all chunks must be sent first.
     """
-    total, largest, place = 0, -math.inf, 0
+    total, largest, position = 0, -math.inf, 0
     error: Exception | None = None
-    for number, mine in enumerate(split_flat(leaf, _PIECE)):
-        theirs = mine if ctx.world.rank == reference else torch.empty_like(mine)
-        ctx.collectives.broadcast(theirs.view(torch.uint8), reference)
-        measured, failure = catch(functools.partial(_measure, mine, theirs))
+    for number, chunk in enumerate(split_flat(leaf, _CHUNK)):
+        other = chunk if ctx.world.rank == reference else torch.empty_like(chunk)
+        ctx.collectives.broadcast(other.view(torch.uint8), reference)
+        measured, failure = catch(functools.partial(_measure, chunk, other))
         error = error or failure
         if measured is not None:
             total += measured[0]
             if measured[1] > largest or (math.isnan(measured[1]) and not math.isnan(largest)):
-                largest, place = measured[1], number * _PIECE + measured[2]
-    return (total, largest, place), error
+                largest, position = measured[1], number * _CHUNK + measured[2]
+    return (total, largest, position), error
 
 
-def _measure(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, int] | None:
-    """Return the number of differing elements of two flat tensors, the largest difference and its place."""
-    size = mine.dtype.itemsize
-    differ = (mine.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, size).any(1)
-    places = differ.nonzero().view(-1)
-    if not len(places):
+def _measure(chunk: torch.Tensor, other: torch.Tensor) -> tuple[int, float, int] | None:
+    """Return the number of differing elements of flat tensors, the largest difference and its position."""
+    size = chunk.dtype.itemsize
+    differ = (chunk.view(torch.uint8) != other.view(torch.uint8)).view(-1, size).any(1)
+    positions = differ.nonzero().view(-1)
+    if not len(positions):
         return None
     try:
-        amounts = _distance(mine[places], theirs[places])
+        amounts = _distance(chunk[positions], other[positions])
     except NotImplementedError:  # a dtype that torch can store but not compute with, such as float4
-        return len(places), _UNKNOWN, int(places[0])
-    first = int(amounts.argmax())  # a NaN counts as the greatest
-    return len(places), float(amounts[first]), int(places[first])
+        return len(positions), _UNKNOWN, int(positions[0])
+    first = int(amounts.argmax())  # a NaN counts as the largest
+    return len(positions), float(amounts[first]), int(positions[first])
 
 
-def _distance(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+def _distance(chunk: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the absolute difference of each element, float64."""
-    if mine.is_complex():
-        return (mine.to(torch.complex128) - theirs.to(torch.complex128)).abs()
-    amounts = (mine.double() - theirs.double()).abs()
-    if mine.is_floating_point():
+    if chunk.is_complex():
+        return (chunk.to(torch.complex128) - other.to(torch.complex128)).abs()
+    amounts = (chunk.double() - other.double()).abs()
+    if chunk.is_floating_point():
         return amounts
-    # float64 doesn't hold the last bits of large integers; their int64 difference wraps where it is larger.
-    exact = (mine.long() - theirs.long()).abs().double()
+    # float64 can't represent the last bits of large integers; for larger differences int64 would wrap.
+    exact = (chunk.long() - other.long()).abs().double()
     return torch.where(amounts < 2.0**62, exact, amounts)
 
 
 def _rows(
     drifted: list[_Drifted], amounts: list[list[tuple[int, float, int]]], layout: PackSpec, name: str
 ) -> tuple[Drift, ...]:
-    """Return how each leaf on each rank differs. Pure."""
+    """Return a row for each differing leaf and rank. Pure."""
     paths = layout.structure.paths(name)
     rows: list[Drift] = []
-    for number, one in enumerate(drifted):
-        shape = layout.shapes[one.leaf]
-        for rank in one.ranks:
-            row = Drift(rank, paths[one.leaf], one.reference, math.prod(shape))
+    for number, item in enumerate(drifted):
+        shape = layout.shapes[item.leaf]
+        for rank in item.ranks:
+            row = Drift(rank, paths[item.leaf], item.reference, math.prod(shape))
             if number < _MAX_COMPARED:
-                count, largest, place = amounts[rank][number]
+                count, largest, position = amounts[rank][number]
                 row = row._replace(
                     num_differing=count,
                     largest=None if largest == _UNKNOWN else largest,
-                    position=_unravel(place, shape),
+                    position=_unravel(position, shape),
                 )
             rows.append(row)
     return tuple(rows)
 
 
-def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the indices of the element that comes at ``place`` in logical order."""
+def _unravel(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the indices of the element at ``position`` in logical order."""
     indices: list[int] = []
     for length in reversed(shape):
-        place, index = divmod(place, length)
+        position, index = divmod(position, length)
         indices.append(index)
     return tuple(reversed(indices))

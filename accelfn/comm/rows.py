@@ -1,4 +1,4 @@
-"""Rows of ranks: sharing inputs out by rank, and taking and padding rows of trees."""
+"""Split inputs by rank, scatter the rows of a tree, and pad trees to a common length."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ T = TypeVar("T")
 
 
 def split_between_processes(ctx: Context, inputs: T, apply_padding: bool = False) -> T:
-    """Return this rank's part of ``inputs``: consecutive items, as equal as can be, longer parts first.
+    """Return this rank's part of ``inputs``: consecutive items, split as evenly as possible.
 
     Ranks: any; doesn't communicate. Every rank passes the same inputs.
 
     Args:
-        ctx: The world. Where ranks along ``"tp"`` share layers, pass ``ctx.along("dp")``: they get one part.
-        inputs: A list, tuple or other sequence, a tensor or array (split along its first dimension), a
-            ``datasets.Dataset``, or a mapping of these, all of one length, nested as you like.
-        apply_padding: Repeat the last item until all parts are equally long, for what is gathered afterwards.
+        ctx: The world. On a mesh, pass ``ctx.along("dp")``: ranks that share a batch then get the same part.
+        inputs: A list or tuple, a tensor or array (split along its first dimension), a ``datasets.Dataset``,
+            or a possibly nested mapping of these, all of one length.
+        apply_padding: Repeat the last item until all parts are equally long, so that they can be gathered.
 
     Returns:
-        A part of the same type; tensors are views unless padded. With one process the inputs themselves.
+        A part of the same type; the first parts are one item longer if they can't be equal. Tensors are views
+        unless padded. With one process, the inputs themselves.
 
     Raises:
         TypeError: ``inputs`` can't be split (a string, a set, a 0-d tensor, ...).
@@ -54,13 +55,13 @@ def split_between_processes(ctx: Context, inputs: T, apply_padding: bool = False
 
 
 def split_sizes(length: int, parts: int) -> list[int]:
-    """Cut ``length`` into ``parts`` as equal as can be, longer ones first. Pure.
+    """Split ``length`` into ``parts`` as evenly as possible, longer ones first. Pure.
 
     >>> split_sizes(5, 3)
     [2, 2, 1]
     """
-    quotient, rest = divmod(length, parts)
-    return [quotient + (part < rest) for part in range(parts)]
+    quotient, remainder = divmod(length, parts)
+    return [quotient + (part < remainder) for part in range(parts)]
 
 
 def _length(inputs: Any, path: str) -> int:
@@ -71,11 +72,11 @@ def _length(inputs: Any, path: str) -> int:
         }
         if not lengths:
             raise ValueError(
-                f"split_between_processes: {path} is an empty mapping. Pass what is to be split."
+                f"split_between_processes: {path} is an empty mapping. Pass a mapping with values to split."
             )
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"split_between_processes: the values of {path} must have one length, got {lengths}."
+                f"split_between_processes: the values of {path} must have the same length, got {lengths}."
             )
         return next(iter(lengths.values()))
     if isinstance(inputs, torch.Tensor) or hasattr(inputs, "__array__"):
@@ -92,26 +93,26 @@ def _length(inputs: Any, path: str) -> int:
 
 def _take(inputs: Any, indices: list[int]) -> Any:
     start = indices[0] if indices else 0
-    consecutive = indices == list(range(start, start + len(indices)))  # not where the last item was added
+    consecutive = indices == list(range(start, start + len(indices)))  # unless padded
     if isinstance(inputs, Mapping):
         mapping = cast("Mapping[Any, Any]", inputs)
-        taken = {key: _take(value, indices) for key, value in mapping.items()}
-        return taken if type(mapping) is dict else cast("Any", type(mapping))(taken)
+        part = {key: _take(value, indices) for key, value in mapping.items()}
+        return part if type(mapping) is dict else cast("Any", type(mapping))(part)
     if isinstance(inputs, torch.Tensor) or hasattr(inputs, "__array__"):
         return inputs[start : start + len(indices)] if consecutive else inputs[indices]
     if hasattr(inputs, "select"):
         return inputs.select(indices)
     if isinstance(inputs, list):
         return [inputs[index] for index in indices]
-    # A namedtuple names positions, so a part of it is a plain tuple.
+    # A part of a namedtuple has other positions, so it is a plain tuple.
     return tuple(inputs[index] for index in indices)
 
 
 def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     """Split each tensor of rank ``from_process`` along its first dimension, one part for each rank.
 
-    The parts are as equal as can be: of ``n`` rows the first ``n % P`` ranks get one more than the others, as
-    in :func:`accelfn.split_between_processes`.
+    Rows are split as evenly as possible: the first ``n % P`` ranks get one row more than the others, as in
+    :func:`accelfn.split_between_processes`.
 
     Ranks: every rank of ``ctx``.
 
@@ -126,9 +127,9 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
         ``ctx.device``.
 
     Raises:
-        ValueError: ``from_process`` is no rank, or a tensor has no first dimension.
-        TypeError: A leaf is no dense tensor.
-        RemoteRankError: The sending rank can't send.
+        ValueError: ``from_process`` isn't a rank, or a tensor has no first dimension.
+        TypeError: A leaf isn't a dense tensor.
+        RemoteRankError: The sending rank has failed.
 
     >>> scatter(Context(), torch.arange(3))
     tensor([0, 1, 2])
@@ -145,21 +146,21 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
             if not shape:
                 raise ValueError(
                     f"scatter: {prepared.layout.structure.paths()[index]} has no first dimension to split. "
-                    "Give it one, or broadcast it."
+                    "Add one, or broadcast the tensor."
                 )
-        kinds = [leaf.device.type == "cpu" for leaf in prepared.leaves]
-        return prepared, pickle.dumps((tree_structure(tree), kinds)) if ctx.world.size > 1 else b""
+        on_cpu = [leaf.device.type == "cpu" for leaf in prepared.leaves]
+        return prepared, pickle.dumps((tree_structure(tree), on_cpu)) if ctx.world.size > 1 else b""
 
-    made, error = catch(prepare)
+    result, error = catch(prepare)
     if ctx.world.size == 1:
-        unwrap(made, error)
+        unwrap(result, error)
         return cast("T", tree)
-    prepared, blob = made if made is not None else (None, b"")
+    prepared, blob = result if result is not None else (None, b"")
     stubs, on_cpu = pickle.loads(
         broadcast_bytes(ctx, Call("scatter", f"from {from_process}"), blob, from_process, error)
     )
     info, structure = flatten(stubs, lambda value: isinstance(value, TensorInformation))
-    # Leaf by leaf: parts are cut from contiguous rows, and scatter is no operation of an inner loop.
+    # One leaf at a time, since parts are contiguous rows, and scatter isn't used in inner loops.
     received = [
         _scatter_leaf(
             ctx, leaf, None if prepared is None else prepared.leaves[index], on_cpu[index], from_process
@@ -172,23 +173,23 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
 def pad_across_processes(
     ctx: Context, tree: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> T:
-    """Lengthen ``dim`` of each tensor to the longest over all ranks, so that a gather is possible.
+    """Pad ``dim`` of each tensor to the longest length of all ranks, so that the tensors can be gathered.
 
-    Ranks: every rank of ``ctx``; dtypes and numbers of dimensions must be the same, lengths may differ. Other
-        dimensions keep theirs: where they differ too, pad them by further calls before a gather.
+    Ranks: every rank of ``ctx``; dtypes and numbers of dimensions must be the same, lengths may differ. If
+        other dimensions differ too, pad them with further calls before a gather.
 
     Args:
         ctx: The world.
-        tree: Tensors; one without dimension ``dim`` stays as it is.
-        dim: Dimension to lengthen; negative counts from the last.
-        pad_index: Value to fill with. Its dtype is the tensor's, on every rank.
-        pad_first: Fill before what is there, not after it.
+        tree: Tensors; those without dimension ``dim`` aren't changed.
+        dim: Dimension to pad; negative counts from the last.
+        pad_index: Value to pad with, converted to the tensor's dtype.
+        pad_first: Pad at the start instead of the end.
 
     Returns:
         A tree of the same types. A tensor that is already long enough isn't copied.
 
     Raises:
-        TypeError: A leaf is no dense tensor, or its dtype can't hold ``pad_index``.
+        TypeError: A leaf isn't a dense tensor, or its dtype can't represent ``pad_index``.
         MismatchError: Structures, dtypes, numbers of dimensions or options differ between ranks.
 
     >>> pad_across_processes(Context(), torch.tensor([1, 2]))
@@ -204,9 +205,9 @@ def pad_across_processes(
         for index, dtype in enumerate(prepared.layout.dtypes):
             if not _can_hold(dtype, pad_index):
                 raise TypeError(
-                    f"pad_across_processes: {prepared.layout.structure.paths()[index]} is of dtype "
-                    f"{dtype}, which can't hold pad_index={pad_index!r}. "
-                    "Pass a number of that dtype, or convert the tensor."
+                    f"pad_across_processes: {prepared.layout.structure.paths()[index]} has dtype {dtype}, "
+                    f"which can't represent pad_index={pad_index!r}. Pass a number of that dtype, or convert "
+                    "the tensor."
                 )
         return prepared
 
@@ -267,7 +268,7 @@ def _scatter_leaf(
         flat = flatten_tensor(leaf)
         if longest * ctx.world.size == flat.numel():
             buffer = flat
-        else:  # scatter takes equal parts: the shorter ones are filled up
+        else:  # scatter needs equal parts, so shorter ones are padded
             parts = [
                 torch.nn.functional.pad(
                     part.view(torch.uint8), (0, (longest - part.numel()) * info.dtype.itemsize)
@@ -278,5 +279,5 @@ def _scatter_leaf(
         buffer = buffer.view(torch.uint8)
     output = torch.empty(longest, dtype=info.dtype, device=device)
     ctx.collectives.scatter(output.view(torch.uint8), buffer, from_process)
-    own = sizes[ctx.world.rank]
-    return output[: own * row].view(own, *info.shape[1:])
+    num_rows = sizes[ctx.world.rank]
+    return output[: num_rows * row].view(num_rows, *info.shape[1:])

@@ -1,8 +1,8 @@
-"""Trees of tensors across ranks: gather, reduce, broadcast.
+"""Gather, reduce and broadcast trees of tensors.
 
-Small trees on the CPU travel whole in the exchange that opens the operation; larger ones as one buffer per
-dtype, and a leaf of a mebibyte or more by itself, without being copied. With one process each operation gives
-back what it got. None of them is differentiable, and none writes into its input.
+Small trees on the CPU are sent in the exchange that opens the operation; larger ones as one buffer per dtype,
+and leaves of 1 MiB or more separately, without a copy. With one process each operation returns its input.
+None of them is differentiable, and none writes into its input.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def gather(ctx: Context, tree: T) -> T:
-    """Join each tensor of ``tree`` over all ranks along its first dimension, in rank order.
+    """Concatenate each tensor of ``tree`` over all ranks along its first dimension, in rank order.
 
     Ranks: every rank of ``ctx``, with trees of the same structure, shapes and dtypes.
 
@@ -43,13 +43,13 @@ def gather(ctx: Context, tree: T) -> T:
         tree: Tensors of any dtype, shape ``(n, ...)`` or ``()``; ``None`` stays ``None``.
 
     Returns:
-        On every rank a tree of the same types, leaves of shape ``(P * n, ...)``; a 0-d tensor counts as one
-        row and gives ``(P,)``. New memory when ``P > 1``; with one process the tree itself, not copied.
+        On every rank a tree of the same types, with leaves of shape ``(P * n, ...)``, or ``(P,)`` for a 0-d
+        tensor. New memory if ``P > 1``; with one process the tree itself, not copied.
 
     Raises:
-        TypeError: A leaf is no dense tensor (``RemoteRankError`` on the ranks where all is well).
-        MismatchError: The trees differ; the same error on every rank, with rank and path. For tensors that
-            differ in length, see :func:`pad_across_processes`.
+        TypeError: A leaf isn't a dense tensor (``RemoteRankError`` on the other ranks).
+        MismatchError: The trees differ; the same error on every rank, with rank and path. For tensors of
+            different lengths, see :func:`pad_across_processes`.
 
     >>> gather(Context(), {"x": torch.ones(2), "loss": torch.tensor(0.5)})
     {'x': tensor([1., 1.]), 'loss': tensor([0.5000])}
@@ -75,33 +75,34 @@ def gather(ctx: Context, tree: T) -> T:
     for group, block in zip(layout.groups, by_group, strict=True):
         for index, part in zip(group.leaves, torch.split(block, list(group.sizes), dim=1), strict=True):
             shape = layout.shapes[index]
-            # Copies, unless the leaf has the block to itself: then the rows already are end to end.
+            # Copies, unless the leaf is alone in its buffer, whose rows are then contiguous.
             gathered[index] = part.reshape((size * shape[0], *shape[1:]) if shape else (size,))
     return layout.structure.unflatten(gathered)
 
 
 def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) -> T:
-    """Combine each tensor of ``tree`` with those of the other ranks, element by element.
+    """Reduce each tensor of ``tree`` over all ranks, element by element.
 
-    What float16, bfloat16 and float8 become is formed in float32 and rounded once; but 16-bit leaves too
-    large for the opening exchange are added in their own dtype, and divided before where a mean is wanted.
+    float16, bfloat16 and float8 are reduced in float32 and rounded once; except that 16-bit leaves too large
+    for the opening exchange are summed in their own dtype, and divided before the sum for a mean.
 
     Ranks: every rank of ``ctx``, with trees of the same structure, shapes and dtypes.
 
     Args:
         ctx: The world.
         tree: Tensors of any dtype and shape; ``None`` stays ``None``.
-        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` to leave all as it is. The sum
-            and the maximum of booleans is their "or", the minimum their "and".
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` for no reduction. The sum and
+            the maximum of booleans are their "or", the minimum their "and".
         scale: Factor applied after the reduction.
 
     Returns:
-        On every rank the same tree; shapes and dtypes kept. With one process and ``scale=1`` the tree itself.
+        On every rank the same tree, of the same shapes and dtypes. With one process and ``scale=1``, the tree
+        itself.
 
     Raises:
-        ValueError: Unknown ``reduction``.
-        TypeError: A leaf is no dense tensor; a mean or a scale for integers or booleans, whose dtype can't
-            hold it; a maximum or minimum of complex numbers.
+        ValueError: ``reduction`` is unknown.
+        TypeError: A leaf isn't a dense tensor, or is of integers or booleans and a mean or a scale was
+            requested, or is complex and a maximum or minimum was requested.
         MismatchError: The trees or options differ between ranks.
 
     >>> reduce(Context(), torch.tensor([1.0, 2.0]), "mean")
@@ -120,7 +121,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
         return prepared
 
     prepared, error = catch(prepare)
-    if size > 1 and error is None and reduction == "none":  # a rank that leaves all as it is says so
+    if size > 1 and error is None and reduction == "none":  # the other ranks may pass another reduction
         open_call(ctx, "reduce", "reduction='none'", prepared, None)
     if size == 1 or (error is None and reduction == "none"):
         leaves, layout = unwrap(prepared, error)
@@ -152,15 +153,15 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
 
     Args:
         ctx: The world.
-        tree: On ``from_process`` what is sent; elsewhere a tree of the same form, which is left as it is.
+        tree: On ``from_process`` the tree to send; elsewhere one of the same structure, shapes and dtypes.
         from_process: The rank that sends.
 
     Returns:
         On ``from_process`` the tree itself; elsewhere a new tree, on the devices of this rank's leaves.
 
     Raises:
-        ValueError: ``from_process`` is no rank.
-        TypeError: A leaf is no dense tensor.
+        ValueError: ``from_process`` isn't a rank.
+        TypeError: A leaf isn't a dense tensor.
         MismatchError: The trees or ``from_process`` differ between ranks.
 
     >>> broadcast(Context(), [torch.tensor(1)])
@@ -206,16 +207,16 @@ def _rows(leaf: torch.Tensor) -> torch.Tensor:
 def _all_reduce(
     ctx: Context, buffer: torch.Tensor, op: ReduceOp, divisor: int, factor: float
 ) -> torch.Tensor:
-    """Reduce a buffer of our own over all ranks."""
+    """Reduce a buffer over all ranks, in place if possible."""
     if buffer.dtype in REDUCED_HERE:
         return combine(all_gather_rows(ctx, buffer), op, divisor, factor)
     if buffer.dtype == torch.bool:
         ctx.collectives.all_reduce(buffer.view(torch.uint8), "min" if op == "min" else "max")
         return buffer
-    before = divisor != 1 and buffer.dtype in (torch.float16, torch.bfloat16)  # the sum may not fit
-    if before:
+    divide_first = divisor != 1 and buffer.dtype in (torch.float16, torch.bfloat16)  # the sum may overflow
+    if divide_first:
         buffer.div_(divisor)
     ctx.collectives.all_reduce(buffer, op)
-    if divisor != 1 and not before:
+    if divisor != 1 and not divide_first:
         buffer.div_(divisor)
     return buffer.mul_(factor) if factor != 1.0 else buffer

@@ -1,4 +1,4 @@
-"""Move and reduce packed trees over the seam's collectives."""
+"""Send and reduce packed trees with the context's collectives."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from accelfn.comm.agreement import (
 from accelfn.context import Context, ReduceOp
 from accelfn.tree import PackSpec, flatten, plan_layout, require_tensors
 
-# From here on a copy into a shared buffer costs more than a message of one's own.
+# For leaves of this size, a copy into a shared buffer costs more than a separate message.
 ALONE_BYTES = 1 << 20
 
 
 class PackedTree(NamedTuple):
-    """A tree of tensors, ready to travel."""
+    """A flattened tree of tensors, and the layout of its buffers."""
 
     leaves: list[torch.Tensor]
     layout: PackSpec
@@ -37,11 +37,11 @@ def prepare_tree(operation: str, tree: Any, refused: Callable[[Any], bool] | Non
     Args:
         operation: For the message.
         tree: Of tensors.
-        refused: Says of a container that it is no tree here. A ``PackedSequence`` is none where rows are
-            joined or cut: its parts are no rows.
+        refused: Returns whether a container isn't supported. A ``PackedSequence`` isn't where rows are joined
+            or split, since its parts aren't rows.
 
     Raises:
-        TypeError: A leaf is no dense tensor.
+        TypeError: A leaf isn't a dense tensor.
     """
     leaves, structure = flatten(tree, refused)
     return PackedTree(
@@ -50,14 +50,14 @@ def prepare_tree(operation: str, tree: Any, refused: Callable[[Any], bool] | Non
 
 
 def unwrap(value: Any, error: Exception | None) -> Any:
-    """Return what :func:`~accelfn.comm.attempt` gave, or raise what it kept."""
+    """Return the result of :func:`~accelfn.comm.catch`, or raise its exception."""
     if error is not None:
         raise error
     return value
 
 
 def fits(ctx: Context, prepared: PackedTree) -> bool:
-    """Return whether the whole tree fits into the opening exchange: the same on every rank of one layout."""
+    """Return whether the tree fits into the opening exchange: the same on every rank with this layout."""
     layout = prepared.layout
     return all(group.device.type == "cpu" for group in layout.groups) and _payload_bytes(layout) <= capacity(
         ctx
@@ -65,7 +65,7 @@ def fits(ctx: Context, prepared: PackedTree) -> bool:
 
 
 def payload_of(prepared: PackedTree) -> torch.Tensor:
-    """Return the whole tree as bytes, buffer after buffer."""
+    """Return the bytes of all buffers of a tree."""
     payload = torch.empty(_payload_bytes(prepared.layout), dtype=torch.uint8)
     write_groups(payload, prepared.layout.groups, prepared.leaves)
     return payload
@@ -89,14 +89,14 @@ def open_call(
 
 
 def exchange_tree(ctx: Context, call: Call, prepared: PackedTree) -> list[torch.Tensor]:
-    """Gather a small tree of every rank within the agreement: per group a block of shape (P, n)."""
+    """Gather a small tree of every rank with the agreement: per group a block of shape (P, n)."""
     rows = agree(ctx, call, payload_of(prepared))
     by_rank = [read_groups(row, prepared.layout.groups) for row in rows]
     return [torch.stack(buffers) for buffers in zip(*by_rank, strict=True)]
 
 
 def all_gather_rows(ctx: Context, buffer: torch.Tensor) -> torch.Tensor:
-    """Gather a flat buffer of every rank: shape (P, n). As bytes, so that any dtype can travel."""
+    """Gather a flat buffer of every rank: shape (P, n). Sent as bytes, which works for any dtype."""
     return ctx.collectives.all_gather(buffer.view(torch.uint8)).view(buffer.dtype).view(ctx.world.size, -1)
 
 
@@ -106,15 +106,15 @@ def _payload_bytes(layout: PackSpec) -> int:
 
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
-# Dtypes that not every backend can add, so they are gathered and added here.
+# Dtypes that not every backend can sum, so they are gathered and reduced locally.
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 REDUCED_HERE = frozenset((torch.int16, torch.uint16, torch.uint32, torch.uint64, *_FLOAT8))
-# Added in float32 and rounded once.
+# Summed in float32 and rounded once.
 _NARROW = frozenset((torch.float16, torch.bfloat16, *_FLOAT8))
 
 
 def check_arithmetic(prepared: PackedTree, reduction: str, scale: float) -> None:
-    """Refuse what a dtype can't hold.
+    """Check that the leaves' dtypes can represent the result.
 
     Raises:
         TypeError: With the path of the leaf.
@@ -125,18 +125,19 @@ def check_arithmetic(prepared: PackedTree, reduction: str, scale: float) -> None
         if dtype.is_complex:
             if reduction in ("max", "min"):
                 path = prepared.layout.structure.paths()[index]
-                raise TypeError(f"reduce: {path} is complex, and complex numbers have no {reduction}.")
+                raise TypeError(
+                    f"reduce: {path} is complex, and complex numbers have no {reduction}. Use 'sum'."
+                )
         elif reduction == "mean" or scale != 1.0:
             path = prepared.layout.structure.paths()[index]
             raise TypeError(
-                f"reduce: {path} is of dtype {dtype}, which can't hold a mean or a scaled "
-                f"sum (reduction={reduction!r}, scale={scale!r}). "
-                "Convert it with .float(), or reduce it with 'sum'."
+                f"reduce: {path} has dtype {dtype}, which can't represent a mean or a scaled sum "
+                f"(reduction={reduction!r}, scale={scale!r}). Convert it with .float(), or use 'sum'."
             )
 
 
 def combine(stacked: torch.Tensor, op: ReduceOp, divisor: int = 1, factor: float = 1.0) -> torch.Tensor:
-    """Reduce the buffers of all ranks, shape (P, n), into a new one; the same bits on every rank.
+    """Reduce the buffers of all ranks, shape (P, n), into a new buffer; the same bits on every rank.
 
     Narrow floats are summed, divided and scaled in float32, and rounded once.
     """

@@ -1,4 +1,4 @@
-"""What this rank has called across ranks, and from which line of the user's program."""
+"""The log of a rank's operations, with the lines of the user's program that called them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from types import FrameType
 from typing import NamedTuple
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Frames of a progress bar, a thread pool or a test runner are not the user's: they may differ between ranks,
-# as a bar does that is shown on the first rank only.
+# Frames of a progress bar, a thread pool or a test runner aren't the user's, and may differ between ranks: a
+# bar may be shown on the first rank only.
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def call_site() -> str:
-    """Name the line outside of this package that led here, such as ``"train.py:41 in main"``.
+    """Return the line of the user's program that led here, such as ``"train.py:41 in main"``.
 
-    The nearest line of a program that isn't installed; of one that is, the nearest line at all. By the file's
-    name without its folder, which need not be the same on all machines.
+    This is the nearest frame outside of this package and of installed packages; if there is none, the nearest
+    frame outside of this package. The file's folder is left out, since it may differ between machines.
     """
     nearest: FrameType | None = None
     frame = inspect.currentframe()
@@ -42,10 +42,10 @@ def _name(frame: FrameType) -> str:
 
 
 _REMEMBERED = 64
-# Forms of calls whose first line is known, before all are forgotten.
-_MOST_FORMS = 4096
+# Number of forms of calls whose first line is stored; then all are dropped.
+_MAX_FORMS = 4096
 _CHAIN_BYTES = 16
-# For what is called on the seam itself, outside of any operation: as long as a guard waits by default.
+# For callables of Collectives outside of any operation: a guard's default timeout.
 _PATIENCE_S = 300.0
 
 
@@ -55,59 +55,57 @@ class Entry(NamedTuple):
     number: int  # from 1
     operation: str
     site: str  # the user's file, line and function
-    chain: bytes  # fingerprint of this call and of all before it; zeros where nothing is compared
+    chain: bytes  # fingerprint of this call and all previous ones; zeros if nothing is compared
 
 
 class Unsettled(NamedTuple):
-    """An agreement that has started, and whose result is still to be read."""
+    """An agreement that has started, and whose result hasn't been read yet."""
 
-    settle: Callable[[], None]  # hear it; raises if ranks disagree
-    abandon: Callable[[], None]  # without hearing it
+    settle: Callable[[], None]  # wait for the result; raises if ranks disagree
+    abandon: Callable[[], None]  # drop it
 
 
 class OpenPass:
-    """A pass over data that the ranks have begun together, and whose end they are still to agree on.
+    """A pass over data that the ranks have begun together, and not yet ended together.
 
     Attributes:
-        number: Of the last operation before it: the same on every rank, so that it distinguishes passes.
-        batches: Batches that this rank has taken in it.
-        has_ended: Whether this rank has come to its end, where it waits for the others.
+        number: Of the last operation before the pass: the same on every rank, so that it identifies the pass.
+        batches: Number of batches that this rank has read in it.
+        has_ended: Whether this rank has reached its end, where it waits for the other ranks.
     """
 
     __slots__ = ("batches", "has_ended", "number")
 
     def __init__(self, number: int) -> None:
-        """Begin with no batch."""
+        """Start with no batch."""
         self.number: int = number
         self.batches: int = 0
         self.has_ended: bool = False
 
 
 class CallLog:
-    """The calls of one rank on one group, in order.
+    """The operations of one rank on one group, in order.
 
-    A process group counts its collectives; this is the same for operations on trees, and with it what is
-    needed to explain a disagreement. All contexts over one group share one call log. Nothing is written to it
-    but by the operations themselves.
+    A process group numbers its collectives; this log does so for operations on trees, and stores what is
+    needed to explain a mismatch. All contexts over one group share one log. Only operations write to it.
 
     Attributes:
         number: Of the last operation begun; 0 before the first.
-        checked: Number of the last operation that all ranks are known to have begun alike.
+        checked: Number of the last operation that is known to be the same on all ranks.
         chain: Fingerprint of all operations begun so far, 16 bytes.
         patience_s: How long the current operation may wait for other ranks.
         over: Why no further operation is possible, or "".
         closed: Whether the context that opened this world has been closed.
-        open_passes: Passes over data that were begun and have not ended, in the order of their beginning.
-            Each belongs to the loop that goes through it; here it is only listed, to explain a disagreement.
-        reductions: Backward passes whose gradients have been reduced over the ranks.
+        open_passes: Passes over data that have begun and not ended, oldest first, to explain a mismatch.
+        reductions: Number of backward passes whose gradients have been reduced over the ranks.
         reducing: Whether this rank waits for such a reduction.
-        unsettled: The agreement that comes first at the next operation, if one is open.
-        after_backward: What is done when the backward pass under way is over; None while none is that
-            ``accelfn.backward`` has started.
+        unsettled: The agreement that must finish before the next operation, if there is one.
+        after_backward: Callbacks for the end of the current backward pass; None outside of
+            ``accelfn.backward``.
     """
 
     def __init__(self) -> None:
-        """Begin with no calls."""
+        """Start with no calls."""
         self.number: int = 0
         self.checked: int = 0
         self.chain: bytes = bytes(_CHAIN_BYTES)
@@ -123,20 +121,20 @@ class CallLog:
         self._first_sites: dict[int, str] = {}  # by form of call
 
     def __deepcopy__(self, memo: dict[int, object]) -> CallLog:
-        """Return self: a copy of a context is over the same group."""
+        """Return self: a copy of a context uses the same group."""
         return self
 
     def __reduce__(self) -> tuple[type[CallLog], tuple[()]]:
-        """Pickle as a new call log: what was called stays with the group, which no pickle can hold."""
+        """Pickle as an empty log, since a group can't be pickled."""
         return CallLog, ()
 
     def begin(self, operation: str, site: str, material: str | None, patience_s: float) -> None:
-        """Note that an operation begins.
+        """Record the start of an operation.
 
         Args:
             operation: Its name.
             site: Where it was called.
-            material: All that must be equal on every rank; None where nothing is compared.
+            material: Everything that must be equal on every rank, as text; None if nothing is compared.
             patience_s: How long it may wait.
         """
         self.number += 1
@@ -147,7 +145,7 @@ class CallLog:
 
     @contextmanager
     def open_pass(self) -> Generator[OpenPass, None, None]:
-        """List a pass over data for as long as it is open."""
+        """List a pass over data while the block runs."""
         begun = OpenPass(self.number)
         self.open_passes.append(begun)
         try:
@@ -156,35 +154,35 @@ class CallLog:
             self.open_passes.remove(begun)
 
     def confirm(self) -> None:
-        """Note that all ranks have begun the current operation, and all before it, alike."""
+        """Record that the current operation and all previous ones are the same on all ranks."""
         self.checked = self.number
 
     def settle(self) -> None:
-        """Read the result of an agreement that is still open.
+        """Wait for the result of an open agreement.
 
         Raises:
-            Exception: The ranks disagree, or one doesn't come.
+            Exception: The ranks disagree, or a rank is missing.
         """
-        open_one, self.unsettled = self.unsettled, None
-        if open_one is not None:
-            open_one.settle()
+        agreement, self.unsettled = self.unsettled, None
+        if agreement is not None:
+            agreement.settle()
 
     def abandon(self) -> None:
-        """Release an agreement that is still open: this rank takes part in nothing more."""
-        open_one, self.unsettled = self.unsettled, None
-        if open_one is not None:
-            open_one.abandon()
+        """Drop an open agreement, since this rank takes part in no further operation."""
+        agreement, self.unsettled = self.unsettled, None
+        if agreement is not None:
+            agreement.abandon()
 
     def resume(self, number: int) -> None:
-        """Go on from ``number`` after a disagreement that every rank has seen: all ranks do so alike."""
+        """Continue at ``number`` after a mismatch that every rank has seen."""
         self.number = number
         self.checked = number
-        self._first_sites.clear()  # from here on they may differ
+        self._first_sites.clear()  # they may differ from here on
         self.chain = hashlib.blake2b(b"resumed at %d" % number, digest_size=_CHAIN_BYTES).digest()
 
     def first_site(self, form: int, site: str) -> str:
-        """Return the line that calls of one form came from first: ``site``, where this is the first."""
-        if len(self._first_sites) == _MOST_FORMS:  # on all ranks at the same call
+        """Return the line of the first call of a form, which is ``site`` if this is the first."""
+        if len(self._first_sites) == _MAX_FORMS:  # at the same call on all ranks
             self._first_sites.clear()
         return self._first_sites.setdefault(form, site)
 
@@ -194,9 +192,9 @@ class CallLog:
         return self._entries[-1] if self._entries else Entry(0, "", "", self.chain)
 
     def find(self, number: int) -> Entry | None:
-        """Return the operation of that number, where it is remembered."""
+        """Return the operation of that number, if it is still in the log."""
         return next((entry for entry in self._entries if entry.number == number), None)
 
     def recent(self) -> tuple[Entry, ...]:
-        """Return the operations since the last one that was checked, the current one included."""
+        """Return the operations since the last checked one, including the current one."""
         return tuple(entry for entry in self._entries if entry.number > self.checked)

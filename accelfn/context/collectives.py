@@ -1,8 +1,8 @@
-"""The seam between accelfn and whatever carries bytes between ranks.
+"""The interface to the transport between ranks.
 
-Everything that crosses ranks goes through one frozen record of callables. The default is a world of one, so
-code that communicates also runs in a single process; ``process_group.py`` fills the record from a torch
-process group, and ``accelfn.testing`` fills it from threads. Pytrees, packing and checks are built on top, in
+All communication goes through one frozen record of callables. The default is a world of one, so code that
+communicates also runs in a single process; ``process_group.py`` implements the record with a torch process
+group, and ``accelfn.testing`` with threads. Pytrees, packing and checks are built on top, in
 ``accelfn.comm``.
 """
 
@@ -28,11 +28,11 @@ MAX_CHUNK_BYTES = 1 << 14
 
 
 def chunk_bytes(size: int, most: int = MAX_CHUNK_BYTES) -> int:
-    """Bytes that each rank contributes to one ``all_gather_bytes`` in a world of ``size`` ranks.
+    """Return the number of bytes that each rank may send in one ``all_gather_bytes``.
 
-    Small messages cost latency, not bytes: on loopback 64 bytes and 16 KiB take nearly the same time (64 KiB
-    take a quarter more), so whatever fits travels with the agreement. Larger worlds get smaller chunks, so
-    that all of them together stay near 1 MiB.
+    Small messages cost latency, not bandwidth: on loopback 64 bytes and 16 KiB take nearly the same time (64
+    KiB take a quarter more), so small payloads are sent with the agreement. Larger worlds use smaller chunks,
+    so that all chunks together stay near 1 MiB.
 
     >>> chunk_bytes(2), chunk_bytes(128), chunk_bytes(10_000)
     (16384, 8192, 1024)
@@ -65,17 +65,17 @@ def _split_alone(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[P
     return tuple(Part(Collectives()) for _ in groups)
 
 
-def _finish_blindly(work: dist.Work, device: torch.device) -> None:
+def _wait(work: dist.Work, device: torch.device) -> None:
     del device
     work.wait()
 
 
 class StartedAllGather(NamedTuple):
-    """An exchange whose bytes are on their way. Exactly one of the two is called, before any other call.
+    """An exchange in flight. Exactly one of its callables is called, before any other operation.
 
     Attributes:
-        finish: Waits for the bytes of all ranks, and gives what ``Collectives.all_gather_bytes`` gives.
-        abandon: Lets go of them without waiting; for a rank that takes part in nothing more.
+        finish: Waits for the bytes of all ranks, and returns what ``Collectives.all_gather_bytes`` returns.
+        abandon: Drops the exchange without waiting, on a rank that takes part in no further operation.
     """
 
     finish: Callable[[], tuple[torch.Tensor, ...]]
@@ -87,39 +87,37 @@ class Collectives:
     """Communication as plain callables on flat tensors. The default is a world of one.
 
     Every rank calls the same callables in the same order. ``n`` is the length of a buffer, the same on every
-    rank, and ``P`` the number of ranks. A buffer is 1-D and contiguous, of dtype uint8 wherever bytes are
-    only moved.
+    rank, and ``P`` the number of ranks. Buffers are 1-D and contiguous, and uint8 unless they are reduced.
 
     Attributes:
-        all_gather_bytes: ``(m,)`` uint8 on the CPU, ``m <= chunk`` and free per rank -> one uint8 tensor per
-            rank, in rank order, each of which starts with that rank's bytes (what follows is undefined). They
-            may be overwritten by the next exchange. Carries the agreement that precedes each operation.
-        start_all_gather_bytes: The same in two parts, so that a rank can compute meanwhile; None where the
-            only way is to wait. A rank that starts an exchange meets one that waits in ``all_gather_bytes``.
+        all_gather_bytes: ``(m,)`` uint8 on the CPU, with any ``m <= chunk`` per rank -> one uint8 tensor per
+            rank, in rank order, which starts with that rank's bytes (the remainder is undefined). The next
+            exchange may overwrite them. Carries the agreement that precedes each operation.
+        start_all_gather_bytes: The same without waiting, so that a rank can compute meanwhile; None if it
+            isn't supported. It may be matched with ``all_gather_bytes`` on other ranks.
         all_gather: ``(n,)`` -> ``(P * n,)``, in rank order; fresh memory where ``P > 1``.
         all_reduce: Reduces the buffer in place.
         reduce_scatter: ``(P * n,)`` -> ``(n,)``: part ``r`` of the sum over all ranks, on rank ``r``.
         broadcast: Fills the buffer in place from the one of rank ``source``.
-        scatter: Fills ``output`` ``(n,)`` with this rank's part of ``buffer`` ``(P * n,)``, which rank
-            ``source`` gives; that rank's output may be its own part of it.
+        scatter: Fills ``output`` ``(n,)`` with this rank's part of the ``buffer`` ``(P * n,)`` of rank
+            ``source``, whose output may be a view of its part.
         all_to_all: ``(P * n,)`` -> ``(P * n,)``: part ``r`` goes to rank ``r``.
         permute: ``(outgoing, incoming, to, source)``: sends ``outgoing`` ``(n,)`` to rank ``to``, and fills
-            ``incoming`` ``(m,)`` with what rank ``source`` sends here, whose ``n`` is this rank's ``m``;
-            uint8 on one device. A rank that sends or gets nothing has an empty buffer.
+            ``incoming`` ``(m,)`` from rank ``source``, whose ``n`` is this rank's ``m``; uint8 on one device.
+            A rank that sends or receives nothing passes an empty buffer.
         barrier: Returns when every rank has called it.
-        finish: Waits for an operation that torch has started on the group, with an eye on the other ranks; on
-            an accelerator it only orders streams.
-        translate_error: What a backend raised outside of these callables, such as in a backward pass -> the
-            error that says which rank is missing and why; anything else as it is.
-        split: ``(groups, timeout)``: for each of ``groups``, ranks of which this rank is one, ascending:
-            those ranks as a world of their own. All ranks of the world come here together, and the k-th
-            groups of all ranks share the world out. What torch waits for in such a group, it waits for at
-            most ``timeout``.
-        while_blocked: Return a ``with`` block in which this rank waits for something else than other ranks,
-            such as a thread of its own: ranks that are threads and run in turn let each other run meanwhile.
-        chunk: Bytes at most per rank in one ``all_gather_bytes``.
-        board: Where ranks post messages for each other without waiting.
-        call_log: What this rank has called so far.
+        finish: Waits for an operation that torch has started on the group, while watching for failures of
+            other ranks; on an accelerator it only orders streams.
+        translate_error: Turns an error of the backend that was raised outside of these callables, such as in
+            a backward pass, into one that names the missing rank; returns other errors unchanged.
+        split: ``(groups, timeout)``: returns each of ``groups`` (ascending ranks, including this one) as a
+            world of its own. Every rank calls it, and the k-th groups of all ranks partition the world.
+            torch's operations in such a group wait for at most ``timeout``.
+        while_blocked: Returns a ``with`` block for waiting for something other than ranks, such as a thread:
+            ranks that are threads and run in turn let each other run meanwhile.
+        chunk: Maximum number of bytes per rank in one ``all_gather_bytes``.
+        board: Messages between ranks that don't wait for each other.
+        call_log: The operations that this rank has called.
     """
 
     all_gather_bytes: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = lambda chunk: (chunk,)
@@ -132,7 +130,7 @@ class Collectives:
     all_to_all: Callable[[torch.Tensor], torch.Tensor] = _keep
     permute: Callable[[torch.Tensor, torch.Tensor, int, int], None] = _permute_alone
     barrier: Callable[[], None] = _nothing
-    finish: Callable[[dist.Work, torch.device], None] = _finish_blindly
+    finish: Callable[[dist.Work, torch.device], None] = _wait
     translate_error: Callable[[Exception], Exception] = lambda error: error
     split: Callable[[Sequence[Sequence[int]], timedelta], tuple[Part, ...]] = _split_alone
     while_blocked: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -145,12 +143,12 @@ class Part(NamedTuple):
     """Some ranks of a world, as a world of their own.
 
     Attributes:
-        collectives: How they reach each other. An error that a rank posts for the whole world
-            arrives here too; one that happens here stays here.
-        group: Leads to torch's process group, which torch keeps; None where it knows none.
-        keeper: Keeps a group that torch doesn't know.
+        collectives: Communication among them. An error that a rank posts to the whole world is raised here
+            too; an error in this part stays in it.
+        group: Weak reference to torch's process group; None if none is registered with torch.
+        group_owner: Keeps a group that isn't registered with torch.
     """
 
     collectives: Collectives
     group: weakref.ref[dist.ProcessGroup] | None = None
-    keeper: GroupOwner | None = None
+    group_owner: GroupOwner | None = None

@@ -1,4 +1,4 @@
-"""The Context: one frozen value that says who this process is and how it was configured."""
+"""The Context: one frozen value that identifies this process and holds its configuration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from accelfn.context.options import (
     settle_parallelism,
     settle_window,
 )
-from accelfn.context.world import World
+from accelfn.context.world import Owned, World
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 
@@ -48,34 +48,33 @@ def _no_axes() -> dict[tuple[str, ...], Context]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Who this process is, how it reaches the others and how it was configured.
+    """The identity of this process, its connections to other ranks, and its configuration.
 
-    Frozen: nothing in the library changes it. Two things that it leads to do change, and all variants of a
-    context share them: the log of what this rank has called across ranks (``collectives.call_log``, with the
-    messages that ranks leave for each other), and the save that goes on in the background
-    (``world.background``). Nothing else holds state: what training changes is the user's own objects, and
-    the records that functions take and return.
+    Frozen: nothing in the library changes it. Two objects that it references do change, and all variants of a
+    context share them: the log of this rank's operations (``collectives.call_log``, with the messages between
+    ranks), and the save in the background (``world.background``). There is no other hidden state: training
+    changes the user's own objects, and functions take and return records.
 
-    Made by :func:`accelfn.init_context`, or directly in a test: ``Context()`` is one process on the CPU. Also
-    a context manager, which calls :func:`accelfn.close_context` at its end.
+    Created by :func:`accelfn.init_context`, or directly in a test: ``Context()`` is one process on the CPU.
+    Also a context manager, which calls :func:`accelfn.close_context` at its end.
 
     Attributes:
-        world: This rank among the others.
-        collectives: How tensors reach other ranks.
+        world: This rank, and the number of ranks and nodes.
+        collectives: Communication with the other ranks.
         precision: Mixed precision.
         accumulation: Gradient accumulation.
-        loading: How loaders are shared out.
-        project: Where outputs go.
+        loading: Configuration of data loaders.
+        project: Directories of outputs.
         strategy: What ``prepare_model`` does.
         device_placement: Whether models and batches are moved to ``device``.
-        step_scheduler_with_optimizer: Whether a scheduler moves only when its optimizer does.
+        step_scheduler_with_optimizer: Whether a scheduler steps only when its optimizer does.
         rng_types: Random states that a loader synchronises at the start of an epoch.
-        guard: How ranks are kept in agreement, and how long they wait for each other.
+        guard: How agreement between ranks is checked, and how long they wait for each other.
         reduction: Exact mode, where gradients are summed in a fixed order; None for their mean.
-        profiling: What :func:`accelfn.profile` watches and writes.
-        log_with: Experiment trackers that the run asks for: names, trackers and classes of these.
+        profiling: What :func:`accelfn.profile` records and writes.
+        log_with: Experiment trackers of the run: names, trackers and tracker classes.
         tag: Name of the operations that are called through this context, see :meth:`tagged`.
-        mesh: How the ranks are arranged; None where each is a copy of its own (axis ``"dp_replicate"``).
+        mesh: Arrangement of the ranks; None for data parallelism alone (axis ``"dp_replicate"``).
     """
 
     world: World = field(default_factory=World)
@@ -94,29 +93,29 @@ class Context:
     log_with: tuple[Any, ...] = ()
     tag: str = ""
     mesh: Mesh | None = field(default=None, compare=False)
-    # What along() has given before. Empty in each variant, whose options may differ.
+    # Cache of along(). Not copied to variants, whose options may differ.
     _along: dict[tuple[str, ...], Context] = field(
         default_factory=_no_axes, init=False, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
-        """Settle what the guard leaves open: ``guard.mode`` of a context is always a ``GuardMode``."""
+        """Set the guard's default mode: ``guard.mode`` of a context is always a ``GuardMode``."""
         if self.guard.mode is None:
             object.__setattr__(self, "guard", dataclasses.replace(self.guard, mode=GuardMode.SAMPLED))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Return self: it never changes, and nobody can copy a world."""
+        """Return self: it never changes, and a world can't be copied."""
         return self
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Context], tuple[dict[str, Any]]]:
-        """Pickle without the world: what is loaded is one process on the CPU, with the same options.
+        """Pickle the options without the world: unpickling gives a context of one process on the CPU.
 
-        Of ``log_with`` it has the names: a tracker may hold an open file.
+        Only the names in ``log_with`` are kept, since a tracker may hold an open file.
         """
-        left_behind = ("world", "collectives", "log_with", "mesh", "_along")
-        names = [one.name for one in dataclasses.fields(self) if one.name not in left_behind]
-        trackers = tuple(one for one in self.log_with if isinstance(one, str))
-        return _alone, ({**{name: getattr(self, name) for name in names}, "log_with": trackers},)
+        excluded = ("world", "collectives", "log_with", "mesh", "_along")
+        names = [item.name for item in dataclasses.fields(self) if item.name not in excluded]
+        trackers = tuple(tracker for tracker in self.log_with if isinstance(tracker, str))
+        return _from_options, ({**{name: getattr(self, name) for name in names}, "log_with": trackers},)
 
     @property
     def device(self) -> torch.device:
@@ -155,10 +154,10 @@ class Context:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of world, in Accelerate's words: NO, FSDP, MULTI_CPU, MULTI_GPU, MULTI_XPU, ...
+        """Kind of world, by Accelerate's names: NO, FSDP, MULTI_CPU, MULTI_GPU, MULTI_XPU, ...
 
         Raises:
-            NotAvailableError: Accelerate has no word for this device.
+            NotAvailableError: Accelerate has no name for this device.
         """
         if self.world.size == 1:
             return DistributedType.NO
@@ -168,7 +167,7 @@ class Context:
         name = "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
         if name not in DistributedType:
             raise NotAvailableError(
-                f"Accelerate has no word for several ranks on {kind!r}; ask ctx.device and ctx.num_processes."
+                f"Accelerate has no name for several ranks on {kind!r}: use ctx.device and ctx.num_processes."
             )
         return DistributedType(name)
 
@@ -188,21 +187,21 @@ class Context:
         return self.guard.mode == GuardMode.FULL
 
     def along(self, *axes: str) -> Context:
-        """Return the context of the ranks along ``axes``: those that differ from this one in nothing else.
+        """Return the context of the ranks along ``axes``: those whose other coordinates equal this rank's.
 
-        Every function of the library works along it, and its ranks are numbered from 0. It is the same object
-        each time; where the axes cover the world it is this context itself, and where they have one rank it
-        is a context of one. An error along one axis leaves the others usable. Along an axis every other one
-        has a single rank: name both at once, and don't go along one after the other.
+        Every function of the library works along it, and its ranks are numbered from 0. Repeated calls return
+        the same object; if the axes cover the world that is this context itself, and if they have one rank
+        it is a context of one. An error along one axis leaves the other axes usable.
 
-        What is given knows its own ranks only: along any axis that they don't differ in, it is a context of
-        one, as ``ctx.along("tp").along("dp_shard")``. To go along another axis, begin at the whole context.
+        The result contains only its own ranks: along any other axis it is a context of one, such as
+        ``ctx.along("tp").along("dp_shard")``. Name several axes in one call, and start from the context of
+        the whole world.
 
         Ranks: local; operations need every rank along ``axes``, and no other.
 
         Args:
-            *axes: Names of axes of the mesh; joined ones (``"dp"``, ``"shard"``, ``"loss"``, ``"seq"``) count
-                as what they join.
+            *axes: Names of axes of the mesh; joined axes (``"dp"``, ``"shard"``, ``"loss"``, ``"seq"``) stand
+                for the axes that they join.
 
         Raises:
             ConfigurationError: No axis has that name.
@@ -223,7 +222,7 @@ class Context:
         return self._along[wanted]
 
     def coordinate(self, *axes: str) -> int:
-        """Return this rank's place along ``axes``, from 0.
+        """Return this rank's coordinate along ``axes``, from 0.
 
         Raises:
             ConfigurationError: No axis has that name.
@@ -250,9 +249,9 @@ class Context:
     def tagged(self, tag: str) -> Context:
         """Return a variant of this context whose operations carry a name.
 
-        What has another name doesn't meet. Operations to which each rank brings data of its own are also told
-        apart by the line that they are called from, where a rank calls several of the same form. Those that
-        stand on different lines and are meant to meet get one name instead::
+        Operations with different names are a mismatch. By default, operations in which each rank contributes
+        data are also distinguished by the line that calls them, if a rank calls several of the same form. Use
+        one name for calls on different lines that belong together::
 
             if ctx.is_main_process:
                 scores = af.gather(ctx.tagged("scores"), score(batch))
@@ -264,9 +263,11 @@ class Context:
         >>> Context().tagged("data").tag
         'data'
         """
-        # The variant must not take down what the original still uses.
-        world = dataclasses.replace(self.world, made=type(self.world.made)())
-        return dataclasses.replace(self, world=world, tag=tag)
+        return dataclasses.replace(self._variant(), tag=tag)
+
+    def _variant(self) -> Self:
+        # Closing a variant must not close what the original still uses.
+        return dataclasses.replace(self, world=dataclasses.replace(self.world, owned=Owned()))
 
     def replace(self, **options: Unpack[ContextOptions]) -> Context:
         """Return a variant of this context that shares its process group.
@@ -278,9 +279,9 @@ class Context:
                 ``cpu``, and no ``InitProcessGroupKwargs``.
 
         Raises:
-            ConfigurationError: An option concerns the world, or is not valid.
-            NotAvailableError: An option asks for what is not supported yet.
-            TypeError: An unknown option, or one of the wrong type.
+            ConfigurationError: An option concerns the world, or isn't valid.
+            NotAvailableError: An option isn't supported yet.
+            TypeError: An option is unknown or of the wrong type.
 
         >>> Context().replace(mixed_precision="bf16").mixed_precision
         'bf16'
@@ -290,7 +291,7 @@ class Context:
         if cpu is not None and cpu != (self.device.type == "cpu"):
             raise ConfigurationError(
                 f"Context.replace can't move from {self.device.type!r} to another device: got "
-                f"cpu={cpu!r}. Make a new context with init_context."
+                f"cpu={cpu!r}. Create a new context with init_context."
             )
         if "process_group" in sort_handlers(options.get("kwargs_handlers")):
             raise ConfigurationError(
@@ -299,13 +300,10 @@ class Context:
             )
         if changed.strategy.parallelism != self.strategy.parallelism:
             raise ConfigurationError(
-                "Context.replace keeps the mesh, and this changes it. Pass parallelism_config and "
+                "Context.replace keeps the mesh, and these options change it. Pass parallelism_config and "
                 "fsdp_plugin to init_context."
             )
-        # The variant must not take down what the original still uses.
-        return dataclasses.replace(
-            changed, world=dataclasses.replace(self.world, made=type(self.world.made)())
-        )
+        return changed._variant()
 
     def __enter__(self) -> Self:
         """Return the context itself."""
@@ -314,33 +312,33 @@ class Context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the context; an exception is reported to the other ranks first."""
-        if error is not None and self.world.made.opened:
+        """Close the context, after reporting an exception to the other ranks."""
+        if error is not None and self.world.owned.opened:
             publish(self.collectives.board, self.collectives.call_log, self.rank, error)
         try:
             close_context(self)
         except Exception:
-            if error is None:  # otherwise what the block raised says more
+            if error is None:  # otherwise the block's exception is raised
                 raise
 
 
 def configure(ctx: Context, options: ContextOptions) -> Context:
-    """Return ``ctx`` with ``options`` applied to it. Pure, but for a look at what the device can compute."""
-    made = with_window(apply_options(ctx, options), ctx.world.size, ctx.strategy)
-    if made.precision.mode != ctx.precision.mode:
+    """Return ``ctx`` with ``options`` applied, after checking the device's capabilities."""
+    configured = with_window(apply_options(ctx, options), ctx.world.size, ctx.strategy)
+    if configured.precision.mode != ctx.precision.mode:
         facts = next((item for item in read_hardware().devices if item.type == ctx.device.type), None)
         if facts is not None:
-            check_precision(made.precision, facts)
-    return made
+            check_precision(configured.precision, facts)
+    return configured
 
 
 def with_window(ctx: Context, size: int, before: Strategy | None = None) -> Context:
-    """Return ``ctx`` with what its options mean on ``size`` ranks: accumulation window and mesh. Pure.
+    """Return ``ctx`` with its accumulation window and mesh sizes resolved for ``size`` ranks. Pure.
 
     Args:
-        ctx: With options that were not settled yet.
+        ctx: With unresolved options.
         size: Number of ranks.
-        before: The strategy that was settled already, for these ranks or for a mesh that they are a part of.
+        before: The resolved strategy of the context that ``ctx`` is a variant of.
 
     Raises:
         ConfigurationError: As :func:`accelfn.context.options.settle_window` and
@@ -361,7 +359,7 @@ def with_window(ctx: Context, size: int, before: Strategy | None = None) -> Cont
 
 
 def with_mesh(ctx: Context) -> Context:
-    """Return ``ctx`` with the mesh that its strategy asks for, if it asks for one.
+    """Return ``ctx`` with the mesh of its strategy, if it has one.
 
     Ranks: every rank of ``ctx``.
 
@@ -375,39 +373,39 @@ def with_mesh(ctx: Context) -> Context:
     return dataclasses.replace(ctx, mesh=build_mesh(ctx, plan, parallelism.device_mesh))
 
 
-def _alone(options: dict[str, Any]) -> Context:
+def _from_options(options: dict[str, Any]) -> Context:
     return Context(**options)
 
 
-def check_context(function: str, given: object) -> None:
-    """Refuse what was passed instead of the context, as by those who forget it.
+def check_context(function: str, ctx: object) -> None:
+    """Check that the first argument of a function is a context.
 
     Raises:
-        TypeError: ``given`` isn't a :class:`Context`.
+        TypeError: ``ctx`` isn't a :class:`Context`.
     """
-    if isinstance(given, Context):
+    if isinstance(ctx, Context):
         return
-    holds_one = isinstance(getattr(given, "context", None), Context)
-    remedy = "accelerator.context" if holds_one else "what accelfn.init_context() returns"
-    kind = given.__name__ if isinstance(given, type) else type(given).__name__
+    has_context = isinstance(getattr(ctx, "context", None), Context)
+    remedy = "accelerator.context" if has_context else "what accelfn.init_context() returns"
+    kind = ctx.__name__ if isinstance(ctx, type) else type(ctx).__name__
     raise TypeError(
-        f"{function}: the first argument is the Context, got {kind}. Write {function}(ctx, ...), "
+        f"{function}: the first argument must be the Context, got {kind}. Write {function}(ctx, ...), "
         f"where ctx is {remedy}."
     )
 
 
 def close_context(ctx: Context) -> None:
-    """Undo exactly what ``init_context`` did for ``ctx``: no more, and twice does no harm.
+    """Undo exactly what ``init_context`` did for ``ctx``. Closing twice has no effect.
 
-    A process group that was there before, or that belongs to the caller, stays. A variant from
-    ``ctx.replace`` has nothing to undo. Ranks that still wait for this one are notified of its end. A save
-    that runs in the background is awaited.
+    A process group that existed before, or that the caller passed, stays. A variant from ``ctx.replace`` has
+    nothing to undo. Ranks that still wait for this one are notified of its end. A save in the background is
+    awaited.
 
     Ranks: every rank of ``ctx``.
 
     Raises:
         Exception: The background save's error, unless ``result()`` already raised it; the context is closed
-            all the same.
+            nevertheless.
     """
     check_context("close_context", ctx)
     try:
@@ -416,60 +414,56 @@ def close_context(ctx: Context) -> None:
         close(ctx)
 
 
-_LET_GO_S = 0.02
-# Ranks that wait in an operation look at the board several times in that time.
+_RELEASE_S = 0.02
+# Long enough for ranks that wait in an operation to read the board several times.
 _HOST_S = 1.5
 
 
 def close(ctx: Context) -> None:
-    """Undo what ``init_context`` did for ``ctx``; see :func:`accelfn.close_context`.
+    """Undo what ``init_context`` did for ``ctx``, without waiting for a save in the background.
 
     Ranks: every rank of ``ctx``.
     """
-    made = ctx.world.made
-    if made.opened:
+    owned = ctx.world.owned
+    if owned.opened:
         if ctx.mesh is not None and not ctx.collectives.call_log.closed:
-            ctx.mesh.leave(tell=True)
+            ctx.mesh.leave(announce=True)
         _leave(ctx)
-    if made.opened and ctx.world.keeper is not None:
-        ctx.world.keeper.let_go()
-    # Another group may be the default one by now, if this context was closed before: it isn't ours to
-    # destroy.
+        if ctx.world.group_owner is not None:
+            ctx.world.group_owner.release()
+    # If this context was closed before, the default group may be another one, which isn't ours to destroy.
     group = ctx.world.group_ref
-    if not made.group or group is None or group() is None or group() is not _default_group():
+    default_group = dist.group.WORLD if dist.is_initialized() else None
+    if not owned.group or group is None or group() is None or group() is not default_group:
         return
     dist.destroy_process_group()
     if group() is not None:
-        # A wrapped model still holds it, and with it threads that may be about to release a last tensor,
-        # for which they need the interpreter: one left waiting when that ends aborts the process.
-        time.sleep(_LET_GO_S)
-    if made.excepthooks is not None and sys.excepthook is made.excepthooks[1]:
-        sys.excepthook = made.excepthooks[0]
-    if made.previous_device is not None:
-        torch.accelerator.set_device_index(made.previous_device)
+        # A wrapped model still holds the group. Its threads may be about to release a last tensor, for which
+        # they need the interpreter: a thread that still waits when the interpreter ends aborts the process.
+        time.sleep(_RELEASE_S)
+    if owned.excepthooks is not None and sys.excepthook is owned.excepthooks[1]:
+        sys.excepthook = owned.excepthooks[0]
+    if owned.previous_device is not None:
+        torch.accelerator.set_device_index(owned.previous_device)
 
 
 def _leave(ctx: Context) -> None:
-    """Announce that this rank takes part in no further operation, and release what that needed."""
-    made, board, call_log = ctx.world.made, ctx.collectives.board, ctx.collectives.call_log
+    """Announce that this rank takes part in no further operation, and close its connections."""
+    owned, board, call_log = ctx.world.owned, ctx.collectives.board, ctx.collectives.call_log
     if call_log.closed:
         return
     call_log.closed = True
-    if made.end_watch is not None:
-        made.end_watch()
-    if made.at_exit is not None:
-        atexit.unregister(made.at_exit)
+    if owned.end_watch is not None:
+        owned.end_watch()
+    if owned.at_exit is not None:
+        atexit.unregister(owned.at_exit)
     if ctx.world.size > 1:
         announce_end(board, call_log, ctx.rank)
         board.post(f"gone/{ctx.rank}", "yes")
-        if made.hosts_store:  # others may still have to read what this rank has posted
+        if owned.hosts_store:  # other ranks may still need to read this rank's messages
             end = time.monotonic() + _HOST_S
             waiting = set(range(ctx.world.size))
             while waiting and time.monotonic() < end:
                 waiting = {rank for rank in waiting if not board.read(f"gone/{rank}")}
-                time.sleep(_LET_GO_S if waiting else 0.0)
+                time.sleep(_RELEASE_S if waiting else 0.0)
     board.close()
-
-
-def _default_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, what it offers, and which dtypes a step computes in."""
+"""The device of a rank, its capabilities, and mixed precision."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from accelfn.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """One kind of device, as this machine has it.
+    """The capabilities of one type of device on this machine.
 
     Attributes:
         type: torch's name: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``, ``"npu"``, ...
-        count: How many this process sees; 1 for the CPU.
-        backend: Name of the collective backend for its tensors, or None when torch has none.
-        precisions: Which of ``"fp16"`` and ``"bf16"`` autocast can compute in on it.
+        count: Number of devices visible to this process; 1 for the CPU.
+        backend: Name of the collective backend for its tensors; None if torch has none.
+        precisions: Which of ``"fp16"`` and ``"bf16"`` autocast supports on it.
     """
 
     type: str
@@ -40,12 +40,12 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a machine offers, read once by :func:`read_hardware`.
+    """The devices and backends of a machine, from :func:`read_hardware`.
 
     Attributes:
-        devices: Preferred first; the CPU is the last.
-        backends: Collective backends that this build of torch has.
-        cpu_backends: Those of them that carry CPU tensors.
+        devices: Preferred device first, the CPU last.
+        backends: Collective backends of this build of torch.
+        cpu_backends: Those that support CPU tensors.
     """
 
     devices: tuple[DeviceFacts, ...] = (DeviceFacts(type="cpu"),)
@@ -55,7 +55,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """This rank's device and the backend that its world is to use."""
+    """This rank's device, and the backend for its world."""
 
     device: torch.device
     backend: str | None  # for init_process_group, such as "cpu:gloo,cuda:nccl"; None for a world of one
@@ -63,18 +63,18 @@ class DevicePlan:
 
 
 def read_hardware() -> Hardware:
-    """Ask torch which devices and collective backends this process has."""
+    """Return the devices and collective backends of this process."""
     cpu = DeviceFacts(type="cpu")
-    # Two of torch's names are no backends: one that is chosen later, and one that moves nothing.
+    # UNDEFINED and FAKE aren't usable backends.
     backends = frozenset(
         name
         for name in dist.Backend.backend_list
         if name not in (dist.Backend.UNDEFINED, dist.Backend.FAKE) and dist.is_backend_available(name)
     )
-    # A backend that doesn't say what it carries may carry CPU tensors.
-    carried = dist.Backend.backend_capability
-    cpu_backends = frozenset(name for name in backends if "cpu" in carried.get(name, ["cpu"]))
-    # torch.accelerator is the one of this build: cuda (ROCm too), xpu, mps, mtia, or a vendor's own.
+    # A backend without declared capabilities may support CPU tensors.
+    capabilities = dist.Backend.backend_capability
+    cpu_backends = frozenset(name for name in backends if "cpu" in capabilities.get(name, ["cpu"]))
+    # The accelerator of this build: cuda (ROCm too), xpu, mps, mtia, or a vendor's.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return Hardware(devices=(cpu,), backends=backends, cpu_backends=cpu_backends)
@@ -90,7 +90,7 @@ def read_hardware() -> Hardware:
 
 def _precisions(kind: str) -> frozenset[str]:
     module = torch.get_device_module(kind)
-    # Emulated bf16 on old GPUs is slower than fp32: it counts as not there.
+    # Emulated bf16 on old GPUs is slower than fp32, so it counts as unsupported.
     check = getattr(module, "is_bf16_supported", None)
     if kind == "cuda":
         has_bf16 = bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -111,18 +111,18 @@ def plan_device(
 ) -> DevicePlan:
     """Choose the device of this rank and the backend of its world. Pure.
 
-    The accelerator of the machine is taken, device number ``local_rank``; without one, or with ``cpu``, the
-    CPU. A world of one has no backend, unless torchrun started it.
+    The default is the machine's accelerator with index ``local_rank``; without an accelerator, or with
+    ``cpu``, the CPU. A world of one has no backend, unless torchrun started it.
 
     Args:
-        world: The rank and its place on the node.
-        hardware: What the machine offers.
-        cpu: Take the CPU even when there is an accelerator.
-        device: A device by name, such as ``"cuda:1"``; wins over the choice by local rank.
-        backend: A backend by name; the default is the device's own.
+        world: The rank and its local rank.
+        hardware: Of the machine.
+        cpu: Use the CPU even if there is an accelerator.
+        device: A device by name, such as ``"cuda:1"``, instead of the default.
+        backend: A backend by name; by default that of the device.
 
     Raises:
-        ConfigurationError: The device or the backend isn't there, or a node has fewer devices than ranks.
+        ConfigurationError: The device or the backend doesn't exist, or a node has fewer devices than ranks.
     """
     known = tuple(facts.type for facts in hardware.devices)
     if device is not None:
@@ -132,15 +132,15 @@ def plan_device(
     else:
         chosen = torch.device("cpu" if cpu else known[0])
     facts = next(item for item in hardware.devices if item.type == chosen.type)
-    index = cast("int | None", chosen.index)  # None without a number, which torch's stubs don't say
-    if index is None and chosen.type not in ("cpu", "mps"):  # the two that are written without a number
+    index = cast("int | None", chosen.index)  # torch's stubs omit None
+    if index is None and chosen.type not in ("cpu", "mps"):  # these have no index
         index = world.local_rank
     if index is not None and index >= facts.count:
         raise ConfigurationError(
-            f"rank {world.rank} needs {chosen.type}:{index}, and this process sees {facts.count} such "
+            f"rank {world.rank} needs {chosen.type}:{index}, but this process sees {facts.count} such "
             f"device(s) for {world.local_size} rank(s) on the node. Start at most {facts.count} rank(s) per "
-            "node, show more devices to the process, or pass cpu=True. Where each process is shown a "
-            f"device of its own, as by --gpus-per-task, set ACCELFN_TORCH_DEVICE={chosen.type}:0."
+            "node, make more devices visible, or pass cpu=True. If each process sees only its own device, as "
+            f"with --gpus-per-task, set ACCELFN_TORCH_DEVICE={chosen.type}:0."
         )
     numbered = index is not None and chosen.type not in ("cpu", "mps")
     chosen = torch.device(f"{chosen.type}:{index}" if numbered else chosen.type)
@@ -168,39 +168,39 @@ def _check_backend(name: str, facts: DeviceFacts, hardware: Hardware) -> None:
         if plain not in hardware.backends:
             raise ConfigurationError(
                 f"unknown backend {plain!r}: this build of torch has {', '.join(sorted(hardware.backends))}. "
-                "Choose one of these, or leave the backend out to take the device's own."
+                "Use one of these, or leave the backend out to use the device's default."
             )
     on_device, on_cpu = parts.get(facts.type, parts.get("")), parts.get("cpu")
     if on_device is None:
         raise ConfigurationError(
-            f"the backend {name!r} names none for {facts.type!r} tensors, and that is the device of this "
-            f"rank. Add '{facts.type}:...' to it, or leave the backend out to take the device's own."
+            f"the backend {name!r} has none for {facts.type!r} tensors, the device of this rank. Add "
+            f"'{facts.type}:...' to it, or leave the backend out to use the device's default."
         )
     if facts.type == "cpu":
         on_cpu = on_device
     if on_cpu is not None and on_cpu not in hardware.cpu_backends:
         raise ConfigurationError(
-            f"the backend {on_cpu!r} can't carry CPU tensors; of this build of torch these can: "
-            f"{', '.join(sorted(hardware.cpu_backends))}. Choose one of these, or leave the backend out."
+            f"the backend {on_cpu!r} doesn't support CPU tensors; in this build of torch these do: "
+            f"{', '.join(sorted(hardware.cpu_backends))}. Use one of these, or leave the backend out."
         )
 
 
-def _world_backend(facts: DeviceFacts, asked: str | None) -> str:
-    own = asked or facts.backend
-    if own is None:
+def _world_backend(facts: DeviceFacts, requested: str | None) -> str:
+    name = requested or facts.backend
+    if name is None:
         raise ConfigurationError(
-            f"torch has no collective backend for {facts.type!r} tensors, so several ranks can't share a "
-            "world on it. Pass cpu=True, or start one process."
+            f"torch has no collective backend for {facts.type!r} tensors, so several ranks can't communicate "
+            "on it. Pass cpu=True, or start one process."
         )
-    if facts.type == "cpu" or own.strip().lower() == "gloo":
-        return own
-    # Control messages are CPU tensors: they must not wait behind the device's queue.
-    parts = {"cpu": "gloo", **_backend_parts(own)}
+    if facts.type == "cpu" or name.strip().lower() == "gloo":
+        return name
+    # Control messages are CPU tensors, which must not wait for the device's queue.
+    parts = {"cpu": "gloo", **_backend_parts(name)}
     return ",".join(f"{kind or facts.type}:{backend}" for kind, backend in parts.items())
 
 
 def _backend_parts(name: str) -> dict[str, str]:
-    """Split ``"cpu:gloo,cuda:nccl"`` by device type; a backend that names none stands under ``""``."""
+    """Split ``"cpu:gloo,cuda:nccl"`` by device type; a backend without a device type has the key ``""``."""
     parts = (part.strip().lower().rpartition(":") for part in name.split(","))
     return {kind: backend for kind, _, backend in parts}
 
@@ -225,7 +225,7 @@ class Precision:
     fp8_recipe: Fp8Recipe | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an unknown mode, and an fp8 recipe that nothing would use."""
+        """Check the mode, and that an fp8 recipe has an effect."""
         modes = tuple(item.value for item in PrecisionType)
         mode = self.mode.value if isinstance(self.mode, PrecisionType) else self.mode
         if mode not in modes:
@@ -233,32 +233,32 @@ class Precision:
         object.__setattr__(self, "mode", mode)
         if self.fp8_recipe is not None and mode != "fp8":
             raise ConfigurationError(
-                f"{type(self.fp8_recipe).__name__} has an effect only with mixed_precision='fp8': got "
-                f"{mode!r}. Ask for fp8, or leave the recipe out."
+                f"{type(self.fp8_recipe).__name__} has an effect only with mixed_precision='fp8', got "
+                f"{mode!r}. Use fp8, or leave the recipe out."
             )
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Dtype that autocast computes in, or None when it is off."""
+        """The dtype of autocast; None if it is off."""
         if self.mode == "no" or not self.autocast.enabled:
             return None
         return torch.float16 if self.mode == "fp16" else torch.bfloat16
 
     @property
     def scales_loss(self) -> bool:
-        """Whether small gradients are kept from vanishing by scaling the loss."""
+        """Whether the loss is scaled, so that small gradients don't underflow."""
         return self.mode == "fp16" and self.scaler.enabled
 
 
 def check_precision(precision: Precision, device: DeviceFacts) -> None:
-    """Refuse a precision that the device can't compute in.
+    """Check that the device supports a precision. There is no fallback to another dtype.
 
     Raises:
-        ConfigurationError: With the device and what it offers. Nothing falls back to another dtype.
+        ConfigurationError: The device doesn't; lists what it supports.
     """
     if precision.mode in ("fp16", "bf16") and precision.mode not in device.precisions:
-        offered = ", ".join(("no", *sorted(device.precisions)))
+        supported = ", ".join(("no", *sorted(device.precisions)))
         raise ConfigurationError(
-            f"mixed_precision={precision.mode!r} can't be computed on device {device.type!r}, which offers: "
-            f"{offered}. Choose one of these."
+            f"mixed_precision={precision.mode!r} isn't supported on device {device.type!r}, which supports: "
+            f"{supported}. Use one of these."
         )

@@ -1,4 +1,4 @@
-"""From a launcher's variables to a plan of the world: one pure function."""
+"""Derive the plan of the world from a launcher's variables: one pure function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentPlan:
-    """Who this process is, as its launcher's variables say. Nothing has been started yet.
+    """The place of this process in the world according to its launcher's variables.
 
     Attributes:
         launcher: ``"none"``, ``"torchrun"``, ``"env"`` (``RANK`` and ``WORLD_SIZE`` set by hand or by
@@ -25,9 +25,9 @@ class EnvironmentPlan:
         local_size: Number of processes on this node.
         node_rank: Number of this node, from 0.
         num_nodes: Number of nodes.
-        nodes_known: Whether the launcher says which node this is. If not, ``node_rank``, ``num_nodes`` and a
-            missing ``local_size`` are the likely ones, and ``init_context`` asks every rank for its host.
-        master_addr: Host of rank 0, or None for a process alone.
+        nodes_known: Whether the launcher identifies the node. If not, ``node_rank``, ``num_nodes`` and a
+            missing ``local_size`` are guesses, and ``init_context`` gathers the hosts of all ranks.
+        master_addr: Host of rank 0, or None for a single process.
         master_port: Port on which rank 0 listens, or None.
     """
 
@@ -43,16 +43,16 @@ class EnvironmentPlan:
     master_port: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a rank outside its world."""
+        """Check that the ranks and nodes are consistent."""
         check_place(self, f" ({self.launcher})")
 
 
 def check_place(place: Any, source: str = "") -> None:
-    """Refuse a rank outside its world, and nodes that don't fit in it.
+    """Check that ranks are within their worlds, and that the nodes have enough ranks.
 
     Args:
         place: Has rank, size, local_rank, local_size, node_rank and num_nodes.
-        source: Who says so, for the message.
+        source: The source of the numbers, for the message.
 
     Raises:
         EnvironmentPlanError: With the numbers.
@@ -63,33 +63,33 @@ def check_place(place: Any, source: str = "") -> None:
         ("node_rank", place.node_rank, place.num_nodes),
     ):
         if size < 1:
-            raise EnvironmentPlanError(f"at least one process is needed for a {name}, got {size}{source}")
+            raise EnvironmentPlanError(f"a {name} needs at least one process, got {size}{source}")
         if not 0 <= value < size:
             raise EnvironmentPlanError(
-                f"the {name} must lie in 0..{size - 1}: got {value}{source}. Correct the launcher's "
-                "variables, or unset what is left over from another run."
+                f"the {name} must be in 0..{size - 1}, got {value}{source}. Correct the launcher's "
+                "variables, or unset stale ones."
             )
     if place.local_size + place.num_nodes - 1 > place.size:
         raise EnvironmentPlanError(
-            f"{place.local_size} processes on this node and at least one on every other of {place.num_nodes} "
-            f"nodes do not fit a world of {place.size}{source}. Correct the launcher's variables, or unset "
-            "what is left over from another run."
+            f"{place.local_size} processes on this node and at least one on each other of {place.num_nodes} "
+            f"nodes are more than the world size {place.size}{source}. Correct the launcher's variables, or "
+            "unset stale ones."
         )
 
 
 def detect_environment(env: Mapping[str, str]) -> EnvironmentPlan:
-    """Return which rank of which world the variables ``env`` describe.
+    """Return the place of this process in the world that the variables ``env`` describe. Pure.
 
-    Pure: nothing is read but ``env``. The innermost launcher wins: torchrun's variables, then Open MPI's,
-    MVAPICH's, those of Intel MPI and MPICH, then SLURM's. Of SLURM only the variables of a job step count:
-    a script that runs in an allocation without ``srun`` is one process.
+    The innermost launcher takes precedence: torchrun's variables, then Open MPI's, MVAPICH's, those of Intel
+    MPI and MPICH, then SLURM's. Only SLURM's variables of a job step count: a script that runs in an
+    allocation without ``srun`` is one process.
 
     Args:
         env: Variables by name, such as ``os.environ``.
 
     Raises:
         EnvironmentPlanError: The variables contradict each other, or half of a pair is missing
-            (``WORLD_SIZE`` without ``RANK``). A world that was asked for is never silently one process.
+            (``WORLD_SIZE`` without ``RANK``). A requested world is never silently a single process.
 
     >>> detect_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).rank
     1
@@ -98,20 +98,20 @@ def detect_environment(env: Mapping[str, str]) -> EnvironmentPlan:
         plan = find(env)
         if plan is not None:
             return plan
-    given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if env.get(name)]
-    # LOCAL_RANK=-1 is the old launchers' word for "not distributed"; a world of 1 needs no rank.
-    alone = env.get("LOCAL_RANK") == "-1" or given == ["WORLD_SIZE"]
-    if given and not (alone and (_number(env, "WORLD_SIZE") or 1) <= 1):
+    names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if env.get(name)]
+    # Old launchers set LOCAL_RANK=-1 for a single process; a world of 1 needs no rank.
+    alone = env.get("LOCAL_RANK") == "-1" or names == ["WORLD_SIZE"]
+    if names and not (alone and (_number(env, "WORLD_SIZE") or 1) <= 1):
         if env.get("LOCAL_RANK") == "-1":
             raise EnvironmentPlanError(
-                f"LOCAL_RANK=-1 says that this process is alone, WORLD_SIZE={env['WORLD_SIZE']} that it "
-                "isn't. Unset what is left over from another run."
+                "LOCAL_RANK=-1 means a single process, which contradicts "
+                f"WORLD_SIZE={env['WORLD_SIZE']}. Unset the stale variable."
             )
         missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]
         raise EnvironmentPlanError(
-            f"the environment sets {' and '.join(given)} but not {' and '.join(missing)}. "
-            "Start the script with a launcher (accelfn launch, torchrun, srun, mpirun), set both RANK and "
-            "WORLD_SIZE, or unset what is left over from another run."
+            f"the environment sets {' and '.join(names)} but not {' and '.join(missing)}. Start the script "
+            "with a launcher (accelfn launch, torchrun, srun, mpirun), set both RANK and WORLD_SIZE, or "
+            "unset stale variables."
         )
     return EnvironmentPlan()
 
@@ -125,7 +125,7 @@ def _from_torch(env: Mapping[str, str]) -> EnvironmentPlan | None:
     node_rank = _number(env, "NODE_RANK") if node_rank is None else node_rank
     nodes_known = local_size is not None and node_rank is not None
     if local_size is None:
-        # Kubernetes gives one process a pod. Others number the processes of a node and leave out how many.
+        # On Kubernetes each pod has one process. Others set the local rank but not the local size.
         local_size = size if _is_one_machine(env) else (local_rank or 0) + 1
     return _plan(
         env,
@@ -140,8 +140,8 @@ def _from_torch(env: Mapping[str, str]) -> EnvironmentPlan | None:
     )
 
 
-# Launcher; names of rank, size, local rank and local size. Hydra, the mpiexec of MPICH and Intel MPI, says
-# the place in the third way, Cray's PALS in the last.
+# Launcher; names of rank, size, local rank and local size. Hydra, the mpiexec of MPICH and Intel MPI, uses
+# the third set, Cray's PALS the last.
 _MPI = (
     ("openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     ("mvapich", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -163,20 +163,20 @@ def _from_mpi(env: Mapping[str, str]) -> EnvironmentPlan | None:
             f"{names[1]}={env.get(names[1])!r}. Start with mpirun, or unset it."
         )
     if not placed:
-        if env.get("SLURM_STEP_NUM_TASKS"):  # srun --mpi=pmi2 names the rank, SLURM the place in the node
+        if env.get("SLURM_STEP_NUM_TASKS"):  # srun --mpi=pmi2 sets only the rank; SLURM sets the local rank
             return _from_slurm(env)
         if size > 1 and not (env.get("MASTER_ADDR") and _is_one_machine(env)):
             raise EnvironmentPlanError(
-                f"{launcher} started {size} processes, and {names[2]} and {names[3]} do not say how they lie "
-                "on the nodes. Export both to every process, or MASTER_ADDR=127.0.0.1 if there is one node."
+                f"{launcher} started {size} processes, but {names[2]} and {names[3]}, their places on the "
+                "nodes, are not set. Export both to every process, or MASTER_ADDR=127.0.0.1 on one node."
             )
         local_rank, local_size = rank, size
-    # Ranks are dealt to nodes in blocks or in turn (--map-by node), and no variable says which.
+    # Nodes get consecutive ranks or every n-th (--map-by node), which no variable tells.
     return _plan(env, launcher, rank, size, local_rank, local_size or 0, nodes_known=False)
 
 
 def _from_slurm(env: Mapping[str, str]) -> EnvironmentPlan | None:
-    # SLURM_NTASKS and SLURM_PROCID alone also exist in a batch script that srun did not start.
+    # SLURM_NTASKS and SLURM_PROCID are also set in a batch script that srun did not start.
     rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
     if rank is None or size is None or size == 1:
         return None
@@ -188,7 +188,7 @@ def _from_slurm(env: Mapping[str, str]) -> EnvironmentPlan | None:
     if not addr and num_nodes > 1 and hosts:
         addr = first_host(hosts)
     if not env.get("MASTER_PORT"):
-        # The same on every task, and another one for another job or step on the same node.
+        # The same for all tasks, and different for other jobs and steps on the node.
         step = (_number(env, "SLURM_JOB_ID") or 0) * 7 + (_number(env, "SLURM_STEP_ID") or 0)
         port = str(20000 + step % 10000)
     return _plan(
@@ -205,7 +205,7 @@ def _from_slurm(env: Mapping[str, str]) -> EnvironmentPlan | None:
 
 
 def tasks_on_node(spread: str, node_rank: int) -> int:
-    """Read SLURM's ``SLURM_STEP_TASKS_PER_NODE``: ``"2(x3),1"`` is 2, 2, 2 and 1 tasks.
+    """Parse SLURM's ``SLURM_STEP_TASKS_PER_NODE``: ``"2(x3),1"`` means 2, 2, 2 and 1 tasks.
 
     >>> [tasks_on_node("2(x3),1", node) for node in range(4)]
     [2, 2, 2, 1]
@@ -215,12 +215,12 @@ def tasks_on_node(spread: str, node_rank: int) -> int:
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
             raise EnvironmentPlanError(
-                f"SLURM_STEP_TASKS_PER_NODE has an unknown form: {spread!r}, such as '2(x3),1'."
+                f"SLURM_STEP_TASKS_PER_NODE={spread!r} has an unknown format; expected such as '2(x3),1'."
             )
         counts += [int(match[1])] * int(match[2] or 1)
     if node_rank >= len(counts):
         raise EnvironmentPlanError(
-            f"SLURM_NODEID={node_rank} lies outside SLURM_STEP_TASKS_PER_NODE={spread!r}, which has "
+            f"SLURM_NODEID={node_rank} is out of range for SLURM_STEP_TASKS_PER_NODE={spread!r}, which has "
             f"{len(counts)} node(s)."
         )
     return counts[node_rank]
@@ -232,11 +232,11 @@ def first_host(hosts: str) -> str:
     >>> first_host("gpu[007-009,12],login"), first_host("a1,a2"), first_host("rack[1-2]n[3,5]")
     ('gpu007', 'a1', 'rack1n3')
     """
-    # A comma inside brackets separates numbers; the first one outside them ends the first name.
+    # The first comma outside of brackets ends the first name.
     pattern = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", hosts.strip())
     if pattern is None:
         raise EnvironmentPlanError(
-            f"SLURM's list of nodes has an unknown form: {hosts!r}, such as 'gpu[01-03]'."
+            f"SLURM's list of nodes {hosts!r} has an unknown format; expected such as 'gpu[01-03]'."
         )
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", pattern[0])
 
@@ -255,14 +255,13 @@ def _plan(
 ) -> EnvironmentPlan:
     addr, port = env.get("MASTER_ADDR"), _number(env, "MASTER_PORT")
     if port is not None and not 0 < port < 1 << 16:
-        raise EnvironmentPlanError(f"MASTER_PORT must lie in 1..{(1 << 16) - 1}: got {port}.")
+        raise EnvironmentPlanError(f"MASTER_PORT must be in 1..{(1 << 16) - 1}, got {port}.")
     if 0 < local_size < size and not addr:
         raise EnvironmentPlanError(
-            f"{size} processes, of which {local_size} are on this node, mean several nodes ({launcher}), and "
-            "MASTER_ADDR does not say where rank 0 is. Export MASTER_ADDR (host of rank 0) and MASTER_PORT "
-            "to every process."
+            f"{size} processes with {local_size} on this node need several nodes ({launcher}), but "
+            "MASTER_ADDR is not set. Export MASTER_ADDR (host of rank 0) and MASTER_PORT to every process."
         )
-    # Where no variable says the node: as if equal nodes had been filled one after the other.
+    # Without variables for the node, assume equal nodes with consecutive ranks.
     per_node = max(1, local_size)
     node_rank = rank // per_node if node_rank is None else node_rank
     if num_nodes is None:
@@ -282,14 +281,14 @@ def _plan(
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
-    """Return the whole number that a variable is set to; None where it isn't set, or is empty."""
+    """Return the integer value of a variable; None if it is unset or empty."""
     try:
         return int(env[name]) if env.get(name) else None
     except ValueError:
-        raise EnvironmentPlanError(f"{name} must be a whole number: got {env[name]!r}.") from None
+        raise EnvironmentPlanError(f"{name} must be an integer, got {env[name]!r}.") from None
 
 
 def _is_one_machine(env: Mapping[str, str]) -> bool:
-    """Return whether rank 0 is on this machine, so that all ranks are: its address is local, or isn't set."""
+    """Return whether rank 0's address is local or unset, so that all ranks are on this machine."""
     addr = env.get("MASTER_ADDR") or "localhost"
     return addr in ("localhost", "::1", "[::1]") or addr.startswith("127.")

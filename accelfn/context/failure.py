@@ -1,7 +1,7 @@
-"""Messages between ranks outside the collectives, and how one rank's failure reaches the others by them.
+"""Messages between ranks outside the collectives, by which one rank's failure reaches the others.
 
-A rank that has failed can't take part in a collective any more, and a rank that waits in one can't be told by
-one. Both have the board: what is written there can be read by every rank at any time, and nobody waits.
+A rank that has failed can't take part in collectives, and a rank that waits in one can't receive another. The
+board is a key-value store that every rank can read at any time without waiting.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from accelfn.errors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageBoard:
-    """A board that the ranks of one world share. The default is that of a world of one: it keeps nothing.
+    """A board that the ranks of one world share. The default, for a world of one, stores nothing.
 
-    What can't be written or read (the board's host has ended) is as if it were not there.
+    If the board can't be reached (its host has ended), writes are lost and reads return None.
 
     Attributes:
-        post: ``(key, text)``: writes over what stands there.
-        post_once: ``(key, text)``: writes unless another rank was first; returns what stands there.
-        read: ``(key)``: what stands there, or None.
-        close: Lets go of the connection; afterwards the board is empty.
+        post: ``(key, text)``: writes a text, replacing an earlier one.
+        post_once: ``(key, text)``: writes a text unless there is one; returns the stored text.
+        read: ``(key)``: returns the stored text, or None.
+        close: Closes the connection; afterwards the board is empty.
     """
 
     post: Callable[[str, str], None] = lambda key, text: None
@@ -47,8 +47,8 @@ class MessageBoard:
 
 
 def store_board(store: Store) -> MessageBoard:
-    """Use one of torch's key-value stores, which every world that torch starts has anyway."""
-    held = [PrefixStore("accelfn/board", store)]  # emptied by close: the store may own a port
+    """Return a board in one of torch's key-value stores."""
+    held = [PrefixStore("accelfn/board", store)]  # cleared by close, since the store may own a port
 
     def post(key: str, text: str) -> None:
         with contextlib.suppress(RuntimeError):
@@ -71,18 +71,18 @@ def store_board(store: Store) -> MessageBoard:
 
 
 def board_within(board: MessageBoard, world: MessageBoard, key: str) -> MessageBoard:
-    """Return a board of some ranks of a world, where what the world says under ``key`` can be read too."""
+    """Return the board of some ranks of a world, which also reads ``key`` of the world's board."""
 
     def read(name: str) -> str | None:
-        said = board.read(name)
-        return world.read(name) if not said and name == key else said
+        text = board.read(name)
+        return world.read(name) if not text and name == key else text
 
     return MessageBoard(post=board.post, post_once=board.post_once, read=read, close=board.close)
 
 
-FAILURE = "failure"  # one key for all: the first rank that fails is the one whose error matters
+FAILURE = "failure"  # one key for all ranks: only the first error is stored
 _END = "end"
-# A store takes eight mebibytes, and a character may take twelve bytes as JSON.
+# A store's limit is 8 MiB, and a character may take twelve bytes as JSON.
 _TRACEBACK_CHARS = 20_000
 _MESSAGE_CHARS = 100_000
 _CELL_CHARS = 500
@@ -90,42 +90,42 @@ _MAX_ROWS = 200
 
 
 class Departure(NamedTuple):
-    """That a rank ended its work without an error."""
+    """The message that a rank has ended without an error."""
 
     rank: int
     number: int  # of the last operation it took part in
     operation: str
     site: str
-    reductions: int  # of gradients
+    reductions: int  # number of gradient reductions
 
 
 def publish(board: MessageBoard, call_log: CallLog, rank: int, error: BaseException, doing: str = "") -> None:
-    """Post ``error`` for all ranks, before it travels up on this one; then no operation is possible.
+    """Post ``error`` for all ranks; afterwards no operation is possible.
 
-    Of several ranks that fail, the first one's word stands. Ranks that wait in an operation raise it there
-    within a second; those that don't, at their next one.
+    If several ranks fail, the first error is kept. Ranks that wait in an operation raise it there within a
+    second, and other ranks at their next operation.
 
     Args:
         board: Of the world.
         call_log: Of this rank.
         rank: This rank.
-        error: What was raised.
-        doing: What it was raised in, if not in an operation across ranks.
+        error: The exception.
+        doing: What raised it, if not an operation across ranks.
     """
     if call_log.over:
         return
-    call_log.over = f"this rank has told the others of its {type(error).__name__}: {text_of(error)}"
+    call_log.over = f"this rank has failed with {type(error).__name__}: {text_of(error)}"
     call_log.abandon()
     if isinstance(error, RemoteRankError):
-        return  # the rank that it names has posted it itself
-    board.post_once(FAILURE, _written(rank, error, doing))
+        return  # posted by the rank that it names
+    board.post_once(FAILURE, _serialize(rank, error, doing))
 
 
 def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
     """Announce that this rank takes part in no further operation."""
     if call_log.over:
         return
-    with contextlib.suppress(Exception):  # whoever disagrees with an operation that nobody waits for
+    with contextlib.suppress(Exception):  # a mismatch in an operation whose result isn't needed any more
         call_log.settle()
     call_log.over = "its context is closed"
     entry = call_log.current
@@ -133,78 +133,85 @@ def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
 
 
 def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
-    """Check whether a rank has posted something that makes the current operation impossible."""
+    """Return the error that makes the current operation impossible, if a rank has posted one."""
     text = board.read(FAILURE)
     if text:
         return as_error(text)
     text = board.read(_END)
     if text:
         departure = Departure(*json.loads(text))
-        # Who left after this operation has done its part in it.
-        came = departure.number > call_log.number or (
+        # A rank that left after this operation has taken part in it.
+        took_part = departure.number > call_log.number or (
             departure.number == call_log.number
             and not (call_log.reducing and departure.reductions <= call_log.reductions)
         )
-        if departure.rank != rank and not came:
+        if departure.rank != rank and not took_part:
             return explain_departure(departure, call_log, rank)
     return None
 
 
 def explain_departure(departure: Departure, call_log: CallLog, rank: int) -> MissingRankError:
-    """Return the error of a rank that waits for one that has ended."""
-    now = call_log.current
+    """Return the error of a rank that waits for a rank that has ended."""
+    entry = call_log.current
     last = (
         f"after {departure.operation} at {departure.site}, call {departure.number}"
         if departure.number
-        else "without a single operation across ranks"
+        else "without any operation across ranks"
     )
     return MissingRankError(
-        f"{now.operation}: rank {departure.rank} has ended its work {last}, while rank {rank} waits for it "
-        f"in call {now.number} at {now.site}. Every rank must call the same operations in the same order."
+        f"{entry.operation}: rank {departure.rank} has ended {last}, while rank {rank} waits for it in call "
+        f"{entry.number} at {entry.site}. Every rank must call the same operations in the same order."
     )
 
 
 def refuse_if_over(call_log: CallLog, operation: str) -> None:
-    """Refuse an operation of a rank whose world has ended.
+    """Raise if no further operation is possible on this rank.
 
     Raises:
-        DistributedError: It has ended.
+        DistributedError: This rank has failed, or its context is closed.
     """
     if call_log.over:
         raise DistributedError(
-            f"{operation}: no operation across ranks is possible any more: {call_log.over}. "
-            "Start a new context."
+            f"{operation}: operations across ranks are no longer possible: {call_log.over}. Start a new "
+            "context."
         )
 
 
 def as_error(text: str) -> Exception:
-    """Return the error that a rank raises when it reads what :func:`publish` wrote."""
-    word: Mapping[str, Any] = json.loads(text)
-    match word["cause"]:
+    """Return the error that a rank raises when it reads what :func:`publish` posted."""
+    message: Mapping[str, Any] = json.loads(text)
+    match message["cause"]:
         case "MismatchError":
-            return MismatchError(*word["details"])
+            return MismatchError(*message["details"])
         case "UnevenDataError":
-            return UnevenDataError(*word["details"])
+            return UnevenDataError(*message["details"])
         case "MissingRankError":
-            return MissingRankError(word["message"])
+            return MissingRankError(message["message"])
         case "CollectiveTimeoutError":
-            return CollectiveTimeoutError(word["message"])
+            return CollectiveTimeoutError(message["message"])
         case cause:
-            return RemoteRankError(word["rank"], cause, word["message"], word["doing"], word["traceback"])
+            return RemoteRankError(
+                message["rank"], cause, message["message"], message["doing"], message["traceback"]
+            )
 
 
-def _written(rank: int, error: BaseException, doing: str) -> str:
+def _serialize(rank: int, error: BaseException, doing: str) -> str:
     details: list[object] = []
     if isinstance(error, MismatchError):
-        hint = _cut(error.hint, _MESSAGE_CHARS)
+        hint = _truncate(error.hint, _MESSAGE_CHARS)
         if len(error.rows) > _MAX_ROWS:
             hint = f"  ... and {len(error.rows) - _MAX_ROWS} more\n{hint}"
-        details = [error.operation, [_short(row) for row in error.rows[:_MAX_ROWS]], hint, error.callers]
+        details = [
+            error.operation,
+            [_truncate_row(row) for row in error.rows[:_MAX_ROWS]],
+            hint,
+            error.callers,
+        ]
         if isinstance(error, UnevenDataError):
             details.append(error.counts)
     try:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-    except Exception:  # noqa: BLE001 -- of what the user's own exceptions do when they are shown
+    except Exception:  # noqa: BLE001 -- a user's exception may fail to format
         lines = traceback.format_tb(error.__traceback__)
     return json.dumps(
         {
@@ -219,25 +226,27 @@ def _written(rank: int, error: BaseException, doing: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the message of any exception, one whose ``__str__`` fails too; cut where it is very long.
+    """Return the message of any exception, even if its ``__str__`` fails; very long ones are truncated.
 
     >>> text_of(OSError("disk full"))
     'disk full'
     """
     try:
         text = str(error)
-    except Exception as failure:  # noqa: BLE001 -- the user's own exception matters, not how it is shown
-        name = type(error).__name__
-        return f"<{name} whose text can't be had: its __str__ raises {type(failure).__name__}>"
-    return _cut(text, _MESSAGE_CHARS)
+    except Exception as failure:  # noqa: BLE001 -- a user's exception may fail to format
+        return f"<{type(error).__name__} whose __str__ raises {type(failure).__name__}>"
+    return _truncate(text, _MESSAGE_CHARS)
 
 
-def _cut(text: str, length: int) -> str:
-    left_out = len(text) - length
-    return text if left_out <= 0 else f"{text[:length]} ... ({left_out} more characters)"
+def _truncate(text: str, length: int) -> str:
+    excess = len(text) - length
+    return text if excess <= 0 else f"{text[:length]} ... ({excess} more characters)"
 
 
-def _short(row: Disagreement) -> Disagreement:
+def _truncate_row(row: Disagreement) -> Disagreement:
     return Disagreement(
-        row.rank, _cut(row.path, _CELL_CHARS), _cut(row.expected, _CELL_CHARS), _cut(row.found, _CELL_CHARS)
+        row.rank,
+        _truncate(row.path, _CELL_CHARS),
+        _truncate(row.expected, _CELL_CHARS),
+        _truncate(row.found, _CELL_CHARS),
     )

@@ -1,6 +1,6 @@
-"""Start a context: read the environment once, plan, then set up what the plan says.
+"""Start a context: read the environment once, plan, then set up what the plan contains.
 
-Ranks find each other by a store at an address, in which all say that they are there.
+Ranks find each other through a key-value store at a common address.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (  # torch.distributed re-exports them untyped
-    PrefixStore,
-    Store,
-    TCPStore,
-)  # torch.distributed re-exports them untyped
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import Unpack
 
@@ -43,7 +39,7 @@ from accelfn.context.context import Context, close_context, with_mesh, with_wind
 from accelfn.context.device import DevicePlan, check_precision, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import MessageBoard, announce_end, publish, store_board
-from accelfn.context.options import ContextOptions, apply_options, merge_settings, said
+from accelfn.context.options import ContextOptions, apply_options, drop_none, merge_settings
 from accelfn.context.peer_monitor import start_watchdog
 from accelfn.context.process_group import (
     make_gloo_group,
@@ -53,59 +49,60 @@ from accelfn.context.world import GroupOwner, Owned, World, WorldIdentity
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
 
 _HOST_BYTES = 256
-# At an address that nobody has named, the other ranks are soon there, or somewhere else.
-_GUESSED_PATIENCE = timedelta(seconds=60)
+# At a default address, the other ranks arrive soon or wait at another address.
+_DEFAULT_ADDRESS_TIMEOUT = timedelta(seconds=60)
 
 
 def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[ContextOptions]) -> Context:
-    """Find out who this process is, join its world, and return the frozen :class:`Context`.
+    """Detect the environment, join the world, and return the frozen :class:`Context`.
 
     The environment is read here, once, and never written: ``ACCELFN_*`` variables, then ``ACCELERATE_*``,
-    then those of the launcher (:func:`detect_environment`). They only fill what isn't passed; an explicit
-    argument always wins. When torch.distributed is already initialised, by whomever, that group is adopted
-    and never destroyed; its device is the one that it is bound to, or the current accelerator.
+    then those of the launcher (:func:`detect_environment`). They are defaults: an explicit argument always
+    takes precedence. If torch.distributed is already initialised, its default group is adopted and never
+    destroyed; the device is the one that the group is bound to, or the current accelerator.
 
     Ranks: every rank of the world (or of ``group``).
 
     Args:
-        group: An existing process group to use instead of the default one; it stays the caller's.
-        **options: The keyword arguments below; None stands for not passing one.
+        group: An existing process group to use instead of the default group; the caller keeps it.
+        **options: The keyword arguments below; None is the same as omitting one.
 
     Keyword Args:
         device_placement: Move models and batches to the device of this rank; on by default.
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
-        gradient_accumulation_steps: Micro-batches per optimizer step; 1 when nothing says otherwise.
-        cpu: Use the CPU even where there is an accelerator.
-        dataloader_config: How ``prepare_data_loader`` shares out the data.
+        gradient_accumulation_steps: Micro-batches per optimizer step; 1 by default.
+        cpu: Use the CPU even if there is an accelerator.
+        dataloader_config: How ``prepare_data_loader`` shards the data.
         deepspeed_plugin: DeepSpeed, as one plugin or several by name.
         fsdp_plugin: Sharding by FSDP.
         megatron_lm_plugin: Megatron-LM.
-        rng_types: Random states that loaders synchronise; ``("generator",)`` when None.
-        log_with: Experiment trackers that :func:`accelfn.init_trackers` starts: names, trackers, classes of
-            these, or a list.
-        project_dir: Folder for outputs; ``project_config`` wins if it names one.
-        project_config: Where outputs go.
-        gradient_accumulation_plugin: Accumulation in more detail than a number of steps.
-        step_scheduler_with_optimizer: A scheduler moves only when its optimizer does; on by default.
-        kwargs_handlers: Records such as ``AutocastKwargs``, at most one of a kind.
+        rng_types: Random states that loaders synchronise; ``("generator",)`` by default.
+        log_with: Experiment trackers that :func:`accelfn.init_trackers` starts: a name, a tracker, a tracker
+            class, or a list of these.
+        project_dir: Directory for outputs, unless ``project_config`` has one.
+        project_config: Directories for outputs.
+        gradient_accumulation_plugin: Further options of gradient accumulation.
+        step_scheduler_with_optimizer: A scheduler steps only when its optimizer does; on by default.
+        kwargs_handlers: Records such as ``AutocastKwargs``, at most one of each kind.
         dynamo_backend: Short for ``dynamo_plugin=TorchDynamoPlugin(backend=...)``.
         dynamo_plugin: torch.compile.
         parallelism_config: Sizes of the mesh's axes.
-        guard: How ranks are kept in agreement and how long they wait for each other: a :class:`Guard`, or
-            its mode: ``"full"``, ``"sampled"`` or ``"off"``.
-        debug: True is short for ``guard="full"``; False keeps a variable or ``ctx.replace`` from it.
-        reduction: ``"mean"``, or ``"canonical"``: exact mode, which gives the same bits at any number of
-            ranks; a :class:`CanonicalReduction` says how many microbatches make a step.
+        guard: How agreement between ranks is checked and how long they wait for each other: a
+            :class:`Guard`, or its mode: ``"full"``, ``"sampled"`` or ``"off"``.
+        debug: True is short for ``guard="full"``; False overrides a variable or the original of
+            ``ctx.replace``.
+        reduction: ``"mean"``, or ``"canonical"``: exact mode, which computes the same bits at any number of
+            ranks; a :class:`CanonicalReduction` sets the number of microbatches per step.
 
     Returns:
         The context; also a context manager that closes it.
 
     Raises:
-        ConfigurationError: An option, a variable, a device or a backend is not valid or not there.
-        NotAvailableError: An option asks for what is not supported yet.
-        DistributedError: The other ranks could not be reached: within the timeout, or, where RANK and
-            WORLD_SIZE are set but no address of rank 0 and no timeout, within a minute. After 5 seconds a
-            line on stderr says what is waited for.
+        ConfigurationError: An option, variable, device or backend isn't valid or doesn't exist.
+        NotAvailableError: An option isn't supported yet.
+        DistributedError: The other ranks could not be reached within the timeout; within a minute if RANK
+            and WORLD_SIZE are set but neither the address of rank 0 nor a timeout. After 5 seconds of
+            waiting, a line on stderr reports it.
 
     >>> with init_context(cpu=True, mixed_precision="bf16") as ctx:
     ...     ctx.num_processes, ctx.mixed_precision
@@ -113,18 +110,18 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
     """
     environment = dict(os.environ)
     settings = read_settings(environment)
-    asked = said(options)
-    options = merge_settings(asked, settings)
-    base = apply_options(Context(), options)  # refuses bad options before anything is started
+    passed = drop_none(options)
+    options = merge_settings(passed, settings)
+    base = apply_options(Context(), options)  # raises for invalid options before anything is started
     if settings.bypass_device_map:
         base = dataclasses.replace(base, strategy=dataclasses.replace(base.strategy, bypass_device_map=True))
-    joining = sort_handlers(asked.get("kwargs_handlers")).get("process_group", InitProcessGroupKwargs())
-    if joining.timeout is not None and not isinstance(asked.get("guard"), Guard):
+    joining = sort_handlers(passed.get("kwargs_handlers")).get("process_group", InitProcessGroupKwargs())
+    if joining.timeout is not None and not isinstance(passed.get("guard"), Guard):
         base = dataclasses.replace(base, guard=dataclasses.replace(base.guard, timeout=joining.timeout))
     timeout = joining.timeout or timedelta(seconds=base.guard.timeout_s)
     hardware = read_hardware()
     use_cpu = bool(options.get("cpu"))
-    device = None if asked.get("cpu") else settings.device  # cpu=True was passed, the device is a variable
+    device = None if passed.get("cpu") else settings.device  # cpu=True was passed, the device is a variable
 
     if group is not None or dist.is_initialized():
         adopted = group if group is not None else dist.group.WORLD
@@ -132,9 +129,9 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
             raise ConfigurationError(
                 "torch.distributed is initialised but has no default group. Pass group=."
             )
-        place = _place_in(adopted)
+        place = _plan_adopted(adopted)
         base = with_window(base, place.size)
-        _refuse_other_backend(adopted, joining)
+        _check_adopted_backend(adopted, joining)
         plan = plan_device(place, hardware, cpu=use_cpu, device=device or _current_device(adopted, use_cpu))
         check_precision(base.precision, plan.facts)
         world, collectives = _adopt(adopted, place, plan, timeout)
@@ -144,11 +141,11 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
         plan = plan_device(place, hardware, cpu=use_cpu, device=device, backend=joining.backend)
         check_precision(base.precision, plan.facts)
         names = () if place.launcher != "env" or joining.init_method else ("MASTER_ADDR", "MASTER_PORT")
-        guessed = [name for name in names if not environment.get(name)]
-        patience = timeout if joining.timeout or not guessed else min(timeout, _GUESSED_PATIENCE)
-        world, collectives = _join(place, plan, joining.init_method, timeout, patience, guessed)
+        unset = [name for name in names if not environment.get(name)]
+        patience = timeout if joining.timeout or not unset else min(timeout, _DEFAULT_ADDRESS_TIMEOUT)
+        world, collectives = _join(place, plan, joining.init_method, timeout, patience, unset)
     joined = dataclasses.replace(
-        base, world=_watched(world, collectives, base.guard), collectives=collectives
+        base, world=_with_exit_hooks(world, collectives, base.guard), collectives=collectives
     )
     try:
         return with_mesh(joined)
@@ -157,15 +154,15 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
         raise
 
 
-def _watched(world: World, collectives: Collectives, guard: Guard) -> World:
-    """Make sure that the other ranks are notified of this one's end, however it comes."""
-    if world.size == 1 and not world.made.group:
+def _with_exit_hooks(world: World, collectives: Collectives, guard: Guard) -> World:
+    """Return the world with hooks that notify the other ranks of this rank's end."""
+    if world.size == 1 and not world.owned.group:
         return world
     board, call_log, rank = collectives.board, collectives.call_log, world.rank
     end_watch = start_watchdog(board, rank, whole_process=True) if guard.watchdog and world.size > 1 else None
 
     def at_exit() -> None:
-        # What the interpreter has just printed, if it is ending for that.
+        # The exception that ended the program, if one did.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if isinstance(error, BaseException):
             publish(board, call_log, rank, error)
@@ -175,10 +172,10 @@ def _watched(world: World, collectives: Collectives, guard: Guard) -> World:
 
     if world.size > 1:
         atexit.register(at_exit)
-    made = dataclasses.replace(
-        world.made, opened=True, at_exit=at_exit if world.size > 1 else None, end_watch=end_watch
+    owned = dataclasses.replace(
+        world.owned, opened=True, at_exit=at_exit if world.size > 1 else None, end_watch=end_watch
     )
-    return dataclasses.replace(world, made=made)
+    return dataclasses.replace(world, owned=owned)
 
 
 def _join(
@@ -187,10 +184,10 @@ def _join(
     init_method: str | None,
     timeout: timedelta,
     patience: timedelta,
-    guessed: Sequence[str],
+    unset: Sequence[str],
 ) -> tuple[World, Collectives]:
-    """Meet the other ranks; ``guessed`` names variables of the address that nobody has set."""
-    # torchrun's scripts may count on a group even in a world of one; nobody else does.
+    """Join the other ranks; ``unset`` lists the variables of the address that aren't set."""
+    # Scripts for torchrun may rely on a process group even in a world of one.
     if place.size == 1 and place.launcher != "torchrun":
         return _world(place, plan, None, None, Owned()), Collectives()
     method = address_of(place, init_method)
@@ -200,7 +197,7 @@ def _join(
         previous = torch.device(plan.device.type, torch.accelerator.current_device_index())
         torch.accelerator.set_device_index(plan.device)
     try:
-        store = arrive(place, timeout, patience, init_method)
+        store = join_store(place, timeout, patience, init_method)
         dist.init_process_group(
             plan.backend,
             store=store,
@@ -214,17 +211,17 @@ def _join(
             torch.accelerator.set_device_index(previous)
         raise DistributedError(
             f"rank {place.rank} could not join its world of {place.size} ({place.launcher}, backend "
-            f"{plan.backend}, at {method}): {error}{_advice(guessed, method)}"
+            f"{plan.backend}, at {method}): {error}{_advice(unset, method)}"
         ) from error
     group = dist.group.WORLD
     assert group is not None
-    made = Owned(
+    owned = Owned(
         group=True,
         previous_device=previous,
         excepthooks=(hook, sys.excepthook),
         hosts_store=place.rank == 0 and place.launcher != "torchrun" and method.startswith(("tcp:", "env:")),
     )
-    world = _world(place, plan, plan.backend, group, made)
+    world = _world(place, plan, plan.backend, group, owned)
     try:
         return _connect(world, place, PrefixStore("accelfn", store), store_board(store), timeout)
     except BaseException:
@@ -232,13 +229,13 @@ def _join(
         raise
 
 
-def _advice(guessed: Sequence[str], method: str) -> str:
-    if not guessed:
+def _advice(unset: Sequence[str], method: str) -> str:
+    if not unset:
         return ""
     return (
-        f" {' and '.join(guessed)} not being set, {method.removeprefix('tcp://')} was taken. Set MASTER_ADDR "
-        "(host of rank 0) and MASTER_PORT for every rank, start the script with a launcher (accelfn launch), "
-        "or unset RANK and WORLD_SIZE to run one process."
+        f" {' and '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set, so the address was "
+        f"{method.removeprefix('tcp://')}. Set MASTER_ADDR (host of rank 0) and MASTER_PORT for every rank, "
+        "start the script with a launcher (accelfn launch), or unset RANK and WORLD_SIZE to run one process."
     )
 
 
@@ -248,14 +245,15 @@ def _adopt(
     world = _world(place, plan, str(dist.get_backend(group)), group, Owned())
     if place.size == 1:
         return world, Collectives()
-    # In a part that no earlier context has written to.
+    # Under a prefix that no earlier context has used.
     try:
-        beside = cast(Store, cast("Any", group).get_group_store())
-        store = PrefixStore(f"accelfn/context/{beside.add(f'accelfn/adopted/{place.rank}', 1)}", beside)
+        group_store = cast(Store, cast("Any", group).get_group_store())
+        count = group_store.add(f"accelfn/adopted/{place.rank}", 1)
+        store = PrefixStore(f"accelfn/context/{count}", group_store)
     except (AttributeError, RuntimeError) as error:  # a backend without a store, such as MPI
         raise NotAvailableError(
-            "init_context adopts process groups that have a store, by which their ranks meet; this one has "
-            "none. Start the world with init_context, or with a backend that has one (gloo, nccl)."
+            "init_context can adopt only process groups with a key-value store, and this group has none. "
+            "Start the world with init_context, or with a backend that has one (gloo, nccl)."
         ) from error
     try:
         return _connect(world, place, store, store_board(store), timeout)
@@ -263,43 +261,43 @@ def _adopt(
         if isinstance(error, DistributedError):
             raise
         raise DistributedError(
-            f"rank {place.rank} could not meet the other {place.size - 1} ranks of the group that it "
-            f"adopts: {error}. Every rank of the group must call init_context, equally often."
+            f"rank {place.rank} could not connect to the other {place.size - 1} ranks of the adopted group: "
+            f"{error}. Every rank of the group must call init_context, equally often."
         ) from error
 
 
 def _connect(
     world: World, place: EnvironmentPlan, store: Store, board: MessageBoard, timeout: timedelta
 ) -> tuple[World, Collectives]:
-    """Reach the other ranks over the world's group, and find out what only they know of the nodes."""
+    """Connect to the other ranks, and exchange the nodes' identities if they aren't known."""
     group = world.group
     assert group is not None
-    # Not by torch, which names groups by their ranks: the next context's would meet where this one's has.
-    side = make_gloo_group(PrefixStore("side", store), place.rank, place.size, timeout)
+    # Not with dist.new_group, which names groups by their ranks: the next context's would collide.
+    control = make_gloo_group(PrefixStore("side", store), place.rank, place.size, timeout)
     collectives = process_group_collectives(
         group,
         place.rank,
         place.size,
-        control=side,
+        control=control,
         board=board,
         one_machine=place.num_nodes == 1 or not place.nodes_known,
         store=PrefixStore("parts", store),
     )
-    world = dataclasses.replace(world, keeper=GroupOwner(side))
+    world = dataclasses.replace(world, group_owner=GroupOwner(control))
     if not place.nodes_known and place.size > 1:
         collectives.call_log.begin("init_context", call_site(), None, timeout.total_seconds())
         world = _with_nodes(world, collectives)
     return world, collectives
 
 
-def _place_in(group: dist.ProcessGroup) -> EnvironmentPlan:
-    """Find this rank in a group that somebody else made. Which node it is on, the ranks tell each other."""
+def _plan_adopted(group: dist.ProcessGroup) -> EnvironmentPlan:
+    """Return this rank's place in an existing group; the nodes are unknown."""
     try:
         rank = dist.get_rank(group)
     except ValueError as error:
         raise ConfigurationError(
-            "init_context(group=...) needs a group that torch.distributed knows: one from new_group, in a "
-            f"process that has called init_process_group. torch said: {error}"
+            "init_context(group=...) needs a registered group: one from new_group, in a process that has "
+            f"called init_process_group. torch reports: {error}"
         ) from error
     if rank < 0:
         raise ConfigurationError(
@@ -310,7 +308,7 @@ def _place_in(group: dist.ProcessGroup) -> EnvironmentPlan:
 
 
 def _current_device(group: dist.ProcessGroup, cpu: bool) -> str | None:
-    """Name the accelerator that whoever made the group has chosen for this rank."""
+    """Return the accelerator that the group is bound to, or that is current."""
     if cpu or not torch.accelerator.is_available():
         return None
     bound: torch.device | None = group.bound_device_id
@@ -322,41 +320,40 @@ def _current_device(group: dist.ProcessGroup, cpu: bool) -> str | None:
     return f"{kind.type}:{torch.accelerator.current_device_index()}"
 
 
-def _refuse_other_backend(group: dist.ProcessGroup, joining: InitProcessGroupKwargs) -> None:
+def _check_adopted_backend(group: dist.ProcessGroup, joining: InitProcessGroupKwargs) -> None:
     if joining.backend is None:
         return
-
-    has = str(dist.get_backend(group))
-    asked, there = (
+    existing = str(dist.get_backend(group))
+    requested_names, existing_names = (
         {part.rpartition(":")[2].strip().lower() for part in text.split(",")}
-        for text in (joining.backend, has)
+        for text in (joining.backend, existing)
     )
-    if not asked <= there:
+    if not requested_names <= existing_names:
         raise ConfigurationError(
-            f"InitProcessGroupKwargs(backend={joining.backend!r}) can't be had: torch.distributed is "
-            f"initialised with {has!r}, and that group is adopted. Leave the backend out, or initialise "
-            "with it."
+            f"InitProcessGroupKwargs(backend={joining.backend!r}) has no effect: torch.distributed is "
+            f"already initialised with {existing!r}, and that group is adopted. Leave the backend out, or "
+            "initialise torch.distributed with it."
         )
 
 
 def _with_nodes(world: World, collectives: Collectives) -> World:
-    """Ask every rank for its host, and number nodes and local ranks by it."""
-    own = _host().ljust(_HOST_BYTES, b"\0")
-    rows = collectives.all_gather_bytes(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    """Gather the hosts of all ranks, and number nodes and local ranks by them."""
+    host = _host().ljust(_HOST_BYTES, b"\0")
+    rows = collectives.all_gather_bytes(torch.frombuffer(bytearray(host), dtype=torch.uint8))
     hosts = [bytes(row[:_HOST_BYTES].tolist()) for row in rows]  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     nodes = list(dict.fromkeys(hosts))
-    here = [rank for rank, host in enumerate(hosts) if host == own]
+    local_ranks = [rank for rank, other in enumerate(hosts) if other == host]
     return dataclasses.replace(
         world,
-        local_rank=here.index(world.rank),
-        local_size=len(here),
-        node_rank=nodes.index(own),
+        local_rank=local_ranks.index(world.rank),
+        local_size=len(local_ranks),
+        node_rank=nodes.index(host),
         num_nodes=len(nodes),
     )
 
 
 def _host() -> bytes:
-    # Machines may share a name ("localhost"), containers of one machine its boot: together they tell.
+    # Machines may share a name ("localhost"), and containers of one machine share its boot id.
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -368,7 +365,7 @@ def _world(
     plan: DevicePlan,
     backend: str | None,
     group: dist.ProcessGroup | None,
-    made: Owned,
+    owned: Owned,
 ) -> World:
     names = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
     return World(
@@ -377,47 +374,47 @@ def _world(
         backend=backend,
         group_ref=None if group is None else weakref.ref(group),
         identity=World().identity if group is None else WorldIdentity(),
-        made=made,
+        owned=owned,
     )
 
 
-# Ranks come at different times. When it takes longer than this, somebody may be looking at the terminal.
+# Ranks start at different times; only longer waits are reported.
 _QUIET_S = 5.0
 
 
 def address_of(place: EnvironmentPlan, init_method: str | None = None) -> str:
-    """Return the address of the store in which the ranks of ``place`` find each other. Pure."""
+    """Return the address of the store of the ranks of ``place``. Pure."""
     if init_method is not None:
         return init_method
-    # torchrun's agent hosts the store, which env:// knows how to find; others get the address in the call.
+    # env:// finds the store that torchrun's agent hosts.
     return "env://" if place.launcher == "torchrun" else f"tcp://{_host_and_port(place)}"
 
 
-def arrive(
+def join_store(
     place: EnvironmentPlan, timeout: timedelta, patience: timedelta, init_method: str | None = None
 ) -> Store:
-    """Wait until all ranks are there. What takes long is reported on stderr.
+    """Connect to the store and wait until all ranks have. Long waits are reported on stderr.
 
     Ranks: every rank of ``place``.
 
     Args:
         place: This rank.
-        timeout: Of the store, once all are there.
-        patience: How long to wait for them.
-        init_method: Address that the user has given.
+        timeout: Of the store's operations afterwards.
+        patience: How long to wait for the other ranks.
+        init_method: The user's address, if there is one.
 
     Returns:
-        A part of the store that no earlier world of this launch has written to: torchrun's outlives a world,
-        and gloo would find the addresses of the last one in it.
+        The store under a prefix that no earlier world of this launch has used: torchrun's store outlives a
+        world, and gloo would find the addresses of the previous one in it.
 
     Raises:
-        RuntimeError: Rank 0 can't be reached, or others did not come in time.
+        RuntimeError: Rank 0 can't be reached, or other ranks did not connect in time.
     """
     rank, size, where = place.rank, place.size, address_of(place, init_method)
     end = time.monotonic() + patience.total_seconds()
     if where == f"tcp://{_host_and_port(place)}":
-        # Without waiting for the others, which would say nothing of how many there are.
-        with _telling(f"rank 0 of {size} ranks at {_host_and_port(place)}, as rank {rank}"):
+        # Without waiting for the other ranks, which are counted below.
+        with _announce_if_slow(f"rank 0 of {size} ranks at {_host_and_port(place)}, as rank {rank}"):
             store: Store = TCPStore(
                 place.master_addr or "127.0.0.1",
                 place.master_port or 0,
@@ -428,28 +425,29 @@ def arrive(
                 multi_tenant=True,
             )
     else:
-        with _telling(f"other ranks of {size} at {where}, as rank {rank}"):
+        with _announce_if_slow(f"other ranks of {size} at {where}, as rank {rank}"):
             store = next(rendezvous(where, rank, size, timeout=patience))[0]
     store.set_timeout(timeout)
     part = PrefixStore(f"accelfn/world/{store.add(f'accelfn/joined/{rank}', 1)}", store)
     if part.add("number here", 1) == size:
         part.set("all here", "")
-    if not _are_all_here(part, size, min(end, time.monotonic() + _QUIET_S)):
-        if place.local_rank == 0:  # one rank of a machine says it for all
-            _tell(f"{size - part.add('number here', 0)} of {size} ranks at {where.removeprefix('tcp://')}")
-        if not _are_all_here(part, size, end):
+    if not _wait_for_all(part, size, min(end, time.monotonic() + _QUIET_S)):
+        if place.local_rank == 0:  # one rank per machine reports it
+            _announce(
+                f"{size - part.add('number here', 0)} of {size} ranks at {where.removeprefix('tcp://')}"
+            )
+        if not _wait_for_all(part, size, end):
             missing = size - part.add("number here", 0)
             raise RuntimeError(
-                f"{missing} of {size} ranks did not come within {patience.total_seconds():.0f} s. Start "
+                f"{missing} of {size} ranks did not connect within {patience.total_seconds():.0f} s. Start "
                 "them, or look at their output."
             )
     return part
 
 
-def _are_all_here(part: Store, size: int, end: float) -> bool:
-    """Wait until all are, or the monotonic clock says ``end``."""
-    # Asked for again and again, 500 times a second by all together: where its own wait comes to an end, torch
-    # fills the terminal.
+def _wait_for_all(part: Store, size: int, end: float) -> bool:
+    """Return whether all ranks connect before ``end`` of the monotonic clock."""
+    # Polled, 500 times a second by all ranks together: torch's own wait logs a stack trace when it times out.
     while not part.check(["all here"]):
         if time.monotonic() >= end:
             return False
@@ -458,9 +456,9 @@ def _are_all_here(part: Store, size: int, end: float) -> bool:
 
 
 @contextmanager
-def _telling(what: str) -> Generator[None, None, None]:
-    """Print what is waited for if the block takes long."""
-    timer = threading.Timer(_QUIET_S, _tell, (what,))
+def _announce_if_slow(what: str) -> Generator[None, None, None]:
+    """Report what this rank waits for if the block takes long."""
+    timer = threading.Timer(_QUIET_S, _announce, (what,))
     timer.daemon = True
     timer.start()
     try:
@@ -469,7 +467,7 @@ def _telling(what: str) -> Generator[None, None, None]:
         timer.cancel()
 
 
-def _tell(what: str) -> None:
+def _announce(what: str) -> None:
     print(f"accelfn: waiting for {what} ...", file=sys.stderr, flush=True)
 
 
@@ -481,23 +479,23 @@ def _host_and_port(place: EnvironmentPlan) -> str:
 
 
 def plan_context(num_processes: int, **options: Unpack[ContextOptions]) -> Context:
-    """Return the context that rank 0 of ``num_processes`` ranks would have, to plan with. Pure.
+    """Return the context that rank 0 of ``num_processes`` ranks would have, for planning. Pure.
 
-    It answers what is planned: :func:`accelfn.plan_model`, :func:`accelfn.plan_memory`, ``ctx.along(...)``,
-    ``ctx.coordinate(...)``. Nothing is started and the environment isn't read, so there may be any number of
-    ranks. What communicates raises an error.
+    Use it with :func:`accelfn.plan_model`, :func:`accelfn.plan_memory`, ``ctx.along(...)`` and
+    ``ctx.coordinate(...)``. Nothing is started and the environment isn't read, so the number of ranks isn't
+    limited. Functions that communicate raise an error.
 
     Ranks: local.
 
     Args:
-        num_processes: Ranks to plan for.
+        num_processes: Number of ranks to plan for.
         **options: Keyword arguments of :func:`accelfn.init_context`.
 
     Raises:
         ConfigurationError: ``num_processes`` is below 1, an option isn't valid, or the mesh doesn't fit the
             ranks.
-        NotAvailableError: An option asks for what is not supported yet.
-        TypeError: ``num_processes`` is no int, or an option is unknown or of the wrong type.
+        NotAvailableError: An option isn't supported yet.
+        TypeError: ``num_processes`` isn't an int, or an option is unknown or of the wrong type.
 
     >>> from accelfn import FullyShardedDataParallelPlugin
     >>> ctx = plan_context(10_000, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
@@ -509,26 +507,28 @@ def plan_context(num_processes: int, **options: Unpack[ContextOptions]) -> Conte
     if num_processes < 1:
         raise ConfigurationError(f"plan_context: num_processes must be at least 1, got {num_processes}.")
     world = World(size=num_processes, local_size=num_processes, identity=WorldIdentity())
-    base = Context(world=world, collectives=_absent())
+    base = Context(world=world, collectives=_unavailable_collectives())
     return with_mesh(with_window(apply_options(base, options), num_processes))
 
 
-def _absent() -> Collectives:
-    """Return collectives that refuse to communicate."""
-    calls: dict[str, Any] = {one.name: _refuse_absent for one in fields(Collectives) if callable(one.default)}
-    del calls["while_blocked"], calls["translate_error"]  # of this rank alone
-    calls["split"] = _split_absent
+def _unavailable_collectives() -> Collectives:
+    """Return collectives that raise instead of communicating."""
+    calls: dict[str, Any] = {
+        item.name: _raise_unavailable for item in fields(Collectives) if callable(item.default)
+    }
+    del calls["while_blocked"], calls["translate_error"]  # which don't communicate
+    calls["split"] = _split_unavailable
     return Collectives(**calls)
 
 
-def _split_absent(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
+def _split_unavailable(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
     del timeout
-    return tuple(Part(_absent() if len(group) > 1 else Collectives()) for group in groups)
+    return tuple(Part(_unavailable_collectives() if len(group) > 1 else Collectives()) for group in groups)
 
 
-def _refuse_absent(*args: object) -> NoReturn:
+def _raise_unavailable(*args: object) -> NoReturn:
     del args
     raise NotAvailableError(
-        "the ranks of this context aren't there: plan_context made it, to plan with. Use what init_context "
-        "returns, in a program that accelfn launch starts."
+        "this context is from plan_context, whose ranks don't exist, so it can't communicate. Use the "
+        "context of init_context in a program that accelfn launch starts."
     )

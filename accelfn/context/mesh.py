@@ -1,6 +1,6 @@
-"""A mesh of ranks: which ranks share what, as axes with a name and a size; and the groups along them.
+"""A mesh of ranks: named axes with sizes, and the process groups along them.
 
-The plan is pure and asks nobody; :func:`build_mesh` makes the groups that it names, once.
+The plan is pure; :func:`build_mesh` creates its groups once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MEANINGS: Mapping[str, str] = MappingProxyType(
         "tp": "ranks that share each layer",
     }
 )
-# dp_shard in two: experts are spread over the inner part, and shared by the outer one.
+# dp_shard is split in two: experts are distributed over the inner part, and replicated over the outer.
 _PARTS = ("pp", "dp_replicate", "edp", "ep", "cp", "sp", "tp")
 _ROOT = ("pp", "dp_replicate", "shard", "tp")
 _EXPERTS = ("pp", "dp_replicate", "eshard", "ep", "tp")
@@ -57,16 +57,16 @@ _MAX_NAMED = 8
 
 
 class MeshPlan(NamedTuple):
-    """Which rank stands where. The last axis varies fastest: ranks that differ only in it are neighbours.
+    """The coordinates of the ranks. The last axis varies fastest: its ranks are consecutive.
 
-    An axis is one of :data:`AXES`, a joined one (``"dp"``, ``"shard"``, ``"loss"``, ``"seq"``), or ``"ep"``
-    and ``"edp"``, the inner and the outer part of ``"dp_shard"``. Ranks along ``"eshard"``, which is
-    ``"edp"`` with ``"cp"`` and ``"sp"``, share the same experts. Several of them count as one, in the order
-    of the mesh. ``print(plan)`` draws it.
+    An axis is one of :data:`AXES`, a joined axis (``"dp"``, ``"shard"``, ``"loss"``, ``"seq"``), or ``"ep"``
+    or ``"edp"``, the inner and the outer part of ``"dp_shard"``. Ranks along ``"eshard"``, which is
+    ``"edp"`` with ``"cp"`` and ``"sp"``, have the same experts. Methods that take several axes treat them as
+    one, in the order of the mesh. ``print(plan)`` draws it.
 
     Attributes:
-        sizes: Ranks along each of :data:`AXES`.
-        ep_size: Ranks that experts are spread over; divides the size of ``"dp_shard"``.
+        sizes: Number of ranks along each of :data:`AXES`.
+        ep_size: Number of ranks that experts are distributed over; divides the size of ``"dp_shard"``.
 
     >>> plan = plan_mesh(ParallelismConfig(dp_shard_size=2, tp_size=2), 4)
     >>> plan.size("tp"), plan.coordinate(2, "dp_shard"), plan.group(2, "tp")
@@ -91,40 +91,40 @@ class MeshPlan(NamedTuple):
         return prod(sizes[name] for name in _expand(axes))
 
     def coordinate(self, rank: int, *axes: str) -> int:
-        """Return the place of ``rank`` along ``axes``, from 0.
+        """Return the coordinate of ``rank`` along ``axes``, from 0.
 
         Raises:
-            ConfigurationError: No axis has that name, or no rank that number.
+            ConfigurationError: No axis has that name, or the mesh doesn't have that rank.
         """
         self._check_rank(rank)
-        sizes, wanted = self._sizes(), _expand(axes)
-        place, stride = 0, 1
+        sizes, selected = self._sizes(), _expand(axes)
+        result, stride = 0, 1
         for name in reversed(_PARTS):
-            rank, own = divmod(rank, sizes[name])
-            if name in wanted:
-                place += own * stride
+            rank, coordinate = divmod(rank, sizes[name])
+            if name in selected:
+                result += coordinate * stride
                 stride *= sizes[name]
-        return place
+        return result
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """List the ranks that differ from ``rank`` along ``axes`` at most, in the order of their coordinates.
+        """List the ranks that differ from ``rank`` only along ``axes``, in the order of their coordinates.
 
         Raises:
             ConfigurationError: As :meth:`coordinate`.
         """
         self._check_rank(rank)
-        sizes, wanted = self._sizes(), _expand(axes)
-        members, stride, rest = [0], 1, rank
+        sizes, selected = self._sizes(), _expand(axes)
+        members, stride, remainder = [0], 1, rank
         for name in reversed(_PARTS):
             size = sizes[name]
-            rest, own = divmod(rest, size)
-            places = range(size) if name in wanted else (own,)
-            members = [place * stride + member for place in places for member in members]
+            remainder, coordinate = divmod(remainder, size)
+            coordinates = range(size) if name in selected else (coordinate,)
+            members = [coordinate * stride + member for coordinate in coordinates for member in members]
             stride *= size
         return tuple(members)
 
     def active(self, *axes: str) -> tuple[str, ...]:
-        """List the axes of more than one rank among ``axes``, outermost first; among all where none is named.
+        """List the axes of more than one rank among ``axes`` (by default all), outermost first.
 
         Raises:
             ConfigurationError: No axis has that name.
@@ -136,9 +136,9 @@ class MeshPlan(NamedTuple):
         return tuple(axis for axis in AXES if self.size(axis) > 1 and _expand((axis,)) <= wanted)
 
     def parts(self, *axes: str) -> tuple[str, ...]:
-        """List what ``axes`` are made of and has more than one rank, outermost first.
+        """List the parts of ``axes`` with more than one rank, outermost first.
 
-        Joined axes are taken apart; of ``"dp_shard"`` there is ``"edp"``, ``"ep"``, or both.
+        Joined axes are split into their parts, and ``"dp_shard"`` into ``"edp"`` and ``"ep"``.
 
         Raises:
             ConfigurationError: No axis has that name.
@@ -147,7 +147,7 @@ class MeshPlan(NamedTuple):
         return tuple(name for name in _PARTS if name in wanted and sizes[name] > 1)
 
     def restrict(self, *axes: str) -> MeshPlan:
-        """Return the plan of the ranks along ``axes``: every other axis has one rank."""
+        """Return the plan of the ranks along ``axes``, in which every other axis has one rank."""
         wanted = _expand(axes)
         sizes = {name: size if name in wanted else 1 for name, size in self._sizes().items()}
         sizes["dp_shard"] = sizes["edp"] * sizes["ep"]
@@ -162,23 +162,23 @@ class MeshPlan(NamedTuple):
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.num_ranks:
             raise ConfigurationError(
-                f"a mesh of {self.num_ranks} ranks has ranks 0 to {self.num_ranks - 1}: there is no {rank}."
+                f"a mesh of {self.num_ranks} ranks has ranks 0 to {self.num_ranks - 1}, got {rank}."
             )
 
     def __str__(self) -> str:
-        """Draw the mesh: a row for each place on the outer axes, a column for each one on the innermost."""
+        """Draw the mesh: a row for each coordinate of the outer axes, a column for each of the innermost."""
         sizes = dict(zip(AXES, self.sizes, strict=True))
         shown = self.active() or ("dp_replicate",)
         counts = " x ".join(f"{name} {sizes[name]}" for name in shown)
         *outer, inner = shown
         plural = "s" if self.num_ranks > 1 else ""
         lines = [f"A mesh of {self.num_ranks} rank{plural}: {counts}", ""]
-        columns = _cut(range(sizes[inner]), _MAX_COLUMNS)
+        columns = _elide(range(sizes[inner]), _MAX_COLUMNS)
         header = ["..." if place is None else f"{inner} {place}" for place in columns]
         width = max(len(str(self.num_ranks - 1)), *map(len, header))
         lines.append(_row(outer, outer, header, width))
         num_rows = self.num_ranks // sizes[inner]
-        for row in _cut(range(num_rows), _MAX_ROWS):
+        for row in _elide(range(num_rows), _MAX_ROWS):
             if row is None:
                 lines.append("...")
                 continue
@@ -187,14 +187,18 @@ class MeshPlan(NamedTuple):
             places = [str(self.coordinate(first, name)) for name in outer]
             lines.append(_row(outer, places, cells, width))
         lines.append("")
-        lines.extend(f"{name}: {_MEANINGS[name]}. {_neighbours(self.group(0, name))}" for name in shown)
+        lines.extend(f"{name}: {_MEANINGS[name]}. {_describe_group(self.group(0, name))}" for name in shown)
         if self.ep_size > 1:
-            text = "ranks that experts are spread over, the inner part of dp_shard"
-            lines.append(f"ep: {text}. {_neighbours(self.group(0, 'ep'))}")
+            text = "ranks that experts are distributed over, the inner part of dp_shard"
+            lines.append(f"ep: {text}. {_describe_group(self.group(0, 'ep'))}")
         batches = self.size("dp")
         lines.append(
-            f"Batches read at a time: {batches}; "
-            + ("each rank reads its own." if batches == self.num_ranks else f"ranks {_same(self)} share one.")
+            f"Batches per step: {batches}; "
+            + (
+                "each rank reads its own."
+                if batches == self.num_ranks
+                else f"ranks {_sharing_ranks(self)} share one."
+            )
         )
         return "\n".join(line.rstrip() for line in lines)
 
@@ -205,24 +209,24 @@ def _row(outer: Sequence[str], places: Sequence[str], cells: Sequence[str], widt
     return f"{left}  |  {right}" if outer else right
 
 
-def _cut(places: range, most: int) -> list[int | None]:
+def _elide(places: range, most: int) -> list[int | None]:
     if len(places) <= most:
         return list(places)
     return [*places[: most - 2], None, places[-1]]
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     return " ".join(
-        "..." if rank is None else str(ranks[rank]) for rank in _cut(range(len(ranks)), _MAX_NAMED)
+        "..." if rank is None else str(ranks[rank]) for rank in _elide(range(len(ranks)), _MAX_NAMED)
     )
 
 
-def _neighbours(ranks: Sequence[int]) -> str:
-    return f"Rank 0 stands in {_listed(ranks)}." if len(ranks) > 1 else "Rank 0 stands alone."
+def _describe_group(ranks: Sequence[int]) -> str:
+    return f"Group of rank 0: {_list_ranks(ranks)}."
 
 
-def _same(plan: MeshPlan) -> str:
-    return _listed(plan.group(0, "pp", "cp", "sp", "tp"))
+def _sharing_ranks(plan: MeshPlan) -> str:
+    return _list_ranks(plan.group(0, "pp", "cp", "sp", "tp"))
 
 
 def _expand(axes: Sequence[str]) -> frozenset[str]:
@@ -241,11 +245,11 @@ def plan_mesh(config: ParallelismConfig | None, num_processes: int) -> MeshPlan:
     """Plan the mesh of ``num_processes`` ranks. Pure.
 
     Args:
-        config: Sizes of the axes; each rank is a copy of its own where it is None, or says nothing.
+        config: Sizes of the axes; pure data parallelism if it is None or has only default sizes.
         num_processes: Number of ranks.
 
     Raises:
-        ConfigurationError: The product of the sizes isn't the number of ranks; says which sizes would fit.
+        ConfigurationError: The product of the sizes isn't the number of ranks; suggests sizes.
 
     >>> print(plan_mesh(ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), 4))
     A mesh of 4 ranks: dp_replicate 2 x dp_shard 2
@@ -254,9 +258,9 @@ def plan_mesh(config: ParallelismConfig | None, num_processes: int) -> MeshPlan:
                0  |           0           1
                1  |           2           3
     <BLANKLINE>
-    dp_replicate: copies of the model, which average their gradients. Rank 0 stands in 0 2.
-    dp_shard: ranks that share the parameters of one copy. Rank 0 stands in 0 1.
-    Batches read at a time: 4; each rank reads its own.
+    dp_replicate: copies of the model, which average their gradients. Group of rank 0: 0 2.
+    dp_shard: ranks that share the parameters of one copy. Group of rank 0: 0 1.
+    Batches per step: 4; each rank reads its own.
     """
     if config is None or config.total_size == 1:
         return MeshPlan(tuple(num_processes if axis == "dp_replicate" else 1 for axis in AXES))
@@ -267,11 +271,11 @@ def plan_mesh(config: ParallelismConfig | None, num_processes: int) -> MeshPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """What a mesh has made, the same for every view of it."""
+    """The groups of a mesh, which all restrictions of it share."""
 
     plan: MeshPlan
     world: World
-    parts: Mapping[tuple[str, ...], tuple[World, Part]]  # by what MeshPlan.parts gives
+    parts: Mapping[tuple[str, ...], tuple[World, Part]]  # by MeshPlan.parts
     adopted: DeviceMesh | None = None
     device_meshes: dict[tuple[str, ...], DeviceMesh] = field(
         default_factory=dict["tuple[str, ...]", DeviceMesh]
@@ -280,10 +284,10 @@ class _Groups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mesh:
-    """The groups of a mesh that this rank is in. Made by :func:`build_mesh`.
+    """The groups of a mesh that contain this rank. Created by :func:`build_mesh`.
 
     Attributes:
-        plan: Which rank stands where.
+        plan: The coordinates of the ranks.
     """
 
     plan: MeshPlan
@@ -292,54 +296,54 @@ class Mesh:
     def device_mesh(self, *dims: str) -> DeviceMesh:
         """Return torch's mesh with these dimensions, whose groups are those of :meth:`Context.along`.
 
-        Meshes over ``"pp"``, ``"dp_replicate"``, ``"shard"`` and ``"tp"`` are parts of one root, so that
-        torch composes them; so are those over several of :data:`AXES`, and those of experts, over
-        ``"dp_replicate"``, ``"eshard"`` and ``"ep"``. A mesh that was adopted is returned
-        for its own dims, and has the groups of single axes in all others.
+        Meshes over ``"pp"``, ``"dp_replicate"``, ``"shard"`` and ``"tp"`` are slices of one root, so that
+        torch can combine them; so are those over several of :data:`AXES`, and those of experts, over
+        ``"dp_replicate"``, ``"eshard"`` and ``"ep"``. An adopted mesh is returned for its own dimensions, and
+        its groups are used for single axes in other meshes.
 
         Ranks: local.
 
         Args:
-            *dims: Axes, outermost first; a joined one counts as one dimension.
+            *dims: Axes, outermost first; a joined axis is one dimension.
 
         Raises:
             NotAvailableError: The ranks aren't processes with an initialised torch.distributed.
-            ConfigurationError: No axis has that name, or the axes can't be had together.
+            ConfigurationError: No axis has that name, or no mesh has all of these axes.
         """
         for dim in dims:
             self.plan.size(dim)
-        made, adopted = self._groups.device_meshes, self._groups.adopted
+        meshes, adopted = self._groups.device_meshes, self._groups.adopted
         if adopted is not None and dims == adopted.mesh_dim_names:
             return adopted
-        if dims in made:
-            return made[dims]
+        if dims in meshes:
+            return meshes[dims]
         for names in (_ROOT, AXES, _EXPERTS):
             if set(dims) <= set(names):
-                root = made.get(names) or made.setdefault(names, self._torch_mesh(names))
-                return root if dims == names else made.setdefault(dims, root[dims])
+                root = meshes.get(names) or meshes.setdefault(names, self._torch_mesh(names))
+                return root if dims == names else meshes.setdefault(dims, root[dims])
         if len(dims) > 1:
             raise ConfigurationError(
-                f"no mesh has the dimensions {', '.join(dims)}: take some of {', '.join(_ROOT)}, some of "
-                f"{', '.join(AXES)}, some of {', '.join(_EXPERTS)}, or a single joined one."
+                f"no mesh has the dimensions {', '.join(dims)}: use some of {', '.join(_ROOT)}, some of "
+                f"{', '.join(AXES)}, some of {', '.join(_EXPERTS)}, or a single joined axis."
             )
-        return made.setdefault(dims, self._torch_mesh(dims))
+        return meshes.setdefault(dims, self._torch_mesh(dims))
 
     def _torch_mesh(self, names: tuple[str, ...]) -> DeviceMesh:
         groups = self._groups
-        whole = groups.world.group
-        if whole is None or not is_registered(whole):
+        world_group = groups.world.group
+        if world_group is None or not is_registered(world_group):
             raise NotAvailableError(
-                "torch's DeviceMesh needs ranks that are processes with an initialised torch.distributed; "
-                'these are threads, or one process alone. In a test, use run_ranks(..., on="processes").'
+                "torch's DeviceMesh needs processes with an initialised torch.distributed, but "
+                'these are threads or a single process. In a test, use run_ranks(..., on="processes").'
             )
         members = [self._torch_group(name) for name in names]
         kind = groups.world.device.type
         if len(names) == 1:
             return DeviceMesh.from_group(members[0], kind, mesh_dim_names=names)
-        order = torch.tensor(dist.get_process_group_ranks(whole))
+        order = torch.tensor(dist.get_process_group_ranks(world_group))
         sizes = [groups.plan.size(part) for part in _PARTS]
-        # Parts of one joined axis needn't be neighbours: "ep" stands between those of "eshard".
-        parts = [place for name in names for place, part in enumerate(_PARTS) if part in _expand((name,))]
+        # The parts of a joined axis needn't be adjacent: "ep" is between those of "eshard".
+        parts = [index for name in names for index, part in enumerate(_PARTS) if part in _expand((name,))]
         order = order.view(sizes).permute(parts).reshape([groups.plan.size(name) for name in names])
         return DeviceMesh.from_group(members, kind, mesh=order, mesh_dim_names=names)
 
@@ -354,50 +358,50 @@ class Mesh:
         return group
 
     def part(self, axes: tuple[str, ...]) -> tuple[World, Collectives]:
-        """Return the ranks along ``axes``, as :meth:`MeshPlan.parts` lists them, as a world of their own."""
+        """Return the ranks along ``axes``, in the form of :meth:`MeshPlan.parts`, as a world."""
         world, part = self._groups.parts[axes]
         return world, part.collectives
 
     def restrict(self, axes: tuple[str, ...]) -> Mesh:
-        """Return what the ranks along ``axes`` see of the mesh."""
+        """Return the mesh of the ranks along ``axes``."""
         return Mesh(self.plan.restrict(*axes), self._groups)
 
-    def leave(self, *, tell: bool) -> None:
-        """Release all groups; with ``tell`` the other ranks hear that this one is gone."""
+    def leave(self, *, announce: bool) -> None:
+        """Release all groups, and with ``announce`` notify the other ranks."""
         self._groups.device_meshes.clear()
         for world, part in self._groups.parts.values():
-            if tell and world.size > 1:
+            if announce and world.size > 1:
                 announce_end(part.collectives.board, part.collectives.call_log, world.rank)
             part.collectives.board.close()
-            if part.keeper is not None:
-                part.keeper.let_go()
+            if part.group_owner is not None:
+                part.group_owner.release()
             group = world.group
             if group is not None and is_registered(group):
                 dist.destroy_process_group(group)
 
 
 def build_mesh(ctx: Context, plan: MeshPlan, adopted: DeviceMesh | None = None) -> Mesh:
-    """Make the groups of ``plan``: one for each set of axes that doesn't cover the world.
+    """Create the groups of ``plan``: one for each set of axes that doesn't cover the world.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        plan: Of as many ranks.
-        adopted: Torch's mesh, of the plan's axes of more than one rank. Its groups are those of
-            :meth:`Mesh.device_mesh`, and stay the caller's.
+        plan: For the same number of ranks.
+        adopted: Torch's mesh of the plan's axes of more than one rank. :meth:`Mesh.device_mesh` uses its
+            groups, which stay the caller's.
 
     Raises:
         ConfigurationError: The plan is for another number of ranks, or the mesh has other ranks than the
-            world, in another order, or is of another kind of device.
-        NotAvailableError: The world's backend has no store by which groups could meet.
+            world, another order of ranks, or another type of device.
+        NotAvailableError: The context is itself a part of a mesh.
         DistributedError: Ranks could not be reached.
     """
     world = ctx.world
     if plan.num_ranks != world.size:
         raise ConfigurationError(
-            f"build_mesh: the plan is for {plan.num_ranks} ranks, and the context has {world.size}. Plan it "
-            f"with plan_mesh(config, {world.size})."
+            f"build_mesh: the plan is for {plan.num_ranks} ranks, but the context has {world.size}. Use "
+            f"plan_mesh(config, {world.size})."
         )
     if adopted is not None:
         _check_adopted(adopted, world)
@@ -406,24 +410,24 @@ def build_mesh(ctx: Context, plan: MeshPlan, adopted: DeviceMesh | None = None) 
     parts = ctx.collectives.split(members, timedelta(seconds=ctx.guard.timeout_s))
     nodes = _nodes(ctx)
     worlds = [_world_of(world, ranks, nodes, part) for ranks, part in zip(members, parts, strict=True)]
-    made = dict(zip(keys, zip(worlds, parts, strict=True), strict=True))
-    return Mesh(plan, _Groups(plan, world, made, adopted))
+    by_key = dict(zip(keys, zip(worlds, parts, strict=True), strict=True))
+    return Mesh(plan, _Groups(plan, world, by_key, adopted))
 
 
 def _check_adopted(mesh: DeviceMesh, world: World) -> None:
     group = world.group
     if group is None or not is_registered(group):
         raise NotAvailableError(
-            "ParallelismConfig.device_mesh is a mesh of processes, and these ranks are threads, or one "
-            'process alone. Leave it out; in a test, use run_ranks(..., on="processes").'
+            "ParallelismConfig.device_mesh needs processes, but these ranks are threads or a single process. "
+            'Leave it out; in a test, use run_ranks(..., on="processes").'
         )
     ranks = [int(rank) for rank in mesh.mesh.flatten()]
-    own = dist.get_process_group_ranks(group)
-    if ranks != own or mesh.device_type != world.device.type:
+    expected = dist.get_process_group_ranks(group)
+    if ranks != expected or mesh.device_type != world.device.type:
         kind = world.device.type
         raise ConfigurationError(
-            f"ParallelismConfig.device_mesh is over the ranks {_listed(ranks)} on {mesh.device_type!r}, and "
-            f"the context has {_listed(own)} on {kind!r}. Make it over the same processes in their order, by "
+            f"ParallelismConfig.device_mesh has ranks {_list_ranks(ranks)} on {mesh.device_type!r}, but the "
+            f"context has ranks {_list_ranks(expected)} on {kind!r}. Create it with "
             f"init_device_mesh({kind!r}, config.mesh_shape, mesh_dim_names=config.mesh_dim_names)."
         )
 
@@ -434,28 +438,28 @@ def _proper_subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _nodes(ctx: Context) -> list[int]:
-    """Ask every rank for its node."""
+    """Return the node of every rank."""
     if ctx.world.num_nodes == 1:
         return [0] * ctx.world.size
-    own = torch.tensor([ctx.world.node_rank]).view(torch.uint8)
-    rows = ctx.collectives.all_gather_bytes(own)
-    return [int(row[: own.numel()].clone().view(torch.int64)) for row in rows]
+    message = torch.tensor([ctx.world.node_rank]).view(torch.uint8)
+    rows = ctx.collectives.all_gather_bytes(message)
+    return [int(row[: message.numel()].clone().view(torch.int64)) for row in rows]
 
 
 def _world_of(world: World, members: Sequence[int], nodes: Sequence[int], part: Part) -> World:
-    mine = nodes[world.rank]
-    here = [rank for rank in members if nodes[rank] == mine]
-    there = list(dict.fromkeys(nodes[rank] for rank in members))
+    node = nodes[world.rank]
+    local_ranks = [rank for rank in members if nodes[rank] == node]
+    member_nodes = list(dict.fromkeys(nodes[rank] for rank in members))
     return World(
         rank=members.index(world.rank),
         size=len(members),
-        local_rank=here.index(world.rank),
-        local_size=len(here),
-        node_rank=there.index(mine),
-        num_nodes=len(there),
+        local_rank=local_ranks.index(world.rank),
+        local_size=len(local_ranks),
+        node_rank=member_nodes.index(node),
+        num_nodes=len(member_nodes),
         device=world.device,
         backend=world.backend if len(members) > 1 else None,
         group_ref=part.group,
-        keeper=part.keeper,
+        group_owner=part.group_owner,
         identity=WorldIdentity(),
     )

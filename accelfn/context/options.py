@@ -1,4 +1,4 @@
-"""What a caller may ask of a context, and how asking turns into fields: a pure function."""
+"""The options of a context, and the pure function that applies them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class ContextOptions(TypedDict, total=False):
-    """Keyword arguments of ``init_context`` (all but ``group``), which explains each; None says nothing."""
+    """Keyword arguments of ``init_context`` except ``group``; see there. None is the same as omitting one."""
 
     device_placement: bool
     mixed_precision: str | PrecisionType | None
@@ -66,15 +66,15 @@ class ContextOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """What ``prepare_model`` does with a model in a world of several ranks.
+    """How ``prepare_model`` parallelises and compiles a model.
 
     Attributes:
-        ddp: Options of torch's DistributedDataParallel, the strategy when nothing else is asked for.
-        parallelism: Sizes of the mesh's axes, which fill the world; None where nobody asked for a mesh.
-        fsdp: How parameters are sharded over the ranks of ``"shard"``; None for torch's defaults.
+        ddp: Options of torch's DistributedDataParallel, the default strategy.
+        parallelism: Sizes of the mesh's axes, whose product is the number of ranks; None without a mesh.
+        fsdp: How parameters are sharded over the ranks along ``"shard"``; None for torch's defaults.
         dynamo: How models are compiled; the backend "no" compiles nothing.
-        bypass_device_map: Let each of several ranks bring a model that is on several devices. Only the
-            variable ``ACCELFN_BYPASS_DEVICE_MAP`` says so.
+        bypass_device_map: Allow models that are spread over several devices on each of several ranks. Set
+            only by the variable ``ACCELFN_BYPASS_DEVICE_MAP``.
     """
 
     ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
@@ -84,8 +84,8 @@ class Strategy:
     bypass_device_map: bool = False
 
 
-# A setting fills the option of its name, unless one of these is passed.
-_RIVALS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+# A setting is the default of the option of its name, unless one of these is passed.
+_OVERRIDES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "mixed_precision": (),
         "reduction": (),
@@ -99,62 +99,62 @@ _RIVALS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def merge_settings(options: ContextOptions, settings: Settings) -> ContextOptions:
-    """Fill what ``options`` leaves open with what the environment says; an explicit argument wins. Pure.
+    """Return ``options`` with the environment's settings as defaults. Pure.
 
     Raises:
-        NotAvailableError: A variable asks for what is not supported yet.
+        NotAvailableError: A variable requests what isn't supported yet.
     """
     for name in ("use_deepspeed", "use_megatron_lm", "cpu_affinity", "downcast_bf16"):
         if getattr(settings, name):
             raise NotAvailableError(
-                f"ACCELFN_{name.upper()} or ACCELERATE_{name.upper()} asks for what accelfn does not support "
+                f"ACCELFN_{name.upper()} or ACCELERATE_{name.upper()} is set, which accelfn does not support "
                 "yet. Unset the variable."
             )
-    options = said(options)
+    options = drop_none(options)
     reduction, guard = options.get("reduction"), options.get("guard")
-    says_window = isinstance(reduction, CanonicalReduction) and reduction.num_microbatches is not None
-    filled = {
+    sets_window = isinstance(reduction, CanonicalReduction) and reduction.num_microbatches is not None
+    defaults = {
         name: getattr(settings, name)
-        for name, rivals in _RIVALS.items()
-        if not any(one in options for one in (name, *rivals))
-        and not (name == "gradient_accumulation_steps" and says_window)
+        for name, overrides in _OVERRIDES.items()
+        if options.keys().isdisjoint((name, *overrides))
+        and not (name == "gradient_accumulation_steps" and sets_window)
     }
-    merged = said(cast("ContextOptions", {**filled, **options}))
+    merged = drop_none(cast("ContextOptions", {**defaults, **options}))
     mode = guard.mode if isinstance(guard, Guard) else guard
     if mode is None and options.get("debug") is None:
         if settings.debug:
             merged["debug"] = True
         elif settings.guard is not None:
-            given = guard if isinstance(guard, Guard) else Guard()
-            merged["guard"] = dataclasses.replace(given, mode=settings.guard)
+            base = guard if isinstance(guard, Guard) else Guard()
+            merged["guard"] = dataclasses.replace(base, mode=settings.guard)
     return merged
 
 
-def said(options: ContextOptions) -> ContextOptions:
+def drop_none(options: ContextOptions) -> ContextOptions:
     """Drop options that are None. Pure."""
     return cast("ContextOptions", {name: value for name, value in options.items() if value is not None})
 
 
 def apply_options(ctx: Context, options: ContextOptions) -> Context:
-    """Return ``ctx`` with ``options`` applied to it, but for what depends on the number of ranks. Pure.
+    """Return ``ctx`` with ``options`` applied, except for what depends on the number of ranks. Pure.
 
     Raises:
-        ConfigurationError: Two options contradict each other, or one is not valid.
-        NotAvailableError: An option asks for what is not supported yet.
-        TypeError: An unknown option, or one of the wrong type.
+        ConfigurationError: Two options contradict each other, or an option isn't valid.
+        NotAvailableError: An option isn't supported yet.
+        TypeError: An option is unknown or of the wrong type.
     """
-    options = said(options)
+    options = drop_none(options)
     _check_types(options)
     _refuse_unavailable(options)
     handlers = sort_handlers(options.get("kwargs_handlers"))
     before, strategy = ctx.precision, ctx.strategy
     mode = options.get("mixed_precision") or before.mode
-    # ctx.replace(mixed_precision="bf16") leaves fp8, and with it the recipe.
+    # ctx.replace(mixed_precision="bf16") drops the recipe of fp8.
     recipe = handlers.get("fp8_recipe", before.fp8_recipe if mode == "fp8" else None)
     reduction = _reduction(ctx.reduction, options.get("reduction"))
     ddp = handlers.get("ddp", strategy.ddp)
     if reduction is not None:
-        _refuse_inexact(ddp)
+        _check_exact(ddp)
     return dataclasses.replace(
         ctx,
         precision=Precision(
@@ -188,10 +188,10 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
 def settle_window(
     accumulation: GradientAccumulationPlugin, reduction: CanonicalReduction | None, size: int
 ) -> GradientAccumulationPlugin:
-    """Return the accumulation whose windows, on ``size`` ranks, make up ``num_microbatches``. Pure.
+    """Return the accumulation whose windows on ``size`` ranks have ``num_microbatches`` in total. Pure.
 
     Raises:
-        ConfigurationError: The ranks can't share the batches out evenly, or another window was asked for.
+        ConfigurationError: The number of ranks doesn't divide them, or another window was requested.
 
     >>> settle_window(GradientAccumulationPlugin(), CanonicalReduction(num_microbatches=12), 4).num_steps
     3
@@ -200,13 +200,13 @@ def settle_window(
     if number is None:
         return accumulation
     if number % size:
-        fitting = ", ".join(str(ranks) for ranks in range(1, number + 1) if number % ranks == 0)
+        divisors = ", ".join(str(ranks) for ranks in range(1, number + 1) if number % ranks == 0)
         raise ConfigurationError(
             "CanonicalReduction.num_microbatches must be divisible by the number of ranks: got "
-            f"num_microbatches={number} and {size} ranks. With {number} there can be {fitting} ranks."
+            f"num_microbatches={number} and {size} ranks. With {number} microbatches use {divisors} ranks."
         )
     steps = number // size
-    if accumulation.num_steps not in (1, steps):  # 1 is what nobody asked for
+    if accumulation.num_steps not in (1, steps):  # 1 is the default
         raise ConfigurationError(
             f"gradient_accumulation_steps={accumulation.num_steps} contradicts num_microbatches={number}, "
             f"which makes windows of {steps} on {size} ranks. Pass one of the two."
@@ -219,10 +219,10 @@ def settle_parallelism(
 ) -> ParallelismConfig | None:
     """Return the sizes of the mesh on ``size`` ranks. Pure.
 
-    FSDP shards over the ranks that no other axis takes, where nobody says over how many.
+    By default, FSDP shards over all ranks that no other axis uses.
 
     Raises:
-        ConfigurationError: The mesh does not fit the ranks, or contradicts the plugin.
+        ConfigurationError: The mesh doesn't match the number of ranks, or contradicts the plugin.
 
     >>> settle_parallelism(None, FullyShardedDataParallelPlugin(), 8).dp_shard_size
     8
@@ -230,9 +230,9 @@ def settle_parallelism(
     if parallelism is None and fsdp is None:
         return None
     config = parallelism or ParallelismConfig()
-    free, rest = divmod(size, config.total_size)
-    if fsdp is not None and config.data_parallel_size == 1 and not rest:
-        config = dataclasses.replace(config, dp_shard_size=free)
+    num_free, remainder = divmod(size, config.total_size)
+    if fsdp is not None and config.data_parallel_size == 1 and not remainder:
+        config = dataclasses.replace(config, dp_shard_size=num_free)
     elif config.total_size == 1:
         config = dataclasses.replace(config, dp_replicate_size=size)
     if fsdp is not None:
@@ -244,33 +244,32 @@ def settle_parallelism(
         and config.dp_shard_size * config.cp_size * config.sp_size == 1
     ):
         raise ConfigurationError(
-            "fsdp_plugin has nothing to shard over: along dp_shard, cp and sp the mesh has one rank. Set "
-            "dp_shard_size above 1, or leave the plugin out."
+            "fsdp_plugin has no ranks to shard over: dp_shard, cp and sp have one rank. Set dp_shard_size "
+            "above 1, or leave the plugin out."
         )
     return config
 
 
 def refuse_inexact_axes(axes: Sequence[str]) -> None:
-    """Refuse a mesh on which exact mode can't have its sums in one order. Pure.
+    """Raise if exact mode can't sum in a fixed order on a mesh. Pure.
 
     Args:
-        axes: Those of more than one rank.
+        axes: The axes of more than one rank.
 
     Raises:
-        ConfigurationError: With the axes along which ranks have parts.
+        ConfigurationError: With the axes along which ranks have shards of the model or of samples.
     """
-    found = [axis for axis in axes if axis != "dp_replicate"]
-    if found:
+    sharded = [axis for axis in axes if axis != "dp_replicate"]
+    if sharded:
         raise ConfigurationError(
-            'reduction="canonical" needs the whole model on every rank, and whole samples, to take sums in '
-            f"one order: along {', '.join(found)} ranks have parts, and sums over parts change with their "
-            f"number. Leave {', '.join(f'{axis}_size' for axis in found)} out (and fsdp_plugin), or use "
+            'reduction="canonical" needs the unsharded model and unsharded samples on every rank, but the '
+            f"mesh shards along {', '.join(sharded)}: sums over shards change with their number. Leave "
+            f"{', '.join(f'{axis}_size' for axis in sharded)} out (and fsdp_plugin), or use "
             'reduction="mean".'
         )
 
 
-# What each of these options has to be. Callers without a type checker pass a "no" from a parsed file, which
-# would count as True.
+# The types of these options are checked, since the text "no" from a parsed file would count as True.
 _TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {
         **dict.fromkeys(("device_placement", "step_scheduler_with_optimizer", "cpu", "debug"), (bool,)),
@@ -291,7 +290,7 @@ def _check_types(options: ContextOptions) -> None:
     unknown = sorted(set(options) - set(ContextOptions.__annotations__))
     if unknown:
         raise TypeError(
-            f"unknown option(s) {', '.join(unknown)}. A context has: "
+            f"unknown option(s) {', '.join(unknown)}. The options of a context are "
             f"{', '.join(ContextOptions.__annotations__)}."
         )
     for name, value in options.items():
@@ -302,12 +301,12 @@ def _check_types(options: ContextOptions) -> None:
 
 
 def _accumulation(ctx: Context, options: ContextOptions) -> GradientAccumulationPlugin:
-    now, before = ctx.accumulation, ctx.reduction
+    current, before = ctx.accumulation, ctx.reduction
     if options.get("reduction") is not None and before is not None and before.num_microbatches is not None:
-        now = dataclasses.replace(now, num_steps=1)  # the window only followed from the reduction
+        current = dataclasses.replace(current, num_steps=1)  # the window was derived from the reduction
     plugin, steps = options.get("gradient_accumulation_plugin"), options.get("gradient_accumulation_steps")
     if plugin is None:
-        return now if steps is None else dataclasses.replace(now, num_steps=steps)
+        return current if steps is None else dataclasses.replace(current, num_steps=steps)
     if steps not in (None, 1, plugin.num_steps):
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin with "
@@ -317,10 +316,10 @@ def _accumulation(ctx: Context, options: ContextOptions) -> GradientAccumulation
 
 
 def _reduction(
-    now: CanonicalReduction | None, asked: str | CanonicalReduction | None
+    current: CanonicalReduction | None, asked: str | CanonicalReduction | None
 ) -> CanonicalReduction | None:
     if asked is None or isinstance(asked, CanonicalReduction):
-        return now if asked is None else asked
+        return current if asked is None else asked
     if asked.lower() not in ("mean", "canonical"):
         raise ConfigurationError(
             f'reduction must be "mean", "canonical" or a CanonicalReduction: got {asked!r}.'
@@ -328,8 +327,8 @@ def _reduction(
     return None if asked.lower() == "mean" else CanonicalReduction()
 
 
-def _refuse_inexact(ddp: DistributedDataParallelKwargs) -> None:
-    """Refuse what is asked of DistributedDataParallel and can't be had from exact mode, which has none."""
+def _check_exact(ddp: DistributedDataParallelKwargs) -> None:
+    """Raise if options of DistributedDataParallel are set, which exact mode doesn't use."""
     for name, default in (
         ("comm_hook", DDPCommunicationHookType.NO),
         ("comm_wrapper", DDPCommunicationHookType.NO),
@@ -338,50 +337,50 @@ def _refuse_inexact(ddp: DistributedDataParallelKwargs) -> None:
         value = getattr(ddp, name)
         if value != default:
             raise ConfigurationError(
-                f'reduction="canonical" sums gradients as they are, without DistributedDataParallel: '
-                f"{name}={str(value)!r} can't be had with it. Leave one of the two out."
+                'reduction="canonical" sums gradients without DistributedDataParallel, so '
+                f"{name}={str(value)!r} has no effect. Leave one of the two out."
             )
 
 
-def _guard(now: Guard, options: ContextOptions) -> Guard:
+def _guard(current: Guard, options: ContextOptions) -> Guard:
     asked, debug = options.get("guard"), options.get("debug")
-    named = asked.mode if isinstance(asked, Guard) else asked  # None where nobody names a mode
-    guard = dataclasses.replace(asked if isinstance(asked, Guard) else now, mode=named or now.mode)
+    named = asked.mode if isinstance(asked, Guard) else asked  # None if no mode is named
+    guard = dataclasses.replace(asked if isinstance(asked, Guard) else current, mode=named or current.mode)
     if debug is None or debug == (guard.mode == GuardMode.FULL):
         return guard
     if named is not None:
         raise ConfigurationError(
-            f"debug={debug} means that the guard's mode is {'' if debug else 'not '}full, and guard asks for "
+            f"debug={debug} means that the guard's mode is {'' if debug else 'not '}full, but guard is "
             f"{str(guard.mode)!r}. Pass one of the two."
         )
     return dataclasses.replace(guard, mode=GuardMode.FULL if debug else GuardMode.SAMPLED)
 
 
-def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfiguration:
-    project = options.get("project_config") or now
+def _project(current: ProjectConfiguration, options: ContextOptions) -> ProjectConfiguration:
+    project = options.get("project_config") or current
     directory = options.get("project_dir")
     if directory is None or (project.project_dir is not None and options.get("project_config") is not None):
         return project
-    # A logging folder of its own stays; one that was only the project's folder moves with it.
+    # A separate logging directory stays; one that was the default changes with the project's directory.
     logging_dir = None if project.logging_dir == project.project_dir else project.logging_dir
     return dataclasses.replace(project, project_dir=os.fspath(directory), logging_dir=logging_dir)
 
 
-def _rng_types(now: tuple[str, ...], asked: Sequence[str | RNGType] | None) -> tuple[str, ...]:
-    names = now if asked is None else tuple(str(name) for name in asked)
+def _rng_types(current: tuple[str, ...], asked: Sequence[str | RNGType] | None) -> tuple[str, ...]:
+    names = current if asked is None else tuple(str(name) for name in asked)
     unknown = [name for name in names if name not in RNGType.values()]
     if unknown:
         raise ConfigurationError(f"rng_types takes {', '.join(RNGType.values())}: got {unknown[0]!r}.")
     return names
 
 
-def _dynamo(now: TorchDynamoPlugin, options: ContextOptions) -> TorchDynamoPlugin:
+def _dynamo(current: TorchDynamoPlugin, options: ContextOptions) -> TorchDynamoPlugin:
     plugin, backend = options.get("dynamo_plugin"), options.get("dynamo_backend")
     if plugin is not None and backend is not None:
         raise ConfigurationError(
-            "dynamo_backend and dynamo_plugin say the same thing twice. Pass one of the two."
+            "dynamo_backend and dynamo_plugin both set the backend. Pass one of the two."
         )
-    return plugin or (now if backend is None else TorchDynamoPlugin(backend=backend))
+    return plugin or (current if backend is None else TorchDynamoPlugin(backend=backend))
 
 
 def _refuse_unavailable(options: ContextOptions) -> None:
@@ -392,7 +391,6 @@ def _refuse_unavailable(options: ContextOptions) -> None:
     ):
         if is_asked:
             raise NotAvailableError(
-                f"{argument} asks for {what}, which accelfn does not support yet. "
-                "The record is valid; leave it out of the context for now, or unset the variable that asks "
-                "for it."
+                f"{argument} requests {what}, which accelfn does not support yet. Leave it out, or unset the "
+                "variable that requests it."
             )

@@ -1,7 +1,7 @@
-"""Fill the :class:`Collectives` seam from a torch process group.
+"""Implement :class:`Collectives` with a torch process group.
 
-Works for registered groups (``init_process_group``, ``new_group``) and for an unregistered one that a thread
-made for itself, so nothing here asks torch's global registry: ranks are numbers inside the group.
+Works for registered groups (``init_process_group``, ``new_group``) and for unregistered groups of threads, so
+ranks are always those within the group.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from accelfn.context.peer_monitor import PeerMonitor
 from accelfn.context.shared_memory import (
     LostRanksError,
     SharedRows,
-    broadcast_in_rounds,
-    scatter_in_rounds,
+    broadcast_chunks,
+    scatter_chunks,
     share_rows,
 )
 from accelfn.context.world import GroupOwner
 from accelfn.errors import DistributedError, NotAvailableError
 
 _CPU = torch.device("cpu")
-# The guard ends the waiting, with names.
+# The peer monitor ends the wait instead, with an error that names ranks.
 _NEVER = timedelta(days=30)
-# Bytes cost little where nobody sends them.
+# Large, since unused shared memory costs little.
 _MAX_SHARED_BYTES = 1 << 19
 
 
 def make_gloo_group(
     store: Store, rank: int, size: int, patience: timedelta, interface: str | None = None
 ) -> dist.ProcessGroup:
-    """Make a process group that torch's registry doesn't know; it ends when the last one releases it.
+    """Return a new process group that isn't registered with torch, and ends with its last reference.
 
     Ranks: every rank of the group.
 
     Args:
-        store: Where the ranks meet; nothing else may be in it.
+        store: Rendezvous of the ranks; nothing else may use it.
         rank: This rank.
         size: Number of ranks.
-        patience: How long ranks wait here for each other. Operations take as long as they do.
-        interface: Of the network; what ``GLOO_SOCKET_IFNAME`` or the host's name says when None.
+        patience: How long ranks wait here for each other. Later operations have no timeout.
+        interface: Network interface; None for that of ``GLOO_SOCKET_IFNAME`` or of the host's name.
     """
     names = cast("Any", bindings)
     options = names.ProcessGroupGloo._Options()
@@ -89,25 +89,24 @@ def process_group_collectives(
     Ranks: every rank of the group.
 
     Args:
-        group: Carries the tensors; whoever made it keeps it alive.
+        group: Carries the tensors; the caller keeps it alive.
         rank: This rank in the group.
         size: Number of ranks in the group.
-        control: A group of the same ranks for CPU tensors, which carries ``all_gather_bytes`` and all that
-            is on the CPU where ``group`` carries none; ``group`` itself when None. One of its own stays
-            in step whatever else the program sends through ``group``.
+        control: A gloo group of the same ranks, which carries ``all_gather_bytes``, and CPU tensors if
+            ``group`` can't; ``group`` itself when None. A separate group isn't affected by what else the
+            program sends through ``group``.
         board: Of the world.
         call_log: Of this rank; a new one when None.
-        one_machine: The ranks may all be on one machine. Then processes exchange through its memory, if that
-            proves to be so.
-        store: Where parts of the world meet, see ``Collectives.split``; nothing else may be in it. Without
-            one there are no parts.
-        interface: Of the network, for the groups of such parts; as for :func:`make_gloo_group`.
+        one_machine: The ranks may all be on one machine. If they are, they use shared memory.
+        store: Rendezvous of parts of the world, see ``Collectives.split``; nothing else may use it. None if
+            the world isn't split.
+        interface: Network interface of the groups of such parts; as for :func:`make_gloo_group`.
     """
     board, call_log = board or MessageBoard(), call_log or CallLog()
-    # Weakly: a context that outlives its group, or hangs in a traceback, must not keep its connections.
+    # Weak: a context that outlives its group, or stays in a traceback, must not keep its connections open.
     references = (weakref.ref(group), weakref.ref(control or group))
     group = cast("dist.ProcessGroup", weakref.proxy(group))
-    beside = group if control is None else cast("dist.ProcessGroup", weakref.proxy(control))
+    control_group = group if control is None else cast("dist.ProcessGroup", weakref.proxy(control))
     carries_cpu = control is None or carries_cpu_tensors(group)
     shared: SharedRows | None = None
     monitor = PeerMonitor(
@@ -121,18 +120,18 @@ def process_group_collectives(
 
     def finish(work: dist.Work, device: torch.device) -> None:
         if device.type != "cpu":
-            work.wait()  # only orders streams: the host goes on
+            work.wait()  # only orders streams, without blocking the host
             return
         try:
             monitor.wait(lambda seconds: _is_done(work, seconds))
         except Exception:
             if not work.is_completed():
-                _keep_for_ever(references)
+                _leak(references)
             raise
 
-    by_socket = _exchange_by_socket(beside, rank, size, chunk, monitor, finish, references)
+    by_socket = _exchange_by_socket(control_group, rank, size, chunk, monitor, finish, references)
     start_all_gather_bytes = by_socket
-    if one_machine and control is not None and size > 1:  # not between threads, which have no locks
+    if one_machine and control is not None and size > 1:  # threads of a process can't hold file locks
         most = chunk_bytes(size, _MAX_SHARED_BYTES)
         shared = share_rows(lambda message: by_socket(message).finish(), rank, size, most)
         if shared is not None:
@@ -143,67 +142,66 @@ def process_group_collectives(
         return start_all_gather_bytes(message).finish()
 
     def carrier(buffer: torch.Tensor) -> dist.ProcessGroup:
-        return beside if buffer.device.type == "cpu" and not carries_cpu else group
+        return control_group if buffer.device.type == "cpu" and not carries_cpu else group
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
         output = buffer.new_empty(size * buffer.numel())
-        with _failures("all_gather", monitor):
-            # The method: dist.all_gather_into_tensor is deprecated in torch 2.13, its successor absent in
-            # 2.11.
+        with _translate_errors("all_gather", monitor):
+            # dist.all_gather_into_tensor is deprecated in torch 2.13, and its successor missing in 2.11.
             finish(carrier(buffer)._allgather_base(output, buffer), buffer.device)
         return output
 
     def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
         options = bindings.AllreduceOptions()
         options.reduceOp = _reduce_op(op)
-        with _failures("all_reduce", monitor):
+        with _translate_errors("all_reduce", monitor):
             finish(carrier(buffer).allreduce([buffer], options), buffer.device)
 
     def reduce_scatter(buffer: torch.Tensor) -> torch.Tensor:
         output = buffer.new_empty(buffer.numel() // size)
-        with _failures("reduce_scatter", monitor):
+        with _translate_errors("reduce_scatter", monitor):
             work = carrier(buffer)._reduce_scatter_base(output, buffer, bindings.ReduceScatterOptions())
             finish(work, buffer.device)
         return output
 
     def broadcast(buffer: torch.Tensor, source: int) -> None:
         if shared is not None and buffer.device.type == "cpu":
-            broadcast_in_rounds(all_gather_bytes, chunk, rank, buffer, source)
+            broadcast_chunks(all_gather_bytes, chunk, rank, buffer, source)
             return
         options = bindings.BroadcastOptions()
         options.rootRank = source
-        with _failures("broadcast", monitor):
+        with _translate_errors("broadcast", monitor):
             finish(carrier(buffer).broadcast([buffer], options), buffer.device)
 
     def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
         if shared is not None and output.device.type == "cpu":
-            scatter_in_rounds(all_gather_bytes, chunk, rank, size, output, buffer, source)
+            scatter_chunks(all_gather_bytes, chunk, rank, size, output, buffer, source)
             return
         options = bindings.ScatterOptions()
         options.rootRank = source
         parts = [list(buffer.view(size, -1).unbind())] if buffer is not None and rank == source else []
-        with _failures("scatter", monitor):
+        with _translate_errors("scatter", monitor):
             finish(carrier(output).scatter([output], parts, options), output.device)
 
     def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(buffer)
-        with _failures("all_to_all", monitor):
+        with _translate_errors("all_to_all", monitor):
             finish(carrier(buffer).alltoall_base(output, buffer, [], []), buffer.device)
         return output
 
     def permute(outgoing: torch.Tensor, incoming: torch.Tensor, to: int, source: int) -> None:
-        # Not by send and recv: gloo ends all connections of the group where one of them is late.
-        goes = [outgoing.numel() if other == to else 0 for other in range(size)]
-        comes = [incoming.numel() if other == source else 0 for other in range(size)]
-        with _failures("permute", monitor):
-            finish(carrier(outgoing).alltoall_base(incoming, outgoing, comes, goes), outgoing.device)
+        # Not with send and recv: if one of them times out, gloo closes all connections of the group.
+        sizes_out = [outgoing.numel() if other == to else 0 for other in range(size)]
+        sizes_in = [incoming.numel() if other == source else 0 for other in range(size)]
+        with _translate_errors("permute", monitor):
+            finish(carrier(outgoing).alltoall_base(incoming, outgoing, sizes_in, sizes_out), outgoing.device)
 
     def finish_for_torch(work: dist.Work, device: torch.device) -> None:
-        with _failures(call_log.current.operation, monitor):
+        with _translate_errors(call_log.current.operation, monitor):
             finish(work, device)
 
     def barrier() -> None:
-        # Over the control bytes: the same on every backend, and no device has to be named.
+        # On the control group, which is the same for every backend and device.
         all_gather_bytes(torch.empty(0, dtype=torch.uint8))
 
     numbers = itertools.count()
@@ -211,33 +209,34 @@ def process_group_collectives(
     def split(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
         if store is None:
             raise NotAvailableError(
-                "a mesh within a mesh can't be made: go along the axes of the whole context."
+                "the context of a part of the mesh can't be split: use the axes of the context of the world."
             )
-        whole = references[0]()
-        if whole is None:
-            raise _closed("split")
-        known = is_registered(whole)
-        if known:
+        world_group = references[0]()
+        if world_group is None:
+            raise _closed_error("split")
+        registered = is_registered(world_group)
+        if registered:
             level_group_counts(all_gather_bytes)
         parts: list[Part] = []
         for members in groups:
-            place, count = list(members).index(rank), len(members)
-            own = PrefixStore(f"split/{next(numbers)}/{members[0]}", store)
-            group = make_group_within(whole, members, timeout) if known else None
+            part_rank, count = list(members).index(rank), len(members)
+            part_store = PrefixStore(f"split/{next(numbers)}/{members[0]}", store)
+            group = make_group_within(world_group, members, timeout) if registered else None
+            reference = None if group is None else weakref.ref(group)
             if count == 1:
-                parts.append(Part(Collectives(), None if group is None else weakref.ref(group)))
+                parts.append(Part(Collectives(), reference))
                 continue
-            side = make_gloo_group(PrefixStore("side", own), place, count, timeout, interface)
+            gloo = make_gloo_group(PrefixStore("side", part_store), part_rank, count, timeout, interface)
             collectives = process_group_collectives(
-                side if group is None else group,
-                place,
+                gloo if group is None else group,
+                part_rank,
                 count,
-                control=None if group is None else side,
-                board=board_within(store_board(own), board, FAILURE),
+                control=None if group is None else gloo,
+                board=board_within(store_board(part_store), board, FAILURE),
                 one_machine=one_machine,
             )
-            parts.append(Part(collectives, None if group is None else weakref.ref(group), GroupOwner(side)))
-        barrier()  # nobody may leave while others still connect to it
+            parts.append(Part(collectives, reference, GroupOwner(gloo)))
+        barrier()  # no rank may exit while others still connect to it
         return tuple(parts)
 
     return Collectives(
@@ -252,7 +251,7 @@ def process_group_collectives(
         permute=permute,
         barrier=barrier,
         finish=finish_for_torch,
-        translate_error=lambda error: _explained(error, monitor),
+        translate_error=lambda error: _translate(error, monitor),
         split=split,
         chunk=chunk,
         board=board,
@@ -269,7 +268,7 @@ def _exchange_by_socket(
     finish: Callable[[dist.Work, torch.device], None],
     references: tuple[weakref.ref[dist.ProcessGroup], ...],
 ) -> Callable[[torch.Tensor], StartedAllGather]:
-    # Made once: an exchange opens every operation.
+    # Allocated once, since every operation begins with an exchange.
     outgoing = torch.zeros(chunk, dtype=torch.uint8)
     incoming = torch.zeros(size * chunk, dtype=torch.uint8)
     rows = incoming.view(size, chunk).unbind()
@@ -280,18 +279,18 @@ def _exchange_by_socket(
 
     def start(message: torch.Tensor) -> StartedAllGather:
         outgoing[: message.numel()] = message
-        with _failures("all_gather_bytes", monitor):
+        with _translate_errors("all_gather_bytes", monitor):
             if size == 2:
                 works = [group._allgather_base(incoming, outgoing)]
             else:
-                # To rank 0 and back: gloo's all_gather goes round a ring of as many steps as there are ranks.
-                # Where ranks share cores it takes 8 times as long at 4 ranks, and 12 times at 8.
+                # To rank 0 and back: gloo's all_gather is a ring with as many steps as ranks. If ranks share
+                # cores, it takes 8 times as long with 4 ranks, and 12 times with 8.
                 works = [group.gather([list(rows)] if rank == 0 else [], [outgoing], first)]
                 if rank != 0:
                     works.append(group.broadcast([incoming], from_first))
 
         def finish_exchange() -> tuple[torch.Tensor, ...]:
-            with _failures("all_gather_bytes", monitor):
+            with _translate_errors("all_gather_bytes", monitor):
                 for work in reversed(works):
                     finish(work, _CPU)
                 if size > 2 and rank == 0:
@@ -300,7 +299,7 @@ def _exchange_by_socket(
 
         def abandon() -> None:
             if not all(work.is_completed() for work in works):
-                _keep_for_ever(references)
+                _leak(references)
 
         return StartedAllGather(finish_exchange, abandon)
 
@@ -315,14 +314,14 @@ def _exchange_in_memory(
             monitor.wait(shared.wait)
         except LostRanksError as lost:
             error = monitor.explain_loss(str(lost), lost.ranks)
-            raise error from error.__cause__  # what it was caused by there, and not by what was seen here
+            raise error from error.__cause__  # the cause on the failed rank, rather than LostRanksError
         return shared.read()
 
-    started = StartedAllGather(finish, lambda: None)  # one for all: only one is under way at a time
+    started = StartedAllGather(finish, lambda: None)  # reused, since only one is in flight at a time
 
     def start(message: torch.Tensor) -> StartedAllGather:
         if reference() is None:
-            raise _closed("all_gather_bytes")
+            raise _closed_error("all_gather_bytes")
         shared.write(message)
         return started
 
@@ -334,14 +333,14 @@ def make_group_within(
     members: Sequence[int],
     timeout: timedelta,
 ) -> dist.ProcessGroup:
-    """Make a group that torch knows of some ranks of ``whole``; ranks outside of it needn't come here.
+    """Create a registered group of some ranks of ``whole``, without the participation of the other ranks.
 
-    Ranks: ``members``, which number the ranks of ``whole``; all have made equally many groups before, see
+    Ranks: ``members``, which are ranks within ``whole``; all have created equally many groups before, see
     :func:`level_group_counts`.
     """
-    known = dist.get_process_group_ranks(whole)
-    ranks = [known[member] for member in members]
-    # torch sorts the ranks, where it knows another order at all.
+    global_ranks = dist.get_process_group_ranks(whole)
+    ranks = [global_ranks[member] for member in members]
+    # By default torch sorts the ranks; older versions always do, without this argument.
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     make = cast("Callable[..., dist.ProcessGroup]", dist.new_group)  # pyright: ignore[reportUnknownMemberType]
     backend = str(dist.get_backend(whole))
@@ -349,12 +348,12 @@ def make_group_within(
 
 
 def level_group_counts(all_gather_bytes: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
-    """Make the number of groups equal on all ranks, by groups of one.
+    """Equalise the number of registered groups on all ranks by creating groups of one.
 
-    torch names a group that only its own ranks make by these ranks and by the number of groups in the
-    process: ranks that have made different numbers before would wait under different names.
+    torch names a group that only its members create by these ranks and the number of groups in the process:
+    ranks with different numbers would wait under different names.
 
-    Ranks: every rank that ``all_gather_bytes`` reaches.
+    Ranks: every rank of ``all_gather_bytes``.
     """
     count = len(cast("Any", dist.distributed_c10d)._world.pg_names)
     rows = all_gather_bytes(torch.tensor([count]).view(torch.uint8))
@@ -365,7 +364,7 @@ def level_group_counts(all_gather_bytes: Callable[[torch.Tensor], Sequence[torch
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return whether torch's registry knows the group: not if it was destroyed, or made by a thread."""
+    """Return whether torch's registry contains the group: not after destruction, or if a thread made it."""
     if not dist.is_initialized():
         return False
     try:
@@ -376,27 +375,27 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 
 
 def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    """Return whether tensors on the CPU can travel through ``group``."""
+    """Return whether ``group`` has a backend for CPU tensors."""
     try:
         return any(device.type == "cpu" for device in group._device_types)
-    except RuntimeError:  # a group whose backend is made lazily on first use
+    except RuntimeError:  # its backend is created on first use
         return False
 
 
 def _is_done(work: dist.Work, seconds: float) -> bool:
     try:
-        # In whole milliseconds, rounded up: torch cuts off the rest, and takes 0 for no limit at all.
+        # Rounded up to milliseconds: torch truncates, and 0 means no timeout.
         work.wait(timedelta(milliseconds=max(1, math.ceil(seconds * 1000))))
     except RuntimeError as error:
-        # What the wait itself says when its time is up; the work goes on, and can be waited for again.
+        # The timeout of wait itself: the work continues, and can be waited for again.
         if str(error).startswith("Operation timed out!"):
             return False
         raise
     return True
 
 
-def _keep_for_ever(references: tuple[weakref.ref[dist.ProcessGroup], ...]) -> None:
-    """Never release groups with an operation that will not end: gloo would wait for its end to do so."""
+def _leak(references: tuple[weakref.ref[dist.ProcessGroup], ...]) -> None:
+    """Keep groups with an operation that won't end alive, since gloo's destructor would wait for it."""
     for reference in references:
         group = reference()
         if group is not None:
@@ -404,34 +403,34 @@ def _keep_for_ever(references: tuple[weakref.ref[dist.ProcessGroup], ...]) -> No
 
 
 @contextmanager
-def _failures(operation: str, monitor: PeerMonitor) -> Generator[None]:
-    """Turn what a backend raises for a lost or late peer into our errors; let everything else through."""
+def _translate_errors(operation: str, monitor: PeerMonitor) -> Generator[None]:
+    """Translate a backend's errors about a lost or late rank; other errors pass through."""
     try:
         yield
     except ReferenceError as error:
-        raise _closed(operation) from error
+        raise _closed_error(operation) from error
     except RuntimeError as error:
-        explained = _explained(error, monitor)
+        explained = _translate(error, monitor)
         if explained is error:
             raise
         raise explained from (explained.__cause__ or error)
 
 
-def _closed(operation: str) -> DistributedError:
+def _closed_error(operation: str) -> DistributedError:
     return DistributedError(
-        f"{operation}: the process group of this context is closed. Make a new context with init_context."
+        f"{operation}: the process group of this context is closed. Create a new context with init_context."
     )
 
 
-def _explained(error: Exception, monitor: PeerMonitor) -> Exception:
-    """Return an error that names the missing rank, where a backend complains of a lost connection."""
+def _translate(error: Exception, monitor: PeerMonitor) -> Exception:
+    """Return an error that names the missing rank for a backend's connection error; otherwise ``error``."""
     text = str(error)
     if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return error
     if "imed out" in text or "timeout" in text.lower():
-        return monitor.explain_delay(f"The backend said: {text}")
+        return monitor.explain_delay(f"The backend reported: {text}")
     if "onnection" in text or "peer" in text:
-        return monitor.explain_loss(f"The backend said: {text}")
+        return monitor.explain_loss(f"The backend reported: {text}")
     return error
 
 

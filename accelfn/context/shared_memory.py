@@ -1,7 +1,7 @@
-"""Exchange messages through memory that the processes of one machine share; large tensors piece by piece.
+"""Exchange messages through shared memory between the processes of one machine, in chunks.
 
-A message through sockets wakes four threads on its way; here a rank writes its bytes and a number, and looks
-for the numbers of the others. On several machines, and where processes can't share memory, sockets remain.
+A message through sockets wakes four threads; here a rank writes its bytes and a sequence number, and polls
+the numbers of the other ranks. Across machines, or without shared memory, sockets are used.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if sys.platform != "win32":
 
 Exchange = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
-# Numbers of different ranks lie on different cache lines.
+# Each rank's sequence number has its own cache line.
 _STRIDE = 64
-# Two of each: a rank that begins with exchange k + 1 has read all of k, so k + 2 may overwrite it.
+# Two slots: a rank that begins exchange k + 1 has read all of k, so k + 2 may overwrite it.
 _SLOTS = 2
 _NONCE_BYTES = 32
 _ANSWER_BYTES = 1024
-# Whoever is this late is asked for a sign of life, and is so again after as long.
-_LOOK_S = 0.02
-# The first looks come as soon as the scheduler lets them; then sleeping costs less than it delays.
-_EAGER_S = 0.0002
-_NAP_S = 0.00005
-_LONGEST_NAP_S = 0.001
+# Interval between checks that the processes of late ranks are alive.
+_CHECK_S = 0.02
+# At first the thread only yields; later it sleeps, for an eighth of the time it has waited.
+_YIELD_S = 0.0002
+_MIN_SLEEP_S = 0.00005
+_MAX_SLEEP_S = 0.001
 
 
 class LostRanksError(Exception):
-    """Processes that have ended before they wrote their row."""
+    """Processes have ended before they wrote their rows."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        """Keep which."""
+        """Store the ranks."""
         several = len(ranks) > 1
         super().__init__(
             f"The process{'es' if several else ''} of rank{'s' if several else ''} "
@@ -54,12 +54,12 @@ class LostRanksError(Exception):
 
 
 def share_rows(exchange: Exchange, rank: int, size: int, chunk: int) -> SharedRows | None:
-    """Set up rows in shared memory, if all ranks can have it; all ranks come to the same answer.
+    """Set up rows in shared memory; None, on all ranks alike, if a rank can't map it.
 
     Ranks: every rank; two exchanges.
 
     Args:
-        exchange: What carries messages of up to 1,024 bytes until then.
+        exchange: Exchanges messages of up to 1,024 bytes until then.
         rank: This rank.
         size: Number of ranks.
         chunk: Bytes of a row, a multiple of 16.
@@ -72,11 +72,11 @@ def share_rows(exchange: Exchange, rank: int, size: int, chunk: int) -> SharedRo
             _reserve(descriptor, _bytes(size, chunk))
             os.pwrite(descriptor, nonce, 0)
     try:
-        told = json.dumps([path, nonce.hex()]).encode() if rank == 0 else b""
-        if len(told) > _ANSWER_BYTES:  # in a folder with a very long name
-            told = json.dumps(["", ""]).encode()
-        answer = bytes(_listed(exchange(_tensor(told.ljust(_ANSWER_BYTES)))[0][:_ANSWER_BYTES]))
-        path, nonce_text = json.loads(answer)
+        message = json.dumps([path, nonce.hex()]).encode() if rank == 0 else b""
+        if len(message) > _ANSWER_BYTES:  # the path is too long
+            message = json.dumps(["", ""]).encode()
+        received = exchange(_tensor(message.ljust(_ANSWER_BYTES)))[0][:_ANSWER_BYTES]
+        path, nonce_text = json.loads(bytes(_as_list(received)))
         if rank != 0 and path and _is_possible():
             with contextlib.suppress(OSError):
                 descriptor = os.open(path, os.O_RDWR)
@@ -88,7 +88,7 @@ def share_rows(exchange: Exchange, rank: int, size: int, chunk: int) -> SharedRo
         answers = exchange(_tensor(bytes([rows is not None])))
         everyone = all(int(row[0]) for row in answers)
     finally:
-        if rank == 0 and path:  # whoever has it open keeps it; nothing is left if they are killed
+        if rank == 0 and path:  # mappings stay valid, and no file is left behind by killed processes
             with contextlib.suppress(OSError):
                 Path(path).unlink()
     if rows is None and descriptor >= 0:
@@ -97,21 +97,21 @@ def share_rows(exchange: Exchange, rank: int, size: int, chunk: int) -> SharedRo
 
 
 def _is_possible() -> bool:
-    # The bytes of a row must be seen before its number is: promised by these processors, with no fence that
-    # Python could ask for.
+    # Other ranks must see a row's bytes before its number. Only these processors guarantee that without a
+    # fence, which Python doesn't have.
     return sys.platform != "win32" and platform.machine().lower() in ("x86_64", "amd64")
 
 
 def _folder() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory; else wherever files go
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # else the default temporary folder
 
 
-def _reserve(descriptor: int, number: int) -> None:
-    """Make the file that long; where memory is short it fails here, and not later by a signal that kills."""
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Allocate the file: too little memory raises here, instead of killing the process by SIGBUS later."""
     if sys.platform == "linux":
-        os.posix_fallocate(descriptor, 0, number)
+        os.posix_fallocate(descriptor, 0, num_bytes)
     else:
-        os.ftruncate(descriptor, number)
+        os.ftruncate(descriptor, num_bytes)
 
 
 def _bytes(size: int, chunk: int) -> int:
@@ -122,26 +122,26 @@ def _tensor(message: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
-def _listed(row: torch.Tensor) -> list[int]:
+def _as_list(row: torch.Tensor) -> list[int]:
     return row.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 class SharedRows:
-    """One row per rank that all processes see, and a number that says which exchange it belongs to."""
+    """Rows in shared memory, one per rank, with the sequence number of the exchange that wrote it."""
 
     def __init__(self, descriptor: int, rank: int, size: int, chunk: int) -> None:
-        """Map the file, and hold a lock in it for as long as this process lives.
+        """Map the file, and hold a lock in it until this process ends.
 
         Args:
-            descriptor: Of the file; from now on this object's to close.
+            descriptor: Of the file; closed by this object.
             rank: This rank.
             size: Number of ranks.
             chunk: Bytes of a row.
 
         Raises:
-            OSError: The file system has no locks, or no room.
+            OSError: The file system has no locks, or no space.
         """
-        # The kernel releases it with the process, however that ends: how the others learn of it.
+        # The kernel releases the lock when the process ends, by which the other ranks detect it.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = mmap.mmap(descriptor, _bytes(size, chunk))
         begin = mmap.PAGESIZE + _SLOTS * size * _STRIDE
@@ -155,39 +155,39 @@ class SharedRows:
         weakref.finalize(self, os.close, descriptor)
 
     def write(self, message: torch.Tensor) -> None:
-        """Begin an exchange: show ``message``, of any length up to that of a row, to the other ranks."""
+        """Begin an exchange by writing ``message``, at most as long as a row."""
         self._number += 1
         self._rows[self._number % _SLOTS][self._rank][: message.numel()] = message
         self._numbers[self._place(self._rank)] = self._number
         self._late = [rank for rank in range(self._size) if rank != self._rank]
 
     def read(self) -> tuple[torch.Tensor, ...]:
-        """Return the rows of all ranks, once they have come; they stay until the next exchange."""
+        """Return the rows of all ranks after :meth:`wait`; they are valid until the next exchange."""
         return self._rows[self._number % _SLOTS]
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the rows of all ranks, at most so long; say whether they have come.
+        """Wait for the rows of all ranks, at most ``seconds``; return whether they are complete.
 
         Raises:
-            LostRanksError: A process has ended instead of writing its row.
+            LostRanksError: A process has ended before it wrote its row.
         """
-        if self._have_come():
+        if self._is_complete():
             return True
         start = time.monotonic()
-        look, waited = _LOOK_S, 0.0
+        next_check, waited = _CHECK_S, 0.0
         while waited < seconds:
-            time.sleep(0 if waited < _EAGER_S else min(_LONGEST_NAP_S, max(_NAP_S, waited / 8)))
-            if self._have_come():
+            time.sleep(0 if waited < _YIELD_S else min(_MAX_SLEEP_S, max(_MIN_SLEEP_S, waited / 8)))
+            if self._is_complete():
                 return True
             waited = time.monotonic() - start
-            if waited >= look:
+            if waited >= next_check:
                 lost = [rank for rank in self._late if self.has_ended(rank)]
-                if lost and not self._have_come():  # it may have written, and ended, in between
+                if lost and not self._is_complete():  # it may have written its row just before it ended
                     raise LostRanksError(lost)
-                look = waited + _LOOK_S
+                next_check = waited + _CHECK_S
         return False
 
-    def _have_come(self) -> bool:
+    def _is_complete(self) -> bool:
         late = self._late
         while late and self._numbers[self._place(late[-1])] == self._number:
             late.pop()
@@ -197,7 +197,7 @@ class SharedRows:
         return (self._number % _SLOTS * self._size + rank) * _STRIDE // 8
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether the process of another rank is gone: nobody holds its lock."""
+        """Return whether the process of another rank has ended, which releases its lock."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
@@ -206,17 +206,17 @@ class SharedRows:
         return True
 
 
-def broadcast_in_rounds(exchange: Exchange, chunk: int, rank: int, buffer: torch.Tensor, source: int) -> None:
+def broadcast_chunks(exchange: Exchange, chunk: int, rank: int, buffer: torch.Tensor, source: int) -> None:
     """Fill ``buffer`` with that of rank ``source``.
 
     Ranks: every rank.
 
     Args:
-        exchange: As in ``Collectives``.
-        chunk: Bytes at most per rank in one exchange.
+        exchange: ``Collectives.all_gather_bytes``.
+        chunk: Maximum number of bytes per rank in one exchange.
         rank: This rank.
         buffer: ``(n,)``, contiguous, on the CPU; the same ``n`` and dtype on every rank.
-        source: Whose buffer it is.
+        source: The rank that sends.
     """
     data = buffer.view(torch.uint8)
     nothing = torch.empty(0, dtype=torch.uint8)
@@ -227,7 +227,7 @@ def broadcast_in_rounds(exchange: Exchange, chunk: int, rank: int, buffer: torch
             piece.copy_(rows[source][: piece.numel()])
 
 
-def scatter_in_rounds(
+def scatter_chunks(
     exchange: Exchange,
     chunk: int,
     rank: int,
@@ -241,25 +241,25 @@ def scatter_in_rounds(
     Ranks: every rank.
 
     Args:
-        exchange: As in ``Collectives``.
-        chunk: Bytes at most per rank in one exchange.
+        exchange: ``Collectives.all_gather_bytes``.
+        chunk: Maximum number of bytes per rank in one exchange.
         rank: This rank.
         size: Number of ranks, at least 2.
         output: ``(n,)``, contiguous, on the CPU; the same ``n`` and dtype on every rank.
         buffer: ``(size * n,)`` on rank ``source``.
-        source: Whose buffer it is; its own part isn't written to the others.
+        source: The rank that sends.
     """
-    own, nothing = output.view(torch.uint8), torch.empty(0, dtype=torch.uint8)
+    received, nothing = output.view(torch.uint8), torch.empty(0, dtype=torch.uint8)
     receivers = [other for other in range(size) if other != source]
-    length = chunk // len(receivers)  # of the piece of each receiver in one round
+    length = chunk // len(receivers)  # bytes per receiver in one exchange
     parts = None if buffer is None or rank != source else buffer.view(torch.uint8).view(size, -1)
-    for start in range(0, own.numel(), length):
-        end = min(own.numel(), start + length)
+    for start in range(0, received.numel(), length):
+        end = min(received.numel(), start + length)
         if parts is not None:
             pieces = [parts[other, start:end] for other in receivers]
             exchange(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
             continue
-        place = receivers.index(rank) * (end - start)
-        own[start:end] = exchange(nothing)[source][place : place + end - start]
-    if parts is not None and own.data_ptr() != parts[source].data_ptr():
-        own.copy_(parts[source])
+        offset = receivers.index(rank) * (end - start)
+        received[start:end] = exchange(nothing)[source][offset : offset + end - start]
+    if parts is not None and received.data_ptr() != parts[source].data_ptr():
+        received.copy_(parts[source])

@@ -1,4 +1,4 @@
-"""The world: which process this is, among which others, on which device."""
+"""The world: the rank of this process, the number of ranks and nodes, and its device."""
 
 from __future__ import annotations
 
@@ -17,73 +17,73 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorldIdentity:
-    """Identity of one world: equal to nothing but itself, not even to a world of the same ranks."""
+    """Identity of one world: equal only to itself, not to another world of the same ranks."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> WorldIdentity:
         """Return self: a copy of a context is in the same world."""
         return self
 
     def __reduce__(self) -> tuple[Callable[[], WorldIdentity], tuple[()]]:
-        """Pickle as that of no world: what is loaded elsewhere isn't in this one."""
-        return _no_world, ()
+        """Pickle as the identity of a single process."""
+        return _single_process, ()
 
 
-# Of worlds that nobody has made a group for: one process is the same world, whichever context says so.
+# Shared by all worlds of one process.
 _ALONE = WorldIdentity()
 
 
-def _no_world() -> WorldIdentity:
+def _single_process() -> WorldIdentity:
     return _ALONE
 
 
 class Settling(Protocol):
-    """Something that goes on in the background of a world."""
+    """A task in the background of a world."""
 
     def settle(self) -> None:
-        """Wait for its end, and raise what stopped it."""
+        """Wait for its end, and raise its error."""
         ...
 
 
 class Background:
-    """What goes on beside the operations of a world: one save at most.
+    """The background task of a world: at most one save.
 
     Attributes:
-        task: What the next save settles first, and so does closing the context; None before the first.
+        task: The latest task, which the next save and closing the context wait for; None before the first.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start without a task."""
         self.task: Settling | None = None
 
     def settle(self) -> None:
-        """Wait for its end, and raise its error unless that was raised already."""
+        """Wait for the task, and raise its error unless that was raised before."""
         if self.task is not None:
             self.task.settle()
 
 
 class GroupOwner:
-    """Keeps a process group alive until it is told to let go: one that torch's registry doesn't know."""
+    """Keeps a process group alive that isn't registered with torch."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Keep ``group``."""
         self._group: dist.ProcessGroup | None = group
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the group, and with it its connections and threads."""
         self._group = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """What ``init_context`` set up and ``close_context`` takes down again.
+    """The resources that ``init_context`` set up and ``close_context`` releases.
 
     Attributes:
-        group: It initialised torch.distributed.
+        group: Whether it initialised torch.distributed.
         previous_device: The accelerator that was current before.
-        excepthooks: ``sys.excepthook`` before, and the one that torch put around it.
-        opened: ``init_context`` opened this world, so that closing it is reported to the other ranks.
-        hosts_store: The key-value store of this world lives in this process.
-        at_exit: What notifies the others if the program ends without closing.
+        excepthooks: ``sys.excepthook`` before, and torch's wrapper of it.
+        opened: Whether ``init_context`` opened this world, so that closing it is announced to other ranks.
+        hosts_store: Whether this process hosts the world's key-value store.
+        at_exit: Notifies the other ranks if the program ends without closing.
         end_watch: Ends the watchdog's thread.
     """
 
@@ -98,7 +98,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Who this process is. The default is a world of one on the CPU.
+    """The world, as this process sees it. The default is a world of one on the CPU.
 
     Attributes:
         rank: Global rank, from 0.
@@ -110,13 +110,13 @@ class World:
         device: Device of this rank.
         backend: ``"gloo"``, ``"nccl"``, ..., ``"memory"`` for ranks that are threads, None for a world of
             one.
-        group_ref: Leads to torch's process group; None for a world of one, or ranks in memory. Only torch
-            keeps the group alive, so that closing it really ends its threads.
-        identity: The same object in all contexts over this world, so that what one of them has prepared is
-            known by the others, and by those of no other world.
-        background: What goes on beside the operations, and is waited for when the context is closed.
-        keeper: Keeps a group of accelfn's own for as long as any variant of the context is used.
-        made: What ``init_context`` set up and ``close_context`` undoes.
+        group_ref: Weak reference to torch's process group; None for a world of one, or for threads. Only
+            torch keeps the group alive, so that destroying it ends its threads.
+        identity: The same object in all contexts of this world, by which they recognise objects that one of
+            them has prepared.
+        background: The background task, which closing the context waits for.
+        group_owner: Keeps accelfn's own group as long as any variant of the context is used.
+        owned: What ``init_context`` set up and ``close_context`` releases.
     """
 
     rank: int = 0
@@ -130,14 +130,14 @@ class World:
     group_ref: weakref.ref[dist.ProcessGroup] | None = None
     identity: WorldIdentity = field(default=_ALONE, repr=False)
     background: Background = field(default_factory=Background, compare=False, repr=False)
-    keeper: GroupOwner | None = field(default=None, compare=False, repr=False)
-    made: Owned = field(default_factory=Owned, compare=False)
+    group_owner: GroupOwner | None = field(default=None, compare=False, repr=False)
+    owned: Owned = field(default_factory=Owned, compare=False)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Torch's process group; None where there is none, or when it has been destroyed."""
+        """Torch's process group; None if there is none, or it has been destroyed."""
         return None if self.group_ref is None else self.group_ref()
 
     def __post_init__(self) -> None:
-        """Refuse a rank outside its world, and nodes that don't fit in it."""
+        """Check that the ranks and nodes are consistent."""
         check_place(self)

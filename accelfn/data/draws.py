@@ -1,4 +1,4 @@
-"""Random numbers that are drawn while a batch is made: keyed by its place, apart from the program's own."""
+"""Random numbers drawn while a batch is made: seeded by its position, isolated from the program's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from accelfn.data.workers import begin_reading
 
-__all__ = ("Generators", "drawing_apart", "read_apart", "seed_from")
+__all__ = ("Generators", "isolate_generators", "read_isolated", "seed_from")
 
 T = TypeVar("T")
 
@@ -22,13 +22,10 @@ _MT19937_BYTES = 4 * 624 + 4
 
 
 def seed_from(key: tuple[int, ...]) -> None:
-    """Seed the generators of this process from ``key``.
-
-    The same key gives the same numbers in any process: a worker's, or the rank's own.
-    """
+    """Seed the generators of this process from ``key``: the same in a worker as in the rank's process."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
     random.seed(seed)
-    # Not torch.manual_seed, which leaves a note for each device that is not initialised yet, at each call.
+    # Not torch.manual_seed, which queues a call for every device that isn't initialised yet.
     torch.default_generator.manual_seed(seed >> 1)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -36,34 +33,34 @@ def seed_from(key: tuple[int, ...]) -> None:
 
 
 class _NumpyGenerator:
-    """numpy's global generator, saved and restored around each batch.
+    """Saves and restores numpy's global generator around each batch.
 
-    numpy's own ``get_state`` and ``set_state`` take 30 microseconds each, more than a small batch. So the
-    bytes of its generator are copied instead, at the address that numpy publishes. They lack one thing, the
-    second of a pair of normal numbers that is kept for the next call: whether there is one can only have
-    changed where the bytes have, and then ``get_state`` tells.
+    numpy's ``get_state`` and ``set_state`` take 30 microseconds each, longer than a small batch. So the bytes
+    of the generator are copied at the address that numpy publishes. They lack the cached second number of a
+    pair of normal numbers; whether one is cached can only have changed if the bytes have, and then
+    ``get_state`` is called.
     """
 
     def __init__(self) -> None:
-        self._restored: bytes | None = None  # with no normal number kept
+        self._restored: bytes | None = None  # a state without a cached normal number
 
     def save(self) -> Any:
-        # numpy imports this module when it is first asked for: until then nothing could be lost.
+        # numpy imports this module on first use; before that, it has no state to save.
         numpy = sys.modules.get("numpy.random")
         if numpy is None:
             return None
         address = _address_of(numpy)
-        now = None if address is None else ctypes.string_at(address, _MT19937_BYTES)
-        if now is not None and now == self._restored:
-            return now
+        current = None if address is None else ctypes.string_at(address, _MT19937_BYTES)
+        if current is not None and current == self._restored:
+            return current
         state = numpy.get_state(legacy=False)
-        return state if now is None or state["has_gauss"] else now
+        return state if current is None or state["has_gauss"] else current
 
     def restore(self, state: Any) -> None:
         self._restored = None
         if isinstance(state, bytes):
             numpy = sys.modules["numpy.random"]
-            numpy.seed(0)  # forgets a normal number that was kept meanwhile
+            numpy.seed(0)  # drops a normal number that was cached meanwhile
             ctypes.memmove(cast("int", _address_of(numpy)), state, _MT19937_BYTES)
             self._restored = state
         elif state is not None:
@@ -76,59 +73,59 @@ def _address_of(numpy: Any) -> int | None:
 
 
 class Generators:
-    """The generators of this process: Python's, torch's on the CPU, and numpy's where it is in use."""
+    """The generators of this process: Python's, torch's on the CPU, and numpy's if it is imported."""
 
     def __init__(self) -> None:
         """Save nothing yet."""
         self._numpy = _NumpyGenerator()
 
     def save(self) -> tuple[Any, ...]:
-        """Return where the generators are."""
+        """Return the states of the generators."""
         return random.getstate(), torch.default_generator.get_state(), self._numpy.save()
 
     def restore(self, states: tuple[Any, ...]) -> None:
-        """Bring the generators to where they were."""
-        python, of_torch, numpy = states
-        random.setstate(python)
-        torch.default_generator.set_state(of_torch)
-        self._numpy.restore(numpy)
+        """Set the generators to ``states``."""
+        python_state, torch_state, numpy_state = states
+        random.setstate(python_state)
+        torch.default_generator.set_state(torch_state)
+        self._numpy.restore(numpy_state)
 
 
-def drawing_apart(batches: Iterator[T], *, goes_on: bool) -> Iterator[T]:
-    """Make batches without moving the program's generators.
+def isolate_generators(batches: Iterator[T], *, continues: bool) -> Iterator[T]:
+    """Yield batches without advancing the program's generators.
 
     Args:
-        batches: Seeds the generators as a batch is made.
-        goes_on: Each batch goes on drawing where the one before has ended.
+        batches: Seeds the generators as it makes a batch.
+        continues: Each batch starts from the generators' state after the previous one.
     """
-    programs, own = Generators(), Generators()
-    state: tuple[Any, ...] | None = None
+    outer, inner = Generators(), Generators()
+    inner_state: tuple[Any, ...] | None = None
     while True:
-        before = programs.save()
+        outer_state = outer.save()
         try:
-            if state is not None:
-                own.restore(state)
+            if inner_state is not None:
+                inner.restore(inner_state)
             batch = next(batches)
-            if goes_on:
-                state = own.save()
+            if continues:
+                inner_state = inner.save()
         except StopIteration:
             return
         finally:
-            programs.restore(before)
+            outer.restore(outer_state)
         yield batch
 
 
-def read_apart(loader: Any, *, is_resumed: bool, goes_on: bool = False) -> Any:
-    """Begin a pass over a loader that seeds what it draws, in workers or in this process.
+def read_isolated(loader: Any, *, is_resumed: bool, continues: bool = False) -> Any:
+    """Begin a pass over a loader that seeds its random numbers, in workers or in this process.
 
     Args:
         loader: A DataLoader; see :func:`begin_reading`.
         is_resumed: Whether samples of the epoch have been read before.
-        goes_on: As :func:`drawing_apart`.
+        continues: As for :func:`isolate_generators`.
     """
     generator: torch.Generator | None = loader.generator
     before = None if generator is None else generator.get_state()
-    batches = begin_reading(loader, goes_on=is_resumed)
+    batches = begin_reading(loader, is_resumed=is_resumed)
     if generator is not None and before is not None:
-        generator.set_state(before)  # nothing is drawn by the number that torch takes from it
-    return batches if loader.num_workers else drawing_apart(batches, goes_on=goes_on)
+        generator.set_state(before)  # torch draws a base seed from it, which nothing here uses
+    return batches if loader.num_workers else isolate_generators(batches, continues=continues)

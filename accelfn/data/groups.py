@@ -1,4 +1,4 @@
-"""Cut a stream of samples into groups, and groups into the pieces that ranks read."""
+"""Split a stream of samples into groups, and each group into the pieces that ranks read."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accelfn.data.draws import Generators, seed_from
-from accelfn.data.order import tell
+from accelfn.data.order import set_epoch_of
 from accelfn.data.plan import EpochPlan
-from accelfn.data.states import State, StatefulIterator, begun_once
+from accelfn.data.rebuild import Proxy
+from accelfn.data.states import State, TrackedStream, iterate_once
 
-__all__ = ("CollatePiece", "GroupedStream", "Piece", "cut_stream", "stream_ended")
+__all__ = ("CollatePiece", "GroupedStream", "Piece", "split_stream", "stream_ended")
 
 
 class Piece(NamedTuple):
-    """What one rank reads of a group.
+    """The part of a group that one rank reads.
 
     Attributes:
-        content: List of samples; once it is collated, the batch; None of a group of which this rank reads
-            nothing.
-        num_rows: Samples in it, padding included; 0 where it is no batch.
-        num_valid: Samples of the group, over all ranks, that no earlier group has.
-        at_end: The stream has ended inside of the group.
-        key: What the randomness of its collation is derived from: rank, and position of the group.
-        stream: State of the stream behind the group.
+        content: The list of samples, and after collation the batch; None if this rank has no part.
+        num_rows: Samples in the piece, padding included; 0 if this rank has no part.
+        num_valid: Samples of the group over all ranks, without padding.
+        at_end: The stream ended within the group.
+        key: Seeds the random numbers of the collation: rank, and position of the group.
+        stream: State of the stream after the group.
     """
 
     content: Any
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     stream: Any = None
 
 
-def cut_stream(
+def split_stream(
     samples: Iterator[Any],
     plan: EpochPlan,
     rank: int,
@@ -48,30 +48,30 @@ def cut_stream(
     begin: int = 0,
     read_first: Callable[[int], list[Any]] | None = None,
 ) -> Iterator[Piece]:
-    """Return the pieces of one rank, each as soon as its group is complete.
+    """Yield the pieces of one rank, each as soon as its group is complete.
 
-    Only the samples that may complete the last group are held, apart from the current group.
+    Apart from the current group, only the samples that may pad the last group are kept.
 
     Args:
         samples: The stream, from sample ``begin`` on.
-        plan: How it is shared out. The number of samples in it isn't looked at.
-        rank: Whose pieces.
-        start: Samples that are read and thrown away before the first group.
-        begin: Where ``samples`` begin.
-        read_first: Reads the first samples of the stream again; needed where ``samples`` begin later.
+        plan: Divides each group among the ranks. Its number of samples isn't used.
+        rank: The rank whose pieces are yielded.
+        start: The sample at which the first group begins; samples before it are read and dropped.
+        begin: Position of the first of ``samples`` in the stream.
+        read_first: Reads the first samples of the stream again; required if ``begin`` isn't 0.
 
     Raises:
         ValueError: The stream ends before ``start``.
 
     >>> from accelfn.data.plan import plan_epoch
     >>> plan = plan_epoch(0, batch_size=2, size=2)
-    >>> [piece.content for piece in cut_stream(iter(range(9)), plan, rank=1)]
+    >>> [piece.content for piece in split_stream(iter(range(9)), plan, rank=1)]
     [[2, 3], [6, 7], [1, 2]]
     """
-    samples = begun_once(samples)
-    own, end = rank * plan.rank_batch, (rank + 1) * plan.rank_batch
-    completes = plan.even and not plan.drop_last
-    num_kept = end - 1 if completes and not begin else 0
+    samples = iterate_once(samples)
+    piece_start, piece_end = rank * plan.rank_batch, (rank + 1) * plan.rank_batch
+    pads = plan.even and not plan.drop_last
+    num_kept = piece_end - 1 if pads and not begin else 0
     first = [_copied(sample) for sample in islice(samples, min(start, num_kept))]
     position = begin + len(first) + sum(1 for _ in islice(samples, start - begin - len(first)))
     if position < start:
@@ -83,11 +83,11 @@ def cut_stream(
         if not number or (at_end and plan.drop_last):
             return
         first += map(_copied, group[: num_kept - len(first)])
-        if at_end and completes and number < end:
+        if at_end and pads and number < piece_end:
             if begin and read_first is not None:
-                first = read_first(end - 1)
-            group += [_copied(first[place % len(first)]) for place in range(end - number)]
-        content = group[own:end]
+                first = read_first(piece_end - 1)
+            group += [_copied(first[index % len(first)]) for index in range(piece_end - number)]
+        content = group[piece_start:piece_end]
         yield Piece(content or None, len(content), number, at_end, (rank, position))
         if at_end:
             return
@@ -95,93 +95,88 @@ def cut_stream(
 
 
 def stream_ended(start: int, end: int) -> ValueError:
-    """Return the error of a stream that ends before the sample at which a pass was to go on."""
+    """Return the error for a stream that ends before the sample at which a pass resumes."""
     return ValueError(
-        f"the pass is to go on at sample {start}, and the stream ended after {end}. Is it the stream that "
-        "the position was taken from?"
+        f"can't resume at sample {start}: the stream ended after {end} samples. Restore the state with the "
+        "stream that it was taken from."
     )
 
 
 def _copied(sample: Any) -> Any:
-    """Copy what a collate function may take things out of: a sample that is repeated is collated twice."""
+    """Copy a container, which a collate function may modify: padding collates a sample a second time."""
     if isinstance(sample, (MutableMapping, MutableSequence)):
         return copy.copy(cast("Any", sample))
     return sample
 
 
-class GroupedStream(IterableDataset[Piece]):
-    """The pieces of one rank, as a dataset of the user's loader.
+class GroupedStream(Proxy, IterableDataset[Piece]):
+    """Presents the pieces of one rank as a dataset to the user's loader.
 
-    For everything else it is the user's dataset: a ``worker_init_fn`` reads and sets attributes of that.
+    All other attributes are those of the user's dataset, such as a ``worker_init_fn`` reads and sets.
     """
 
     def __init__(
         self,
-        follower: StatefulIterator,
+        tracked: TrackedStream,
         plan: EpochPlan,
         rank: int,
-        place: torch.Tensor,
+        position: torch.Tensor,
         source: int | None,
     ) -> None:
         """Read a dataset.
 
         Args:
-            follower: Of the user's dataset.
-            plan: How it is shared out.
-            rank: Whose pieces.
-            place: ``(3,)`` int64: seed, epoch and sample to start at, as of the next iteration.
-            source: Number of the rank, where it alone reads this stream.
+            tracked: The user's dataset.
+            plan: Divides each group among the ranks.
+            rank: The rank whose pieces are read.
+            position: ``(3,)`` int64: seed, epoch and first sample of the next iteration.
+            source: The rank, if it alone reads this stream.
         """
-        parts = (follower, plan, rank, place, source)
-        vars(self).update(_dataset=follower.dataset, _parts=parts, _recalled=[])
+        parts = (tracked, plan, rank, position, source)
+        super().__init__(tracked.dataset, _parts=parts, _restored=[])
 
-    def recall(self, state: State | None, at: int) -> None:
-        """Let the next iteration in this process begin where ``state`` was taken, at sample ``at``."""
-        self._recalled[:] = [] if state is None else [(state, at)]
-
-    def __len__(self) -> int:
-        return len(self._dataset)
+    def restore(self, state: State | None, at: int) -> None:
+        """Begin the next iteration in this process at ``state``, which is that of sample ``at``."""
+        self._restored[:] = [] if state is None else [(state, at)]
 
     def __iter__(self) -> Iterator[Piece]:
-        follower, plan, rank, place, source = self._parts
-        seed, epoch, start = (int(number) for number in place)
+        tracked, plan, rank, position, source = self._parts
+        seed, epoch, start = (int(number) for number in position)
         worker = get_worker_info()
-        if place.is_shared():  # this copy has outlived the pass that it was made for, or may
-            tell(self._dataset, epoch)
-        # The same on all ranks that read the stream: it may be shuffled by what is drawn while it is read.
+        if (
+            position.is_shared()
+        ):  # a persistent worker's copy, which doesn't see the epoch set in this process
+            set_epoch_of(tracked.dataset, epoch)
+        # The same on all ranks that read the stream: it may shuffle with numbers drawn while it is read.
         key = (seed, epoch, 0 if worker is None else worker.id, *(() if source is None else (source,)))
         if worker is not None and worker.num_workers > 1:
-            start = 0  # the groups of all workers take turns; whoever puts them together counts
-        state, at = self._recalled.pop() if worker is None and self._recalled else (None, 0)
-        return _Pieces(follower, partial(cut_stream, plan=plan, rank=rank), key, start, state, at)
+            start = 0  # workers' groups alternate, so the reader that merges them counts samples
+        state, at = self._restored.pop() if worker is None and self._restored else (None, 0)
+        return _Pieces(tracked, partial(split_stream, plan=plan, rank=rank), key, start, state, at)
 
     def __getattr__(self, name: str) -> Any:
-        # States are asked of what it gives: that knows the place too.
-        if name in ("_dataset", "state_dict", "load_state_dict") or name.startswith("__"):
+        if name in ("state_dict", "load_state_dict"):  # the iterator has them, with the position
             raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._dataset, name, value)
+        return super().__getattr__(name)
 
 
 class _Pieces:
-    """The pieces of a pass, each with the state of the stream behind its group, where that has one.
+    """Yields the pieces of a pass, each with the state of a stateful stream after its group.
 
-    In a worker, torchdata asks for the state and takes it up there.
+    In a worker, torchdata reads and restores the state.
     """
 
     def __init__(
         self,
-        follower: StatefulIterator,
-        cut: Callable[..., Iterator[Piece]],
+        tracked: TrackedStream,
+        split: Callable[..., Iterator[Piece]],
         key: tuple[int, ...],
         start: int,
         state: State | None,
         begin: int,
     ) -> None:
-        """Cut what ``follower`` goes through, from sample ``start`` on; it was at ``begin`` in ``state``."""
-        self._follower, self._cut, self._key = follower, cut, key
+        """Split the samples of ``tracked`` from ``start`` on; ``state`` is that of sample ``begin``."""
+        self._tracked, self._split, self._key = tracked, split, key
         self._position, self._state, self._begin = start, state, begin
         self._pieces: Iterator[Piece] | None = None
 
@@ -189,55 +184,57 @@ class _Pieces:
         return self
 
     def __next__(self) -> Piece:
-        key, follower = self._key, self._follower
+        key, tracked = self._key, self._tracked
         if self._pieces is None:
             seed_from(key)
-            samples = follower.begin(self._state)
-            read_first = partial(_read_first, follower, key)  # a method would be a cycle
-            self._pieces = self._cut(samples, start=self._position, begin=self._begin, read_first=read_first)
-        if follower.is_stateful:
-            # By the place, so that whoever goes on there draws the same. Others read from the start again.
+            samples = tracked.begin(self._state)
+            read_first = partial(_read_first, tracked, key)  # a bound method would be a reference cycle
+            self._pieces = self._split(
+                samples, start=self._position, begin=self._begin, read_first=read_first
+            )
+        if tracked.is_stateful:
+            # By position, so that a resumed pass draws the same. Streams without a state are read again.
             seed_from((*key, self._position))
         piece = next(self._pieces, None)
         if piece is None:
-            follower.end()
+            tracked.end()
             raise StopIteration
         self._position += piece.num_valid
-        self._state = follower.state(piece.at_end)
-        # In a worker, the state is asked for; what is sent along would be sent with each batch.
+        self._state = tracked.state(piece.at_end)
+        # In a worker torchdata calls state_dict; a state in the piece would be sent with every batch.
         stream = self._state if get_worker_info() is None else None
         return piece._replace(key=(*key, *piece.key), stream=stream)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the pieces of a worker are."""
+        """Return the position of a worker."""
         return {"position": self._position, "stream": self._state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there. Before the first piece."""
+        """Resume at ``state``; before the first piece."""
         self._position, self._state = int(state["position"]), state["stream"]
         self._begin = 0 if self._state is None else self._position
 
 
-def _read_first(follower: StatefulIterator, key: tuple[int, ...], number: int) -> list[Any]:
-    seed_from((*key, 0))  # as the first group was read
-    return follower.first(number)
+def _read_first(tracked: TrackedStream, key: tuple[int, ...], number: int) -> list[Any]:
+    seed_from((*key, 0))  # as for the first group
+    return tracked.read_first(number)
 
 
 class CollatePiece:
-    """Collates the samples of a piece, and leaves the rest of it as it is."""
+    """Collates the samples of a piece."""
 
-    def __init__(self, collate: Callable[[Any], Any], is_whole: bool):
-        """Collate with ``collate``: a list of samples, or each sample as it is when ``is_whole``."""
+    def __init__(self, collate: Callable[[Any], Any], unbatched: bool):
+        """Pass ``collate`` the list of samples, or the single sample if ``unbatched``."""
         self._collate = collate
-        self._is_whole = is_whole
+        self._unbatched = unbatched
         self._generators = Generators()
 
     def __call__(self, piece: Piece) -> Piece:
         """Collate."""
         if not piece.num_rows:
             return piece
-        samples = piece.content[0] if self._is_whole else piece.content
-        # Ranks collate different samples, so they draw apart, and what they draw must not move the stream.
+        samples = piece.content[0] if self._unbatched else piece.content
+        # Ranks collate different samples: their draws differ, and must not advance the stream's generators.
         before = self._generators.save()
         seed_from(piece.key)
         batch = self._collate(samples)

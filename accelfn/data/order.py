@@ -1,10 +1,10 @@
-"""In which order an epoch visits the samples: a function of seed, epoch and position, the same everywhere.
+"""The order of samples in an epoch: a function of seed, epoch and position, the same on every rank.
 
-Shuffling takes no shuffled list: a keyed permutation gives the sample at any position by itself.
+Shuffling needs no shuffled list: a keyed permutation computes the sample at any position independently.
 A permutation of ``n`` numbers is a generalised Feistel network over at least ``n`` pairs ``(left, right)``,
-whose rounds add a keyed hash of one half to the other; the few pairs that stand for no number are left by
-walking on along their cycle (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002). The
-hash is the finaliser of SplitMix64. This is for shuffling, and not a cipher.
+whose rounds add a keyed hash of one half to the other; results of at least ``n`` are permuted again until
+they are smaller, which is cycle walking (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA
+2002). The hash is the finaliser of SplitMix64. It is meant for shuffling, not for cryptography.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ __all__ = (
     "Order",
     "draw",
     "draw_together",
+    "index_list",
     "make_keys",
     "permute",
     "read_order",
     "refuse_sharded",
-    "take_from",
-    "tell",
+    "set_epoch_of",
 )
 
-# With ideal hashes, the orders of 8 numbers are then 0.03 from equally likely in total variation (0.28 with 8
-# rounds), and those of fewer closer; of more numbers no statistic of one or two places shows a difference.
+# With ideal hashes, the orders of 8 numbers are then 0.03 from uniform in total variation (0.28 with 8
+# rounds), and those of fewer numbers closer; of more numbers, no statistic of one or two positions differs.
 ROUNDS = 16
-# Of so many numbers none does with half of the rounds either, and an epoch begins in half the time.
+# For this many numbers half of the rounds suffice for that, and an epoch begins in half the time.
 _MANY, _ROUNDS_OF_MANY = 4096, 8
 _POSITIVE = (1 << 63) - 1
-# The largest domain whose pairs' numbers fit into int64.
-_MOST = 1 << 62
-# The largest width of which twice as much fits into int32, where arithmetic costs half.
-_MOST_LISTED = 1 << 30
+# The largest domain whose pairs fit into int64.
+_MAX_SIZE = 1 << 62
+# The largest width whose double fits into int32, where arithmetic costs half.
+_MAX_TABLE = 1 << 30
 
-# Gives what stands at positions of an epoch.
+# Returns the indices of the samples at positions of an epoch.
 IndexFn = Callable[[torch.Tensor], list[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """How the samples of an epoch are ordered. Holds no list of them.
+    """The order of the samples of an epoch, computed without a list.
 
     Attributes:
-        kind: ``"sequential"``; ``"shuffled"``: each sample once before one comes twice; ``"drawn"``: each
-            position for itself; ``"sampler"``: as a sampler of the user's own says.
+        kind: ``"sequential"``; ``"shuffled"``: without replacement; ``"drawn"``: with replacement;
+            ``"sampler"``: by a custom sampler.
         num_samples: Samples in an epoch.
         num_items: Samples in the dataset.
         seed: Of the order.
@@ -70,7 +70,7 @@ class Order:
     seed: int = 0
 
     def at(self, epoch: int, positions: torch.Tensor) -> torch.Tensor:
-        """Return which samples stand at ``positions`` of ``epoch``. Pure, and as fast for any position.
+        """Return the samples at ``positions`` of ``epoch``. Pure, in constant time per position.
 
         Args:
             epoch: From 0.
@@ -80,7 +80,7 @@ class Order:
             ``(n,)`` int64: indices of the dataset.
 
         Raises:
-            ValueError: The order is that of a sampler, which has to draw it.
+            ValueError: The order is that of a custom sampler.
 
         >>> Order(kind="shuffled", num_samples=4, num_items=4, seed=1).at(0, torch.arange(4)).sort().values
         tensor([0, 1, 2, 3])
@@ -88,12 +88,12 @@ class Order:
         if self.kind == "sequential":
             return positions
         if self.kind == "sampler":
-            raise ValueError("Order.at: the order of a sampler of one's own is known once it has drawn it.")
+            raise ValueError("Order.at can't compute the order of a custom sampler: use what it has drawn.")
         if self.kind == "drawn":
             return draw(make_keys("draw", self.seed, epoch), self.num_items, positions)
         if self.num_samples <= self.num_items:
             return permute(make_keys("shuffle", self.seed, epoch, 0), self.num_items, positions)
-        # More samples than items: one shuffled order after the other.
+        # More samples than items: consecutive shuffled orders.
         rounds = torch.div(positions, self.num_items, rounding_mode="floor")
         indices = torch.empty_like(positions)
         for number in sorted(set(_listed(rounds))):
@@ -102,22 +102,22 @@ class Order:
             indices[here] = permute(keys, self.num_items, positions[here] - number * self.num_items)
         return indices
 
-    def taker(self, seed: int, epoch: int) -> IndexFn:
-        """Return :meth:`at` of one epoch under a seed, as lists."""
+    def index_fn(self, seed: int, epoch: int) -> IndexFn:
+        """Return a function that returns :meth:`at` of one epoch and seed as a list."""
         order = replace(self, seed=seed)
         return lambda positions: _listed(order.at(epoch, positions))
 
 
 def read_order(sampler: Sampler[Any], dataset: Any, seed: int) -> Order:
-    """Read the order that a user's sampler asks for.
+    """Return the order that a user's sampler describes.
 
     Args:
         sampler: Of the user's loader.
-        dataset: Map-style.
-        seed: Of a shuffled order.
+        dataset: A map-style dataset.
+        seed: Of the order.
 
     Raises:
-        ConfigurationError: The sampler already deals out the samples between ranks.
+        ConfigurationError: The sampler already shards the samples.
         TypeError: The dataset or the sampler has no length.
     """
     refuse_sharded(sampler)
@@ -131,34 +131,35 @@ def read_order(sampler: Sampler[Any], dataset: Any, seed: int) -> Order:
 
 
 def refuse_sharded(sampler: object) -> None:
-    """Refuse a sampler that already deals out the samples between ranks."""
+    """Raise if a sampler already shards the samples."""
     if isinstance(sampler, DistributedSampler):
         raise ConfigurationError(
-            "the loader has a DistributedSampler, so its data is sharded already, and sharding it again "
-            'would leave out samples. Pass sharding="already_sharded", or give it a plain sampler.'
+            "the loader has a DistributedSampler, so its data is already sharded, and sharding it again "
+            'would lose samples. Pass sharding="already_sharded", or use a plain sampler.'
         )
 
 
 def draw_together(
     ctx: Context, sampler: Any, epoch: int, state: State | None = None
 ) -> tuple[list[Any], State | None, State | None]:
-    """Let rank 0 draw an epoch from a sampler of the user's own, for all.
+    """Draw an epoch from a custom sampler on rank 0, for all ranks.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        sampler: Of samples or of batches; told the epoch, if it has ``set_epoch``, and so are those in it.
+        sampler: A sampler or batch sampler. Its ``set_epoch`` is called if it has one, and that of its inner
+            sampler.
         epoch: From 0.
-        state: To bring the sampler to before.
+        state: The state to restore before.
 
     Returns:
-        What was drawn, and the sampler's states before and after, None where it has none.
+        What was drawn, and the sampler's states before and after; None for a sampler without a state.
     """
     drawn: list[Any] = []
     if ctx.is_main_process:
-        for one in (sampler, getattr(sampler, "sampler", None)):
-            tell(one, epoch)
+        set_epoch_of(sampler, epoch)
+        set_epoch_of(getattr(sampler, "sampler", None), epoch)
         if state is not None:
             restore_sampler(sampler, state)
         before = sampler_state(sampler)
@@ -167,15 +168,15 @@ def draw_together(
     return items, before, after
 
 
-def tell(thing: Any, epoch: int) -> None:
-    """Set the epoch of a dataset or sampler, if it asks for it."""
+def set_epoch_of(thing: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a dataset or sampler, if it has one."""
     set_epoch = getattr(thing, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
 
 
-def take_from(drawn: Sequence[Any]) -> IndexFn:
-    """Look positions up in a list."""
+def index_list(drawn: Sequence[Any]) -> IndexFn:
+    """Return a function that looks positions up in a list."""
     return lambda positions: [drawn[position] for position in _listed(positions)]
 
 
@@ -188,13 +189,13 @@ def _length(thing: Any, what: str) -> int:
         return len(cast("Sized", thing))
     except (TypeError, NotImplementedError) as error:
         raise TypeError(
-            f"prepare_data_loader: the {what} {type(thing).__name__} has no length, so its samples can't be "
-            f"shared out. Give it a __len__, or make the dataset an IterableDataset."
+            f"prepare_data_loader can't shard the {what} {type(thing).__name__}, which has no length. Add a "
+            "__len__, or make the dataset an IterableDataset."
         ) from error
 
 
 def make_keys(*parts: int | str) -> tuple[int, ...]:
-    """Derive the keys of all rounds from numbers and words that name an order. Pure.
+    """Derive the keys of all rounds from the numbers and words that identify an order. Pure.
 
     >>> make_keys(7, 0)[:2] == make_keys(7, 0)[:2], make_keys(7, 0) == make_keys(7, 1)
     (True, False)
@@ -204,11 +205,11 @@ def make_keys(*parts: int | str) -> tuple[int, ...]:
 
 
 def permute(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.Tensor:
-    """Return which number stands at each of ``positions`` in the shuffled order of ``range(size)``. Pure.
+    """Return the number at each of ``positions`` in a shuffled order of ``range(size)``. Pure.
 
     Args:
         keys: From :func:`make_keys`.
-        size: How many numbers there are, at most ``2**62``.
+        size: Number of numbers, at most ``2**62``.
         positions: int64 of any shape, each in ``range(size)``.
 
     Returns:
@@ -217,15 +218,15 @@ def permute(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.
     >>> sorted(permute(make_keys(1), 5, torch.arange(5)).tolist())
     [0, 1, 2, 3, 4]
     """
-    if not 0 < size <= _MOST:
+    if not 0 < size <= _MAX_SIZE:
         raise ValueError(f"permute: size must be in 1..2**62, got {size}.")
     if size >= _MANY:
         keys = keys[:_ROUNDS_OF_MANY]
     width = _width(size)
     height = -(-size // width)
     numbers = positions.reshape(-1)
-    # Halves are few where pairs are many: what the rounds add is looked up, instead of hashed at each pair.
-    shifts = _shifts(keys, width, height) if width <= min(numbers.numel(), _MOST_LISTED) else None
+    # If there are more pairs than halves, hash each half once and look the result up.
+    shifts = _shifts(keys, width, height) if width <= min(numbers.numel(), _MAX_TABLE) else None
 
     def pass_rounds(numbers: torch.Tensor) -> torch.Tensor:
         if shifts is None:
@@ -242,7 +243,7 @@ def permute(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.
 
 
 def draw(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.Tensor:
-    """Draw a number of ``range(size)`` for each of ``positions``, independently of each other. Pure.
+    """Draw a number of ``range(size)`` for each of ``positions`` independently. Pure.
 
     Args:
         keys: From :func:`make_keys`.
@@ -257,9 +258,9 @@ def draw(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.Ten
 
 
 def _width(size: int) -> int:
-    """Choose how many left halves there are: about as many as right ones, with few pairs to spare.
+    """Choose the number of left halves: about the number of right halves, with few surplus pairs.
 
-    An even number, since shifts of odd ones are even permutations all: half of the orders would never come.
+    The number is even: shifts of an odd number are even permutations, which reach only half of the orders.
     """
     least = math.isqrt(size - 1) + 1
     least += least % 2
@@ -278,23 +279,22 @@ def _hash_rounds(keys: tuple[int, ...], width: int, height: int, numbers: torch.
 
 
 def _shifts(keys: tuple[int, ...], width: int, height: int) -> torch.Tensor:
-    """Return by how much each round shifts one half, for every value of the other one.
+    """Return by how much each round shifts one half, for every value of the other half.
 
     Returns:
-        ``(rounds, width)`` int32; what stands behind ``height`` in every other row, from the first, is
-        never asked for.
+        ``(rounds, width)`` int32; in even rows, only the first ``height`` values are used.
     """
     bounds = torch.tensor([height if index % 2 else width for index in range(len(keys))])
     return _hashed(torch.arange(width), torch.tensor(keys)[:, None]).remainder_(bounds[:, None]).int()
 
 
 def _look_up_rounds(shifts: torch.Tensor, width: int, height: int, numbers: torch.Tensor) -> torch.Tensor:
-    """Do what :func:`_hash_rounds` does, at a fraction of its cost."""
+    """Compute the result of :func:`_hash_rounds` from the tables of :func:`_shifts`."""
     rows = torch.div(numbers, width, rounding_mode="floor")
     left, right = (numbers - rows * width).int(), rows.int()
-    # A sum of two numbers below a width: looking its remainder up is much cheaper than a division.
-    places = torch.arange(2 * width, dtype=torch.int32)
-    wrap_left, wrap_right = places % width, places % height
+    # The sum of two numbers below a bound: looking up its remainder is much cheaper than a division.
+    sums = torch.arange(2 * width, dtype=torch.int32)
+    wrap_left, wrap_right = sums % width, sums % height
     moved = torch.empty_like(left)
     for index, shift in enumerate(shifts.unbind()):
         if index % 2:
@@ -307,8 +307,8 @@ def _look_up_rounds(shifts: torch.Tensor, width: int, height: int, numbers: torc
 
 
 def _hashed(numbers: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
-    """Hash to 63 bits. Products wrap; shifts of int64 keep the sign, which the masks take off."""
-    mixed = (numbers * -7046029254386353131) ^ key  # 0x9E3779B97F4A7C15: neighbours far apart
+    """Hash to 63 bits. Products wrap; the masks clear the sign bits that shifts of int64 replicate."""
+    mixed = (numbers * -7046029254386353131) ^ key  # 0x9E3779B97F4A7C15, which spreads neighbours
     mixed.bitwise_xor_((mixed >> 30).bitwise_and_((1 << 34) - 1)).mul_(-4658895280553007687)
     mixed.bitwise_xor_((mixed >> 27).bitwise_and_((1 << 37) - 1)).mul_(-7723592293110705685)
     mixed.bitwise_xor_((mixed >> 31).bitwise_and_((1 << 33) - 1))

@@ -1,4 +1,4 @@
-"""Who reads what, as a picture: ranks are rows, steps are columns, and padding is marked."""
+"""Draw a plan of an epoch: ranks are rows, steps are columns, and padding is marked."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from accelfn.data.plan import EpochPlan
 
 __all__ = ("draw_plan", "draw_plan_svg")
 
-# Positions that follow each other are written out up to this number, and as first..last beyond.
-_WRITTEN_OUT = 4
+# Longer runs of consecutive positions are written as first..last.
+_MAX_LISTED = 4
 _GAP = "..."
 
-# Of the drawing, in its own units.
+# Sizes in the drawing's units.
 _CHAR, _ROW, _EDGE, _BETWEEN = 8, 30, 10, 4
 _NEW, _PADDING, _INK, _GREY, _GROUND = "#cfe3f7", "#f3c9a5", "#111111", "#666666", "#ffffff"
 
@@ -20,20 +20,20 @@ _NEW, _PADDING, _INK, _GREY, _GROUND = "#cfe3f7", "#f3c9a5", "#111111", "#666666
 def draw_plan(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max_ranks: int = 16) -> str:
     """Draw a plan as a table of text. Pure.
 
-    A cell holds the positions that a rank reads in a step. Positions in brackets are padding: they have been
-    read already. ``-`` stands for a rank without a batch.
+    A cell holds the positions that a rank reads in a step. Positions in brackets are padding, which has been
+    read before. ``-`` marks a rank without a batch.
 
     Args:
         plan: From :func:`plan_epoch`.
-        sharing: Ranks of the world that share each batch, and so are one rank of the plan.
-        max_steps: Steps that are shown; of more, the first ones and the last.
-        max_ranks: The same of ranks.
+        sharing: Number of ranks of the world that share each batch, and so are one rank of the plan.
+        max_steps: Number of steps to show; if there are more, the first ones and the last.
+        max_ranks: The same for ranks.
 
     Returns:
         Lines without a newline at the end.
 
     Raises:
-        ValueError: Less than two steps or ranks are to be shown.
+        ValueError: ``max_steps`` or ``max_ranks`` is less than 2.
 
     >>> from accelfn.data.plan import plan_epoch
     >>> print(draw_plan(plan_epoch(11, 2, 2)))
@@ -54,19 +54,19 @@ def draw_plan(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max_ran
 
 
 def draw_plan_svg(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max_ranks: int = 16) -> str:
-    """Draw what :func:`draw_plan` does as an SVG image. Pure.
+    """Draw the table of :func:`draw_plan` as an SVG image. Pure.
 
     Args:
-        plan: From :func:`plan_epoch`.
-        sharing: Ranks of the world that share each batch, and so are one rank of the plan.
-        max_steps: Steps that are shown; of more, the first ones and the last.
-        max_ranks: The same of ranks.
+        plan: As for :func:`draw_plan`.
+        sharing: As for :func:`draw_plan`.
+        max_steps: As for :func:`draw_plan`.
+        max_ranks: As for :func:`draw_plan`.
 
     Returns:
-        A whole SVG document.
+        An SVG document.
 
     Raises:
-        ValueError: Less than two steps or ranks are to be shown.
+        ValueError: ``max_steps`` or ``max_ranks`` is less than 2.
 
     >>> from accelfn.data.plan import plan_epoch
     >>> draw_plan_svg(plan_epoch(11, 2, 2)).count("<rect")  # the ground, six batches, and one of padding
@@ -78,7 +78,7 @@ def draw_plan_svg(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max
     names = max((len(name) for name, _ in table), default=0)
     lefts = [_EDGE + names * _CHAR + 2 * _EDGE]
     for head, column in zip(heads, columns, strict=True):
-        longest = max(len(head), *(len(" ".join(_plain(read, padding))) for read, padding in column))
+        longest = max(len(head), *(len(" ".join(_words(read, padding))) for read, padding in column))
         lefts.append(lefts[-1] + longest * _CHAR + 2 * _EDGE + 2 * _BETWEEN)
     notes = _notes(plan)
     width = max([lefts[-1] + _EDGE, *(len(note) * _CHAR + 2 * _EDGE for note in notes)])
@@ -101,19 +101,19 @@ def draw_plan_svg(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max
     return "\n".join([head, f"<title>{title}</title>", *parts, "</svg>\n"])
 
 
-# What a rank reads in a step that is new, and what is padding; None for cells that are left out.
+# The positions that a rank reads in a step, and those of its padding; None for cells that aren't shown.
 _Cell = tuple[Sequence[int] | None, Sequence[int]]
 
 
 def _table(plan: EpochPlan, sharing: int, max_steps: int, max_ranks: int) -> list[tuple[str, list[_Cell]]]:
     if max_steps < 2 or max_ranks < 2:
         raise ValueError(
-            f"a picture shows at least 2 steps and 2 ranks: got max_steps={max_steps}, max_ranks={max_ranks}."
+            f"max_steps and max_ranks must be at least 2: got max_steps={max_steps}, max_ranks={max_ranks}."
         )
-    steps = _shown(plan.num_steps, max_steps)
+    steps = _select(plan.num_steps, max_steps)
     empty: list[_Cell] = [] if steps else [((), ())]
     rows: list[tuple[str, list[_Cell]]] = []
-    for rank in _shown(plan.size, max_ranks):
+    for rank in _select(plan.size, max_ranks):
         if rank is None:
             rows.append((_GAP, [(None, ())] * len(steps) or empty))
         else:
@@ -129,15 +129,15 @@ def _read(plan: EpochPlan, step: int, rank: int) -> _Cell:
     return positions[:valid], positions[valid:]
 
 
-def _shown(number: int, most: int) -> list[int | None]:
-    """Return the first ones and the last, and None for the gap between them."""
+def _select(number: int, most: int) -> list[int | None]:
+    """Return the first numbers and the last, with None for the gap between them."""
     if number <= most:
         return list(range(number))
     return [*range(most - 1), None, number - 1]
 
 
 def _steps(plan: EpochPlan, max_steps: int) -> list[str]:
-    shown = _shown(plan.num_steps, max_steps)
+    shown = _select(plan.num_steps, max_steps)
     return [_GAP if step is None else f"step {step}" for step in shown] or ["no step"]
 
 
@@ -147,7 +147,7 @@ def _notes(plan: EpochPlan) -> list[str]:
     return [f"{what}: {' '.join(_run(first, end))}" for what, first, end in notes if first < end]
 
 
-def _plain(read: Sequence[int] | None, padding: Sequence[int]) -> list[str]:
+def _words(read: Sequence[int] | None, padding: Sequence[int]) -> list[str]:
     if read is None:
         return [_GAP]
     return [*_runs(read), *_runs(padding)] or ["-"]
@@ -155,12 +155,12 @@ def _plain(read: Sequence[int] | None, padding: Sequence[int]) -> list[str]:
 
 def _cell(read: Sequence[int] | None, padding: Sequence[int]) -> list[str]:
     if read is None or not padding:
-        return _plain(read, padding)
+        return _words(read, padding)
     return [*_runs(read), f"({' '.join(_runs(padding))})"]
 
 
 def _runs(positions: Sequence[int]) -> list[str]:
-    """Write positions out, and those of a long run as first..last.
+    """List positions, and long runs as first..last.
 
     >>> _runs([7, 8, 9, 10, 11, 0, 1])
     ['7..11', '0', '1']
@@ -176,7 +176,7 @@ def _runs(positions: Sequence[int]) -> list[str]:
 
 
 def _run(first: int, end: int) -> list[str]:
-    if end - first > _WRITTEN_OUT:
+    if end - first > _MAX_LISTED:
         return [f"{first}..{end - 1}"]
     return list(map(str, range(first, end)))
 
@@ -185,7 +185,7 @@ def _draw_cell(
     left: int, top: int, width: int, read: Sequence[int] | None, padding: Sequence[int]
 ) -> list[str]:
     if not read and not padding:
-        return [_text(left + _EDGE, top, _plain(read, padding)[0], _GREY)]
+        return [_text(left + _EDGE, top, _words(read, padding)[0], _GREY)]
     new, again = " ".join(_runs(read or ())), " ".join(_runs(padding))
     cut = left if not new else left + _EDGE + len(new) * _CHAR + _CHAR // 2
     parts = [_rect(left, top, width if not again else cut - left, _ROW - _BETWEEN, _NEW)] if new else []
@@ -203,7 +203,7 @@ def _rect(left: int, top: int, width: int, height: int, color: str) -> str:
 
 
 def _text(left: int, top: int, text: str, color: str) -> str:
-    # textLength: the cells are laid out for letters of one width, whatever font there is.
+    # textLength: the layout assumes letters of one width, whichever font is used.
     return (
         f'<text x="{left}" y="{top + 18}" textLength="{len(text) * _CHAR}" '
         f'lengthAdjust="spacingAndGlyphs" fill="{color}">{text}</text>'

@@ -1,4 +1,4 @@
-"""Bring batches to the device of a rank, while the device still computes on the ones before."""
+"""Move batches to the device of a rank while it still computes on the previous ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 def placer(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
-    """Return what brings a tree to ``device``.
+    """Return a function that moves a tree to ``device``.
 
     Args:
-        device: Where to. On a CUDA device copies go beside its computing, by a :class:`SideStream`.
-        non_blocking: Don't wait for copies from pinned memory, which must then not be written to meanwhile.
+        device: The target. Copies to a CUDA device overlap its computation: see :class:`SideStream`.
+        non_blocking: Don't wait for copies from pinned memory, which must not be written to meanwhile.
     """
     if device.type == "cuda":
         return SideStream(device, non_blocking)
@@ -31,7 +31,7 @@ def placer(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
 
 
 def place_on_cpu(batch: Any) -> Any:
-    """Bring a tree to the CPU, where nearly all of them are already: found out at little cost."""
+    """Move a tree to the CPU, with a fast path for tensors that are already there."""
     kind = type(batch)  # pyright: ignore[reportUnknownVariableType]
     if kind is torch.Tensor:
         if batch.is_cpu:
@@ -46,15 +46,15 @@ def place_on_cpu(batch: Any) -> Any:
 
 
 class SideStream:
-    """Copies trees to a CUDA device on a stream of its own, from pinned memory.
+    """Copies trees from pinned memory to a CUDA device on a stream of its own.
 
-    The program runs ahead of the device: it asks for the next batch while the device computes on this one. A
-    copy in the stream that computes would wait until that is done; here it begins at once, and what computes
-    on the batch waits for it on the device. So nothing has to be read ahead for copies to cost no time.
+    The program runs ahead of the device: it requests the next batch while the device computes on this one. A
+    copy on the computing stream would wait for that computation; on a side stream it begins immediately, and
+    only the computation on the batch waits for it. So copies cost no time, without prefetching batches.
     """
 
     def __init__(self, device: torch.device, non_blocking: bool) -> None:
-        """Copy to ``device``; unless ``non_blocking``, wait for each copy, though not for what computes."""
+        """Copy to ``device``; unless ``non_blocking``, wait for each copy, but not for the computation."""
         self._device = device
         self._non_blocking = non_blocking
         self._stream = torch.cuda.Stream(device)
@@ -62,29 +62,26 @@ class SideStream:
     def __call__(self, batch: T) -> T:
         """Return ``batch`` on the device.
 
-        Leaves that move by a ``to`` of their own do so in the stream that computes: which tensors they hold,
-        and for how long, is unknown.
+        Leaves with their own ``to`` method move on the computing stream, since the lifetime of their tensors
+        is unknown.
         """
         leaves, structure = flatten(batch, is_packed_sequence)
-        mine = [index for index, leaf in enumerate(leaves) if self._is_mine(leaf)]
-        if mine:
+        dense = {
+            index: leaf
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.layout == torch.strided
+        }
+        if dense:
             current = torch.cuda.current_stream(self._device)
             with torch.cuda.stream(self._stream):
-                for index in mine:
-                    leaves[index] = _pinned(leaves[index]).to(self._device, non_blocking=True)
+                for index, leaf in dense.items():
+                    pinned = leaf if leaf.is_pinned() else leaf.pin_memory()
+                    leaves[index] = pinned.to(self._device, non_blocking=True)
             current.wait_stream(self._stream)
-            for index in mine:  # made for the side stream, which must not use its memory again too soon
+            for index in dense:  # allocated on the side stream, which must not reuse the memory too early
                 leaves[index].record_stream(current)
             if not self._non_blocking:
                 self._stream.synchronize()
-        others = set(range(len(leaves))).difference(mine)
-        for index in others:
+        for index in set(range(len(leaves))).difference(dense):
             leaves[index] = send_to_device(leaves[index], self._device, non_blocking=self._non_blocking)
         return structure.unflatten(leaves)
-
-    def _is_mine(self, leaf: object) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.layout == torch.strided
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_pinned() else tensor.pin_memory()

@@ -1,4 +1,4 @@
-"""Who reads which samples: the plan of an epoch, as arithmetic on positions."""
+"""The plan of an epoch: which rank reads which samples, as arithmetic on positions."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ __all__ = (
 
 
 class BatchInfo(NamedTuple):
-    """What is known of one batch of one rank. The first five are those of a MicroBatch, in its order.
+    """Facts of one batch of one rank. The first five fields are those of MicroBatch, in its order.
 
     Attributes:
-        num_rows: Samples in it, padding included; None where nobody says.
-        max_rows: Samples in the batch of the rank that has most.
-        num_valid: Samples of all ranks that are no padding; the first ones, in rank order, unless
-            ``valid_by_rank`` says otherwise.
-        valid_by_rank: The same by rank, where batches have different lengths; each rank's first ones.
-        own_valid: Of this rank alone, its first ones; None for all its rows.
-        is_last: Whether no batch follows; None where that shows only when the next one is asked for.
-        consumed: Samples of the epoch that have been read, on all ranks, when this batch is done.
-        stream: State of a stream of the user's own then, where it has one.
+        num_rows: Samples in the batch, padding included; None if unknown.
+        max_rows: Samples in the largest batch of all ranks in this step.
+        num_valid: Samples of all ranks that aren't padding.
+        valid_by_rank: The same by rank, if the ranks' batches have different lengths.
+        own_valid: Samples of this rank that aren't padding; None for all its rows.
+        is_last: Whether no batch follows; None if that is unknown before the next batch is requested.
+        consumed: Samples of the epoch that all ranks have read after this batch.
+        stream: State of a stateful stream after this batch.
     """
 
     num_rows: int | None = None
@@ -51,20 +50,20 @@ class BatchInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """How one pass over the data is shared out. Holds no list: any batch is reached in constant time.
+    """Divides one pass over the data among the ranks. Holds no list: any batch is computed in constant time.
 
-    Positions count along the order of the epoch; which sample stands at a position is another matter. Step
-    ``k`` of the world covers ``global_batch`` consecutive positions, and rank ``r`` reads the ``r``-th of
-    ``size`` equal pieces. Ranks that share a batch, such as those of one tensor-parallel group, are one rank
-    here (:func:`data_rank`).
+    Positions count along the order of the epoch, which determines the sample at each position. Step ``k`` of
+    the world covers ``global_batch`` consecutive positions, and rank ``r`` reads the ``r``-th of ``size``
+    equal pieces. Ranks that share a batch, such as those of one tensor-parallel group, are one rank here
+    (:func:`data_rank`).
 
     Attributes:
         num_samples: Length of the order.
         rank_batch: Samples of one rank in one step.
         size: Number of ranks that read different data.
-        even: Fill the last step up from the start of the order, so that all ranks have full batches.
-        drop_last: Leave out the last step when it isn't full.
-        start: Position at which the pass begins: what comes before has been read already.
+        even: Pad the last step from the start of the order, so that all ranks have full batches.
+        drop_last: Drop the last step if it isn't full.
+        start: Position at which the pass begins; earlier positions have been read before.
     """
 
     num_samples: int
@@ -91,7 +90,7 @@ class EpochPlan:
         return full if self.drop_last or not rest else full + 1
 
     def num_batches(self, rank: int) -> int:
-        """Count the batches of ``rank``; they differ between ranks only when the data is left uneven."""
+        """Return the number of batches of ``rank``, which differs between ranks only without ``even``."""
         full, rest = divmod(self.num_left, self.global_batch)
         if self.drop_last or not rest:
             return full
@@ -99,7 +98,7 @@ class EpochPlan:
 
     @property
     def in_step(self) -> bool:
-        """Whether all ranks have equally many batches, however many samples there are."""
+        """Whether all ranks have equally many batches for any number of samples."""
         return self.even or self.drop_last or self.size == 1
 
     @property
@@ -115,10 +114,10 @@ class EpochPlan:
         return list(range(first, min(first + self.rank_batch, self.num_samples)))
 
     def block(self, first: int, last: int, ranks: range) -> torch.Tensor:
-        """Return the positions of ``ranks`` in steps ``first`` to ``last``, that one not included.
+        """Return the positions of ``ranks`` in steps ``first`` to ``last``, excluding ``last``.
 
         Returns:
-            ``(n,)`` int64: of each step ``rank_batch`` positions a rank, of an uneven last one fewer.
+            ``(n,)`` int64: ``rank_batch`` positions per step and rank, fewer in an uneven last step.
         """
         starts = torch.arange(first, last) * self.global_batch + (self.start + ranks.start * self.rank_batch)
         positions = (starts[:, None] + torch.arange(len(ranks) * self.rank_batch)).reshape(-1)
@@ -129,22 +128,22 @@ class EpochPlan:
         return positions[positions < self.num_samples]
 
     def num_rows(self, step: int, rank: int) -> int:
-        """Count the samples that ``rank`` reads in ``step``, padding included."""
+        """Return the number of samples that ``rank`` reads in ``step``, padding included."""
         if self.even:
             return self.rank_batch
         first = self.start + step * self.global_batch + rank * self.rank_batch
         return max(0, min(self.rank_batch, self.num_samples - first))
 
     def num_valid(self, step: int) -> int:
-        """Count the samples of ``step``, over all ranks, that no earlier step or rank has read."""
+        """Return the number of samples of ``step``, over all ranks, that aren't padding."""
         return min(self.global_batch, self.num_left - step * self.global_batch)
 
     def consumed(self, step: int) -> int:
-        """Count the samples of the order that have been read when ``step`` is over."""
+        """Return the number of samples of the order that have been read after ``step``."""
         return self.start + step * self.global_batch + self.num_valid(step)
 
     def batch_info(self, step: int, rank: int) -> BatchInfo:
-        """Describe the batch that ``rank`` reads in ``step``.
+        """Return the BatchInfo of the batch that ``rank`` reads in ``step``.
 
         >>> info = plan_epoch(5, 2, 2).batch_info(1, 1)
         >>> info.num_rows, info.own_valid, info.is_last, info.consumed
@@ -160,7 +159,7 @@ class EpochPlan:
         )
 
     def batch_infos(self, rank: int) -> Iterator[BatchInfo]:
-        """Describe the batches that ``rank`` reads, one after the other, as :meth:`batch_info` does.
+        """Yield :meth:`batch_info` of each batch that ``rank`` reads.
 
         >>> plan = plan_epoch(9, 2, 2)
         >>> list(plan.batch_infos(1)) == [plan.batch_info(step, 1) for step in range(3)]
@@ -168,9 +167,9 @@ class EpochPlan:
         """
         num_batches = self.num_batches(rank)
         rows, group, consumed = self.rank_batch, self.global_batch, self.start
-        # Full steps but for a last one differ in their places only.
+        # Full steps before the last differ only in `consumed`.
         full = max(0, min(num_batches - 1, self.num_left // group))
-        # What BatchInfo(...) calls, at half of its cost, which each batch pays.
+        # As BatchInfo(...), at half of its cost, since it is called for every batch.
         make = cast("Callable[..., BatchInfo]", cast("Any", tuple).__new__)
         for _ in range(full):
             consumed += group
@@ -179,7 +178,7 @@ class EpochPlan:
             yield self.batch_info(step, rank)
 
     def of_one_rank(self) -> EpochPlan:
-        """Return the plan of a world of one whose batches are whole steps of this one."""
+        """Return the plan of a world of one whose batches are the steps of this plan."""
         return replace(self, rank_batch=self.global_batch, size=1)
 
     def after(self, num_steps: int) -> EpochPlan:
@@ -209,15 +208,15 @@ def plan_epoch(
     Args:
         num_samples: Samples in the epoch.
         batch_size: Of the user's loader.
-        size: Ranks that read different data.
-        split_batches: ``batch_size`` is that of the whole world, and each rank gets a piece of it.
-        even_batches: Fill the last step up from the start of the order.
-        drop_last: Leave out an incomplete last step.
-        start: Samples that an earlier part of the pass has read, in any world.
+        size: Number of ranks that read different data.
+        split_batches: ``batch_size`` is that of all ranks together, and each rank gets a piece of it.
+        even_batches: Pad the last step from the start of the order.
+        drop_last: Drop an incomplete last step.
+        start: Number of samples that an earlier part of the pass has read, in any world.
 
     Raises:
-        ConfigurationError: A number is out of range, or a batch that is to be split isn't divisible by the
-            number of ranks.
+        ConfigurationError: A number is out of range, or ``split_batches`` is set and ``batch_size`` isn't
+            divisible by the number of ranks.
 
     >>> plan = plan_epoch(num_samples=11, batch_size=2, size=2)
     >>> [plan.positions(step, rank=1) for step in range(plan.num_steps)]
@@ -225,34 +224,33 @@ def plan_epoch(
     """
     if batch_size < 1 or size < 1 or not 0 <= start <= num_samples:
         raise ConfigurationError(
-            "an epoch needs batches and ranks of at least 1, and starts within its samples: got "
+            "batch_size and the number of ranks must be at least 1, and start between 0 and num_samples: got "
             f"batch_size={batch_size}, {size} ranks, num_samples={num_samples} and start={start}."
         )
     if split_batches and batch_size % size:
         smaller = batch_size // size * size
         raise ConfigurationError(
-            "split_batches shares each batch out between the ranks, so the batch size must be divisible by "
-            "their number: "
-            f"got batch_size={batch_size} and {size} ranks. Use "
+            "split_batches divides each batch among the ranks, so the batch size must be divisible by their "
+            f"number: got batch_size={batch_size} and {size} ranks. Use "
             f"{smaller + size}{f' or {smaller}' if smaller else ''}."
         )
     return EpochPlan(
         num_samples=num_samples,
         rank_batch=batch_size // size if split_batches else batch_size,
         size=size,
-        even=even_batches and size > 1,  # alone, there is nobody to keep in step with
+        even=even_batches and size > 1,  # a single rank needs no padding
         drop_last=drop_last,
         start=start,
     )
 
 
 class DataRank(NamedTuple):
-    """Which part of the data a rank reads.
+    """The part of the data that a rank reads.
 
     Attributes:
-        rank: Number of the group of ranks that share each batch; the ``rank`` of an :class:`EpochPlan`.
-        size: Number of groups; its ``size``.
-        sharing: Ranks in a group.
+        rank: Index of the group of ranks that share each batch: the ``rank`` of an :class:`EpochPlan`.
+        size: Number of groups: the ``size`` of an :class:`EpochPlan`.
+        sharing: Number of ranks in a group.
     """
 
     rank: int
@@ -261,26 +259,24 @@ class DataRank(NamedTuple):
 
 
 def data_rank(parallelism: ParallelismConfig, rank: int) -> DataRank:
-    """Return which part of the data ``rank`` reads in a mesh. Pure.
+    """Return the part of the data that ``rank`` reads in a mesh. Pure.
 
-    Ranks that differ only along the axes of pipeline, tensor, context or sequence parallelism work on one
-    batch together, so they read the same.
+    Ranks that differ only along the axes of pipeline, tensor, context or sequence parallelism read the same
+    batches.
 
     Args:
         parallelism: Sizes of the axes.
         rank: In ``range(total_size)``.
 
     Raises:
-        ValueError: There is no such rank in the mesh.
+        ValueError: The mesh doesn't have that rank.
 
     >>> mesh = ParallelismConfig(dp_shard_size=2, tp_size=2)
     >>> [data_rank(mesh, rank).rank for rank in range(4)]
     [0, 0, 1, 1]
     """
     if not 0 <= rank < parallelism.total_size:
-        raise ValueError(
-            f"data_rank: the mesh has ranks 0 to {parallelism.total_size - 1}, and there is no rank {rank}."
-        )
+        raise ValueError(f"data_rank: the mesh has ranks 0 to {parallelism.total_size - 1}, got rank {rank}.")
     mesh = plan_mesh(parallelism, parallelism.total_size)
     size = mesh.size("dp")
     return DataRank(mesh.coordinate(rank, "dp"), size, mesh.num_ranks // size)
@@ -289,18 +285,18 @@ def data_rank(parallelism: ParallelismConfig, rank: int) -> DataRank:
 def plan_stream(
     loading: DataLoaderConfiguration, size: int, batch_size: int | None, drop_last: bool
 ) -> EpochPlan:
-    """Plan how ranks share a stream of unknown length, which counts as 0. Pure.
+    """Plan a stream of unknown length, with ``num_samples`` 0. Pure.
 
-    Where the loader doesn't make batches, each of its items counts as one sample.
+    If the loader makes no batches, each of its items counts as one sample.
 
     Args:
-        loading: How the user wants data to be shared out.
-        size: Ranks that read different data.
+        loading: The user's configuration.
+        size: Number of ranks that read different data.
         batch_size: Of the user's loader.
         drop_last: Of the user's loader.
 
     Raises:
-        ConfigurationError: The batch is to be split and can't be.
+        ConfigurationError: ``split_batches`` is set, and the batch can't be split.
     """
     refuse_unsplittable(loading, batch_size)
     return plan_epoch(
@@ -314,9 +310,9 @@ def plan_stream(
 
 
 def refuse_unsplittable(loading: DataLoaderConfiguration, batch_size: int | None) -> None:
-    """Refuse to split batches of a loader that makes none."""
+    """Raise if ``split_batches`` is set for a loader that makes no batches."""
     if loading.split_batches and batch_size is None:
         raise ConfigurationError(
-            "split_batches cuts each batch that the loader makes, and with batch_size=None the loader makes "
-            "none. Use split_batches=False, or give the loader a batch size."
+            "split_batches divides the loader's batches, but a loader with batch_size=None makes none. Use "
+            "split_batches=False, or give the loader a batch size."
         )

@@ -1,4 +1,4 @@
-"""Make a loader like the user's, with other batches or another dataset."""
+"""Build loaders like the user's, with other batches or another dataset, and stand-ins for their datasets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = (
     "Batches",
     "Keyed",
     "ListsOf",
-    "Seeded",
+    "Proxy",
     "batch_sampler_of",
     "import_stateful",
     "is_stateful",
@@ -32,19 +32,19 @@ __all__ = (
 
 T = TypeVar("T")
 
-# What a DataLoader was made with, batching apart.
+# Arguments of a DataLoader apart from its dataset and batching.
 _OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "persistent_workers", "in_order", "pin_memory_device"),
 )
-# torchdata's StatefulDataLoader knows the states of datasets that its workers read.
+# Its StatefulDataLoader returns the states of datasets that its workers read.
 _STATEFUL = "torchdata.stateful_dataloader"
 
 
 def batch_sampler_of(source: DataLoader[Any]) -> Any:
-    """Return what draws the batches of ``source``, None where its items are batches.
+    """Return the batch sampler of ``source``; None if it makes no batches.
 
-    With ``batch_size=None`` it may stand in the sampler's place: the dataset is asked for a list of indices.
+    With ``batch_size=None`` it may be passed as the sampler: then the dataset is indexed with lists.
     """
     loader = cast("Any", source)
     if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler):
@@ -53,100 +53,111 @@ def batch_sampler_of(source: DataLoader[Any]) -> Any:
 
 
 def sampler_of(source: DataLoader[Any]) -> Any:
-    """Return what draws the samples of ``source``.
+    """Return the sampler of ``source``: its batch sampler's if that has one.
 
-    That of its batch sampler, where it has one: a loader that was given a batch sampler has another sampler,
-    which nobody asked for, beside.
+    The ``sampler`` of a loader that was built with a batch sampler is a default that isn't used.
     """
     return getattr(batch_sampler_of(source), "sampler", cast("Any", source).sampler)
 
 
 class Keyed(list[Any]):
-    """Indices of one batch, with what its randomness is derived from."""
+    """The indices of one batch, with the key that its random numbers are seeded from."""
 
     def __init__(self, items: Sequence[Any], key: tuple[int, ...]) -> None:
-        """Hold ``items``."""
+        """Store ``items`` and ``key``."""
         super().__init__(items)
         self.key = key
 
     def __reduce__(self) -> tuple[type[Keyed], tuple[list[Any], tuple[int, ...]]]:
-        """Travel to a worker."""
+        """Pickle with the key, for a worker."""
         return Keyed, (list(self), self.key)
 
 
-# Gives the batches of consecutive ranks, step by step.
+# Yields the batches of consecutive ranks, step by step.
 ListsOf: TypeAlias = Callable[[EpochPlan, range], Iterator[Keyed]]
 
 
 class Batches:
-    """What torch's DataLoader takes for a batch sampler: the batches of the pass that was begun last."""
+    """A batch sampler for torch's DataLoader: yields the batches that were set last."""
 
     def __init__(self) -> None:
-        """Hold no batches."""
+        """Start without batches."""
         self._make: Callable[[], Iterator[Any]] = lambda: iter(())
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> None:
-        """Return these from the next pass on."""
+        """Yield what ``make`` returns, from the next pass on."""
         self._make = make
 
     def __iter__(self) -> Iterator[Any]:
         return self._make()
 
 
-class Seeded:
-    """A dataset that draws the same random numbers for a batch, whichever process reads it.
+class Proxy:
+    """Stands in for an object of the user's, such as a dataset.
+
+    Attributes that the proxy wasn't built with are read from the user's object and set on it, as a
+    ``worker_init_fn`` does.
+    """
+
+    _target: Any
+
+    def __init__(self, target: Any, **attributes: Any) -> None:
+        """Stand in for ``target``, with ``attributes`` of the proxy itself."""
+        vars(self).update(_target=target, **attributes)
+
+    def __len__(self) -> int:
+        return len(self._target)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_target" or name.startswith("__"):  # copy and pickle look these up before __init__
+            raise AttributeError(name)
+        return getattr(self._target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self._target, name, value)
+
+
+class _SeededDataset(Proxy):
+    """A map-style dataset that draws the same random numbers for a batch, whichever process reads it.
 
     So neither the number of workers nor a resumption changes an augmentation, and no two ranks share one.
     """
 
-    _dataset: Any
-    _one: bool
-
-    def __init__(self, dataset: Any, one: bool = False) -> None:
-        """Read ``dataset``; ``one``: a batch is one item of it."""
-        vars(self).update(_dataset=dataset, _one=one)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
+    _unbatched: bool  # a batch is a single item of the dataset
 
     def __getitem__(self, indices: Keyed) -> Any:
-        """Seed the generators for this batch, and ask for it where torch makes none of samples."""
+        """Return a batch that the dataset makes itself."""
         seed_from(indices.key)
-        return self._dataset[indices[0] if self._one else list(indices)]
+        return self._target[indices[0] if self._unbatched else list(indices)]
 
     def __getitems__(self, indices: Keyed) -> Any:
-        """Seed the generators for this batch, and read it as torch would."""
+        """Return the samples of a batch, read as torch would."""
         seed_from(indices.key)
-        read = getattr(self._dataset, "__getitems__", None)
-        return read(list(indices)) if read else [self._dataset[index] for index in indices]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._dataset, name, value)  # as a worker_init_fn does
+        read = getattr(self._target, "__getitems__", None)
+        return read(list(indices)) if read else [self._target[index] for index in indices]
 
 
 def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:
-    """Make a loader like ``source`` that reads ``batches``, which it takes for a batch sampler."""
+    """Build a loader like ``source`` that reads ``batches``, a batch sampler."""
+    dataset: Any = _SeededDataset(source.dataset, _unbatched=batch_sampler_of(source) is None)
     if cast("Any", source).batch_sampler is None:
-        dataset: Any = Seeded(source.dataset, one=batch_sampler_of(source) is None)
         return remake(source, dataset, sampler=batches)
-    return remake(source, Seeded(source.dataset), batch_sampler=batches)
+    return remake(source, dataset, batch_sampler=batches)
 
 
 def remake(
     source: DataLoader[Any], dataset: Any, *, stateful: bool = False, **changes: Any
 ) -> DataLoader[Any]:
-    """Make a loader of the class and with the options of ``source``, over another dataset.
+    """Build a loader of the class and with the options of ``source``, over another dataset.
 
     Args:
         source: The user's loader.
-        dataset: What the new one reads.
-        stateful: Make torchdata's StatefulDataLoader.
-        **changes: Its batching or ``collate_fn``. Without a batch sampler or size it makes no batches.
+        dataset: Replaces its dataset.
+        stateful: Build torchdata's StatefulDataLoader.
+        **changes: Batching or ``collate_fn``. Without a batch sampler or size, the loader makes no batches.
 
     Raises:
         MissingExtraError: torchdata isn't installed.
@@ -160,15 +171,15 @@ def remake(
             options["snapshot_every_n_steps"] = getattr(source, "snapshot_every_n_steps", 1)
         size: dict[str, Any] = {} if "batch_sampler" in changes else {"batch_size": None}
         return kind(dataset, **{**options, **size, **changes})
-    # It is unknown how a class of the user's own is made: a copy keeps what it has.
+    # The arguments of a user's class are unknown, so it is copied.
     batching = {"batch_size": None, "drop_last": False, "batch_sampler": None}
     return twin_of(source, **{"dataset": dataset, **batching, **changes})
 
 
 def twin_of(source: DataLoader[T], **changes: Any) -> DataLoader[T]:
-    """Copy a loader and change attributes of the copy, which torch lets nobody change in a loader.
+    """Return a copy of a loader with changed attributes, without its workers.
 
-    The copy has all options, and the class; it holds no workers.
+    The attributes are written directly, since a DataLoader refuses to change them.
     """
     twin = copy.copy(source)
     vars(twin).update({"_iterator": None, **changes})
@@ -176,14 +187,14 @@ def twin_of(source: DataLoader[T], **changes: Any) -> DataLoader[T]:
 
 
 def is_stateful(ctx: Context, source: DataLoader[Any]) -> bool:
-    """Return whether the states of workers are kept: it was asked for, or the loader is of that class."""
-    # Without an import: whoever has such a loader has imported its package.
+    """Return whether workers' states are kept: by configuration, or because the loader is of that class."""
+    # Not imported: a loader of this class exists only if its package has been imported.
     kind = getattr(sys.modules.get(_STATEFUL), "StatefulDataLoader", None)
     return ctx.loading.use_stateful_dataloader or (kind is not None and isinstance(source, kind))
 
 
 def num_workers_of(state: Any) -> int | None:
-    """Return how many workers a state of a StatefulDataLoader is of; None where it is no such state."""
+    """Return the number of workers in a state of a StatefulDataLoader; None for another state."""
     snapshot: Any = state.get("_snapshot")
     return None if snapshot is None else len(snapshot["_worker_snapshots"])
 

@@ -1,4 +1,4 @@
-"""Read a map-style dataset by an order of its samples, or by the batches of a sampler of the user's own."""
+"""Read a map-style dataset, by an order of its samples or by the batches of a custom batch sampler."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accelfn.context import Context
 from accelfn.data.dispatch import DispatchedSteps, SliceFunction
-from accelfn.data.draws import read_apart
-from accelfn.data.order import IndexFn, draw_together, read_order, refuse_sharded, take_from
+from accelfn.data.draws import read_isolated
+from accelfn.data.order import IndexFn, draw_together, index_list, read_order, refuse_sharded
 from accelfn.data.plan import BatchInfo, EpochPlan, plan_epoch, refuse_unsplittable
 from accelfn.data.reader import (
-    EVENED,
-    EVENED_OR_DROPPED,
+    EVEN_BATCHES,
+    EVEN_OR_DROP_LAST,
     EpochPass,
     Reader,
     ReadSettings,
@@ -31,8 +31,8 @@ __all__ = ("BatchedReader", "LocalSteps", "SampledReader", "read_indexed")
 
 T = TypeVar("T")
 
-# Samples whose indices are computed at once: enough to make the arithmetic cheap, few enough to begin at
-# once.
+# Number of samples whose indices are computed at once: large enough for cheap arithmetic, but smaller at the
+# start of an epoch, to begin without delay.
 _BLOCK = 16_384
 _FIRST_BLOCK = 256
 
@@ -41,12 +41,12 @@ class LocalSteps(Generic[T]):
     """Carries out planned steps: each rank reads its own batches.
 
     Attributes:
-        cuts: Each step is read as one batch, of which every rank gets rows.
+        splits_batch: Each step is read as one batch, whose rows are divided among the ranks.
     """
 
     def __init__(self, ctx: Context, source: DataLoader[T], rank: int) -> None:
-        """Read by a loader like ``source``; for ``rank`` of those that read different data."""
-        self.cuts: bool = ctx.loading.split_batches
+        """Read with a loader like ``source``; ``rank`` numbers the ranks that read different data."""
+        self.splits_batch: bool = ctx.loading.split_batches
         self._rank = rank
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
@@ -54,16 +54,16 @@ class LocalSteps(Generic[T]):
     def begin(
         self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], what: str
     ) -> Iterator[tuple[T, BatchInfo]]:
-        """Return this rank's batches of a plan, each with what is known of it."""
+        """Return this rank's batches of a plan, each with its BatchInfo."""
         del what
         self._batches.begin(partial(lists, plan, range(self._rank, self._rank + 1)))
-        return zip(read_apart(self._loader, is_resumed=plan.start > 0), infos, strict=True)
+        return zip(read_isolated(self._loader, is_resumed=plan.start > 0), infos, strict=True)
 
 
 def read_indexed(
     ctx: Context, source: DataLoader[T], slice_fn: SliceFunction | None = None
 ) -> SampledReader[T]:
-    """Return what reads ``source``, a loader over a map-style dataset.
+    """Return the reader of ``source``, a loader over a map-style dataset.
 
     Args:
         ctx: The world.
@@ -79,18 +79,18 @@ def read_indexed(
         steps: LocalSteps[T] | DispatchedSteps[T] = DispatchedSteps(ctx, source, slice_fn)
     else:
         steps = LocalSteps(ctx, source, rank)
-    own = type(batch_sampler_of(source)) not in (BatchSampler, type(None))
-    return (BatchedReader if own else SampledReader)(ctx, source, rank, size, steps)
+    is_custom = type(batch_sampler_of(source)) not in (BatchSampler, type(None))
+    return (BatchedReader if is_custom else SampledReader)(ctx, source, rank, size, steps)
 
 
 class SampledReader(Reader[T]):
-    """Reads by an order of samples: any position is reached at once, and no list is held.
+    """Reads by an order of samples, whose positions are computed in constant time without a list.
 
-    Where the loader makes no batches, each rank gets one item in each step; ``start`` and ``consumed`` count
-    items then.
+    If the loader makes no batches, each rank reads one item per step; ``start`` and ``consumed`` then count
+    items.
 
     Attributes:
-        what: All ranks have to ask for alike, as text.
+        what: Describes the data, the same text on all ranks.
     """
 
     can_choose_even = True
@@ -103,7 +103,7 @@ class SampledReader(Reader[T]):
         size: int,
         steps: LocalSteps[T] | DispatchedSteps[T],
     ) -> None:
-        """Read ``source`` for ``rank`` of ``size`` that read different data; see :func:`read_indexed`."""
+        """Read ``source`` as ``rank`` of ``size`` that read different data; see :func:`read_indexed`."""
         self.even_batches: bool | None = ctx.loading.even_batches
         self._ctx, self._rank, self._size, self._steps = ctx, rank, size, steps
         self._dataset: Any = source.dataset
@@ -115,7 +115,7 @@ class SampledReader(Reader[T]):
         self.what: str = self._read_source(source)
 
     def _read_source(self, source: DataLoader[T]) -> str:
-        """Read what the samplers ask for."""
+        """Configure the reader by the loader's sampler, and return its description."""
         refuse_unsplittable(self._ctx.loading, self._rows)
         sampler = sampler_of(source)
         self._order = read_order(sampler, source.dataset, 0)
@@ -123,7 +123,7 @@ class SampledReader(Reader[T]):
         self.length: int | None = self._order.num_samples
         self.settings: ReadSettings = ReadSettings(order=self._order.kind)
         if self._rows is None:
-            return f"{self._order}, each a batch"
+            return f"{self._order}, each item a batch"
         plan = self._plan(self.length, 0)
         self.batch_size: int | None = plan.global_batch
         return repr(plan)
@@ -137,58 +137,56 @@ class SampledReader(Reader[T]):
         plan = self.plan(0)
         return None if plan is None else plan.num_batches(self._rank)
 
-    def rest(self) -> UserState:
-        """Return the sampler's state behind the latest epoch."""
+    def idle_state(self) -> UserState:
+        """Return the sampler's state after the latest epoch."""
         return UserState(self._sampler_after)
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass.
 
         Raises:
-            ValueError: The dataset has another length than it had when the loader was prepared, or a sampler
-                drew another number of samples than it has promised.
+            ValueError: The dataset's length has changed since the loader was prepared, or a sampler drew
+                another number of samples than its length.
         """
         order = self._order
         if len(self._dataset) != order.num_items:
             raise ValueError(
-                f"the dataset {type(self._dataset).__name__} had a length of {order.num_items} when its "
-                f"loader was prepared, and now has one of {len(self._dataset)}. Prepare a new one."
+                f"the dataset {type(self._dataset).__name__} had length {order.num_items} when its loader "
+                f"was prepared, and now has length {len(self._dataset)}. Prepare a new loader."
             )
         if self._sampler is None:
-            before, take = None, order.taker(self.seed, epoch)
+            before, index_fn = None, order.index_fn(self.seed, epoch)
         else:
             drawn, before = self._draw(self._sampler, epoch)
             if len(drawn) != order.num_samples:
                 raise ValueError(
-                    f"the sampler {type(self._sampler).__name__} has a length of {order.num_samples}, "
-                    f"and drew {len(drawn)} samples. Its __len__ must count what its __iter__ gives."
+                    f"the sampler {type(self._sampler).__name__} has length {order.num_samples} but drew "
+                    f"{len(drawn)} samples. Its __len__ must return what its __iter__ yields."
                 )
-            take = take_from(drawn)
+            index_fn = index_list(drawn)
         plan = self._plan(order.num_samples, start)
-        begun = self._begin_samples(plan, take, epoch)
-        if (
-            self._rows is None
-        ):  # each item is a batch of the user's own, which alone tells how many rows it has
+        begun = self._begin_samples(plan, index_fn, epoch)
+        if self._rows is None:  # each item is a batch, whose number of rows is known only after reading it
             begun = begun._replace(
-                batches=map(_counted, begun.batches),
+                batches=map(_with_actual_rows, begun.batches),
                 info_at=partial(_consumed_at, plan),
-                evened_by=EVENED,
+                remedies=EVEN_BATCHES,
             )
         return begun._replace(sampler=before)
 
-    def _begin_samples(self, plan: EpochPlan, take: IndexFn, epoch: int) -> EpochPass[T]:
-        """Begin a pass over samples in an order; ``take`` gives what stands at positions."""
+    def _begin_samples(self, plan: EpochPlan, index_fn: IndexFn, epoch: int) -> EpochPass[T]:
+        """Begin a pass over samples in the order of ``index_fn``."""
         rank = self._rank
-        lists = partial(_batches_of, take=take, key=(self.seed, epoch))
-        batches = self._steps.begin(plan, lists, plan.batch_infos(rank), _what(plan, epoch))
+        lists = partial(_batches_of, index_fn=index_fn, key=(self.seed, epoch))
+        batches = self._steps.begin(plan, lists, plan.batch_infos(rank), _describe_pass(plan, epoch))
         return EpochPass(
-            plan.counts, batches, info_at=partial(plan.batch_info, rank=rank), evened_by=EVENED_OR_DROPPED
+            plan.counts, batches, info_at=partial(plan.batch_info, rank=rank), remedies=EVEN_OR_DROP_LAST
         )
 
     def _draw(self, sampler: Any, epoch: int) -> tuple[list[Any], State | None]:
-        """Draw an epoch from a sampler of the user's own; return it with the sampler's state before."""
-        own, _ = self._take_recalled()
-        drawn, before, self._sampler_after = draw_together(self._ctx, sampler, epoch, own.sampler)
+        """Draw an epoch from a custom sampler; return it with the sampler's state before."""
+        restored, _ = self._pop_restored()
+        drawn, before, self._sampler_after = draw_together(self._ctx, sampler, epoch, restored.sampler)
         return drawn, before
 
     def _plan(self, number: int, start: int) -> EpochPlan:
@@ -203,8 +201,8 @@ class SampledReader(Reader[T]):
         )
 
 
-def _counted(one: tuple[T, BatchInfo]) -> tuple[T, BatchInfo]:
-    batch, info = one
+def _with_actual_rows(item: tuple[T, BatchInfo]) -> tuple[T, BatchInfo]:
+    batch, info = item
     own_valid = None if info.own_valid else 0
     return batch, BatchInfo(
         num_rows=rows_of(batch), own_valid=own_valid, is_last=info.is_last, consumed=info.consumed
@@ -215,29 +213,29 @@ def _consumed_at(plan: EpochPlan, step: int) -> BatchInfo:
     return BatchInfo(consumed=plan.consumed(step))
 
 
-def _what(plan: EpochPlan, epoch: int) -> str:
+def _describe_pass(plan: EpochPlan, epoch: int) -> str:
     return f"epoch {epoch} from sample {plan.start}"
 
 
 class BatchedReader(SampledReader[T]):
-    """Reads the batches of the user's own batch sampler, which rank 0 draws for all.
+    """Reads the batches of a custom batch sampler, which rank 0 draws for all.
 
-    Batches of the size that it names (the last may be shorter) are samples in an order, and are sharded as
-    such; batches of different sizes are taken as they are, one a rank.
+    If all batches but the last have its ``batch_size``, their samples are sharded as an order; batches of
+    different sizes aren't split, and each rank reads one of them per step.
     """
 
     def _read_source(self, source: DataLoader[T]) -> str:
         refuse_sharded(getattr(self._batching, "sampler", None))
         if self._rows is not None:
-            self.batch_size: int | None = self._plan(0, 0).global_batch  # refuses what can't be split
+            self.batch_size: int | None = self._plan(0, 0).global_batch  # raises if it can't be split
         return f"batches of {self._rows}"
 
     def plan(self, start: int) -> None:
-        """Return None: nothing is known before the batches are drawn."""
+        """Return None, since the batches aren't known before they are drawn."""
         del start
 
     def count(self) -> int | None:
-        """Count this rank's batches, where the batch sampler has a length."""
+        """Count this rank's batches, if the batch sampler has a length."""
         if not hasattr(self._batching, "__len__"):
             return None
         number = len(self._batching)
@@ -249,33 +247,33 @@ class BatchedReader(SampledReader[T]):
         return self._begin(epoch, start, 0)
 
     def begin_after(self, epoch: int, num_steps: int) -> EpochPass[T]:
-        """Begin a pass behind the first steps, of which nothing is read."""
+        """Begin a pass after the first steps, without reading them."""
         return self._begin(epoch, 0, num_steps)
 
     def _begin(self, epoch: int, start: int, num_steps: int) -> EpochPass[T]:
         items, before = self._draw(self._batching, epoch)
         drawn, rows = [list(batch) for batch in items], self._rows
-        if rows and all(len(one) == rows for one in drawn[:-1]) and len((drawn or [[]])[-1]) <= rows:
+        if rows and all(len(batch) == rows for batch in drawn[:-1]) and len((drawn or [[]])[-1]) <= rows:
             samples = [index for batch in drawn for index in batch]
             plan = self._plan(len(samples), start).after(num_steps)
-            begun = self._begin_samples(plan, take_from(samples), epoch)
-        elif self._steps.cuts:
+            begun = self._begin_samples(plan, index_list(samples), epoch)
+        elif self._steps.splits_batch:
             raise ConfigurationError(
-                "split_batches and slice_fn cut each batch into equal parts, and the batch sampler "
-                f"{type(self._batching).__name__} gives batches of different sizes. Leave them out."
+                "split_batches and slice_fn divide each batch into equal parts, but the batch sampler "
+                f"{type(self._batching).__name__} yields batches of different sizes. Leave them out."
             )
         else:
             lengths = [len(batch) for batch in drawn]
             ends = list(accumulate(lengths))
-            # A batch that ``start`` is inside of is read again.
+            # If `start` is within a batch, that batch is read again.
             first = next((number for number, end in enumerate(ends) if end > start), len(ends))
             plan = self._by_batch(len(ends), first).after(num_steps)
-            info_at = partial(_info_of_batches, plan, self._rank, lengths, ends)
+            info_at = partial(_batch_info, plan, self._rank, lengths, ends)
             infos = map(info_at, range(plan.num_batches(self._rank)))
-            lists = partial(_whole_batches, drawn=drawn, key=(self.seed, epoch))
-            batches = self._steps.begin(plan, lists, infos, _what(plan, epoch))
+            lists = partial(_user_batches, drawn=drawn, key=(self.seed, epoch))
+            batches = self._steps.begin(plan, lists, infos, _describe_pass(plan, epoch))
             begun = EpochPass(plan.counts, batches, info_at=info_at)
-        return begun._replace(evened_by=EVENED, sampler=before)
+        return begun._replace(remedies=EVEN_BATCHES, sampler=before)
 
     def _by_batch(self, number: int, start: int) -> EpochPlan:
         return plan_epoch(
@@ -288,14 +286,14 @@ class BatchedReader(SampledReader[T]):
         )
 
 
-def _info_of_batches(
+def _batch_info(
     plan: EpochPlan, rank: int, lengths: Sequence[int], ends: Sequence[int], step: int
 ) -> BatchInfo:
-    """Describe the batch that ``rank`` reads in ``step`` of a plan that counts batches. Pure."""
-    here = [plan.positions(step, one) for one in range(plan.size)]
-    rows = [lengths[positions[0]] if positions else 0 for positions in here]
-    new = plan.num_valid(step)  # in rank order; batches behind it are repeated
-    valid = tuple(number if one < new else 0 for one, number in enumerate(rows))
+    """Return the BatchInfo of what ``rank`` reads in ``step`` of a plan that counts batches. Pure."""
+    by_rank = [plan.positions(step, rank) for rank in range(plan.size)]
+    rows = [lengths[positions[0]] if positions else 0 for positions in by_rank]
+    num_new = plan.num_valid(step)  # in rank order; later ranks repeat batches
+    valid = tuple(number if index < num_new else 0 for index, number in enumerate(rows))
     return BatchInfo(
         num_rows=rows[rank],
         max_rows=max(rows),
@@ -307,15 +305,15 @@ def _info_of_batches(
     )
 
 
-def _whole_batches(
+def _user_batches(
     plan: EpochPlan, ranks: range, drawn: Sequence[Sequence[Any]], key: tuple[int, int]
 ) -> Iterator[Keyed]:
-    """Yield the batches that ``ranks`` read of a plan that counts batches, step by step.
+    """Yield the batches that ``ranks`` read in a plan that counts batches, step by step.
 
     Args:
-        plan: Of batches, one a rank and step.
-        ranks: Whose.
-        drawn: All batches, by their position.
+        plan: One batch per rank and step.
+        ranks: The ranks whose batches are yielded.
+        drawn: All batches, by position.
         key: Seed and epoch.
     """
     for step in range(plan.num_steps):
@@ -324,27 +322,25 @@ def _whole_batches(
                 yield Keyed(drawn[position], (*key, plan.start + step * plan.size + rank))
 
 
-def _batches_of(plan: EpochPlan, ranks: range, take: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
-    """Yield the batches of ``ranks``, step by step, as lists of what ``take`` gives for their positions."""
-    for number, batch in enumerate(_lists_of(plan, ranks, take)):
-        step, place = divmod(number, len(ranks))
-        first = plan.start + step * plan.global_batch + (ranks.start + place) * plan.rank_batch
+def _batches_of(plan: EpochPlan, ranks: range, index_fn: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
+    """Yield the batches of ``ranks``, step by step, as lists of indices with the key of the batch."""
+    for number, batch in enumerate(_index_lists(plan, ranks, index_fn)):
+        step, index = divmod(number, len(ranks))
+        first = plan.start + step * plan.global_batch + (ranks.start + index) * plan.rank_batch
         yield Keyed(batch, (*key, first))
 
 
-def _lists_of(plan: EpochPlan, ranks: range, take: IndexFn) -> Iterator[list[Any]]:
-    """Yield the batches, and nothing with them.
+def _index_lists(plan: EpochPlan, ranks: range, index_fn: IndexFn) -> Iterator[list[Any]]:
+    """Yield the indices of the batches of ``ranks``, step by step.
 
     Computed in blocks of steps, so that neither memory nor the time to the first batch grows with the epoch.
     """
     steps, first, rows = plan.num_batches(ranks.start), 0, plan.rank_batch
     step_rows = rows * len(ranks)
-    samples = (
-        _BLOCK if steps * step_rows <= _BLOCK else _FIRST_BLOCK
-    )  # what is one block anyway isn't made two
+    samples = _BLOCK if steps * step_rows <= _BLOCK else _FIRST_BLOCK
     while first < steps:
         last = min(steps, first + max(1, samples // step_rows))
-        items = take(plan.block(first, last, ranks))
+        items = index_fn(plan.block(first, last, ranks))
         for begin in range(0, len(items), rows):
             yield items[begin : begin + rows]
         first, samples = last, _BLOCK

@@ -1,4 +1,4 @@
-"""Sequences that several ranks share: each rank's piece of a batch, and the whole again."""
+"""Shard the sequences of a batch among ranks, and gather them again."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ Padding = Mapping[str, float] | Mapping[int, float]
 
 
 def shard_sequence(ctx: Context, batch: T, dims: Dims, padding: Padding | None = None) -> T:
-    """Return this rank's piece of the sequences of a batch, which all ranks along ``"seq"`` hold whole.
+    """Return this rank's shard of the sequences of a batch, which all ranks along ``"seq"`` hold in full.
 
-    Along ``"cp"`` a sequence is cut into ``2 * P`` chunks, of which rank ``r`` of ``P`` gets chunk ``r`` and
-    chunk ``2 * P - 1 - r``: where attention is causal, late tokens are more work than early ones. Along
-    ``"sp"`` rank ``r`` gets chunk ``r`` of ``P``. :func:`microbatches`, and any loop over a prepared
-    loader, do it where the context has ``DataLoaderConfiguration(sequence=dims)``.
+    Along ``"cp"`` a sequence is split into ``2 * P`` chunks, and rank ``r`` of ``P`` gets chunks ``r`` and
+    ``2 * P - 1 - r``: this balances causal attention, where late tokens cost more than early ones. Along
+    ``"sp"`` rank ``r`` gets chunk ``r`` of ``P``. :func:`microbatches`, and any loop over a prepared loader,
+    call it if the context has ``DataLoaderConfiguration(sequence=dims)``.
 
-    Where a token stands must be in the batch, as positions beside the ids, and labels be shifted before: a
-    piece doesn't show what is next to its ends.
+    The batch must contain position ids, and labels that are already shifted, since a shard doesn't include
+    the neighbours of its ends.
 
     Ranks: local.
 
     Args:
-        ctx: The mesh; without ranks along ``"seq"`` the batch is returned as it is.
-        batch: A mapping, list or tuple, or with one dim for all any tree of tensors.
-        dims: The sequence's dimension of the tensor under a key of a mapping, or at a place of a list or
-            tuple; what isn't named stays whole. Or one for all tensors.
-        padding: By what a tensor is lengthened at its end where ranks can't have equal pieces.
+        ctx: The mesh; without several ranks along ``"seq"`` the batch is returned unchanged.
+        batch: A mapping, list or tuple; or any tree of tensors if ``dims`` is an int.
+        dims: The sequence dimension of each tensor that is sharded, by key of a mapping or index of a list or
+            tuple; other values stay unsharded. Or one dimension for all tensors.
+        padding: The value that pads a tensor at its end if its length isn't divisible, by the same keys.
 
     Returns:
-        The same types, with new tensors; ``batch`` stays as it is.
+        The same types, with new tensors; ``batch`` isn't changed.
 
     Raises:
-        ValueError: A length can't be cut into equal pieces, and there is no padding for it; says which could.
-            A tensor doesn't have that dimension, or the batch no such key.
-        TypeError: What is named is no tensor, or the batch neither a mapping nor a list or tuple.
+        ValueError: A length isn't divisible and has no padding (the error suggests lengths), a tensor
+            doesn't have that dimension, or the batch doesn't have that key.
+        TypeError: A named value isn't a tensor, or the batch isn't a mapping, list or tuple.
 
     >>> from accelfn import ParallelismConfig, plan_context
     >>> ctx = plan_context(2, parallelism_config=ParallelismConfig(cp_size=2))
@@ -58,46 +58,46 @@ def shard_sequence(ctx: Context, batch: T, dims: Dims, padding: Padding | None =
     if plan.size("seq") == 1:
         return batch
 
-    def cut(tensor: torch.Tensor, dim: int, name: Key) -> torch.Tensor:
-        size, place = plan.size("seq"), ctx.coordinate("seq")
+    def shard(tensor: torch.Tensor, dim: int, name: Key) -> torch.Tensor:
+        size, rank = plan.size("seq"), ctx.coordinate("seq")
         is_ring = plan.size("cp") > 1
         number = 2 * size if is_ring else size
-        tensor = _lengthened(tensor, dim, name, number, padding or {})
+        tensor = _pad_to_multiple(tensor, dim, name, number, padding or {})
         chunks = tensor.chunk(number, dim)
         if is_ring:
-            return torch.cat([chunks[place], chunks[number - 1 - place]], dim)
-        return chunks[place].contiguous()
+            return torch.cat([chunks[rank], chunks[number - 1 - rank]], dim)
+        return chunks[rank].contiguous()
 
-    return _map_named("shard_sequence", batch, dims, cut)
+    return _map_tensors("shard_sequence", batch, dims, shard)
 
 
 def sequence_sharder(ctx: Context) -> Callable[[Any], Any] | None:
-    """Return what shards batches as the context's loading names; None where no sequence is shared."""
+    """Return a function that shards batches as the context configures; None if sequences aren't sharded."""
     dims = ctx.loading.sequence if ctx.axis_size("seq") > 1 else None
-    return (
-        None if dims is None else lambda batch: shard_sequence(ctx, batch, dims, ctx.loading.sequence_padding)
-    )
+    if dims is None:
+        return None
+    return lambda batch: shard_sequence(ctx, batch, dims, ctx.loading.sequence_padding)
 
 
 def gather_sequence(ctx: Context, tree: T, dims: Dims) -> T:
-    """Join the pieces of sequences that :func:`shard_sequence` cut, in their order, on every rank.
+    """Gather the sequences that :func:`shard_sequence` sharded, in their order, on every rank.
 
-    For results of tokens: metrics of them, or logits, come back whole, and :func:`gather_for_metrics` can
-    have them then. Differentiable: the whole counts as one value that all ranks hold.
+    Use it for results per token, such as logits or metrics, before :func:`gather_for_metrics`.
+    Differentiable: the gathered tensor counts as one value that all ranks hold.
 
     Ranks: every rank of ``ctx`` along ``"seq"``.
 
     Args:
         ctx: The mesh.
-        tree: Pieces, of equal lengths on all ranks; as ``batch`` of :func:`shard_sequence`.
-        dims: As there.
+        tree: Shards, of equal lengths on all ranks; as ``batch`` of :func:`shard_sequence`.
+        dims: As for :func:`shard_sequence`.
 
     Returns:
-        The same types; of padding nothing is taken off.
+        The same types; padding isn't removed.
 
     Raises:
-        ValueError: A tensor doesn't have that dimension, or the tree no such key.
-        TypeError: As :func:`shard_sequence`.
+        ValueError: A tensor doesn't have that dimension, or the tree doesn't have that key.
+        TypeError: As for :func:`shard_sequence`.
         MismatchError: The trees differ between ranks.
     """
     check_context("gather_sequence", ctx)
@@ -105,45 +105,45 @@ def gather_sequence(ctx: Context, tree: T, dims: Dims) -> T:
     size = plan.size("seq")
     if size == 1:
         return tree
-    pieces: list[torch.Tensor] = []
+    shards: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor, dim: int, name: Key) -> torch.Tensor:
-        pieces.append(tensor.movedim(dim, 0))
+        shards.append(tensor.movedim(dim, 0))
         return tensor
 
-    _map_named("gather_sequence", tree, dims, collect)
-    whole = iter(unshard(ctx, pieces, "seq"))
+    _map_tensors("gather_sequence", tree, dims, collect)
+    gathered = iter(unshard(ctx, shards, "seq"))
 
     def join(tensor: torch.Tensor, dim: int, name: Key) -> torch.Tensor:
         del tensor, name
-        joined = next(whole)
-        if plan.size("cp") > 1:  # chunk c of all, in the order in which ranks have them
+        joined = next(gathered)
+        if plan.size("cp") > 1:  # where chunk c is among the ranks' chunks
             order = [2 * c if c < size else 2 * (2 * size - 1 - c) + 1 for c in range(2 * size)]
             chunks = joined.chunk(2 * size)
-            joined = torch.cat([chunks[place] for place in order])
+            joined = torch.cat([chunks[index] for index in order])
         return joined.movedim(0, dim)
 
-    return _map_named("gather_sequence", tree, dims, join)
+    return _map_tensors("gather_sequence", tree, dims, join)
 
 
 def _plan_of(ctx: Context) -> MeshPlan:
     return plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
 
 
-def _lengthened(
+def _pad_to_multiple(
     tensor: torch.Tensor, dim: int, name: Key, number: int, padding: Mapping[Any, float]
 ) -> torch.Tensor:
-    """Return a tensor whose length can be cut into ``number`` equal chunks."""
+    """Return the tensor, padded if its length isn't divisible by ``number``."""
     length = tensor.shape[dim]
     missing = -length % number
     if not missing:
         return tensor
     if name not in padding:
         below, above = length - length % number, length + missing
-        fitting = f"{below} or {above}" if below else str(above)
+        divisible = f"{below} or {above}" if below else str(above)
         raise ValueError(
-            f"shard_sequence: the sequences of {name!r} have {length} tokens, which can't be cut into "
-            f"{number} equal chunks. Fitting: {fitting}. Or let them be padded: "
+            f"shard_sequence: the sequences of {name!r} have {length} tokens, which isn't divisible into "
+            f"{number} equal chunks. Use a length of {divisible}, or padding: "
             f"DataLoaderConfiguration(sequence_padding={{{name!r}: 0}}), with -100 for labels."
         )
     shape = list(tensor.shape)
@@ -151,19 +151,19 @@ def _lengthened(
     return torch.cat([tensor, tensor.new_full(shape, padding[name])], dim)
 
 
-def _map_named(operation: str, tree: T, dims: Dims, apply: Any) -> T:
-    """Return a tree with what ``apply`` gives of each tensor that is named."""
+def _map_tensors(operation: str, tree: T, dims: Dims, apply: Any) -> T:
+    """Return a tree with ``apply`` applied to each tensor that ``dims`` names."""
 
     def applied(value: object, name: Key, dim: int) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             raise TypeError(
-                f"{operation}: {name!r} is to be cut along dimension {dim} and is a {type(value).__name__}. "
-                "Name tensors."
+                f"{operation}: {name!r} is a {type(value).__name__}, which has no dimension {dim}. Name only "
+                "tensors."
             )
         if not -value.dim() <= dim < value.dim():
             raise ValueError(
-                f"{operation}: {name!r} has shape {tuple(value.shape)}, without a dimension {dim}. Name the "
-                "one of its tokens."
+                f"{operation}: {name!r} has shape {tuple(value.shape)} and no dimension {dim}. Name its "
+                "sequence dimension."
             )
         return apply(value, dim % value.dim(), name)
 
@@ -174,24 +174,24 @@ def _map_named(operation: str, tree: T, dims: Dims, apply: Any) -> T:
             [applied(leaf, path, dims) for leaf, path in zip(leaves, paths, strict=True)]
         )
     if isinstance(tree, Mapping):
-        found: Any = copy.copy(cast("MutableMapping[Key, Any]", tree))
+        result: Any = copy.copy(cast("MutableMapping[Key, Any]", tree))
         keys = list(cast("Mapping[Key, Any]", tree))
     elif isinstance(tree, (list, tuple)):
-        found = list(cast("list[Any]", tree))
-        keys = list(range(len(found)))
+        result = list(cast("list[Any]", tree))
+        keys = list(range(len(result)))
     else:
         raise TypeError(
-            f"{operation}: {type(tree).__name__} has no keys, and dims name {', '.join(map(repr, dims))}. "
-            "Let the loader give mappings, lists or tuples of tensors."
+            f"{operation}: {type(tree).__name__} has no keys, but dims names {', '.join(map(repr, dims))}. "
+            "Make the loader yield mappings, lists or tuples of tensors."
         )
     for name, dim in dims.items():
         if name not in keys:
             raise ValueError(
-                f"{operation}: the batch has no {name!r}; it has {', '.join(map(repr, keys))}. Name what it "
-                "has in DataLoaderConfiguration(sequence={...})."
+                f"{operation}: the batch has no {name!r}; it has {', '.join(map(repr, keys))}. Use its keys "
+                "in DataLoaderConfiguration(sequence={...})."
             )
-        found[name] = applied(found[name], name, dim)
+        result[name] = applied(result[name], name, dim)
     if not isinstance(tree, tuple):
-        return found
+        return result
     kind = cast("Any", type(cast("object", tree)))
-    return getattr(kind, "_make", kind)(found)
+    return getattr(kind, "_make", kind)(result)

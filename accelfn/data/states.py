@@ -1,4 +1,4 @@
-"""The states of what is the user's own: samplers, their generators, and streams."""
+"""The states of the user's objects: samplers, their generators, and streams."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from accelfn.errors import ConfigurationError
 
 __all__ = (
     "State",
-    "StatefulIterator",
-    "begun_once",
+    "TrackedStream",
     "check_plain",
     "count_shards",
     "has_state",
+    "iterate_once",
     "restore_sampler",
-    "rewound",
+    "rewind_state",
     "sampler_state",
-    "take_shards",
+    "select_shards",
 )
 
 T = TypeVar("T")
@@ -33,81 +33,85 @@ State: TypeAlias = "Mapping[str, Any]"
 
 
 def has_state(thing: Any) -> bool:
-    """Return whether something has ``state_dict()`` and ``load_state_dict(state)``, and goes on exactly."""
-    say, take = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
-    if not callable(say) or not callable(take) or (_is_hugging_face(thing) and not _is_exact(thing)):
+    """Return whether an object has ``state_dict()`` and ``load_state_dict(state)``, and resumes exactly."""
+    get_state, set_state = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
+    if (
+        not callable(get_state)
+        or not callable(set_state)
+        or (_is_hugging_face(thing) and not _is_exact(thing))
+    ):
         return False
     try:
-        inspect.signature(say).bind()
-    except TypeError:  # it takes arguments that are unknown here
+        inspect.signature(get_state).bind()
+    except TypeError:  # it has required arguments
         return False
-    except ValueError:  # it is written in C and has no signature
+    except ValueError:  # it is implemented in C and has no signature
         pass
     return True
 
 
 def check_plain(value: object, path: str) -> None:
-    """Refuse a state that a checkpoint couldn't hold without pickle.
+    """Check that a checkpoint can store a state without pickle.
 
     Raises:
-        TypeError: Something in it is no number, text, bytes, None, tensor or array, and no list, tuple or
-            dict of such; or a key is no text or whole number.
+        TypeError: The state contains something other than numbers, str, bytes, None, tensors, arrays, and
+            lists, tuples and dicts of them; or a key that isn't a str or int.
     """
     if isinstance(value, dict):
-        for name, one in cast("dict[object, object]", value).items():
+        for name, item in cast("dict[object, object]", value).items():
             if not isinstance(name, (str, int)):
-                raise TypeError(f"{path} has a key {name!r}. Name what a state holds by texts.")
-            check_plain(one, f"{path}[{name!r}]")
+                raise TypeError(f"{path} has a key {name!r}. Use str or int keys.")
+            check_plain(item, f"{path}[{name!r}]")
     elif isinstance(value, (list, tuple)):
-        for place, one in enumerate(cast("list[object]", value)):
-            check_plain(one, f"{path}[{place}]")
-    # An array without an import: whoever has one has imported numpy.
+        for index, item in enumerate(cast("list[object]", value)):
+            check_plain(item, f"{path}[{index}]")
+    # numpy arrays are recognized without importing numpy.
     elif not isinstance(value, (int, float, str, bytes, torch.Tensor, type(None))) and not (
         type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "dtype")
     ):
         raise TypeError(
-            f"{path} is of type {type(value).__name__}, which a checkpoint can't hold. A state_dict of your "
-            "own has to give numbers, texts, bytes, tensors or arrays, and lists and dicts of them."
+            f"{path} is of type {type(value).__name__}, which a checkpoint can't store. state_dict() must "
+            "return numbers, str, bytes, tensors or arrays, or lists and dicts of them."
         )
 
 
 def count_shards(dataset: Any) -> int | None:
-    """Count the shards of a dataset; None where it offers none.
+    """Return the number of shards of a dataset; None if it has no shards.
 
     Raises:
-        ConfigurationError: It was split between ranks already.
+        ConfigurationError: The dataset was already split between ranks.
     """
     if _is_hugging_face(dataset) and getattr(dataset, "_distributed", None) is not None:
         raise ConfigurationError(
-            "the dataset was split by split_dataset_by_node already, and splitting it again would leave out "
-            'samples. Pass sharding="already_sharded", or the dataset as it was before.'
+            "the dataset was already split by split_dataset_by_node, and splitting it again would lose "
+            'samples. Pass sharding="already_sharded", or the unsplit dataset.'
         )
     if not callable(getattr(dataset, "shard", None)):
         return None
-    found = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
-    return next((number for number in found if isinstance(number, int)), None)
+    counts = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
+    return next((count for count in counts if isinstance(count, int)), None)
 
 
-def take_shards(dataset: Any, rank: int, size: int) -> Any:
-    """Return a dataset of the shards of ``rank``; each shard is that of one rank of ``size``."""
+def select_shards(dataset: Any, rank: int, size: int) -> Any:
+    """Return a dataset of the shards of ``rank``; each shard belongs to one of ``size`` ranks."""
     if not _is_hugging_face(dataset):
         return dataset.shard(num_shards=size, index=rank)
     split: Any = importlib.import_module("datasets.distributed").split_dataset_by_node
-    # Where the shards can't be dealt out equally, it would let every rank read all and skip most.
+    # By default, if the shards can't be divided equally, every rank would read all of them and skip most.
     options = {"strategy": "shards"} if "strategy" in inspect.signature(split).parameters else {}
     return split(dataset, rank=rank, world_size=size, **options)
 
 
 def _is_hugging_face(dataset: Any) -> bool:
-    # Without an import: whoever has such a dataset has imported its package.
+    # Recognized without importing the package.
     return any(base.__module__.partition(".")[0] == "datasets" for base in type(dataset).__mro__)
 
 
 def _is_exact(dataset: Any) -> bool:
-    """Return whether a dataset of Hugging Face gives what it would have given, after its state was restored.
+    """Return whether a Hugging Face dataset continues exactly after its state was restored.
 
-    Its state leaves out what waits in a shuffle buffer, and may leave out a batch where batches of tables are
-    mapped. Nothing public says whether there is such a part.
+    Its state doesn't include the contents of a shuffle buffer, and may skip a batch when batches of tables
+    are mapped. No public attribute tells whether a dataset has such a part.
     """
     is_table = bool(getattr(getattr(dataset, "_formatting", None), "is_table", False))
     waiting: list[Any] = [getattr(dataset, "_ex_iterable", None)]
@@ -121,28 +125,28 @@ def _is_exact(dataset: Any) -> bool:
             return False
         for child in cast("dict[str, Any]", vars(part)).values():
             children = cast("list[Any]", child if isinstance(child, list) else [child])
-            waiting += [one for one in children if hasattr(one, "_init_state_dict")]
+            waiting += [part for part in children if hasattr(part, "_init_state_dict")]
     return True
 
 
 def sampler_state(sampler: Any) -> State | None:
-    """Return the state of a sampler, of the sampler inside of it, and of their generators.
+    """Return the states of a sampler, of its inner sampler, and of their generators.
 
     Args:
-        sampler: Of samples or of batches.
+        sampler: A sampler or batch sampler.
 
     Returns:
-        None where none of them has one.
+        The states by name; None if none of them has a state.
     """
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for name, thing in _parts_of(sampler):
         if has_state(thing):
-            found[name] = copy.deepcopy(thing.state_dict())
+            states[name] = copy.deepcopy(thing.state_dict())
         generator = getattr(thing, "generator", None)
         if isinstance(generator, torch.Generator):
-            # As a text: it compares, and JSON can hold it.
-            found[f"{name}.generator"] = _bytes_of(generator.get_state()).hex()
-    return found or None
+            # As text, which compares equal and fits into JSON.
+            states[f"{name}.generator"] = _bytes_of(generator.get_state()).hex()
+    return states or None
 
 
 def restore_sampler(sampler: Any, state: State) -> None:
@@ -163,8 +167,8 @@ def _bytes_of(numbers: torch.Tensor) -> bytes:
     return bytes(cast("list[int]", numbers.tolist()))  # pyright: ignore[reportUnknownMemberType]
 
 
-def rewound(state: State | None) -> State | None:
-    """Return the state of a stream as its epoch began, where that is known. Pure."""
+def rewind_state(state: State | None) -> State | None:
+    """Return the state of a stream at the start of its epoch, if it is known. Pure."""
     return _stream_state(state["begin"], state["begin"]) if state is not None and "begin" in state else None
 
 
@@ -174,15 +178,12 @@ def _stream_state(
     return {"begin": begin, "dataset": dataset, "iterator": iterator, "begun": begun, "ended": ended}
 
 
-def begun_once(samples: Iterator[T]) -> Iterator[T]:
-    """Return what ``samples`` gives, without asking it for an iterator again.
-
-    One of the user's own may begin anew whenever it is asked.
-    """
-    return _stepped(samples) if isfunction(getattr(type(samples), "__iter__", None)) else samples
+def iterate_once(samples: Iterator[T]) -> Iterator[T]:
+    """Return an iterator over ``samples`` that doesn't call its ``__iter__``, which may restart it."""
+    return _call_next(samples) if isfunction(getattr(type(samples), "__iter__", None)) else samples
 
 
-def _stepped(samples: Iterator[T]) -> Iterator[T]:
+def _call_next(samples: Iterator[T]) -> Iterator[T]:
     while True:
         try:
             sample = next(samples)
@@ -191,43 +192,43 @@ def _stepped(samples: Iterator[T]) -> Iterator[T]:
         yield sample
 
 
-class StatefulIterator:
-    """Goes through a stream of the user's own, pass after pass, and says its state at any place.
+class TrackedStream:
+    """Iterates over a user's stream, pass after pass, and returns its state at any position.
 
-    A state is ``begin``, the dataset's as the pass began; ``dataset`` and ``iterator``, theirs now;
-    ``begun``, whether a pass is under way; and ``ended``, whether nothing is left in it.
+    A state consists of ``begin``, the dataset's state at the start of the pass; ``dataset`` and ``iterator``,
+    their current states; ``begun``, whether a pass is in progress; and ``ended``, whether it is exhausted.
 
     Attributes:
-        dataset: The user's.
-        has_state: Whether the dataset has one; an iterator of it may have one all the same.
-        is_amid: Whether the dataset stands where no pass begins.
+        dataset: The user's stream.
+        has_state: Whether the dataset has a state; its iterators may have states even if it doesn't.
+        in_progress: Whether the dataset is in the middle of a pass.
     """
 
-    def __init__(self, dataset: Any, *, follows: bool = True) -> None:
-        """Go through ``dataset``; unless it ``follows``, no state is looked for."""
+    def __init__(self, dataset: Any, *, tracks: bool = True) -> None:
+        """Iterate over ``dataset``; without ``tracks``, ignore its state."""
         self.dataset: Any = dataset
-        self._follows = follows
-        self.has_state: bool = follows and has_state(dataset)
+        self._tracks = tracks
+        self.has_state: bool = tracks and has_state(dataset)
         self._begin: Any = None
-        self._final: Any = None  # state at the end of the pass, where the dataset is asked no more
-        self._iterator: Any = None  # of the pass, where it has a state of its own
-        self.is_amid: bool = False
+        self._final: Any = None  # state at the end of the pass, after which the dataset isn't queried
+        self._iterator: Any = None  # of the pass, if it has a state of its own
+        self.in_progress: bool = False
 
     @property
     def is_stateful(self) -> bool:
-        """Whether the pass that was begun last can be gone on with by its state."""
+        """Whether the pass that was begun last can be resumed from its state."""
         return self.has_state or self._iterator is not None
 
-    def can_take(self, state: State) -> bool:
-        """Return whether a state that another has said is of use to this one."""
+    def accepts(self, state: State) -> bool:
+        """Return whether this stream can restore ``state``."""
         if "dataset" not in state:
             return False
-        if state["dataset"] is None:  # its iterators had one
+        if state["dataset"] is None:  # only its iterators had states
             return has_state(iter(self.dataset))
         return self.has_state
 
     def begin(self, state: State | None = None) -> Iterator[Any]:
-        """Begin a pass: from its start, or where ``state`` was taken."""
+        """Begin a pass, from its start or from ``state``."""
         dataset, self._final, self._iterator = self.dataset, None, None
         if self.has_state:
             if state is not None and state["dataset"] is not None:
@@ -235,64 +236,64 @@ class StatefulIterator:
                 dataset.load_state_dict(copy.deepcopy(state["dataset"]))
             else:
                 self.rewind()
-                self._begin = self._fresh()
-            self.is_amid = True
+                self._begin = self._start_state()
+            self.in_progress = True
         if state is not None and state["ended"]:
             self._final = state["dataset"]
             return iter(())
         samples: Iterator[Any] = iter(dataset)
-        if self._follows and has_state(samples) and samples is not dataset:
+        if self._tracks and has_state(samples) and samples is not dataset:
             self._iterator = samples
             if state is not None and state["iterator"] is not None:
                 self._iterator.load_state_dict(copy.deepcopy(state["iterator"]))
         elif self.has_state and isinstance(dataset, Iterator) and state is not None and state["begun"]:
-            cast("Any", dataset).load_state_dict(
-                copy.deepcopy(state["dataset"])
-            )  # beginning may have reset it
+            # Calling iter() may have reset it.
+            cast("Any", dataset).load_state_dict(copy.deepcopy(state["dataset"]))
         return samples
 
-    def first(self, number: int) -> list[Any]:
-        """Read the first samples of a pass again, behind its end."""
+    def read_first(self, number: int) -> list[Any]:
+        """Read the first samples of a pass again, after its end."""
         if self.has_state:
             self._final = copy.deepcopy(self.dataset.state_dict())
             self.dataset.load_state_dict(copy.deepcopy(self._begin))
         samples: Iterator[Any] = iter(self.dataset)
-        found = list(islice(begun_once(samples), number))
+        first = list(islice(iterate_once(samples), number))
         close = getattr(samples, "close", None)
         if callable(close):
             close()
         if self.has_state:
             self.dataset.load_state_dict(copy.deepcopy(self._final))
-        return found
+        return first
 
     def end(self) -> None:
-        """Note that the pass is over."""
-        # What was loaded may come back in the next pass, and is forgotten then.
-        self.is_amid = self.is_amid and _is_hugging_face(self.dataset)
+        """End the pass."""
+        # A Hugging Face dataset may apply a loaded state once more; the next pass resets it.
+        self.in_progress = self.in_progress and _is_hugging_face(self.dataset)
 
     def state(self, ended: bool) -> State | None:
-        """Return where the pass is; ``ended``: nothing is left in it."""
+        """Return the current state of the pass; ``ended``: it is exhausted."""
         if not self.has_state and self._iterator is None:
             return None
-        own = self._final
-        if self.has_state and own is None:
-            own = copy.deepcopy(self.dataset.state_dict())
-        of_iterator = None if self._iterator is None or ended else copy.deepcopy(self._iterator.state_dict())
-        return _stream_state(self._begin, own, of_iterator, begun=True, ended=ended)
+        dataset_state = self._final
+        if self.has_state and dataset_state is None:
+            dataset_state = copy.deepcopy(self.dataset.state_dict())
+        skip_iterator = self._iterator is None or ended
+        iterator_state = None if skip_iterator else copy.deepcopy(self._iterator.state_dict())
+        return _stream_state(self._begin, dataset_state, iterator_state, begun=True, ended=ended)
 
-    def rest(self) -> State | None:
+    def idle_state(self) -> State | None:
         """Return the state between passes."""
         if not self.has_state or _is_hugging_face(self.dataset):
-            return None  # a pass begins alike after any other
-        own = self._begin if self.is_amid else copy.deepcopy(self.dataset.state_dict())
-        return _stream_state(own, own)
+            return None  # a pass doesn't depend on the previous one
+        state = self._begin if self.in_progress else copy.deepcopy(self.dataset.state_dict())
+        return _stream_state(state, state)
 
-    def _fresh(self) -> Any:
-        # A dataset of Hugging Face begins anew in any epoch with an empty state.
+    def _start_state(self) -> Any:
+        # An empty state resets a Hugging Face dataset to the start of any epoch.
         return {} if _is_hugging_face(self.dataset) else copy.deepcopy(self.dataset.state_dict())
 
     def rewind(self) -> None:
-        """Let a pass begin where the latest one did, if that one wasn't gone through."""
-        if self.is_amid:
+        """Return to the start of the latest pass, if that wasn't completed."""
+        if self.in_progress:
             self.dataset.load_state_dict(copy.deepcopy(self._begin))
-            self.is_amid = False
+            self.in_progress = False

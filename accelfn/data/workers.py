@@ -1,7 +1,7 @@
-"""Workers of loaders: they outlive a signal that their rank takes for a request, and are named when dead.
+"""Workers of loaders: keep them alive while their rank handles a signal, and name dead ones in errors.
 
-Launchers signal a whole process group, clusters every process of a job. A rank with a guard against
-preemption finishes its step then, and for that it needs its workers, which torch lets die at once.
+Launchers signal a process group, and clusters every process of a job. A rank with a preemption guard then
+finishes its step, for which it needs its workers; torch would let them die at once.
 """
 
 from __future__ import annotations
@@ -21,33 +21,30 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ("Hold", "SignalHolder", "StartWorker", "begin_reading", "held_signals", "naming_dead_workers")
+__all__ = ("Hold", "SignalHolder", "StartWorker", "begin_reading", "explain_dead_workers", "held_signals")
 
 
-# Of torch's DataLoader: it takes from the queue what workers have sent; what they have raised comes later.
+# The method of torch's DataLoader that reads the workers' queue; a worker's own exception is raised later.
 _RECEIVES = "_try_get_data"
 
 
 class Hold:
-    """Whether signals are requests now: written by a rank, read by its workers.
+    """A flag that a rank shares with its workers: whether they ignore signals now.
 
     Attributes:
-        is_on: A byte that the processes share, so a worker must inherit it.
+        is_on: A byte in shared memory, which a worker must inherit.
     """
 
     def __init__(self) -> None:
-        """Share a byte, which says yes."""
+        """Allocate the flag, switched on."""
         self.is_on: Any = RawValue("b", 1)
 
 
 class SignalHolder:
-    """Base of a rank's handlers of signals that its workers shall outlive.
-
-    Workers find it where Python keeps the handlers of a process.
-    """
+    """Base of a rank's handlers of signals that its workers ignore. Found by ``signal.getsignal``."""
 
     def holds(self) -> tuple[Hold, ...]:
-        """Return those of which one that is on makes workers stay."""
+        """Return the flags; workers ignore the signal while any of them is on."""
         raise NotImplementedError
 
 
@@ -57,7 +54,7 @@ class _Held(NamedTuple):
 
 
 def held_signals() -> tuple[_Held, ...]:
-    """Return which signals this process holds off from its workers, and while what is on."""
+    """Return the signals that workers of this process ignore, with their flags."""
     handlers = ((number, signal.getsignal(number)) for number in sorted(signal.valid_signals()))
     return tuple(
         _Held(number, handler.holds()) for number, handler in handlers if isinstance(handler, SignalHolder)
@@ -65,50 +62,50 @@ def held_signals() -> tuple[_Held, ...]:
 
 
 class StartWorker:
-    """A ``worker_init_fn`` that keeps a worker alive while its rank holds signals off, and then the user's.
+    """A ``worker_init_fn`` that makes a worker ignore its rank's held signals, then calls the user's.
 
-    What torch has set up for workers stays for the other signals, and all of it where nobody holds any.
+    For all other signals, torch's handlers stay.
     """
 
     def __init__(self, then: Callable[[int], object] | None, held: tuple[_Held, ...] = ()) -> None:
-        """Go on with ``then``; ``held`` is what a worker that isn't forked can't see for itself."""
+        """Call ``then`` afterwards; ``held`` are the held signals, which only a forked worker inherits."""
         self._then = then
         self._held = held
 
     def __call__(self, worker_id: int) -> None:
-        """Begin worker ``worker_id``, in its process."""
-        # A forked worker has a copy of the rank's handlers: for Python, torch's in C don't replace them.
+        """Initialise worker ``worker_id``, in its process."""
+        # A forked worker inherits the rank's Python handlers, which torch's C handlers don't replace.
         held = self._held or held_signals()
         for number, holds in held:
-            signal.signal(number, partial(_stay, holds, os.getppid()))
+            signal.signal(number, partial(_ignore_signal, holds, os.getppid()))
         if held:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [one.number for one in held])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number for number, _ in held])
         if self._then is not None:
             self._then(worker_id)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is shared travels only to a process that is being started.
+        # Shared memory can be pickled only for a process that is being started.
         return StartWorker, (self._then, held_signals() if get_spawning_popen() is not None else ())
 
 
-def _stay(holds: tuple[Hold, ...], parent: int, number: int, frame: FrameType | None) -> None:
-    """Handle a signal in a worker. Torch too ends workers by one: those that don't leave when asked to."""
+def _ignore_signal(holds: tuple[Hold, ...], parent: int, number: int, frame: FrameType | None) -> None:
+    """Handle a signal in a worker: exit unless it is held. torch, too, terminates workers by a signal."""
     del number, frame
     if os.getppid() != parent or not any(hold.is_on.value for hold in holds):
-        os._exit(0)  # as torch's own handler does when the rank has sent it
+        os._exit(0)  # as torch's handler does for a signal from the rank
 
 
-def begin_reading(loader: Any, *, goes_on: bool = False) -> Any:
-    """Begin a pass over a DataLoader, which starts its workers as :class:`StartWorker` does.
+def begin_reading(loader: Any, *, is_resumed: bool = False) -> Any:
+    """Begin a pass over a DataLoader, starting its workers with :class:`StartWorker`.
 
-    Torch draws a number as a pass begins. One that goes on in an epoch leaves the program's generator as it
-    is: its number was drawn when the epoch began, before the state was taken that the program has now.
+    torch draws a number from the program's generator when a pass begins. A resumed pass must not: that number
+    was drawn when the epoch began, before the program's state was saved.
 
     Args:
-        loader: To read from.
-        goes_on: Whether samples of the epoch have been read before.
+        loader: The loader.
+        is_resumed: Whether samples of the epoch have been read before.
     """
-    if not goes_on or loader.generator is not None:  # the user's own, which is brought back with the sampler
+    if not is_resumed or loader.generator is not None:  # a loader's generator is restored with the sampler
         return _begin(loader)
     before = torch.get_rng_state()
     try:
@@ -121,25 +118,25 @@ def _begin(loader: Any) -> Any:
     then = loader.worker_init_fn
     if not loader.num_workers or isinstance(then, StartWorker):
         return iter(loader)
-    # For a moment and not for good: the loader may be the user's own, and is to look as they have made it.
+    # Only while the workers start, since the loader may be the user's.
     loader.worker_init_fn = StartWorker(then)
     try:
-        with _put_off(loader.multiprocessing_context or multiprocessing):
+        with _block_signals(loader.multiprocessing_context or multiprocessing):
             return iter(loader)
     finally:
         loader.worker_init_fn = then
 
 
 @contextmanager
-def _put_off(context: Any) -> Generator[None, None, None]:
-    """Let held signals wait, here and in the processes that start meanwhile, until those have handlers."""
-    numbers = [one.number for one in held_signals()]
-    # A fork server may start meanwhile as well, and what others let it start would never hear a signal.
+def _block_signals(context: Any) -> Generator[None, None, None]:
+    """Block held signals in this process and in the workers that it starts, until they have handlers."""
+    numbers = [number for number, _ in held_signals()]
+    # A fork server that starts meanwhile would keep the signals blocked in all its later processes.
     if not numbers or context.get_start_method() == "forkserver":
         yield
         return
     if context.get_start_method() == "spawn":
-        resource_tracker.ensure_running()  # which, where it has to start it, unblocks signals behind it
+        resource_tracker.ensure_running()  # first, since starting it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -148,33 +145,30 @@ def _put_off(context: Any) -> Generator[None, None, None]:
 
 
 @contextmanager
-def naming_dead_workers(rank: int) -> Generator[None, None, None]:
-    """Report a dead worker process as one, and whose.
-
-    Torch tells of it by a signal, by looking at the process, or by whichever error a connection that broke
-    off has caused.
+def explain_dead_workers(rank: int) -> Generator[None, None, None]:
+    """Turn the various errors that torch raises for a dead worker into one that names the rank.
 
     Args:
-        rank: That the workers are of.
+        rank: The rank of this process.
 
     Raises:
-        RuntimeError: A worker has died, in the block; with torch's exception as the cause.
+        RuntimeError: A worker died in the block; torch's exception is the cause.
     """
     try:
         yield
     except (RuntimeError, OSError, EOFError) as error:
-        if not _is_of_a_dead_worker(error):
+        if not _is_dead_worker_error(error):
             raise
         raise RuntimeError(
             f"a DataLoader worker of rank {rank} exited unexpectedly ({type(error).__name__}: "
-            f"{str(error).strip()}). It may have run out of memory, or a library in it has crashed. With "
-            "num_workers=0 the rank itself does what the worker did, and shows where it fails."
+            f"{str(error).strip()}). It may have run out of memory, or a library in it has crashed. Use "
+            "num_workers=0 to see where it fails, in the rank's own process."
         ) from error
 
 
-def _is_of_a_dead_worker(error: Exception) -> bool:
+def _is_dead_worker_error(error: Exception) -> bool:
     text = str(error)
-    if type(error) is RuntimeError:  # others only quote one
+    if type(error) is RuntimeError:  # subclasses may quote such a message
         return text.startswith("DataLoader worker (pid")
     if not isinstance(error, (ConnectionError, FileNotFoundError, EOFError)):
         return False

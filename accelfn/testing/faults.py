@@ -1,4 +1,4 @@
-"""Faults on purpose: let one rank raise, stall or die at its k-th collective."""
+"""Injected faults: one rank raises, stalls or dies at its k-th collective."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class InjectedFaultError(AccelfnError, RuntimeError):
-    """What a rank raises at the place where a :class:`Fault` of kind ``"raise"`` says so."""
+    """Raised by a :class:`Fault` of kind ``"raise"``."""
 
 
 class RankDeath(BaseException):
-    """Ends a rank's thread as ``kill -9`` ends a process: no handler runs, no rank is notified."""
+    """Ends a rank's thread as ``kill -9`` ends a process: nothing is reported to other ranks."""
 
 
 FaultKind = Literal["raise", "delay", "die", "skip", "swap"]
@@ -30,14 +30,14 @@ FaultKind = Literal["raise", "delay", "die", "skip", "swap"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One rank fails at one of its collectives.
+    """A fault of one rank at one of its collectives.
 
     Attributes:
         kind: ``"raise"`` an :class:`InjectedFaultError`; ``"delay"``; ``"die"`` as by ``kill -9``; ``"skip"``
-            the call as if the program had left it out; ``"swap"`` it with the next one.
-        rank: Whom it befalls.
-        at: At which of the rank's calls of the :class:`~accelfn.context.Collectives` seam, from 0. Small
-            trees need one call in all; larger ones one to agree, and then one for each buffer.
+            the call; ``"swap"`` it with the next one.
+        rank: The rank that fails.
+        at: Index of the rank's call of :class:`~accelfn.context.Collectives`, from 0. Small trees need one
+            call; larger ones one to agree and one for each buffer.
         seconds: Length of a delay.
     """
 
@@ -47,7 +47,7 @@ class Fault:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse a kind that doesn't exist, which would be a test without a fault."""
+        """Check the kind."""
         if self.kind not in get_args(FaultKind):
             raise ValueError(
                 f"Fault.kind must be one of {', '.join(get_args(FaultKind))}, got {self.kind!r}."
@@ -57,44 +57,46 @@ class Fault:
 def inject(
     collectives: Collectives, rank: int, size: int, faults: Sequence[Fault], die: Callable[[], None]
 ) -> Collectives:
-    """Wrap ``collectives`` so that the faults of ``rank`` happen.
+    """Return ``collectives`` with the faults of ``rank`` injected.
 
     Args:
-        collectives: What is wrapped.
-        rank: Whose they are.
+        collectives: Collectives to wrap.
+        rank: This rank.
         size: Number of ranks.
-        faults: Of all ranks; those of others are left out.
-        die: How a rank of this world dies.
+        faults: Faults of all ranks.
+        die: Kills a rank of this kind of world.
     """
-    mine = tuple(fault for fault in faults if fault.rank == rank)
-    if not mine:
+    own_faults = tuple(fault for fault in faults if fault.rank == rank)
+    if not own_faults:
         return collectives
     calls = itertools.count()
-    left_out = False
+    skipping = False
     call_log = collectives.call_log
     postponed: list[tuple[int, Callable[[], object]]] = []  # with the number of the operation
 
-    def wrap(function: Callable[P, T], unmade: Callable[P, T], *, opens: bool = False) -> Callable[P, T]:
+    def wrap(
+        function: Callable[P, T], skipped: Callable[P, T], *, starts_operation: bool = False
+    ) -> Callable[P, T]:
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
-            nonlocal left_out
+            nonlocal skipping
             number = next(calls)
-            left_out = left_out and not opens  # what follows the exchange of an operation belongs to it
-            # After the operation that came in between, but not during what it takes to explain a mismatch.
-            while opens and postponed and call_log.number > postponed[0][0] + 1:
+            skipping = skipping and not starts_operation  # later calls belong to the same operation
+            # After the operation in between, but not while a mismatch is being explained.
+            while starts_operation and postponed and call_log.number > postponed[0][0] + 1:
                 postponed.pop(0)[1]()
-            for fault in mine:
+            for fault in own_faults:
                 if fault.at == number:
-                    left_out = left_out or fault.kind in ("skip", "swap")
+                    skipping = skipping or fault.kind in ("skip", "swap")
                     if fault.kind == "swap":
                         postponed.append((call_log.number, lambda: function(*args, **kwargs)))
-                    _happen(fault, die)
-            if left_out:
-                return unmade(*args, **kwargs)
+                    _apply(fault, die)
+            if skipping:
+                return skipped(*args, **kwargs)
             return function(*args, **kwargs)
 
         return wrapper
 
-    # What a call gives that isn't made: as if every rank had brought what this one has.
+    # A skipped call returns as if every rank had contributed this rank's data.
     def scatter_alone(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
         del source
         if buffer is not None:
@@ -102,9 +104,11 @@ def inject(
 
     return replace(
         collectives,
-        # A fault would slip past it: this rank waits in all_gather_bytes, where others start.
+        # Faults are counted in all_gather_bytes only.
         start_all_gather_bytes=None,
-        all_gather_bytes=wrap(collectives.all_gather_bytes, lambda message: (message,) * size, opens=True),
+        all_gather_bytes=wrap(
+            collectives.all_gather_bytes, lambda message: (message,) * size, starts_operation=True
+        ),
         all_gather=wrap(collectives.all_gather, lambda buffer: buffer.repeat(size)),
         all_reduce=wrap(collectives.all_reduce, lambda buffer, op: None),
         reduce_scatter=wrap(collectives.reduce_scatter, lambda buffer: buffer.view(size, -1)[rank] * size),
@@ -116,7 +120,7 @@ def inject(
     )
 
 
-def _happen(fault: Fault, die: Callable[[], None]) -> None:
+def _apply(fault: Fault, die: Callable[[], None]) -> None:
     if fault.kind == "delay":
         time.sleep(fault.seconds)
     elif fault.kind == "die":

@@ -1,4 +1,4 @@
-"""What one rank of a test runs, and what comes of all of them."""
+"""The outcome of each rank of a test, and the result of the whole."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from accelfn.testing.faults import RankDeath
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one rank.
+    """Outcome of one rank.
 
     Attributes:
-        value: What it returned.
-        error: What it raised, or None.
-        ended: Whether it came to an end at all.
-        seen_to_die: Whether its process ended before it could say anything.
-        stack: Where it was when it was ended, if that is known.
+        value: Its return value.
+        error: Its exception, or None.
+        ended: Whether it ended by itself.
+        seen_to_die: Whether its process exited without a report.
+        stack: Its stacks when it was killed, if known.
     """
 
     value: Any = None
@@ -32,11 +32,11 @@ class Outcome:
 
 
 def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:
-    """Return the values in rank order, or raise the error that was the cause of the others.
+    """Return the values in rank order, or raise the error that caused the others.
 
     Args:
-        outcomes: By rank.
-        where: Kind of world, for the message.
+        outcomes: One per rank.
+        where: Kind of world, for the error's note.
     """
     errors = [(rank, one.error) for rank, one in enumerate(outcomes) if one.error is not None]
     if not errors:
@@ -50,7 +50,7 @@ def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:
     stacks = [one for one, _ in errors if one != rank and outcomes[one].stack]
     if lingering:
         note += "; did not end in time: " + ", ".join(lingering)
-        note += "".join(f"\nrank {one} was here:\n{outcomes[one].stack}" for one in stacks)
+        note += "".join(f"\nStacks of rank {one}:\n{outcomes[one].stack}" for one in stacks)
     add_note = getattr(error, "add_note", None)  # Python 3.11 and later
     if add_note is not None:
         add_note(note)
@@ -58,10 +58,10 @@ def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:
 
 
 def _consequence(outcome: Outcome, error: BaseException) -> int:
-    """Order errors by how likely they only follow from another rank's."""
+    """Rank errors by how likely another rank's error caused them."""
     if outcome.seen_to_die:
         return 0
-    if not outcome.ended:  # it has said nothing: what any other rank has said tells more
+    if not outcome.ended:  # no report: any other rank's error says more
         return 4
     if isinstance(error, RemoteRankError):
         return 3
@@ -73,31 +73,31 @@ def _consequence(outcome: Outcome, error: BaseException) -> int:
 
 @contextmanager
 def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
-    """Report to the other ranks how this one ends: by an exception, or for good.
+    """Report this rank's end or exception to the other ranks.
 
     Args:
-        ctx: Of this rank.
-        whole_process: Whether the rank is a process, and not a thread.
+        ctx: Context of this rank.
+        whole_process: Whether the rank is a process rather than a thread.
     """
     board, call_log, rank = ctx.collectives.board, ctx.collectives.call_log, ctx.rank
     end_watch = start_watchdog(board, rank, whole_process=whole_process) if ctx.guard.watchdog else None
 
-    def leave_mesh(*, tell: bool) -> None:
+    def leave_mesh(*, announce: bool) -> None:
         if ctx.mesh is not None:
-            ctx.mesh.leave(tell=tell)
+            ctx.mesh.leave(announce=announce)
 
     try:
         yield
         ctx.world.background.settle()
-    except RankDeath:  # no rank is notified
-        leave_mesh(tell=False)
+    except RankDeath:  # not reported
+        leave_mesh(announce=False)
         raise
     except BaseException as error:
         publish(board, call_log, rank, error)
-        leave_mesh(tell=False)
+        leave_mesh(announce=False)
         raise
     else:
-        leave_mesh(tell=True)
+        leave_mesh(announce=True)
         announce_end(board, call_log, rank)
     finally:
         if end_watch is not None:

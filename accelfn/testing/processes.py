@@ -1,7 +1,7 @@
-"""Run a function once per rank, each rank a process forked from this one, in a real gloo world on loopback.
+"""Ranks as processes forked from this one, in a gloo world on loopback.
 
-Forking a parent that has imported torch costs milliseconds where a fresh interpreter costs seconds, and the
-function may be a closure. For what needs torch's global registry: DDP, FSDP2, DTensor, pipelines.
+For code that needs torch's global process group: DDP, FSDP2, DTensor, pipelines. Forking takes milliseconds
+where a fresh interpreter takes seconds to import torch, and the function may be a closure.
 """
 
 from __future__ import annotations
@@ -45,19 +45,18 @@ from accelfn.testing.threads import memory_world
 T = TypeVar("T")
 Connection = Any  # multiprocessing's connections are generic in stubs only
 
-# After one rank has failed, the others get this long to fail in their own words before they are ended.
+# Time for the other ranks to raise their own errors after one has failed, before they are killed.
 _GRACE_S = 3.0
-# The pipe of a rank that was killed stays open as long as a process that it has forked, such as a loader's
-# worker: so whether it still lives is asked this often.
-_LOOK_S = 0.2
-# A rank that does not end is asked where it is, by a signal that a function under test is unlikely to use. It
-# answers even from C code that never returns.
-_WHERE_ARE_YOU: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
-_ANSWER_S = 1.0
-# Before forking. Threads that have work of their own don't end.
-_THREADS_END_S = 1.0
-# The guard ends the waiting.
-_NEVER = timedelta(days=30)
+# Interval of checks that ranks are alive: children of a killed rank, such as loader workers, keep its pipe
+# open.
+_POLL_S = 0.2
+# Makes a rank write its stacks, even from C code that never returns; code under test is unlikely to use it.
+_DUMP_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
+_DUMP_TIMEOUT_S = 1.0
+# Before forking; some threads never end.
+_THREADS_TIMEOUT_S = 1.0
+# The guard has its own timeout.
+_NO_TIMEOUT = timedelta(days=30)
 
 
 def run_on_processes(
@@ -68,64 +67,62 @@ def run_on_processes(
     faults: Sequence[Fault],
     num_nodes: int,
 ) -> list[T]:
-    """Run ``fn`` on forked processes and return what each returned, which must be picklable."""
+    """Run ``fn`` on forked processes and return the results, which must be picklable."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise NotAvailableError(
-            'run_ranks(on="processes") forks, which this platform can\'t. Use on="memory" or on="gloo".'
+            'run_ranks(on="processes") needs fork, which this platform lacks. Use on="memory" or on="gloo".'
         )
-    memory_world(0, size, num_nodes)  # refuses a bad layout before anything starts
+    memory_world(0, size, num_nodes)  # checks the layout before any process starts
     forking = multiprocessing.get_context("fork")
     seconds = 3600.0 if timeout_s is None else timeout_s
     sys.stdout.flush()
     sys.stderr.flush()
     processes: list[Any] = []
     receivers: list[Connection] = []
-    answers: list[IO[bytes]] = []
+    stack_files: list[IO[bytes]] = []
     try:
         for rank in range(size):
             receiver, sender = forking.Pipe()
-            answers.append(tempfile.TemporaryFile())  # noqa: SIM115 -- closed below
+            stack_files.append(tempfile.TemporaryFile())  # noqa: SIM115 -- closed below
             process = forking.Process(
-                target=_work,
-                args=(fn, rank, size, configure, seconds, faults, num_nodes, sender, answers[rank]),
+                target=_run_rank,
+                args=(fn, rank, size, configure, seconds, faults, num_nodes, sender, stack_files[rank]),
                 name=f"rank {rank} of {size}",
             )
-            _let_threads_end()
+            _wait_for_threads()
             _fork(process)
             sender.close()
             processes.append(process)
             receivers.append(receiver)
-        # Hosted here, as a launcher does: it outlives every rank, and none that is stopped can hold it up.
-        # Not before the forks, which must not find a thread at work.
+        # Hosted by the parent, so that it outlives every rank. After the forks, since it starts a thread.
         server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         for receiver in receivers:
-            with contextlib.suppress(OSError):  # of a rank that has ended already
+            with contextlib.suppress(OSError):  # the rank has ended
                 receiver.send(server.port)
         outcomes = _collect(
-            processes, receivers, answers, None if timeout_s is None else time.monotonic() + seconds + 5.0
+            processes, receivers, stack_files, None if timeout_s is None else time.monotonic() + seconds + 5.0
         )
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has forked too, whether or not it has ended
+                os.killpg(process.pid, signal.SIGKILL)  # its children too, even if it has ended
             if process.is_alive():
-                process.kill()  # before it made a group of its own
+                process.kill()  # it had no process group yet
             process.join()
             process.close()
-        for pipe in (*receivers, *answers):
+        for pipe in (*receivers, *stack_files):
             pipe.close()
     return conclude(outcomes, "processes")
 
 
-def _let_threads_end() -> None:
-    """Wait for threads of the system that are on their way out, as those of a world of threads before.
+def _wait_for_threads() -> None:
+    """Wait for system threads that are about to end, such as those of an earlier world of threads.
 
-    Python's join() returns before a thread has returned what its libraries keep for it. MKL does so under
-    a lock, which a child that is forked meanwhile would find taken for ever: its first product of matrices
-    hangs.
+    Python's join() returns before a thread has freed the thread-local data of its libraries. MKL frees it
+    under a lock; in a child forked meanwhile the lock stays held and the first matrix product hangs.
     """
     own = str(threading.get_native_id())
-    until, last = time.monotonic() + _THREADS_END_S, None
+    until, last = time.monotonic() + _THREADS_TIMEOUT_S, None
     while time.monotonic() < until:
         states = _thread_states()
         states.pop(own, None)
@@ -136,7 +133,7 @@ def _let_threads_end() -> None:
 
 
 def _thread_states() -> dict[str, str]:
-    """Return the state of each of this process's threads (R: running); nothing where this isn't Linux."""
+    """Return the state of each of this process's threads (R: running); empty where this isn't Linux."""
     states: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError):
         for thread in os.listdir("/proc/self/task"):
@@ -148,12 +145,12 @@ def _thread_states() -> dict[str, str]:
 
 def _fork(process: Any) -> None:
     collecting = gc.isenabled()
-    # A collection in the child, before it freezes what it was given, would take down groups that the parent
-    # has left for its own: gloo's threads are not in the child, and the epoll they wait on is the parent's.
+    # A collection in the child before gc.freeze() would destroy process groups that are garbage in the
+    # parent: gloo's threads don't exist in the child, and it shares the parent's epoll.
     gc.disable()
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of forking beside other threads; the child starts no torch thread pool.
+            # Python 3.12 warns of forking with other threads; the child starts no torch thread pool.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
     finally:
@@ -164,10 +161,10 @@ def _fork(process: Any) -> None:
 def _collect(
     processes: Sequence[Any],
     receivers: Sequence[Connection],
-    answers: Sequence[IO[bytes]],
+    stack_files: Sequence[IO[bytes]],
     deadline: float | None,
 ) -> list[Outcome]:
-    """Wait until each rank has reported or died; after a failure not much longer."""
+    """Wait until each rank has reported or died; after a failure for at most ``_GRACE_S``."""
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(processes):
         waiting = [rank for rank in range(len(processes)) if rank not in outcomes]
@@ -175,26 +172,25 @@ def _collect(
         if left_s is not None and left_s <= 0:
             break
         ready = multiprocessing.connection.wait(
-            [receivers[rank] for rank in waiting], _LOOK_S if left_s is None else min(left_s, _LOOK_S)
+            [receivers[rank] for rank in waiting], _POLL_S if left_s is None else min(left_s, _POLL_S)
         )
         for rank in waiting:
             if receivers[rank] in ready:
                 outcomes[rank] = _receive(rank, processes[rank], receivers[rank])
             elif processes[rank].exitcode is not None:
-                # Dead by now, so that all it has said is here.
-                said = receivers[rank].poll()
+                # It has exited, so its report is complete if there is one.
                 outcomes[rank] = (
                     _receive(rank, processes[rank], receivers[rank])
-                    if said
-                    else _seen_to_die(rank, processes[rank])
+                    if receivers[rank].poll()
+                    else _died(rank, processes[rank])
                 )
             else:
                 continue
             if outcomes[rank].error is not None:
-                soon = time.monotonic() + _GRACE_S
-                deadline = soon if deadline is None else min(deadline, soon)
+                grace_end = time.monotonic() + _GRACE_S
+                deadline = grace_end if deadline is None else min(deadline, grace_end)
     return [
-        outcomes.get(rank) or _unended(rank, _ask_where(processes[rank], answers[rank]))
+        outcomes.get(rank) or _timed_out(rank, _dump_stacks(processes[rank], stack_files[rank]))
         for rank in range(len(processes))
     ]
 
@@ -202,14 +198,14 @@ def _collect(
 def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
     try:
         value, error, text = _unpack(receiver.recv_bytes())
-    except (EOFError, OSError):  # a socket says so if something was on its way
-        return _seen_to_die(rank, process)
+    except (EOFError, OSError):  # OSError: closed in the middle of a message
+        return _died(rank, process)
     if text and error is not None:
         error.__cause__ = RemoteTraceback(text)
     return Outcome(value=value, error=error)
 
 
-def _seen_to_die(rank: int, process: Any) -> Outcome:
+def _died(rank: int, process: Any) -> Outcome:
     process.join(5.0)
     code = process.exitcode
     how = (
@@ -220,28 +216,28 @@ def _seen_to_die(rank: int, process: Any) -> Outcome:
     return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
 
 
-def _unended(rank: int, stack: str) -> Outcome:
+def _timed_out(rank: int, stack: str) -> Outcome:
     error = CollectiveTimeoutError(
-        f"rank {rank} did not end in time and was ended. Give run_ranks a longer timeout_s, or look for what "
-        "it waits for." + (f" It was here:\n{stack}" if stack else "")
+        f"rank {rank} did not end in time and was killed. Pass run_ranks a longer timeout_s, or look for "
+        "what it waits for." + (f" Its stacks:\n{stack}" if stack else "")
     )
     return Outcome(error=error, ended=False, stack=stack)
 
 
-def _ask_where(process: Any, answer: IO[bytes]) -> str:
-    """Have a rank that does not end write where each of its threads is."""
-    with contextlib.suppress(OSError, ValueError):  # it has ended after all
-        os.kill(process.pid, _WHERE_ARE_YOU)
-        until, said = time.monotonic() + _ANSWER_S, -1
-        while said != (said := os.fstat(answer.fileno()).st_size) or not said:
+def _dump_stacks(process: Any, stack_file: IO[bytes]) -> str:
+    """Return the stacks of all threads of a rank that does not end."""
+    with contextlib.suppress(OSError, ValueError):  # it has just ended
+        os.kill(process.pid, _DUMP_SIGNAL)
+        until, said = time.monotonic() + _DUMP_TIMEOUT_S, -1
+        while said != (said := os.fstat(stack_file.fileno()).st_size) or not said:
             if time.monotonic() > until:
                 break
             time.sleep(0.05)
-        return os.pread(answer.fileno(), 1 << 16, 0).decode(errors="replace")
+        return os.pread(stack_file.fileno(), 1 << 16, 0).decode(errors="replace")
     return ""
 
 
-def _work(
+def _run_rank(
     fn: Callable[[Context], Any],
     rank: int,
     size: int,
@@ -250,16 +246,16 @@ def _work(
     faults: Sequence[Fault],
     num_nodes: int,
     sender: Connection,
-    answer: IO[bytes],
+    stack_file: IO[bytes],
 ) -> None:
-    """Be one rank: the whole life of a forked child."""
-    # The parent's threads were not forked. Neither torch's pool nor what the parent left for the garbage
-    # collector (a process group joins its threads when it goes) may be touched here.
+    """Run one rank in a forked child, and exit."""
+    # The parent's threads don't exist here: neither torch's thread pool nor the parent's garbage (a process
+    # group joins its threads when it is destroyed) may be touched.
     gc.freeze()
     gc.enable()
-    os.setpgid(0, 0)  # so that what it forks can be ended with it; Ctrl-C reaches the parent, which ends all
-    faulthandler.register(_WHERE_ARE_YOU, file=answer, all_threads=True)
-    threading.Thread(target=_end_with_parent, name="end with the parent", daemon=True).start()
+    os.setpgid(0, 0)  # so that its children can be killed with it; Ctrl-C reaches the parent, which kills all
+    faulthandler.register(_DUMP_SIGNAL, file=stack_file, all_threads=True)
+    threading.Thread(target=_exit_with_parent, name="exit with parent", daemon=True).start()
     torch.set_num_threads(1)
     code = 0
     try:
@@ -269,7 +265,7 @@ def _work(
         )
         group = dist.group.WORLD
         assert group is not None
-        control = cast(Callable[..., dist.ProcessGroup], dist.new_group)(backend="gloo", timeout=_NEVER)  # pyright: ignore[reportUnknownMemberType]
+        control = cast(Callable[..., dist.ProcessGroup], dist.new_group)(backend="gloo", timeout=_NO_TIMEOUT)  # pyright: ignore[reportUnknownMemberType]
         collectives = process_group_collectives(
             group,
             rank,
@@ -279,33 +275,30 @@ def _work(
             one_machine=num_nodes == 1,
             store=PrefixStore("accelfn/parts", store),
         )
-        collectives.barrier()  # nobody may end while others still connect to it
+        collectives.barrier()  # no rank may end while others still connect to it
         world = memory_world(rank, size, num_nodes, "gloo")
         ctx = Context(
             world=dataclasses.replace(world, group_ref=weakref.ref(group)),
             collectives=inject(collectives, rank, size, faults, _die),
         )
-        del group, control  # torch keeps them, until fn or its end closes them
+        del group, control  # only torch may own them
         ctx = configure(ctx)
         with taking_part(ctx, whole_process=True):
             report = (fn(ctx), None, "")
         message = _pack(report)
-    except BaseException as error:  # noqa: BLE001 -- whatever ends a rank is reported to the parent
+    except BaseException as error:  # noqa: BLE001 -- reported to the parent
         code = 1
         message = _report(rank, error)
-    with contextlib.suppress(OSError):  # the parent may have given up
+    with contextlib.suppress(OSError):  # the parent may have closed the pipe
         sender.send_bytes(message)
         sender.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # no handlers of the parent's, no waiting for its threads
+    os._exit(code)  # skips the parent's exit handlers and threads
 
 
-def _end_with_parent() -> None:
-    """End this process, with what it has forked, when its parent has gone, however it went.
-
-    Else it would wait, and hold pipes open.
-    """
+def _exit_with_parent() -> None:
+    """Kill this process and its children when the parent has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
@@ -317,22 +310,22 @@ def _die() -> None:
 
 
 def _pack(report: Any) -> bytes:
-    # By torch and not by pickle alone, which writes float8 and unsigned tensors but can't read them.
+    # Not by pickle, which can't read float8 and unsigned tensors back.
     buffer = io.BytesIO()
     torch.save(report, buffer)
     return buffer.getvalue()
 
 
 def _unpack(message: bytes) -> Any:
-    return torch.load(io.BytesIO(message), weights_only=False)  # from a child of this very process
+    return torch.load(io.BytesIO(message), weights_only=False)  # from a child of this process
 
 
 def _report(rank: int, error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         message = _pack((None, error, text))
-        _unpack(message)  # an exception may pickle and still not come back
-    except Exception:  # noqa: BLE001 -- any failure means that it has to travel as text
+        _unpack(message)  # some exceptions pickle but don't unpickle
+    except Exception:  # noqa: BLE001 -- sent as text instead
         plain = DistributedError(f"rank {rank} raised {type(error).__name__}: {text_of(error)}")
         return _pack((None, plain, text))
     return message

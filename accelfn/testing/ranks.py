@@ -1,4 +1,4 @@
-"""``run_ranks``: a function on a whole world of ranks, in one call."""
+"""``run_ranks``: run a function on every rank of a world."""
 
 from __future__ import annotations
 
@@ -28,40 +28,39 @@ def run_ranks(
     num_nodes: int = 1,
     **options: Unpack[ContextOptions],
 ) -> list[T]:
-    """Run ``fn(ctx)`` once per rank of a world, and return what each rank returned, in rank order.
+    """Run ``fn(ctx)`` once per rank of a world, and return the results in rank order.
 
-    The same function runs on all three kinds of world:
+    Kinds of world:
 
-    - ``"memory"``: threads of this process that hand each other tensors. Cheap (hundreds of worlds in a
-      property test), and a breakpoint in ``fn`` stops in it.
-    - ``"gloo"``: the same threads, each with its own real gloo process group.
-    - ``"processes"``: forked processes with an initialised torch.distributed, for what needs it: DDP, FSDP2,
-      DTensor. What ``fn`` returns must be picklable. Not on Windows.
+    - ``"memory"``: threads of this process that exchange tensors in memory. Cheap (hundreds of worlds in a
+      property test), and breakpoints work in ``fn``.
+    - ``"gloo"``: threads, each with its own gloo process group.
+    - ``"processes"``: forked processes with an initialised torch.distributed, for DDP, FSDP2 and DTensor.
+      Results must be picklable. Not on Windows.
 
-    The environment isn't read: no ``ACCELFN_*`` variable changes what a test does. Pass ``debug=True`` or
-    ``guard=`` instead.
+    ``ACCELFN_*`` environment variables are ignored. Pass ``debug=True`` or ``guard=`` instead.
 
-    All ranks are on the CPU. In memory each rank has torch's and Python's global random generators for
-    itself: they begin as they are here, and stay here as they were. Gloo threads, which run all at once,
-    share them, so a function that draws numbers there should use a generator of its own. All threads share
-    NumPy's.
+    All ranks are on the CPU. In memory each rank has its own state of torch's and Python's global random
+    generators, copied from the current state, which is unchanged afterwards. Gloo threads share these
+    generators and run concurrently, so a function that draws numbers there should use its own generator.
+    All threads share NumPy's generator.
 
     Args:
-        fn: What every rank runs.
+        fn: Function to run on every rank.
         world_size: Number of ranks, at least 1.
         on: Kind of world.
-        timeout_s: How long a rank waits in an operation for the others, unless ``guard`` asks for less; None:
-            for ever (for a debugger).
-        faults: What goes wrong, at which collective of which rank.
-        num_nodes: Lay the ranks out as this many equal nodes.
+        timeout_s: How long a rank waits in an operation for the others, unless ``guard`` has less; None: no
+            timeout (for a debugger).
+        faults: Faults to inject.
+        num_nodes: Number of nodes of equal size that the ranks are distributed over.
         **options: Keyword arguments of :func:`accelfn.init_context`, for every rank's context.
 
     Raises:
-        Exception: What a rank raised: of several, the one that was the cause of the others, with a note that
-            names its rank. On processes its traceback is the error's cause.
+        Exception: The exception of a rank; of several, the one that caused the others, with a note that names
+            its rank. On processes its traceback is the ``__cause__``.
         MissingRankError: A rank returned or died while others waited for it.
-        CollectiveTimeoutError: A rank did not come to a collective in time.
-        ValueError: Unknown ``on``, or a world that can't be laid out.
+        CollectiveTimeoutError: A rank did not arrive at a collective in time.
+        ValueError: Unknown ``on``, or ``num_nodes`` doesn't divide ``world_size``.
 
     >>> run_ranks(lambda ctx: (ctx.rank, ctx.num_processes), 2)
     [(0, 2), (1, 2)]

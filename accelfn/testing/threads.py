@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: how they meet, and hand each other tensors."""
+"""Ranks as threads of this process: their rendezvous and their collectives."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ from accelfn.testing.faults import Fault, RankDeath, inject
 from accelfn.testing.part import Outcome, conclude, taking_part
 
 
-class _Brought(NamedTuple):
-    """What one rank brings to a rendezvous."""
+class _Contribution(NamedTuple):
+    """What one rank contributes to a rendezvous."""
 
-    call: str  # what it is doing; must be equal on every rank
+    call: str  # must be equal on every rank
     value: Any
 
 
 class _Turns:
-    """Whose turn it is among the threads of a world."""
+    """Schedules the threads of a world: one runs at a time."""
 
     def __init__(self, size: int) -> None:
-        """Begin with the program that opens the world."""
-        self.lock = threading.Lock()  # guards all below, and every meeting place; held for moments
+        """Start with the thread that opens the world."""
+        self.lock = threading.Lock()  # guards all below and every rendezvous of the world
         self.semaphores = [threading.Semaphore(0) for _ in range(size)]
         self.may_run = set(range(size))
-        self.running: int | None = None  # None: the program that has opened the world
-        self._random: dict[int | None, tuple[torch.Tensor, Any]] = {}  # of those who don't run
+        self.running: int | None = None  # None: the thread that opened the world
+        self._random: dict[int | None, tuple[torch.Tensor, Any]] = {}  # of the threads that wait
 
-    def pass_on(self) -> None:
-        """Let the next rank run that can, in rank order after the one that ran."""
+    def advance(self) -> None:
+        """Run the next runnable rank, in rank order after the current one."""
         after = -1 if self.running is None else self.running
         order = sorted(self.may_run, key=lambda one: (one <= after, one))
         self._random[self.running] = torch.default_generator.get_state(), random.getstate()
@@ -76,41 +76,42 @@ class _Turns:
 class Rendezvous:
     """A barrier of ``size`` threads that exchanges values, checks calls and never hangs.
 
-    One rank runs at a time, until it waits for the others or ends; then the next one in rank order runs. So a
-    world is the same on every run, a breakpoint in one rank isn't overrun by the others, and threads don't
-    fight for the interpreter's lock: a torch operation gives it away each time, which costs more than all
-    the rest. A rank that has failed doesn't hold up the others: it ends beside them.
+    One rank runs at a time, until it waits or ends; then the next one in rank order runs. This makes runs
+    reproducible, lets a breakpoint stop the whole world, and avoids contention for the interpreter's lock,
+    which each torch operation releases. A rank that fails doesn't block the others.
 
-    Each rank has torch's and Python's global generators for itself, as if it were a process: they begin as
-    they are where the world is opened, change hands with the turn, and come back as they were.
+    Each rank has its own state of torch's and Python's global generators: it starts as a copy of the state
+    where the world is opened, and is swapped in at each turn. Afterwards the original state is restored.
 
-    Ranks along an axis meet in a part of it, where they are numbered from 0 and take the same turns.
-
-    Not part of the public interface: the one mutable object of a world in memory.
+    Ranks along a mesh axis use a part of the rendezvous, numbered from 0, with the same turns.
     """
 
-    def __init__(self, size: int, whole: Rendezvous | None = None, members: Sequence[int] = ()) -> None:
-        """Open the rendezvous for ``size`` ranks: those of a world, or ``members`` of ``whole``."""
+    def __init__(self, size: int, parent: Rendezvous | None = None, members: Sequence[int] = ()) -> None:
+        """Create the rendezvous of ``size`` ranks: of a world, or ``members`` of ``parent``."""
         self._size = size
-        self._whole = whole
-        self._members = tuple(members) if whole is not None else tuple(range(size))
-        self._turns = _Turns(size) if whole is None else whole._turns
+        self._parent = parent
+        self._members = tuple(members) if parent is not None else tuple(range(size))
+        self._turns = _Turns(size) if parent is None else parent._turns
         self._round = 0
-        self._brought: dict[int, _Brought] = {}
-        self._last: list[_Brought] = []
-        self._left: dict[int, str] = {}  # how: "returned", "died" or "failed"
-        self._words: dict[str, str] = {}
+        self._contributions: dict[int, _Contribution] = {}
+        self._completed: list[_Contribution] = []
+        self._departed: dict[int, str] = {}  # "returned", "died" or "failed"
+        self._notes: dict[str, str] = {}
         self._parts: dict[tuple[int, tuple[int, ...]], Rendezvous] = {}
         self.board: MessageBoard = MessageBoard(post=self._post, post_once=self._post_once, read=self._read)
 
     def part(self, number: int, members: Sequence[int]) -> Rendezvous:
-        """Return the meeting place of some ranks: the same to all that ask with the same ``number``."""
+        """Return the rendezvous of some ranks; the same object for the same ``number``."""
         with self._turns.lock:
             key = (number, tuple(members))
             if key not in self._parts:
                 made = Rendezvous(len(members), self, members)
-                made._left.update(
-                    {place: self._left[rank] for place, rank in enumerate(members) if rank in self._left}
+                made._departed.update(
+                    {
+                        place: self._departed[rank]
+                        for place, rank in enumerate(members)
+                        if rank in self._departed
+                    }
                 )
                 self._parts[key] = made
             return self._parts[key]
@@ -118,101 +119,105 @@ class Rendezvous:
     def open(self) -> None:
         """Let the first rank run."""
         with self._turns.lock:
-            self._turns.pass_on()
+            self._turns.advance()
 
     def enter(self, rank: int) -> None:
         """Wait for this rank's first turn."""
         self._turns.semaphores[rank].acquire()
 
     def meet(self, rank: int, call: str, value: Any, call_log: CallLog) -> list[Any]:
-        """Contribute ``value``, wait for all ranks, and return what each contributed, in rank order.
+        """Contribute ``value``, wait for all ranks, and return every contribution in rank order.
 
         Raises:
-            MismatchError: The ranks brought different calls.
-            RemoteRankError: A rank failed instead of coming.
-            MissingRankError: A rank returned or died instead of coming.
-            CollectiveTimeoutError: A rank did not come in time.
+            MismatchError: The ranks made different calls.
+            RemoteRankError: A rank failed before its contribution.
+            MissingRankError: A rank returned or died before its contribution.
+            CollectiveTimeoutError: A rank did not arrive in time.
         """
         with self._turns.lock:
             number = self._round
-            self._brought[rank] = _Brought(call, value)
-            complete = len(self._brought) == self._size
+            self._contributions[rank] = _Contribution(call, value)
+            complete = len(self._contributions) == self._size
             if complete:
-                # Nobody can finish the next round before all have read this one, so one slot is enough.
-                self._last = [self._brought[one] for one in range(self._size)]
-                self._brought = {}
+                # The next round can't complete before all ranks have read this one, so one slot is enough.
+                self._completed = [self._contributions[one] for one in range(self._size)]
+                self._contributions = {}
                 self._round += 1
                 self._turns.may_run.update(self._members)
             else:
                 self._turns.may_run.discard(self._members[rank])
                 self._check_absent(rank, call_log)
-                self._turns.pass_on()
+                self._turns.advance()
         if not complete:
             self._wait(rank, number, call_log)
-        calls = [one.call for one in self._last]
+        calls = [one.call for one in self._completed]
         expected = max(calls, key=calls.count)
         rows = [Disagreement(rank, "", expected, own) for rank, own in enumerate(calls) if own != expected]
         if rows:
             raise MismatchError(expected, rows)
-        return [one.value for one in self._last]
+        return [one.value for one in self._completed]
 
     @contextmanager
-    def aside(self, rank: int) -> Generator[None, None, None]:
-        """Let the other ranks run in a ``with`` block in which ``rank`` waits for something else."""
+    def released(self, rank: int) -> Generator[None, None, None]:
+        """Let other ranks run while ``rank`` blocks on something else in a ``with`` block."""
         turns, own = self._turns, self._members[rank]
         with turns.lock:
             turns.may_run.discard(own)
             if turns.running == own:
-                turns.pass_on()
+                turns.advance()
         try:
             yield
         finally:
             with turns.lock:
                 turns.may_run.add(own)
                 if turns.running is None:
-                    turns.pass_on()
+                    turns.advance()
             turns.semaphores[own].acquire()
 
     def leave(self, rank: int, how: str) -> None:
-        """Mark ``rank`` as joining no further rendezvous, and let the others run."""
+        """Mark ``rank`` as gone and let the others run."""
         with self._turns.lock:
-            self._go(rank, how)
+            self._depart(rank, how)
 
-    def _go(self, rank: int, how: str) -> None:
-        self._left.setdefault(rank, how)
-        self._brought.pop(rank, None)
-        # Who waits can only wait in vain now: each gets a turn to find out.
-        self._turns.may_run.update(self._members[one] for one in self._brought)
+    def _depart(self, rank: int, how: str) -> None:
+        self._departed.setdefault(rank, how)
+        self._contributions.pop(rank, None)
+        # Ranks that wait can no longer succeed: each gets a turn to raise.
+        self._turns.may_run.update(self._members[one] for one in self._contributions)
         for (_, members), part in self._parts.items():
             if rank in members:
-                part._go(members.index(rank), how)
-        if self._whole is None:  # who fails along an axis goes on in the world
+                part._depart(members.index(rank), how)
+        if self._parent is None:  # a rank that failed along an axis keeps running in the world
             self._turns.may_run.discard(rank)
             if self._turns.running == rank:
-                self._turns.pass_on()
+                self._turns.advance()
 
     def _post(self, key: str, text: str) -> None:
         with self._turns.lock:
-            self._words[key] = text
+            self._notes[key] = text
 
     def _post_once(self, key: str, text: str) -> str:
         with self._turns.lock:
-            said = self._words.setdefault(key, text)
-            if key == FAILURE:  # the rank that writes may go on for long before it ends
-                self._go(json.loads(text)["rank"], "failed")
+            said = self._notes.setdefault(key, text)
+            if key == FAILURE:  # the rank that posts it may run for long before it ends
+                self._depart(json.loads(text)["rank"], "failed")
             return said
 
     def _read(self, key: str) -> str | None:
         with self._turns.lock:
-            return self._said(key)
+            return self._read_locked(key)
 
-    def _said(self, key: str) -> str | None:
-        """Return what stands on the board; of a part also what the whole world's says of a failure."""
-        said = self._words.get(key)
-        return self._whole._said(key) if said is None and self._whole is not None and key == FAILURE else said
+    def _read_locked(self, key: str) -> str | None:
+        """Return a note of the board; a part also sees the world's failure."""
+        said = self._notes.get(key)
+        return (
+            self._parent._read_locked(key)
+            if said is None and self._parent is not None and key == FAILURE
+            else said
+        )
 
     def _wait(self, rank: int, number: int, call_log: CallLog) -> None:
-        """Wait for the turn that comes when the round is complete, or can't be completed any more."""
+        """Wait for the turn that comes when the round is complete or can't complete any more."""
         turn = self._turns.semaphores[self._members[rank]]
         if turn.acquire(timeout=min(call_log.patience_s, threading.TIMEOUT_MAX)):
             with self._turns.lock:
@@ -221,12 +226,12 @@ class Rendezvous:
             return
         with self._turns.lock:
             complete = self._round != number
-            missing = [one for one in range(self._size) if one not in self._brought]
+            missing = [one for one in range(self._size) if one not in self._contributions]
             running = self._turns.running
             if any(self._members[one] == running for one in missing):
-                # The others only wait for their turn after that one.
+                # The other missing ranks only wait for their turn.
                 missing = [one for one in missing if self._members[one] == running]
-        if complete:  # at the last moment: the turn is on its way
+        if complete:  # just now: the turn follows
             turn.acquire()
             return
         error = late_error(call_log, rank, call_log.patience_s, missing)
@@ -235,18 +240,18 @@ class Rendezvous:
         raise error
 
     def _check_absent(self, rank: int, call_log: CallLog) -> None:
-        gone = next((one for one in sorted(self._left) if one not in self._brought), None)
+        gone = next((one for one in sorted(self._departed) if one not in self._contributions), None)
         if gone is None:
             return
-        text = self._said(FAILURE)
+        text = self._read_locked(FAILURE)
         if text is not None:
             raise as_error(text)
-        text = self._words.get("end")
+        text = self._notes.get("end")
         if text is not None:
             raise explain_departure(Departure(*json.loads(text)), call_log, rank)
         now = call_log.current
         raise MissingRankError(
-            f"{now.operation}: rank {gone} {self._left[gone]} while rank {rank} waits for it in call "
+            f"{now.operation}: rank {gone} {self._departed[gone]} while rank {rank} waits for it in call "
             f"{now.number} at {now.site}. Every rank must call the same operations in the same order."
         )
 
@@ -254,8 +259,7 @@ class Rendezvous:
 T = TypeVar("T")
 Configure = Callable[[Context], Context]
 
-# Threads that wait in a rendezvous notice at once; one that computes gets this much longer before the world
-# is given up.
+# Extra time for threads that compute; those that wait in a rendezvous notice a timeout at once.
 _GRACE_S = 5.0
 
 
@@ -267,7 +271,7 @@ def run_on_memory(
     faults: Sequence[Fault],
     num_nodes: int,
 ) -> list[T]:
-    """Run ``fn`` on threads that meet in memory."""
+    """Run ``fn`` on threads that exchange tensors in memory."""
     rendezvous = Rendezvous(size)
 
     def enter(rank: int) -> tuple[World, Collectives]:
@@ -285,7 +289,7 @@ def run_on_gloo_threads(
     faults: Sequence[Fault],
     num_nodes: int,
 ) -> list[T]:
-    """Run ``fn`` on threads that each have a real gloo group over one in-process store."""
+    """Run ``fn`` on threads that each have a gloo group over one in-process store."""
     store = cast("Any", dist).HashStore()  # documented, but not exported to checkers
     groups: list[dist.ProcessGroup | None] = [None] * size
 
@@ -295,12 +299,12 @@ def run_on_gloo_threads(
         collectives = process_group_collectives(
             group, rank, size, board=store_board(store), store=parts, interface="lo"
         )
-        collectives.barrier()  # nobody may leave while others still connect to it
+        collectives.barrier()  # no rank may leave while others still connect to it
         return memory_world(rank, size, num_nodes, "gloo"), collectives
 
     def leave(rank: int, how: str) -> None:
         del how
-        groups[rank] = None  # the last reference: peers that wait for this rank see a closed connection
+        groups[rank] = None  # the last reference: closes the connections, which waiting peers notice
 
     return _run(fn, size, configure, timeout_s, faults, "gloo threads", lambda: None, enter, leave)
 
@@ -347,15 +351,15 @@ def _run(
     deadline = None if timeout_s is None else time.monotonic() + timeout_s + _GRACE_S
     for thread in threads:
         thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-    ended = [one or _unended(rank, timeout_s) for rank, one in enumerate(outcomes)]
+    ended = [one or _timed_out(rank, timeout_s) for rank, one in enumerate(outcomes)]
     return conclude(ended, where)
 
 
-def _unended(rank: int, timeout_s: float | None) -> Outcome:
+def _timed_out(rank: int, timeout_s: float | None) -> Outcome:
     return Outcome(
         error=CollectiveTimeoutError(
             f"rank {rank} did not end within {timeout_s} s, and is not waiting in a collective. "
-            "Give run_ranks a longer timeout_s, or look for what it computes for ever."
+            "Pass run_ranks a longer timeout_s, or look for an endless loop."
         ),
         ended=False,
     )
@@ -381,10 +385,10 @@ def memory_world(rank: int, size: int, num_nodes: int = 1, backend: str = "memor
 
 
 def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: CallLog) -> Collectives:
-    """Fill the seam with meetings of threads.
+    """Implement the collectives by meetings of threads.
 
-    A buffer that a caller goes on using is read by the others between two meetings: nobody returns before all
-    have read.
+    Buffers that the caller keeps using are read between two meetings, so that no rank returns before all have
+    read them.
     """
 
     def meet(call: str, value: Any) -> list[Any]:
@@ -394,7 +398,7 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
         meet(f"the end of {name}", None)
 
     def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Messages are never written again, so one rendezvous is enough.
+        # Messages are never modified, so one meeting is enough.
         return tuple(meet("all_gather_bytes", message))
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
@@ -462,7 +466,7 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
         barrier=barrier,
         split=split,
         chunk=chunk_bytes(size),
-        while_blocked=lambda: rendezvous.aside(rank),
+        while_blocked=lambda: rendezvous.released(rank),
         board=rendezvous.board,
         call_log=call_log,
     )

@@ -1,4 +1,4 @@
-"""Sizes as bars in an SVG picture."""
+"""Bar charts of sizes, as SVG."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 from accelfn.tree.structure import size_text
 
-# Of the drawing, in its own units.
+# In pixels.
 _CHAR, _ROW, _BAR, _EDGE, _WIDTH = 8, 26, 18, 12, 460
 _INK, _GREY, _GROUND = "#111111", "#666666", "#ffffff"
 
 
 class Bar(NamedTuple):
-    """Sizes side by side.
+    """One bar of several parts.
 
     Attributes:
-        name: What they are of; "" for what the bar above is of.
-        kind: What they are.
-        sizes: Of its parts, in bytes.
+        name: First label; "" if it is the same as above.
+        kind: Second label.
+        sizes: Sizes of the parts, in bytes.
     """
 
     name: str
@@ -28,15 +28,15 @@ class Bar(NamedTuple):
 
 
 def draw_bars_svg(about: Sequence[str], bars: Sequence[Bar], parts: Sequence[tuple[str, str]]) -> str:
-    """Draw bars on one scale, each with the sum of its parts, and a legend. Pure.
+    """Draw bars on one scale, each labelled with its total, and a legend. Pure.
 
     Args:
-        about: Lines above the bars; the first one is the title.
-        bars: From top to bottom.
-        parts: Name and color of each part of a bar, in order; a bar may have fewer.
+        about: Lines above the bars; the first is the title.
+        bars: Bars from top to bottom.
+        parts: Name and color of each part, in order; a bar may have fewer parts.
 
     Returns:
-        A whole SVG document.
+        An SVG document.
     """
     most = max((sum(bar.sizes) for bar in bars), default=0) or 1
     names = max((len(bar.name) for bar in bars), default=0) * _CHAR
@@ -87,7 +87,7 @@ def _rect(left: float, top: float, width: float, height: float, color: str) -> s
 def _text(left: int, top: int, text: str, color: str) -> str:
     if not text:
         return ""
-    # textLength: everything is laid out for letters of one width, whatever font there is.
+    # textLength makes the layout independent of the font.
     return (
         f'<text x="{left}" y="{top + 14}" textLength="{len(text) * _CHAR}" '
         f'lengthAdjust="spacingAndGlyphs" fill="{color}">{escape(text)}</text>'

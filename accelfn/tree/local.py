@@ -1,6 +1,6 @@
-"""Operations on the tensors of one rank's tree: move, slice, join, convert.
+"""Local operations on the tensors of a tree: move, slice, concatenate, convert.
 
-None of them writes into its input, and each returns the types that it was given.
+Inputs are not modified, and container types are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: T) -> T:
-    """Apply ``function`` to each tensor of ``tree``; other leaves stay as they are.
+    """Apply ``function`` to each tensor of ``tree``; other leaves are kept.
 
     >>> map_tensors(torch.numel, {"x": torch.zeros(2, 3), "name": "a"})
     {'x': 6, 'name': 'a'}
@@ -40,25 +40,25 @@ def send_to_device(
     """Move each tensor of ``tree`` to ``device``.
 
     Args:
-        tree: Any tree. Leaves that are no tensors but have a ``.to`` method are moved by it, a
-            ``PackedSequence`` among them; all others stay as they are.
-        device: Where to.
+        tree: Any tree. Other leaves with a ``.to`` method, such as a ``PackedSequence``, are moved by it; all
+            others are kept.
+        device: Target device.
         non_blocking: Don't wait for copies from pinned memory.
-        skip_keys: Keys of mappings, at any depth, below which nothing is moved.
+        skip_keys: Keys of mappings, at any depth, whose values are not moved.
 
     Returns:
-        A tree of the same types. A tensor that is already there is not copied.
+        A tree of the same structure. Tensors already on ``device`` are not copied.
 
     >>> send_to_device({"x": torch.zeros(2), "n": 1}, "cpu")
     {'x': tensor([0., 0.]), 'n': 1}
     """
     if isinstance(tree, torch.Tensor):
         return cast("T", tree.to(device, non_blocking=non_blocking))
-    # A PackedSequence keeps its batch sizes on the CPU: only its own method knows.
+    # A PackedSequence must keep its batch sizes on the CPU, which its own method does.
     leaves, structure = flatten(tree, is_packed_sequence)
-    skipped = _below(structure.paths(), skip_keys) if skip_keys else frozenset[int]()
+    skipped = _indices_below(structure.paths(), skip_keys) if skip_keys else frozenset[int]()
     target = torch.device(device)
-    # Most often all is there already, and comparing is cheaper than asking each tensor to move.
+    # Usually the tensors are on the device already, and comparing is faster than calling to().
     return structure.unflatten(
         [
             leaf
@@ -70,37 +70,33 @@ def send_to_device(
 
 
 def slice_tensors(tree: T, s: slice) -> T:
-    """Take ``s`` of the first dimension of each tensor.
+    """Slice the first dimension of each tensor.
 
     Args:
-        tree: Any tree. 0-d tensors and leaves that are no tensors stay as they are.
-        s: Which rows.
+        tree: Any tree. 0-d tensors and other leaves are kept.
+        s: Slice of rows.
 
     Returns:
-        A tree of the same types; its tensors are views.
+        A tree of the same structure; its tensors are views.
 
     >>> slice_tensors({"x": torch.arange(4), "loss": torch.tensor(0.5)}, slice(1, 3))
     {'x': tensor([1, 2]), 'loss': tensor(0.5000)}
     """
-
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[s] if tensor.dim() else tensor
-
-    return map_tensors(cut, tree)
+    return map_tensors(lambda tensor: tensor[s] if tensor.dim() else tensor, tree)
 
 
 def count_rows(tree: Any, name: str, reason: str, *, with_others: bool = False) -> int:
-    """Return the rows that all tensors of a tree have, which is to be cut along them.
+    """Return the number of rows (size of the first dimension) that the tensors of a batch share.
 
     Args:
-        tree: 0-d tensors in it have none, and belong to each part.
-        name: What paths in errors begin with.
-        reason: Why it is cut; errors begin with it.
-        with_others: Leaves that are no tensors belong to each part too, and so do tensors with another
-            number of rows than the first has.
+        tree: The batch. 0-d tensors are ignored.
+        name: Root of paths in errors.
+        reason: Start of errors: why the batch is split.
+        with_others: Ignore leaves that are no tensors, and tensors with another number of rows than the
+            first.
 
     Raises:
-        ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there is no row.
+        ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there are no rows.
 
     >>> count_rows([torch.zeros(3, 2), torch.zeros(3), torch.tensor(1.0)], "batch", "cut")
     3
@@ -113,7 +109,7 @@ def count_rows(tree: Any, name: str, reason: str, *, with_others: bool = False) 
                 continue
             raise ValueError(
                 f"{reason}, and {structure.paths(name)[index]} is of type {type(leaf).__name__}, which can't "
-                "be. Make it a tensor, or let loss_fn close over it."
+                "be split. Make it a tensor, or let loss_fn close over it."
             )
         if leaf.dim() == 0:
             continue
@@ -122,20 +118,20 @@ def count_rows(tree: Any, name: str, reason: str, *, with_others: bool = False) 
         elif leaf.shape[0] != rows and not with_others:
             raise ValueError(
                 f"{reason} along the first dimension of its tensors, and {structure.paths(name)[index]} has "
-                f"{leaf.shape[0]} rows, where an earlier tensor has {rows}. Give all of them one row for "
-                "each sample."
+                f"{leaf.shape[0]} rows, where an earlier tensor has {rows}. Every tensor needs one row per "
+                "sample."
             )
     if not rows:
         missing = "no such dimension" if rows is None else "no rows"
         raise ValueError(
             f"{reason} along the first dimension of its tensors, and this one has {missing}. Pass a batch "
-            "that has some."
+            "with rows."
         )
     return rows
 
 
 def concatenate(trees: Sequence[T], dim: int = 0) -> T:
-    """Join trees of one structure along ``dim``, leaf by leaf.
+    """Concatenate trees of the same structure along ``dim``, leaf by leaf.
 
     Args:
         trees: At least one. 0-d tensors count as tensors of one row.
@@ -143,7 +139,7 @@ def concatenate(trees: Sequence[T], dim: int = 0) -> T:
 
     Raises:
         ValueError: No tree, or trees of different structure.
-        TypeError: Leaves that are no tensors and differ between the trees.
+        TypeError: Leaves that are not tensors differ between the trees.
 
     >>> concatenate([{"x": torch.tensor([1])}, {"x": torch.tensor([2, 3])}])
     {'x': tensor([1, 2, 3])}
@@ -165,18 +161,18 @@ def concatenate(trees: Sequence[T], dim: int = 0) -> T:
     def join(index: int, column: list[Any]) -> Any:
         if all(isinstance(leaf, torch.Tensor) for leaf in column):
             return torch.cat([leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in column], dim=dim)
-        if all(_same(leaf, column[0]) for leaf in column):
+        if all(_equal(leaf, column[0]) for leaf in column):
             return column[0]
         raise TypeError(
-            f"concatenate: {structure.paths()[index]} holds values that are no tensors and differ between "
-            f"the trees: {column[0]!r} and others. Join them yourself, or leave them out."
+            f"concatenate: {structure.paths()[index]} has values that are not tensors and differ between "
+            f"the trees: {column[0]!r} and others. Remove them, or make them tensors."
         )
 
     return structure.unflatten([join(index, column) for index, column in enumerate(columns)])
 
 
 def find_batch_size(tree: Any) -> int:
-    """Return the number of rows of the first tensor that has any dimension, as the tree reads.
+    """Return the size of the first dimension of the first tensor that has one.
 
     Raises:
         ValueError: There is no such tensor.
@@ -188,12 +184,12 @@ def find_batch_size(tree: Any) -> int:
     if size is not None:
         return size
     raise ValueError(
-        "find_batch_size: the tree holds no tensor with a first dimension. Pass the batch that has one."
+        "find_batch_size: the tree holds no tensor with a first dimension. Pass a batch with one."
     )
 
 
 def convert_to_fp32(tree: T) -> T:
-    """Turn each float16 and bfloat16 tensor into float32; all else stays, float64 and integers too.
+    """Convert float16 and bfloat16 tensors to float32; all other leaves are kept.
 
     Differentiable.
     """
@@ -205,13 +201,13 @@ def convert_to_fp32(tree: T) -> T:
 
 
 def pad_input_tensors(tree: T, batch_size: int, num_processes: int, dim: int = 0) -> T:
-    """Lengthen ``dim`` of each tensor to the next multiple of ``num_processes`` by repeating its last row.
+    """Pad ``dim`` of each tensor to a multiple of ``num_processes`` by repeating its last row.
 
     Args:
-        tree: Any tree. Tensors whose ``dim`` isn't ``batch_size`` long stay as they are.
-        batch_size: Length of ``dim`` now, at least 1.
-        num_processes: What the new length is to be divisible by.
-        dim: Dimension to lengthen.
+        tree: Any tree. Tensors whose ``dim`` has another size than ``batch_size`` are kept.
+        batch_size: Current size of ``dim``, at least 1.
+        num_processes: Divisor of the new size.
+        dim: Dimension to pad.
 
     >>> pad_input_tensors(torch.tensor([1, 2, 3]), batch_size=3, num_processes=2)
     tensor([1, 2, 3, 3])
@@ -235,13 +231,13 @@ def pad_input_tensors(tree: T, batch_size: int, num_processes: int, dim: int = 0
 
 
 def listify(tree: Any) -> Any:
-    """Turn each tensor into (nested) Python lists, a 0-d tensor into a number; a ``PackedSequence`` stays.
+    """Convert tensors to (nested) lists, or numbers if 0-d; a ``PackedSequence`` is kept.
 
     >>> listify({"x": torch.tensor([1, 2], dtype=torch.bfloat16)})
     {'x': [1.0, 2.0]}
     """
     leaves, structure = flatten(tree, is_packed_sequence)
-    # torch types a tensor's list as one of unknowns
+    # The return type of tolist() is partly unknown.
     return structure.unflatten(
         [cast("Any", leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     )
@@ -253,7 +249,7 @@ def find_device(tree: Any) -> torch.device | None:
 
 
 def _first_size(tree: Any) -> int | None:
-    """Look into the usual containers one value at a time: the first leaf is nearly always the answer."""
+    """Search the usual containers one value at a time, as the first leaf is nearly always the answer."""
     if isinstance(tree, torch.Tensor):
         return tree.size(0) if tree.dim() else None
     if isinstance(tree, Mapping):
@@ -273,7 +269,7 @@ def _first_size(tree: Any) -> int | None:
     return None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
@@ -292,11 +288,11 @@ def _move(leaf: Any, device: torch.device | str | int, non_blocking: bool) -> An
         return leaf
     try:
         return move(device, non_blocking=non_blocking)
-    except TypeError:  # a .to of somebody's own, without the option
+    except TypeError:  # without non_blocking
         return move(device)
 
 
-def _below(paths: list[str], keys: str | Iterable[str]) -> frozenset[int]:
+def _indices_below(paths: list[str], keys: str | Iterable[str]) -> frozenset[int]:
     names = (keys,) if isinstance(keys, str) else tuple(keys)
     marks = tuple(f"[{name!r}]" for name in names)
     return frozenset(index for index, path in enumerate(paths) if any(mark in path for mark in marks))

@@ -1,4 +1,4 @@
-"""Many tensors in few buffers: one contiguous buffer per dtype and device, and views back out."""
+"""Packing of many tensors into one contiguous buffer per dtype and device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Buffer(NamedTuple):
     """The leaves that share one buffer.
 
     Attributes:
-        dtype: Of every leaf in it.
-        device: Of every leaf in it.
-        leaves: Their numbers, ascending.
-        sizes: Elements of each.
+        dtype: Of every leaf.
+        device: Of every leaf.
+        leaves: Indices of the leaves, ascending.
+        sizes: Elements of each leaf.
     """
 
     dtype: torch.dtype
@@ -29,18 +29,18 @@ class Buffer(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffer."""
+        """Size of the buffer in bytes."""
         return sum(self.sizes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class PackSpec:
-    """Where each leaf of a tree is in its buffers. Holds no tensor.
+    """The position of each leaf of a tree in its buffers. Holds no tensors.
 
     Attributes:
-        structure: Everything of the tree but its leaves.
-        shapes: Of each leaf.
-        groups: Of leaves that share a buffer, in order of their first leaf.
+        structure: Structure of the tree.
+        shapes: Shape of each leaf.
+        groups: The buffers, in order of their first leaf.
     """
 
     structure: TreeSpec
@@ -50,21 +50,21 @@ class PackSpec:
 
     def describe(self) -> str:
         """Describe structure, shapes and dtypes in text that is equal for equal layouts on every rank."""
-        # By group: there are few of them, and naming the dtype of every leaf takes longer than sending it.
+        # By group: formatting the dtype of every leaf would take longer than sending the description.
         groups = [(group.dtype, group.device.type, group.leaves) for group in self.groups]
         return f"{self.structure.describe()}{self.shapes}{groups}"
 
     def fingerprint(self) -> bytes:
-        """Return 16 bytes that differ where structure, a shape or a dtype does. The same in every process."""
+        """Return a 16-byte hash of structure, shapes and dtypes. The same in every process."""
         return hashlib.blake2b(self.describe().encode(), digest_size=16).digest()
 
 
 class Packed(NamedTuple):
-    """A tree of tensors as few flat buffers.
+    """A tree of tensors as flat buffers.
 
     Attributes:
         buffers: 1-D and contiguous, one for each of ``layout.groups``.
-        layout: How to get the tree back.
+        layout: Position of each leaf.
     """
 
     buffers: tuple[torch.Tensor, ...]
@@ -72,21 +72,21 @@ class Packed(NamedTuple):
 
 
 def plan_layout(leaves: list[torch.Tensor], structure: TreeSpec, alone_bytes: int | None = None) -> PackSpec:
-    """Decide which leaves share a buffer: those of one dtype and device. Pure.
+    """Assign leaves to buffers by dtype and device. Pure.
 
     Args:
-        leaves: Tensors, as :func:`accelfn.tree.flatten` gives them.
-        structure: Of the tree that they come from.
-        alone_bytes: A leaf of at least this size gets a buffer of its own; None: never.
+        leaves: Tensors, as returned by :func:`accelfn.tree.flatten`.
+        structure: Structure of their tree.
+        alone_bytes: Leaves of at least this size get their own buffer; None: never.
     """
-    together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    shared: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     alone: list[int] = []
     for index, leaf in enumerate(leaves):
         if alone_bytes is not None and leaf.numel() * leaf.dtype.itemsize >= alone_bytes:
             alone.append(index)
         else:
-            together.setdefault((leaf.dtype, leaf.device), []).append(index)
-    members = [*together.values(), *([index] for index in alone)]
+            shared.setdefault((leaf.dtype, leaf.device), []).append(index)
+    members = [*shared.values(), *([index] for index in alone)]
     members.sort(key=lambda indices: indices[0])
     return PackSpec(
         structure,
@@ -105,20 +105,19 @@ def plan_layout(leaves: list[torch.Tensor], structure: TreeSpec, alone_bytes: in
 
 
 def pack(tree: Any, alone_bytes: int | None = None) -> Packed:
-    """Put the tensors of ``tree`` into one contiguous buffer per dtype and device.
+    """Pack the tensors of ``tree`` into one contiguous buffer per dtype and device.
 
     Args:
-        tree: A tree whose leaves are all dense tensors of any dtype and shape, 0-d, empty and
-            non-contiguous ones too.
-        alone_bytes: A leaf of at least this size gets a buffer of its own, which spares its copy when it is
+        tree: A tree of dense tensors of any dtype and shape, including 0-d, empty and non-contiguous ones.
+        alone_bytes: Leaves of at least this size get their own buffer, which avoids a copy if the leaf is
             contiguous. None: leaves of one dtype and device always share.
 
     Returns:
-        Buffers and their layout. A buffer of a single contiguous leaf shares the leaf's memory; all others
-        are new. Detached from autograd.
+        Buffers and their layout, detached from autograd. The buffer of a single contiguous leaf shares the
+        leaf's memory; all others are new.
 
     Raises:
-        TypeError: A leaf is no dense tensor; the message names its path.
+        TypeError: A leaf is not a dense tensor; the message has its path.
 
     >>> packed = pack({"a": torch.ones(2), "b": torch.zeros(())})
     >>> packed.buffers
@@ -132,16 +131,16 @@ def pack(tree: Any, alone_bytes: int | None = None) -> Packed:
 
 
 def flatten_group(group: Buffer, leaves: list[torch.Tensor], *, copy: bool = False) -> torch.Tensor:
-    """Put the leaves of ``group`` end to end into one flat buffer.
+    """Concatenate the leaves of ``group`` into one flat buffer.
 
     Args:
-        group: Which.
+        group: The buffer's leaves.
         leaves: All leaves of the tree.
-        copy: Give new memory also for a single contiguous leaf.
+        copy: Return new memory even for a single contiguous leaf.
     """
     with torch.no_grad():
         if len(group.sizes) > 1:
-            # In one call: a reshape per leaf from Python costs more than the copy of a small tree.
+            # One call: a reshape per leaf from Python costs more than the copy of a small tree.
             together = cast("Any", _utils)._flatten_dense_tensors([leaves[one] for one in group.leaves])
             return flatten_tensor(together)
         leaf = leaves[group.leaves[0]]
@@ -150,18 +149,18 @@ def flatten_group(group: Buffer, leaves: list[torch.Tensor], *, copy: bool = Fal
 
 
 def flatten_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as one row that can be viewed as bytes; copied only where it can't be otherwise."""
-    # A lazy conjugate or negative is not what its bytes say.
+    """Return ``tensor`` flat and contiguous, so that it can be viewed as bytes; copied only if necessary."""
+    # The bytes of a lazy conjugate or negative are those of its base.
     flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg()
-    # One element counts as contiguous whatever its stride is.
+    # A tensor of one element counts as contiguous with any stride.
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def unpack(packed: Packed) -> Any:
-    """Return the tree: its leaves are views of the buffers.
+    """Return the tree, with views of the buffers as leaves.
 
     Raises:
-        ValueError: A buffer doesn't have the length or dtype that the layout says.
+        ValueError: The length or dtype of a buffer doesn't fit the layout.
     """
     leaves: list[Any] = [None] * len(packed.layout.shapes)
     for group, buffer in zip(packed.layout.groups, packed.buffers, strict=True):
@@ -169,7 +168,7 @@ def unpack(packed: Packed) -> Any:
             raise ValueError(
                 f"unpack: a buffer doesn't fit the layout: got {buffer.numel()} elements of "
                 f"{buffer.dtype}, expected {sum(group.sizes)} of {group.dtype}. "
-                "Pass the buffers that pack gave, or ones of the same form."
+                "Pass the buffers from pack, or buffers of the same lengths and dtypes."
             )
         for index, part in zip(group.leaves, torch.split(buffer, list(group.sizes)), strict=True):
             leaves[index] = part.view(packed.layout.shapes[index])
@@ -179,16 +178,16 @@ def unpack(packed: Packed) -> Any:
 def require_tensors(
     operation: str, leaves: list[Any], structure: TreeSpec, root: str = "tree"
 ) -> list[torch.Tensor]:
-    """Return ``leaves`` as they are when each is a dense tensor.
+    """Check that all leaves are dense tensors, and return them.
 
     Args:
-        operation: For the message.
-        leaves: Those of a tree.
-        structure: Of that tree.
-        root: What the message calls the tree.
+        operation: Name of the operation, for the message.
+        leaves: Leaves of a tree.
+        structure: Structure of the tree.
+        root: Name of the tree, for the message.
 
     Raises:
-        TypeError: One isn't; the message names ``operation`` and the leaf's path.
+        TypeError: A leaf isn't a dense tensor; the message has ``operation`` and the leaf's path.
     """
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
@@ -201,6 +200,6 @@ def require_tensors(
             kind = "on the meta device" if leaf.is_meta else f"of layout {leaf.layout}"
             raise TypeError(
                 f"{operation}: {structure.paths(root)[index]} must be a dense tensor with data, "
-                f"got one {kind}. Make it dense (to_dense, materialise) first."
+                f"got one {kind}. Convert it with to_dense() or materialise it first."
             )
     return leaves

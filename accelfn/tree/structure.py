@@ -1,11 +1,11 @@
-"""The one place that knows optree's corners: from any tree to its leaves and back.
+"""Flattening of trees into leaves and a structure.
 
-optree knows dict, list, tuple, namedtuple, OrderedDict, defaultdict, deque, None and what users registered
-with it. Other containers are opened here, without registering anything: dataclass instances, mapping types
-such as transformers' ``BatchEncoding`` and ``ModelOutput``, and subclasses of list, tuple and deque. They
-come back as the type that they were. Keys of mappings are visited in sorted order, so that two ranks that
-filled a dict in another order still agree; only in an OrderedDict the order counts. ``None`` belongs to the
-structure, it is not a leaf; a ``torch.Size`` is a leaf.
+optree handles dict, list, tuple, namedtuple, OrderedDict, defaultdict, deque, None and types that users
+registered. This module also expands other containers, without registering them: dataclass instances, mapping
+types such as transformers' ``BatchEncoding`` and ``ModelOutput``, and subclasses of list, tuple and deque.
+They are rebuilt as their own type. Keys of mappings are sorted, so the insertion order of a dict doesn't
+matter across ranks; in an OrderedDict it does. ``None`` is part of the structure, not a leaf; a
+``torch.Size`` is a leaf.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-# Never containers: spares the checks for the most common leaves.
+# The most common leaves, for a fast check.
 _PLAIN = (
     torch.Tensor,
     str,
@@ -39,15 +39,15 @@ _PLAIN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Opened:
-    """A container that optree takes for a leaf, opened.
+class _Container:
+    """A container that optree treats as a leaf.
 
     Attributes:
-        position: Its place among the leaves of the structure around it.
-        label: Its type and keys, the same on every rank for equal containers.
-        entries: How each child is reached, such as ``"['x']"`` or ``".loss"``.
-        children: Structure of the list of its children.
-        rebuild: From new children to a container like it.
+        position: Index among the leaves of the outer structure.
+        label: Type and keys, the same on every rank for equal containers.
+        entries: Path entry of each child, such as ``"['x']"`` or ``".loss"``.
+        children: Structure of the list of children.
+        rebuild: Makes a container of the same type from new children.
     """
 
     position: int
@@ -59,28 +59,28 @@ class _Opened:
 
 @dataclass(frozen=True, slots=True)
 class TreeSpec:
-    """Everything of a tree but its leaves. Two structures are equal when trees of one fit the other.
+    """The structure of a tree without its leaves. Comparable.
 
     Attributes:
-        spec: optree's part.
+        spec: optree's structure.
         opened: Containers that optree doesn't know, by position.
     """
 
     spec: optree.PyTreeSpec
-    opened: tuple[_Opened, ...] = ()
+    containers: tuple[_Container, ...] = ()
 
     @property
     def num_leaves(self) -> int:
         """Number of leaves."""
-        return self.spec.num_leaves + sum(item.children.num_leaves - 1 for item in self.opened)
+        return self.spec.num_leaves + sum(item.children.num_leaves - 1 for item in self.containers)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Build the tree that has this structure and ``leaves``, in the order of :func:`flatten`."""
-        if not self.opened:
+        """Build a tree of this structure from ``leaves``, in the order of :func:`flatten`."""
+        if not self.containers:
             return optree.tree_unflatten(self.spec, leaves)
         outer: list[Any] = []
         start = 0
-        for item in self.opened:
+        for item in self.containers:
             gap = item.position - len(outer)
             outer += leaves[start : start + gap]
             start += gap
@@ -95,22 +95,24 @@ class TreeSpec:
         outer = [accessor.codify(root) for accessor in optree.treespec_accessors(self.spec)]
         paths: list[str] = []
         start = 0
-        for item in self.opened:
+        for item in self.containers:
             paths += outer[start : item.position]
-            inner = item.children.paths("")  # "[0]", "[1]['a']": children are a list
+            inner = item.children.paths("")  # "[0]", "[1]['a']"
             own = outer[item.position]
-            paths += [own + _enter(item.entries, path) for path in inner]
+            paths += [own + _join_path(item.entries, path) for path in inner]
             start = item.position + 1
         return paths + outer[start:]
 
     def describe(self) -> str:
         """Describe the structure in text that is equal for equal structures on every rank."""
         text = repr(self.spec)
-        if "0x" in text:  # a default factory or metadata without a repr of its own shows its address
+        if "0x" in text:  # the default repr of a default factory contains its address
             text = re.sub(r"(?<= at 0x)[0-9a-fA-F]+(?=>)", "", text)
-        if not self.opened:
+        if not self.containers:
             return text
-        inner = ", ".join(f"{item.position}: {item.label} {item.children.describe()}" for item in self.opened)
+        inner = ", ".join(
+            f"{item.position}: {item.label} {item.children.describe()}" for item in self.containers
+        )
         return f"{text} with {{{inner}}}"
 
 
@@ -119,7 +121,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
     Args:
         tree: Any tree.
-        is_leaf: Says of a container that it is not to be opened.
+        is_leaf: Whether to treat a container as a leaf.
 
     >>> leaves, structure = flatten({"b": 1, "a": (2, None)})
     >>> leaves, structure.paths(), structure.unflatten([20, 10])
@@ -133,23 +135,23 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         return leaves, TreeSpec(spec)
 
     flat: list[Any] = []
-    opened: list[_Opened] = []
+    containers: list[_Container] = []
     for position, leaf in enumerate(leaves):
-        parts = None if isinstance(leaf, _PLAIN) or (is_leaf is not None and is_leaf(leaf)) else _open(leaf)
+        parts = None if isinstance(leaf, _PLAIN) or (is_leaf is not None and is_leaf(leaf)) else _expand(leaf)
         if parts is None:
             flat.append(leaf)
             continue
         label, entries, children, rebuild = parts
         inner, structure = flatten(children, is_leaf)
         flat += inner
-        opened.append(
-            _Opened(position=position, label=label, entries=entries, children=structure, rebuild=rebuild)
+        containers.append(
+            _Container(position=position, label=label, entries=entries, children=structure, rebuild=rebuild)
         )
-    return flat, TreeSpec(spec, tuple(opened))
+    return flat, TreeSpec(spec, tuple(containers))
 
 
 def is_packed_sequence(value: Any) -> bool:
-    """Return whether ``value`` is a ``PackedSequence``, whose parts must stay the tensors they are."""
+    """Return whether ``value`` is a ``PackedSequence``, which must not be taken apart."""
     return isinstance(value, PackedSequence)
 
 
@@ -162,23 +164,22 @@ def leaf_paths(tree: Any) -> list[str]:
     return flatten(tree)[1].paths()
 
 
-Parts = tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]
+Expansion = tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]
 
 
-def _open(value: Any) -> Parts | None:
-    """Flatten a container that optree doesn't know; None when ``value`` is a leaf."""
-    # Mappings first: transformers' ModelOutput is a dataclass too, and its unset fields are not in the
-    # mapping.
+def _expand(value: Any) -> Expansion | None:
+    """Expand a container that optree doesn't know; None for a leaf."""
+    # Mappings first: transformers' ModelOutput is also a dataclass, with unset fields that aren't keys.
     if isinstance(value, Mapping):
-        return _open_mapping(cast("Mapping[Any, Any]", value))
+        return _expand_mapping(cast("Mapping[Any, Any]", value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _open_dataclass(value)
+        return _expand_dataclass(value)
     if isinstance(value, (list, tuple, deque)):
-        return _open_sequence(cast("Sequence[Any]", value))
+        return _expand_sequence(cast("Sequence[Any]", value))
     return None
 
 
-def _open_mapping(value: Mapping[Any, Any]) -> Parts:
+def _expand_mapping(value: Mapping[Any, Any]) -> Expansion:
     try:
         keys = sorted(value)
     except TypeError:  # keys of several types
@@ -189,27 +190,27 @@ def _open_mapping(value: Mapping[Any, Any]) -> Parts:
         items = dict(zip(keys, new, strict=True))
         ordered = {key: items[key] for key in value}
         make = cast("Callable[[dict[Any, Any]], Any]", type(value))
-        # A copy keeps what the type carries beside its items. But a mapping that holds its items in an
-        # attribute, and does not say how it is copied, would share them with its copy.
+        # A copy keeps other attributes. But the default copy of a mapping with its items in an attribute
+        # would share them.
         if not isinstance(value, dict) and not hasattr(value, "__copy__"):
             return make(ordered)
         try:
             result = copy.copy(value)
             for key, child in ordered.items():
                 cast("dict[Any, Any]", result)[key] = child
-        except (TypeError, NotImplementedError):  # a mapping that can't be written to
+        except (TypeError, NotImplementedError):  # a read-only mapping
             result = make(ordered)
         return result
 
     return f"{_name(value)}{keys!r}", tuple(f"[{key!r}]" for key in keys), children, rebuild
 
 
-def _open_dataclass(value: Any) -> Parts:
+def _expand_dataclass(value: Any) -> Expansion:
     names = tuple(item.name for item in dataclasses.fields(value))
     children = [getattr(value, name) for name in names]
 
     def rebuild(new: Sequence[Any]) -> Any:
-        # Not the constructor: __post_init__ may check or derive what is already there.
+        # Not the constructor, since __post_init__ may convert its arguments.
         result = copy.copy(value)
         for name, child in zip(names, new, strict=True):
             object.__setattr__(result, name, child)  # frozen ones too
@@ -218,13 +219,13 @@ def _open_dataclass(value: Any) -> Parts:
     return f"{_name(value)}{names!r}", tuple(f".{name}" for name in names), children, rebuild
 
 
-def _open_sequence(value: Sequence[Any]) -> Parts:
+def _expand_sequence(value: Sequence[Any]) -> Expansion:
     kind = cast("Callable[[Sequence[Any]], Any]", type(value))
 
     def rebuild(new: Sequence[Any]) -> Any:
         if not isinstance(value, deque) or value.maxlen is None:
             return kind(new)
-        result = copy.copy(value)  # keeps the greatest length
+        result = copy.copy(value)  # keeps maxlen
         result.clear()
         result.extend(new)
         return result
@@ -236,14 +237,14 @@ def _name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _enter(entries: tuple[str, ...], path: str) -> str:
-    """Replace the leading list index of ``path`` by the entry that it stands for."""
+def _join_path(entries: tuple[str, ...], path: str) -> str:
+    """Replace the leading list index of ``path`` by its entry."""
     index, _, rest = path[1:].partition("]")
     return entries[int(index)] + rest
 
 
 class TensorInformation(NamedTuple):
-    """What is known of a tensor without its values."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -270,7 +271,7 @@ def initialize_tensors(tree: Any, device: torch.device | str = "cpu") -> Any:
     >>> initialize_tensors(tree_structure(torch.zeros(2, 3))).shape
     torch.Size([2, 3])
     """
-    leaves, structure = flatten(tree, _stays_whole)
+    leaves, structure = flatten(tree, _is_opaque)
     return structure.unflatten(
         [
             torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
@@ -281,24 +282,24 @@ def initialize_tensors(tree: Any, device: torch.device | str = "cpu") -> Any:
     )
 
 
-def _stays_whole(value: Any) -> bool:
+def _is_opaque(value: Any) -> bool:
     return isinstance(value, TensorInformation) or is_packed_sequence(value)
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether ``value`` is a ``DTensor``, of which ranks may hold parts.
+    """Return whether ``value`` is a ``DTensor``.
 
     Ranks: local.
     """
-    # To import the module takes half a second; where nobody has loaded it, there is no DTensor.
+    # Importing the module takes half a second; if it isn't loaded, no DTensor exists.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what of a tensor is on this rank: of a ``DTensor`` its part, without gradient; else itself.
+    """Return the local part of a ``DTensor``, without gradient, or the tensor itself.
 
-    It is the very part, so that torch counts what is written into it as a write into the tensor.
+    The local part shares memory and version counter with the DTensor.
 
     Ranks: local.
     """
@@ -312,7 +313,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size_text(num_bytes: int) -> str:
-    """Write a size in powers of 1000.
+    """Format a size in powers of 1000.
 
     >>> size_text(999), size_text(1234), size_text(56_700_000), size_text(999_960)
     ('999 B', '1.2 kB', '56.7 MB', '1.0 MB')

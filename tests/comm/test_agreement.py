@@ -18,7 +18,7 @@ from accelfn.comm import (
     verify_structure,
     wait_for_everyone,
 )
-from accelfn.comm.agreement import Said, find_difference
+from accelfn.comm.agreement import CallRecord, find_mismatch
 from accelfn.context import Context
 from accelfn.context.config import Guard
 from accelfn.errors import Caller, Disagreement, MismatchError, RemoteRankError, UnevenDataError
@@ -103,7 +103,7 @@ def test_an_exception_whose_text_can_not_be_had_is_raised_itself_and_told_by_nam
         assert type(there) is MuteError
         assert isinstance(here, RemoteRankError)
         assert (here.rank, here.cause) == (1, "MuteError")
-        assert "whose text can't be had" in str(here)
+        assert "whose __str__ raises" in str(here)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_ranks_with_different_guards_are_told_so(usual: Guard, odd: Guard, said:
     for error in errors:
         assert isinstance(error, MismatchError)
         assert [(row.rank, row.found) for row in error.rows] == [(2, said)]
-        assert "Give all ranks the same guard" in error.hint
+        assert "Use the same guard on all ranks" in error.hint
 
 
 @given(worlds().flatmap(rank_trees), st.booleans())
@@ -359,9 +359,9 @@ def test_without_a_guard_nothing_is_opened() -> None:
     assert run_ranks(work, 2, "gloo", guard="off") == [(None, 1)] * 2
 
 
-def said(**changed: Any) -> Said:
+def said(**changed: Any) -> CallRecord:
     """Say what most ranks say, but for what is changed."""
-    usual = Said(
+    usual = CallRecord(
         operation="gather",
         site="train.py:7 in main",
         guard='guard mode "sampled"',
@@ -377,7 +377,7 @@ def said(**changed: Any) -> Said:
     return usual._replace(**changed)
 
 
-def with_odd_one(size: int, odd: int, **changed: Any) -> list[Said]:
+def with_odd_one(size: int, odd: int, **changed: Any) -> list[CallRecord]:
     return [said(**changed) if rank == odd else said() for rank in range(size)]
 
 
@@ -392,11 +392,11 @@ def with_odd_one(size: int, odd: int, **changed: Any) -> list[Said]:
             Disagreement(1, "", "a call of gather", "a call of reduce"),
             "Every rank must call the same operation",
         ),
-        ({"number": 4}, Disagreement(1, "", "call 3", "call 4"), "A rank has left out a call"),
+        ({"number": 4}, Disagreement(1, "", "call 3", "call 4"), "A rank has skipped a call"),
         (
             {"place": "batch 2 of epoch 0"},
             Disagreement(1, "", "", "batch 2 of epoch 0"),
-            "The ranks are at different places in their data.",
+            "The ranks are at different positions in their data.",
         ),
         (
             {"leaves": {"tree['x']": "float32 (3,)"}},
@@ -418,13 +418,13 @@ def with_odd_one(size: int, odd: int, **changed: Any) -> list[Said]:
         (
             {"guard": 'guard mode "off"'},
             Disagreement(1, "", 'guard mode "sampled"', 'guard mode "off"'),
-            "Give all ranks the same guard",
+            "Use the same guard on all ranks",
         ),
     ],
     ids=("operation", "number", "place", "leaf", "no leaf", "option", "container", "tag", "guard"),
 )
 def test_each_kind_of_difference_is_named(changed: dict[str, Any], row: Disagreement, hint: str) -> None:
-    error = find_difference(with_odd_one(3, 1, **changed))
+    error = find_mismatch(with_odd_one(3, 1, **changed))
     assert type(error) is MismatchError
     assert error.rows == (row,)
     assert hint in error.hint
@@ -448,9 +448,9 @@ def test_the_coarsest_difference_is_the_one_that_is_told() -> None:
         {"guard": 'guard mode "full"'},
     )
     for coarser in differences:
-        alone = find_difference(with_odd_one(3, 2, **coarser))
+        alone = find_mismatch(with_odd_one(3, 2, **coarser))
         finer |= coarser
-        assert find_difference(with_odd_one(3, 2, **finer)).rows == alone.rows
+        assert find_mismatch(with_odd_one(3, 2, **finer)).rows == alone.rows
 
 
 def test_more_than_twenty_rows_are_cut_and_counted() -> None:
@@ -458,7 +458,7 @@ def test_more_than_twenty_rows_are_cut_and_counted() -> None:
         return {f"tree[{index}]": kind for index in range(count)}
 
     for count, told in ((20, ""), (21, "... and 1 more"), (50, "... and 30 more")):
-        error = find_difference([said(leaves=leaves(kind, count)) for kind in ("int64 ()", "int32 ()")])
+        error = find_mismatch([said(leaves=leaves(kind, count)) for kind in ("int64 ()", "int32 ()")])
         assert [row.path for row in error.rows] == [f"tree[{index}]" for index in range(20)]
         assert told in error.hint
         assert ("more" in error.hint) == bool(told)
@@ -478,9 +478,7 @@ def calls(*chains: str, last: int = 3) -> list[tuple[int, str, str, str]]:
 def test_the_first_earlier_call_that_differed_is_told() -> None:
     odd = calls("c1", "d2", "d3")
     odd[1] = (2, "reduce", "other.py:2 in main", "d2")
-    error = find_difference(
-        [said(recent=calls("c1", "c2", "c3"))] * 2 + [said(recent=odd, operation="reduce")]
-    )
+    error = find_mismatch([said(recent=calls("c1", "c2", "c3"))] * 2 + [said(recent=odd, operation="reduce")])
     assert type(error) is MismatchError
     assert error.rows == (
         Disagreement(
@@ -500,7 +498,7 @@ def test_the_first_earlier_call_that_differed_is_told() -> None:
 
 
 def test_a_rank_that_ran_out_of_batches_is_uneven_data() -> None:
-    error = find_difference(
+    error = find_mismatch(
         [
             said(passes=[(0, 9, False), (2, 4, False)], place="batch 4 of epoch 0"),
             said(passes=[(0, 9, False), (2, 3, True)], operation="reduce"),
@@ -528,14 +526,14 @@ def test_a_rank_that_ran_out_of_batches_is_uneven_data() -> None:
 def test_other_differences_between_batches_are_no_uneven_data(passes: Any) -> None:
     ranks = [said(passes=one) for one in passes]
     ranks[1] = ranks[1]._replace(operation="reduce")
-    assert type(find_difference(ranks)) is MismatchError
+    assert type(find_mismatch(ranks)) is MismatchError
 
 
 # --- laws ----------------------------------------------------------------------------------------
 
 SHORT = st.text("ab\0", max_size=3)
 ANY = st.builds(
-    Said,
+    CallRecord,
     operation=SHORT,
     site=SHORT,
     guard=SHORT,
@@ -550,15 +548,15 @@ ANY = st.builds(
 )
 
 
-def as_sent(one: Said) -> Said:
+def as_sent(one: CallRecord) -> CallRecord:
     """Bring it to another rank and back."""
-    return Said(**json.loads(json.dumps(one._asdict())))
+    return CallRecord(**json.loads(json.dumps(one._asdict())))
 
 
 @given(st.lists(ANY, min_size=1, max_size=4))
-def test_anything_can_be_said_and_every_rank_finds_the_same(ranks: list[Said]) -> None:
+def test_anything_can_be_said_and_every_rank_finds_the_same(ranks: list[CallRecord]) -> None:
     before = repr(ranks)
-    first, again = find_difference(ranks), find_difference([as_sent(one) for one in ranks])
+    first, again = find_mismatch(ranks), find_mismatch([as_sent(one) for one in ranks])
     assert repr(ranks) == before
     assert type(first) is type(again)
     assert str(first) == str(again)
@@ -568,20 +566,20 @@ def test_anything_can_be_said_and_every_rank_finds_the_same(ranks: list[Said]) -
 
 
 @given(ANY, st.integers(2, 5), st.data())
-def test_ranks_that_say_what_most_say_have_no_row(usual: Said, size: int, data: st.DataObject) -> None:
+def test_ranks_that_say_what_most_say_have_no_row(usual: CallRecord, size: int, data: st.DataObject) -> None:
     odd = data.draw(st.integers(0, size))
     ranks = [usual] * (size + 1)
     ranks[odd] = data.draw(ANY)._replace(recent=usual.recent)
-    assert {row.rank for row in find_difference(ranks).rows} <= {odd}
+    assert {row.rank for row in find_mismatch(ranks).rows} <= {odd}
 
 
 @given(st.lists(ANY, min_size=5, max_size=5), st.permutations(range(5)))
-def test_it_does_not_matter_which_number_a_rank_has(drawn: Sequence[Said], order: list[int]) -> None:
+def test_it_does_not_matter_which_number_a_rank_has(drawn: Sequence[CallRecord], order: list[int]) -> None:
     # One against four that agree: with a tie the lowest rank would be taken for right.
     ranks = [drawn[0], *[drawn[1]] * 4]
     turned = [ranks[index] for index in order]
     place: Callable[[int], int] = order.index
-    here, there = find_difference(ranks), find_difference(turned)
+    here, there = find_mismatch(ranks), find_mismatch(turned)
     assert here.operation == there.operation
     if here.rows and here.rows[0].found:  # not the row which only says that nothing can be told apart
         assert {row._replace(rank=place(row.rank)) for row in here.rows} == set(there.rows)

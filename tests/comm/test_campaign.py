@@ -162,7 +162,7 @@ def test_a_first_call_that_is_left_out_is_found_when_the_next_is_missing(on: Whe
     seen = on_each(size, on, skipped)
     assert [one.error for one in seen] == ["" if rank == 1 else MISSING for rank in range(size)]
     for one in (seen[0], *seen[2:]):
-        assert "rank 1 has ended its work after gather at test_campaign.py:" in one.text
+        assert "rank 1 has ended after gather at test_campaign.py:" in one.text
 
 
 def branched_broadcast(ctx: af.Context) -> Any:
@@ -248,7 +248,7 @@ def test_who_waits_for_a_rank_that_has_ended_is_told_where_it_was(on: Where, siz
     assert [one.error for one in seen if one.error] == [MISSING] * (size - 1)
     assert not seen[1].error
     for one in (seen[0], *seen[2:]):
-        assert "rank 1 has ended its work after gather at test_campaign.py:" in one.text
+        assert "rank 1 has ended after gather at test_campaign.py:" in one.text
         assert "call 1" in one.text
 
 

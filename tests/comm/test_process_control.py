@@ -247,7 +247,7 @@ def test_after_it_has_told_of_its_failure_a_rank_cannot_go_on() -> None:
 
     here, there = run_ranks(work, 2, timeout_s=20)
     assert here == "rank 1 failed in reading: OSError: disk"
-    assert there.startswith("wait_for_everyone: no operation across ranks is possible any more")
+    assert there.startswith("wait_for_everyone: operations across ranks are no longer possible")
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=5), st.booleans())

@@ -41,7 +41,7 @@ def test_ranks_can_have_seeds_of_their_own() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_a_seed_out_of_range_is_refused(seed: int) -> None:
-    with pytest.raises(ValueError, match=f"seed must lie in 0..2\\*\\*32 - 1, got {seed}"):
+    with pytest.raises(ValueError, match=f"seed must be in 0..2\\*\\*32 - 1, got {seed}"):
         set_seed(seed)
 
 

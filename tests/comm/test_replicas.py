@@ -259,7 +259,8 @@ def test_a_sharded_dtensor_is_refused() -> None:
     )
     assert [type(error) for error in errors] == [TypeError] * 2
     assert str(errors[0]).startswith(
-        "check_replicas: p[0] is sharded: a DTensor with placements (Shard(dim=0),)"
+        "check_replicas: p[0] is a DTensor that is sharded on another mesh than the context's, "
+        "with placements (Shard(dim=0),)"
     )
 
 

@@ -351,9 +351,13 @@ REFUSED: tuple[tuple[Callable[[Context], Any], type[Exception], str], ...] = (
         ValueError,
         "'sum' or 'mean', got 'max'",
     ),
-    (lambda ctx: reduce_scatter(ctx, torch.arange(2), reduction="mean"), TypeError, "can't hold a mean"),
-    (lambda ctx: all_to_all(ctx, torch.ones(2), 0, 1), ValueError, "so no dim 1"),
-    (lambda ctx: permute(ctx, torch.ones(2), [0, 0]), ValueError, r"ranks 0 to 1 once, got \[0, 0\]"),
+    (lambda ctx: reduce_scatter(ctx, torch.arange(2), reduction="mean"), TypeError, "can't represent a mean"),
+    (lambda ctx: all_to_all(ctx, torch.ones(2), 0, 1), ValueError, "but no dim 1"),
+    (
+        lambda ctx: permute(ctx, torch.ones(2), [0, 0]),
+        ValueError,
+        r"a permutation of the ranks 0 to 1, got \[0, 0\]",
+    ),
     (lambda ctx: shard(ctx, torch.ones(2), "rows"), ConfigurationError, "no axis 'rows'"),
 )
 

@@ -85,7 +85,7 @@ def test_types_are_kept() -> None:
         ({1, 2}, TypeError, "inputs is a set"),
         ({"a": "text"}, TypeError, r"inputs\['a'\] is a str"),
         (torch.tensor(1), TypeError, "inputs is 0-dimensional"),
-        ({"a": [1], "b": [1, 2]}, ValueError, "must have one length, got {'a': 1, 'b': 2}"),
+        ({"a": [1], "b": [1, 2]}, ValueError, "must have the same length, got {'a': 1, 'b': 2}"),
         ({"a": {}}, ValueError, r"inputs\['a'\] is an empty mapping"),
     ],
     ids=str,

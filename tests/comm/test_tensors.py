@@ -517,24 +517,24 @@ REFUSED: tuple[tuple[Callable[[Context], Any], type[Exception], str], ...] = (
     (
         lambda ctx: reduce(ctx, torch.tensor([1]), "mean"),
         TypeError,
-        "tree is of dtype torch.int64, which can't",
+        "tree has dtype torch.int64, which can't",
     ),
     (
         lambda ctx: reduce(ctx, [torch.tensor([True])], scale=2.0),
         TypeError,
-        "tree[0] is of dtype torch.bool",
+        "tree[0] has dtype torch.bool",
     ),
     (lambda ctx: reduce(ctx, torch.tensor([1j]), "max"), TypeError, "complex numbers have no max"),
     (lambda ctx: pad_across_processes(ctx, torch.tensor([1]), pad_index=0.5), TypeError, "pad_index=0.5"),
     (
         lambda ctx: pad_across_processes(ctx, torch.zeros(1 + ctx.rank, dtype=torch.uint8), pad_index=-1),
         TypeError,
-        "tree is of dtype torch.uint8, which can't hold pad_index=-1",
+        "tree has dtype torch.uint8, which can't represent pad_index=-1",
     ),
     (
         lambda ctx: pad_across_processes(ctx, torch.tensor([1]), pad_index=float("nan")),
         TypeError,
-        "can't hold pad_index=nan",
+        "can't represent pad_index=nan",
     ),
 )
 

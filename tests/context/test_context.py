@@ -89,9 +89,9 @@ def test_a_variant_changes_what_was_asked_and_nothing_else() -> None:
 
 def test_a_variant_owns_nothing() -> None:
     made = Owned(group=True, previous_device=torch.device("cuda:3"))
-    ctx = Context(world=World(made=made))
-    assert ctx.replace(debug=True).world.made == Owned()
-    assert ctx.world.made == made
+    ctx = Context(world=World(owned=made))
+    assert ctx.replace(debug=True).world.owned == Owned()
+    assert ctx.world.owned == made
     assert ctx.replace() == ctx  # so that what one has prepared, the other knows
 
 
@@ -128,11 +128,11 @@ def test_a_variant_stays_in_its_world() -> None:
 
 def test_a_tag_is_on_the_variant_alone() -> None:
     made = Owned(group=True, previous_device=torch.device("cuda:3"))
-    ctx = Context(world=World(made=made), guard=Guard(mode="off"))
+    ctx = Context(world=World(owned=made), guard=Guard(mode="off"))
     tagged = ctx.tagged("data")
     assert (ctx.tag, tagged.tag, tagged.tagged("labels").tag) == ("", "data", "labels")
     assert tagged == dataclasses.replace(ctx, tag="data", world=World())
-    assert ctx.world.made == made
+    assert ctx.world.owned == made
     assert tagged.collectives.call_log is ctx.collectives.call_log
     assert tagged.replace(mixed_precision="bf16").tag == "data"
     assert tagged.tagged("") == ctx.replace()
@@ -156,20 +156,20 @@ def test_closing_a_context_that_made_nothing_does_nothing_any_number_of_times() 
     assert not dist.is_initialized()
     assert sys.excepthook is hook
     # Nor does one that says it made a group that is gone.
-    close_context(Context(world=World(made=Owned(group=True, previous_device=torch.device("cuda:3")))))
+    close_context(Context(world=World(owned=Owned(group=True, previous_device=torch.device("cuda:3")))))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rank": 1}, r"rank must lie in 0\.\.0: got 1"),
-        ({"rank": -1, "size": 2}, r"rank must lie in 0\.\.1: got -1"),
-        ({"size": 0}, "at least one process is needed"),
-        ({"size": 4, "local_rank": 2, "local_size": 2}, r"local_rank must lie in 0\.\.1: got 2"),
-        ({"size": 4, "node_rank": 2, "num_nodes": 2}, r"node_rank must lie in 0\.\.1: got 2"),
-        ({"size": 2, "local_size": 3}, "do not fit a world of 2"),
-        ({"size": 2, "num_nodes": 3}, "do not fit a world of 2"),
-        ({"size": 4, "local_size": 4, "num_nodes": 2}, "do not fit a world of 4"),
+        ({"rank": 1}, r"rank must be in 0\.\.0, got 1"),
+        ({"rank": -1, "size": 2}, r"rank must be in 0\.\.1, got -1"),
+        ({"size": 0}, "a rank needs at least one process"),
+        ({"size": 4, "local_rank": 2, "local_size": 2}, r"local_rank must be in 0\.\.1, got 2"),
+        ({"size": 4, "node_rank": 2, "num_nodes": 2}, r"node_rank must be in 0\.\.1, got 2"),
+        ({"size": 2, "local_size": 3}, "are more than the world size 2"),
+        ({"size": 2, "num_nodes": 3}, "are more than the world size 2"),
+        ({"size": 4, "local_size": 4, "num_nodes": 2}, "are more than the world size 4"),
     ],
 )
 def test_an_impossible_place_is_refused(fields: dict[str, int], message: str) -> None:

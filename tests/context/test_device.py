@@ -115,17 +115,17 @@ def test_a_backend_that_is_asked_for_is_the_one_and_cpu_tensors_have_theirs(
     [
         (GPUS, "banana", False, None, "unknown device 'banana'; this machine has: cuda, cpu"),
         (PLAIN, "cuda:0", False, None, "'cuda:0' is not on this machine, which has: cpu"),
-        (GPUS, "cuda:8", False, None, r"needs cuda:8, and this process sees 8 such device\(s\)"),
-        (GPUS, "cpu:1", False, None, r"needs cpu:1, and this process sees 1 such device\(s\)"),
+        (GPUS, "cuda:8", False, None, r"needs cuda:8, but this process sees 8 such device\(s\)"),
+        (GPUS, "cpu:1", False, None, r"needs cpu:1, but this process sees 1 such device\(s\)"),
         (MAC, "mps:1", False, None, "needs mps:1"),
         (GPUS, "cuda:1", True, None, "cpu=True contradicts the device 'cuda:1'"),
         (GPUS, None, False, "banana", "unknown backend 'banana': this build of torch has gloo, mpi, nccl"),
         (PLAIN, None, False, "nccl", "unknown backend 'nccl': this build of torch has gloo"),
         (GPUS, None, False, "cpu:gloo,cuda:xccl", "unknown backend 'xccl'"),
-        (GPUS, None, False, "cpu:gloo", "names none for 'cuda' tensors"),
-        (GPUS, None, True, "nccl", "'nccl' can't carry CPU tensors; .* these can: gloo, mpi"),
-        (GPUS, None, True, "cuda:nccl", "names none for 'cpu' tensors"),
-        (GPUS, None, False, "cpu:nccl,cuda:nccl", "'nccl' can't carry CPU tensors"),
+        (GPUS, None, False, "cpu:gloo", "has none for 'cuda' tensors"),
+        (GPUS, None, True, "nccl", "'nccl' doesn't support CPU tensors; .* these do: gloo, mpi"),
+        (GPUS, None, True, "cuda:nccl", "has none for 'cpu' tensors"),
+        (GPUS, None, False, "cpu:nccl,cuda:nccl", "'nccl' doesn't support CPU tensors"),
         (MAC, None, False, None, "torch has no collective backend for 'mps' tensors"),
     ],
 )
@@ -168,9 +168,7 @@ def test_this_machine_has_a_cpu_and_gloo_and_no_backend_that_moves_nothing() -> 
 def test_a_precision_runs_where_the_device_has_it(mode: str, offered: tuple[str, ...], refused: bool) -> None:
     facts = DeviceFacts(type="cuda", precisions=frozenset(offered))
     if refused:
-        with pytest.raises(
-            ConfigurationError, match=f"mixed_precision='{mode}' can't be computed on .*'cuda'"
-        ):
+        with pytest.raises(ConfigurationError, match=f"mixed_precision='{mode}' isn't supported on .*'cuda'"):
             check_precision(Precision(mode=mode), facts)
     else:
         check_precision(Precision(mode=mode), facts)

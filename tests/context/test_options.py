@@ -66,7 +66,7 @@ def test_an_option_that_is_none_says_nothing() -> None:
 
 def test_unknown_options_are_refused_by_name() -> None:
     with pytest.raises(
-        TypeError, match=r"unknown option\(s\) mixed_precison, steps\. A context has: device_pl"
+        TypeError, match=r"unknown option\(s\) mixed_precison, steps\. The options of a context are device_pl"
     ):
         applied(mixed_precison="bf16", steps=4)
     with pytest.raises(TypeError, match="mixed_precison"):
@@ -212,7 +212,7 @@ UNAVAILABLE: tuple[tuple[str, Any], ...] = (
 
 @pytest.mark.parametrize(("name", "value"), UNAVAILABLE)
 def test_a_record_of_what_is_not_supported_yet_is_refused_by_its_argument(name: str, value: Any) -> None:
-    message = f"^{name} asks for .*not support yet.*unset the variable"
+    message = f"^{name} requests .*not support yet.*unset the variable"
     with pytest.raises(NotAvailableError, match=message):
         applied(**{name: value})
     with pytest.raises(NotAvailableError, match=message):
@@ -234,7 +234,7 @@ def test_how_to_compile_and_to_profile_is_kept() -> None:
 
 
 def test_compiling_is_asked_for_once() -> None:
-    with pytest.raises(ConfigurationError, match="dynamo_backend and dynamo_plugin say the same thing twice"):
+    with pytest.raises(ConfigurationError, match="dynamo_backend and dynamo_plugin both set the backend"):
         applied(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin(backend="EAGER"))
 
 
@@ -277,9 +277,9 @@ def test_debug_is_the_full_mode_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"guard": "off", "debug": True}, "debug=True means .* mode is full, and guard asks for 'off'"),
-        ({"guard": OWN, "debug": True}, "debug=True means .* guard asks for 'sampled'"),
-        ({"guard": "full", "debug": False}, "debug=False means .* not full, and guard asks for 'full'"),
+        ({"guard": "off", "debug": True}, "debug=True means .* mode is full, but guard is 'off'"),
+        ({"guard": OWN, "debug": True}, "debug=True means .* guard is 'sampled'"),
+        ({"guard": "full", "debug": False}, "debug=False means .* not full, but guard is 'full'"),
         ({"guard": "strict"}, "'strict'"),
     ],
 )
@@ -377,7 +377,7 @@ def test_the_window_follows_the_shards_and_goes_with_them() -> None:
     assert run_ranks(steps, 4, reduction=reduction) == [[3, 3, 6, 1, 5]] * 4
     assert applied(reduction=reduction).gradient_accumulation_steps == 12
     assert init_context(cpu=True, reduction=reduction).gradient_accumulation_steps == 12
-    with pytest.raises(ConfigurationError, match=r"=12 and 5 ranks\. .* can be 1, 2, 3, 4, 6, 12 r"):
+    with pytest.raises(ConfigurationError, match=r"=12 and 5 ranks\. .* use 1, 2, 3, 4, 6, 12 r"):
         run_ranks(steps, 5, reduction=reduction)
     with pytest.raises(ConfigurationError, match=r"steps=4 contradicts num_microbatches=12, .* of 6 on 2 r"):
         run_ranks(steps, 2, reduction=reduction, gradient_accumulation_steps=4)
@@ -388,7 +388,7 @@ def test_the_window_follows_the_shards_and_goes_with_them() -> None:
 @pytest.mark.parametrize("options", [{"comm_hook": "bf16"}, {"gradient_as_bucket_view": True}])
 def test_what_is_asked_of_another_engine_contradicts_exact_mode(options: dict[str, Any]) -> None:
     handlers = [DistributedDataParallelKwargs(**options)]
-    with pytest.raises(ConfigurationError, match=f"without DistributedDataParallel: {next(iter(options))}="):
+    with pytest.raises(ConfigurationError, match=f"without DistributedDataParallel, so {next(iter(options))}="):
         applied(reduction="canonical", kwargs_handlers=handlers)
     with pytest.raises(ConfigurationError, match="Leave one of the two out"):
         applied(kwargs_handlers=handlers).replace(reduction="canonical")
@@ -469,10 +469,10 @@ def test_arguments_then_our_variables_then_those_of_accelerate(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("variables", "error", "message"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, NotAvailableError, "ACCELERATE_USE_DEEPSPEED asks for"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, NotAvailableError, "mixed_precision asks for"),
-        ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY asks for"),
-        ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 asks for"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, NotAvailableError, "ACCELERATE_USE_DEEPSPEED is set"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, NotAvailableError, "mixed_precision requests"),
+        ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY is set"),
+        ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 is set"),
         ({"ACCELFN_MIXED_PRECISION": "fp12"}, ConfigurationError, "ACCELFN_MIXED_PRECISION"),
         ({"WORLD_SIZE": "2"}, ConfigurationError, "sets WORLD_SIZE but not RANK"),
     ],

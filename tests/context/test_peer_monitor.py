@@ -140,7 +140,7 @@ def end(board: MessageBoard, call_log: CallLog) -> None:
     ("last_word", "kind", "said"),
     [
         (fail, RemoteRankError, "rank 1 failed: OSError: disk"),
-        (end, MissingRankError, r"reduce: rank 1 has ended its work after gather at train\.py:1 in main"),
+        (end, MissingRankError, r"reduce: rank 1 has ended after gather at train\.py:1 in main"),
     ],
 )
 @pytest.mark.parametrize("before", [True, False])
@@ -201,7 +201,10 @@ def test_a_timeout_names_the_missing_and_where_they_are() -> None:
     with pytest.raises(CollectiveTimeoutError) as caught:
         watching.wait(never)
     assert str(caught.value).splitlines()[:4] == [
-        "reduce: rank 0 waited 0.5 s in call 2 at train.py:2 in main for ranks 1, 2, 4, which did not come.",
+        (
+            "reduce: rank 0 waited 0.5 s in call 2 at train.py:2 in main for ranks 1, 2, 4, "
+            "which did not arrive."
+        ),
         "  rank 1 waits in call 1, gather at train.py:1 in main",
         "  rank 2 was last seen in call 1, gather at train.py:1 in main",
         "  rank 4 was last seen in call 1, gather at train.py:1 in main",
@@ -215,7 +218,7 @@ def test_a_timeout_names_the_missing_and_where_they_are() -> None:
 
 def test_a_rank_that_was_seen_in_a_forward_pass_may_wait_in_its_backward_pass() -> None:
     after_forward = str(late_error(journal_of("forward", "gather"), 0, 1.5, [1]))
-    assert "may be in its backward pass, waiting for ranks that have left theirs out" in after_forward
+    assert "may be in its backward pass, waiting for ranks that skip theirs" in after_forward
     assert "backward" not in str(late_error(journal_of("gather", "forward"), 0, 1.5, [1]))
 
 
@@ -223,7 +226,7 @@ def test_a_rank_that_was_seen_in_a_forward_pass_may_wait_in_its_backward_pass() 
 def test_a_board_that_never_answers_does_not_keep_the_rank(
     blocked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_JOIN_S", "_LAST_WORDS_S"):
+    for name in ("_JOIN_S", "_BOARD_S"):
         monkeypatch.setattr(peer_monitor, name, 0.05)
     release = threading.Event()
 
@@ -357,12 +360,12 @@ def test_a_timeout_prints_where_every_rank_is(on: Where, capfd: pytest.CaptureFi
         run_ranks(work, 2, on, guard=guard)
     printed = capfd.readouterr().err
     first, _, second = printed.partition("--- rank 1 ---")
-    assert "Where each rank is:\n--- rank 0 ---" in first
+    assert "Stacks of each rank:\n--- rank 0 ---" in first
     assert "in waiting_for_the_others" in first
     assert "in busy_elsewhere" not in first
     assert "in busy_elsewhere" in second
     assert "in waiting_for_the_others" not in second
-    assert printed.count("Where each rank is:") == 1
+    assert printed.count("Stacks of each rank:") == 1
 
 
 def test_of_several_that_give_up_one_prints(capfd: pytest.CaptureFixture[str]) -> None:

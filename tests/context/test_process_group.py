@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from accelfn.context import CallLog, Context, MessageBoard, PeerMonitor, ReduceOp, process_group_collectives
 from accelfn.context.process_group import (
-    _failures,  # pyright: ignore[reportPrivateUsage]
     _is_done,  # pyright: ignore[reportPrivateUsage]
+    _translate_errors,  # pyright: ignore[reportPrivateUsage]
 )
 from accelfn.errors import CollectiveTimeoutError, DistributedError, MissingRankError
 from accelfn.testing import Where, run_ranks
@@ -217,7 +217,7 @@ def monitor() -> PeerMonitor:
     ],
 )
 def test_what_a_backend_says_of_a_late_or_lost_peer(text: str, kind: type[DistributedError]) -> None:
-    with pytest.raises(kind, match="rank 3") as caught, _failures("all_reduce", monitor()):
+    with pytest.raises(kind, match="rank 3") as caught, _translate_errors("all_reduce", monitor()):
         raise RuntimeError(text)
     assert "gather: rank 3" in str(caught.value)
     assert "ranks 0, 1, 2" in str(caught.value)  # who isn't seen to wait, by numbers
@@ -228,7 +228,7 @@ def test_what_a_backend_says_of_a_late_or_lost_peer(text: str, kind: type[Distri
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("timeout")])
 def test_other_errors_pass_as_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, _failures("all_reduce", monitor()):
+    with pytest.raises(type(error)) as caught, _translate_errors("all_reduce", monitor()):
         raise error
     assert caught.value is error
 
@@ -292,7 +292,8 @@ def test_a_group_that_is_closed_says_so_and_is_not_kept_alive() -> None:
         return ctx.world.group is None, str(caught.value)
 
     said = (
-        "all_gather_bytes: the process group of this context is closed. Make a new context with init_context."
+        "all_gather_bytes: the process group of this context is closed. Create a new context with "
+        "init_context."
     )
     gone = (True, said)
     assert run_ranks(close, 2, "processes") == [gone, gone]

@@ -15,8 +15,8 @@ from accelfn.context import Context
 from accelfn.context.shared_memory import (
     LostRanksError,
     SharedRows,
-    broadcast_in_rounds,
-    scatter_in_rounds,
+    broadcast_chunks,
+    scatter_chunks,
     share_rows,
 )
 from accelfn.testing import run_ranks
@@ -180,7 +180,7 @@ def test_every_rank_gets_the_buffer_of_the_source(
 
     def move(ctx: Context) -> torch.Tensor:
         buffer = (torch.arange(length) + 100 * ctx.rank).to(dtype)
-        broadcast_in_rounds(ctx.collectives.all_gather_bytes, SMALL, ctx.rank, buffer, source)
+        broadcast_chunks(ctx.collectives.all_gather_bytes, SMALL, ctx.rank, buffer, source)
         return buffer
 
     for received in run_ranks(move, size):
@@ -199,7 +199,7 @@ def test_every_rank_gets_its_part(
         output = torch.zeros(length, dtype=dtype)
         if buffer is not None and in_place:
             output = buffer[source * length : (source + 1) * length]
-        scatter_in_rounds(ctx.collectives.all_gather_bytes, SMALL, ctx.rank, size, output, buffer, source)
+        scatter_chunks(ctx.collectives.all_gather_bytes, SMALL, ctx.rank, size, output, buffer, source)
         return output.clone()
 
     assert torch.equal(torch.cat(run_ranks(move, size)), whole)

@@ -30,7 +30,7 @@ from accelfn.testing import run_ranks
 from tests.data.cases import BATCHES, SAMPLES, STREAMS, Case, cases, joined
 from tests.data.sources import Counting
 
-pytestmark = pytest.mark.filterwarnings("ignore:each of . ranks reads the whole stream")  # tested elsewhere
+pytestmark = pytest.mark.filterwarnings("ignore:each of . ranks reads the full stream")  # tested elsewhere
 
 
 @given(cases(), st.sampled_from(["pad", "stop_first"]))

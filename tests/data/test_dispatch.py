@@ -5,8 +5,7 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    Sampler,
 )
 
 from accelfn import Accelerator, Context, DataLoaderConfiguration
@@ -52,30 +50,23 @@ class DrawingStream(IterableDataset[torch.Tensor]):
 
 @pytest.mark.parametrize("kind", ["map", "batches", "stream"])
 def test_workers_draw_what_they_draw_for_ranks_that_read_for_themselves(kind: str) -> None:
-    def read(ctx: Context, seed: int | None) -> list[Any]:
+    def read(ctx: Context) -> list[Any]:
         options: dict[str, Any] = {"batch_size": 2}
         if kind == "batches":
             options = {"batch_sampler": Listed([[0, 1], [2], [3, 4], [5, 6]])}
         data: Any = DrawingStream() if kind == "stream" else Draws()
         loader = prepare_data_loader(ctx, DataLoader(data, num_workers=1, **options))
-        passes_of(loader).move_to(0, 0, seed)
+        passes_of(loader).move_to(0, 0, seed=9)
         return [batch.tolist() for batch in loader]
 
-    for seed in (None, 9):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that all ranks read the stream
-            plain = run_ranks(
-                lambda ctx, seed=seed: read(ctx, seed),
-                2,
-                "processes",
-                dataloader_config=DataLoaderConfiguration(data_seed=4),
-            )
-        through = run_ranks(
-            lambda ctx, seed=seed: read(ctx, seed), 2, "processes", dataloader_config=config(data_seed=4)
-        )
-        assert through == plain
-        firsts = [batch[0][0] for rank in through for batch in rank]
-        assert len(set(firsts)) == len(firsts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that all ranks read the stream
+        local_config = DataLoaderConfiguration(data_seed=4)
+        local = run_ranks(read, 2, "processes", dataloader_config=local_config)
+    dispatched = run_ranks(read, 2, "processes", dataloader_config=config(data_seed=4))
+    assert dispatched == local
+    firsts = [batch[0][0] for rank in dispatched for batch in rank]
+    assert len(set(firsts)) == len(firsts)
 
 
 class OnRankZero(Dataset[int]):
@@ -124,9 +115,9 @@ class Record:
     name: str
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("num", [2, 200])
-@pytest.mark.parametrize("on", ["memory", "processes"])
+@pytest.mark.parametrize(
+    ("on", "num", "split"), [("memory", 2, False), ("memory", 200, True), ("processes", 200, False)]
+)
 def test_batches_of_any_containers_and_dtypes(on: Any, num: int, split: bool) -> None:
     def collate(samples: list[int]) -> Any:
         ids = torch.tensor(samples)
@@ -159,19 +150,6 @@ def test_batches_of_any_containers_and_dtypes(on: Any, num: int, split: bool) ->
 
     options = config(split_batches=split)
     assert run_ranks(run, 2, on, dataloader_config=options) == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 0, 1]]
-
-
-def test_batches_that_differ_in_length_between_ranks_need_no_padding() -> None:
-    def run(ctx: Context) -> list[tuple[int, ...]]:
-        data: Any = list(range(1, 9))
-
-        def collate(samples: list[int]) -> torch.Tensor:
-            return torch.ones(len(samples), max(samples))
-
-        source = DataLoader(data, batch_size=2, collate_fn=collate)
-        return [tuple(batch.shape) for batch in prepare_data_loader(ctx, source)]
-
-    assert run_ranks(run, 2, dataloader_config=config()) == [[(2, 2), (2, 6)], [(2, 4), (2, 8)]]
 
 
 def test_packed_sequences_travel_whole_but_are_not_cut() -> None:
@@ -261,10 +239,6 @@ def test_the_accelerator_takes_a_slice_function() -> None:
     assert [batch.tolist() for batch in loader] == [[100, 101], [102]]
 
 
-def right(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
-    return batch[part]
-
-
 def test_type_errors_of_a_slice_function_and_nothing_at_all_are_every_ranks_errors() -> None:
     def raises(batch: Any, part: slice, **_: Any) -> Any:
         raise TypeError("mine")
@@ -287,14 +261,14 @@ def test_type_errors_of_a_slice_function_and_nothing_at_all_are_every_ranks_erro
     for text in run_ranks(lambda ctx: run(ctx, has_another_signature), 2, dataloader_config=config()):
         assert "unexpected keyword argument 'process_index'" in text
     for text in run_ranks(lambda ctx: run(ctx, forgets), 2, dataloader_config=config()):
-        assert "must return these rows of the batch, and it returned None" in text
+        assert "must return these rows of the batch, but it returned None" in text
 
 
 def fail(*_: Any, **__: Any) -> Any:
     raise OSError("the disk is gone")
 
 
-@pytest.mark.parametrize("says", [3, 4, 5, 9, 30])
+@pytest.mark.parametrize("says", [4, 9])
 def test_a_stream_of_another_length_than_it_says_is_every_ranks_error(says: int) -> None:
     def run(ctx: Context) -> str:
         loader = prepare_data_loader(ctx, DataLoader(Sized(7, says), batch_size=2))
@@ -302,25 +276,7 @@ def test_a_stream_of_another_length_than_it_says_is_every_ranks_error(says: int)
             list(loader)
         return str(caught.value)
 
-    assert all(f"length of {says}" in text for text in run_ranks(run, 2, dataloader_config=config()))
-
-
-def test_a_sampler_of_another_length_than_it_says_is_every_ranks_error() -> None:
-    class Short(Sampler[int]):
-        def __len__(self) -> int:
-            return 8
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(6))
-
-    def run(ctx: Context) -> str:
-        source = DataLoader(cast("Any", torch.arange(8)), batch_size=2, sampler=Short())
-        loader = prepare_data_loader(ctx, source)
-        with pytest.raises(ValueError, match="drew 6 samples") as caught:
-            list(loader)
-        return str(caught.value)
-
-    assert all("drew 6 samples" in text for text in run_ranks(run, 2, dataloader_config=config()))
+    assert all(f"length {says}" in text for text in run_ranks(run, 2, dataloader_config=config()))
 
 
 def test_what_contradicts_dispatching_is_refused() -> None:
@@ -374,14 +330,3 @@ def test_the_end_costs_at_most_one_exchange(kind: str, extra: int) -> None:
     # A short group says by itself that it is the last one.
     # With a seed of its own: otherwise the ranks agree on one as the first pass begins.
     assert run_ranks(run, 2, dataloader_config=config(data_seed=0)) == [(2 + extra, 2)] * 2
-
-
-def test_a_pass_that_was_left_early_can_be_begun_again() -> None:
-    def run(ctx: Context) -> list[Any]:
-        loader = prepare_data_loader(ctx, numbers("stream", 9, 2))
-        for _ in loader:
-            break
-        return [batch.tolist() for batch in chain(loader, loader)]
-
-    batches = [[0, 1], [4, 5], [8, 0]]
-    assert run_ranks(run, 2, dataloader_config=config())[0] == batches + batches

@@ -75,7 +75,7 @@ def draws_of(batches: list[Any]) -> list[float]:
     return [number for row in rows for number in row[1:]]
 
 
-@pytest.mark.filterwarnings("ignore:each of 2 ranks reads the whole stream")
+@pytest.mark.filterwarnings("ignore:each of 2 ranks reads the full stream")
 @pytest.mark.parametrize("on", ["memory", "processes"])
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("kind", [*SOURCES])

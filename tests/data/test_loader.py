@@ -8,12 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler
 
 from accelfn import Accelerator, Context, DataLoaderConfiguration, gather
 from accelfn.context.world import World
 from accelfn.data import (
-    Order,
     microbatches,
     next_plan,
     plan_epoch,
@@ -25,53 +24,6 @@ from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from accelfn.tree import flatten
 from tests.data.sources import numbers
-
-
-class InWorker(Dataset[tuple[int, int]]):
-    """Says of each sample which worker read it."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        info = get_worker_info()
-        return index, -1 if info is None else info.id
-
-
-def set_threads(worker: int) -> None:
-    torch.set_num_threads(1 + worker)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_worker_processes_and_the_loaders_options_are_kept(persistent: bool) -> None:
-    source = DataLoader(
-        InWorker(),
-        batch_size=2,
-        num_workers=1,
-        persistent_workers=persistent,
-        prefetch_factor=3,
-        worker_init_fn=set_threads,
-        collate_fn=list,
-        shuffle=True,
-    )
-    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
-    loader = prepare_data_loader(ctx, source)
-    for epoch in range(2):
-        rows = [row for batch in loader for row in batch]
-        order = Order(kind="shuffled", num_samples=8, num_items=8, seed=5).at(epoch, torch.arange(8)).tolist()
-        assert rows == [(index, 0) for index in order]
-    inner = cast("DataLoader[Any]", vars(vars(passes_of(loader).reader)["_steps"])["_loader"])
-    for name in (
-        "num_workers",
-        "persistent_workers",
-        "prefetch_factor",
-        "worker_init_fn",
-        "collate_fn",
-        "timeout",
-    ):
-        assert getattr(inner, name) == getattr(source, name)
-    if persistent:
-        cast("Any", inner)._iterator._shutdown_workers()
 
 
 def test_attributes_pass_through_and_totals_count_all_ranks() -> None:
@@ -258,19 +210,11 @@ def test_epochs_count_from_0() -> None:
     loader = prepare_data_loader(Context(), numbers(4, shuffle=True))
     loader.set_epoch(2)
     for wrong in (-1, -5):
-        with pytest.raises(ValueError, match=f"set_epoch: epochs count from 0, got {wrong}"):
+        with pytest.raises(ValueError, match=f"set_epoch: epoch must not be negative, got {wrong}"):
             loader.set_epoch(wrong)
         with pytest.raises(ValueError, match=f"got {wrong}"):
             passes_of(loader).move_to(wrong, 0)
     assert loader.epoch == 2
-
-
-def test_a_seed_that_is_moved_to_gives_its_order() -> None:
-    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
-    loader = prepare_data_loader(ctx, numbers(8, 8, shuffle=True))
-    passes_of(loader).move_to(3, 0, seed=11)
-    expected = Order(kind="shuffled", num_samples=8, num_items=8, seed=11).at(3, torch.arange(8)).tolist()
-    assert next(iter(loader)).tolist() == expected
 
 
 def test_the_plan_of_the_next_pass_can_be_looked_at() -> None:
@@ -283,7 +227,7 @@ def test_the_plan_of_the_next_pass_can_be_looked_at() -> None:
     )
     assert len(loader) == 5
     assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8]]
-    with pytest.raises(TypeError, match="next_plan takes a loader that prepare_data_loader has returned"):
+    with pytest.raises(TypeError, match="next_plan takes a loader from prepare_data_loader"):
         next_plan(numbers(9))
 
 
@@ -291,16 +235,16 @@ def test_the_plan_of_the_next_pass_can_be_looked_at() -> None:
 def test_batches_that_come_in_any_order_are_refused(dispatch: bool) -> None:
     ctx = Context().replace(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
     data = cast("Any", torch.arange(8))
-    with pytest.raises(ConfigurationError, match="which rows are padding"):
+    with pytest.raises(ConfigurationError, match="padding and the position"):
         prepare_data_loader(ctx, DataLoader(data, batch_size=2, num_workers=2, in_order=False))
     with_one = DataLoader(data, batch_size=2, num_workers=1, in_order=False)
     assert len(prepare_data_loader(ctx, with_one)) == 4
 
 
-@pytest.mark.parametrize("epoch", [1.5, True, "3", None])
+@pytest.mark.parametrize("epoch", [1.5, True])
 def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
     loader = prepare_data_loader(Context(), DataLoader(cast("Any", torch.arange(8))))
-    with pytest.raises(TypeError, match="epochs are whole numbers"):
+    with pytest.raises(TypeError, match="epoch must be an int"):
         loader.set_epoch(epoch)
     assert loader.epoch == 0
 

@@ -97,7 +97,7 @@ def seed_of(loader: Any) -> int | None:
     return None if loader.generator is None else loader.generator.initial_seed()
 
 
-@pytest.mark.filterwarnings("ignore:each of .* ranks reads the whole stream")
+@pytest.mark.filterwarnings("ignore:each of .* ranks reads the full stream")
 @pytest.mark.parametrize("kind", KINDS + OWN)
 @settings(max_examples=8)
 @given(MESHES, st.integers(1, 9), st.integers(1, 3))

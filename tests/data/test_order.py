@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
@@ -80,8 +80,7 @@ def visited(ctx: Context, source: DataLoader[Any], epoch: int = 0) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("epoch", [0, 1, 7])
+@pytest.mark.parametrize(("world", "epoch"), [(1, 0), (1, 7), (2, 1), (3, 0), (5, 7)])
 def test_a_shuffled_order_is_a_function_of_seed_and_epoch_alone(world: int, epoch: int) -> None:
     ranks = run_ranks(
         lambda ctx: visited(ctx, shuffling(23, batch_size=1 + world % 3), epoch),
@@ -117,7 +116,7 @@ def test_what_stands_at_a_position_depends_on_nothing_but_it(
     positions = data.draw(st.lists(st.integers(0, order.num_samples - 1), max_size=20))
     expected = [everything[position] for position in positions]
     assert order.at(epoch, torch.tensor(positions, dtype=torch.int64)).tolist() == expected
-    assert order.taker(order.seed, epoch)(torch.tensor(positions, dtype=torch.int64)) == expected
+    assert order.index_fn(order.seed, epoch)(torch.tensor(positions, dtype=torch.int64)) == expected
     assert set(everything) <= set(range(order.num_items))
 
 
@@ -193,7 +192,7 @@ def test_the_kind_of_a_sampler_is_read() -> None:
     assert kind(Evens()) == ("sampler", 4, 3, 9)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_samples_may_be_drawn_with_replacement_or_more_often_than_they_are(world: int) -> None:
     items = cast("Any", torch.arange(3))
     config = DataLoaderConfiguration(data_seed=1)
@@ -240,34 +239,6 @@ def test_a_subclass_of_a_known_sampler_is_a_sampler_of_ones_own() -> None:
     assert visited(Context(), sampling(4, SequentialSamplerOfFour())) == [3, 2, 1, 0]
 
 
-def test_a_weighted_sampler_is_drawn_once_for_all_ranks() -> None:
-    def run(ctx: Context) -> list[int]:
-        generator = torch.Generator().manual_seed(ctx.rank)
-        return visited(ctx, sampling(8, WeightedRandomSampler([1.0] * 8, 6, generator=generator)))
-
-    ranks = run_ranks(run, 2)
-    assert len(ranks[0]) == 6
-    assert ranks[0] == ranks[1]
-
-
-def test_a_sampler_draws_on_rank_0_only_and_once_an_epoch() -> None:
-    class Counting(Evens):
-        drawn = 0
-
-        def __iter__(self) -> Iterator[int]:
-            self.drawn += 1
-            return super().__iter__()
-
-    def run(ctx: Context) -> int:
-        sampler = Counting()
-        loader = prepare_data_loader(ctx, sampling(8, sampler))
-        for _ in range(3):
-            list(loader)
-        return sampler.drawn
-
-    assert run_ranks(run, 3) == [3, 0, 0]
-
-
 def test_a_sampler_inside_of_a_batch_sampler_is_told_the_epoch() -> None:
     class Outer:
         sampler = Evens()
@@ -283,7 +254,7 @@ def test_a_sampler_that_draws_another_number_than_it_says_is_refused_on_every_ra
 
     def run(ctx: Context) -> str:
         loader = prepare_data_loader(ctx, source)
-        with pytest.raises(ValueError, match="Evens has a length of 5, and drew 4 samples"):
+        with pytest.raises(ValueError, match="Evens has length 5 but drew 4 samples"):
             next(iter(loader))
         return "refused"
 
@@ -306,7 +277,7 @@ def test_data_and_samplers_without_a_length_are_refused() -> None:
 
 def test_the_order_of_a_sampler_is_not_asked_of_the_record() -> None:
     order = Order(kind="sampler", num_samples=2, num_items=2)
-    with pytest.raises(ValueError, match="once it has drawn it"):
+    with pytest.raises(ValueError, match="custom sampler"):
         order.at(0, torch.arange(2))
 
 
@@ -330,19 +301,10 @@ def is_permutation(numbers: torch.Tensor, size: int) -> bool:
 
 
 @given(keys, st.integers(1, 3000))
+@example(make_keys(1), 10**6)
+@example(make_keys(1), 4097)
 def test_each_number_stands_at_exactly_one_position(key: tuple[int, ...], size: int) -> None:
     assert is_permutation(permute(key, size, torch.arange(size)), size)
-
-
-@settings(max_examples=6)
-@given(keys, st.integers(1, 10**6))
-def test_so_it_does_among_a_million(key: tuple[int, ...], size: int) -> None:
-    assert is_permutation(permute(key, size, torch.arange(size)), size)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 9, 10, 16, 17, 25, 26, 4096, 4097, 2**20 - 1, 10**6])
-def test_the_corners_of_the_network_are_bijections_too(size: int) -> None:
-    assert is_permutation(permute(make_keys("corner", size), size, torch.arange(size)), size)
 
 
 @pytest.mark.parametrize("size", [10**12, 10**12 + 39, 2**62])
@@ -377,13 +339,6 @@ def test_many_positions_are_looked_up_as_few_are_hashed(key: tuple[int, ...], si
     few = max(1, math.isqrt(size) - 1)  # fewer than a half has values
     for begin in (0, size // 2, size - few):
         assert permute(key, size, torch.arange(begin, begin + few)).equal(together[begin : begin + few])
-
-
-def test_positions_are_left_as_they_were() -> None:
-    positions = torch.arange(10)
-    permute(make_keys(1), 10, positions)
-    draw(make_keys(1), 10, positions)
-    assert positions.equal(torch.arange(10))
 
 
 @pytest.mark.parametrize(("size", "num_keys"), [(2, 2000), (3, 3000), (4, 3000), (5, 3600)])
@@ -431,23 +386,9 @@ def test_each_number_stands_at_each_position_equally_often(hundreds: torch.Tenso
     assert likelihood(places, freedom=99 * 99, scale=99 / 100) > MOST_UNLIKELY
 
 
-@pytest.mark.parametrize("position", [0, 1, 8, 9, 10, 49, 89, 98])
-def test_the_distance_of_neighbours_tells_nothing(hundreds: torch.Tensor, position: int) -> None:
-    distances = (hundreds[:, position + 1] - hundreds[:, position]) % 100
-    counts = distances.bincount(minlength=100)
-    assert int(counts[0]) == 0
-    assert likelihood(counts[1:]) > MOST_UNLIKELY
-
-
-@pytest.mark.parametrize("position", [0, 9, 50, 99])
-def test_an_epoch_tells_nothing_of_the_next_one(hundreds: torch.Tensor, position: int) -> None:
-    distances = (hundreds[1:, position] - hundreds[:-1, position]) % 100
-    assert likelihood(distances.bincount(minlength=100)) > MOST_UNLIKELY
-
-
 # Of 4,096 numbers or more, the network has fewer rounds.
-@pytest.mark.parametrize("size", [4096, 5000, 10**6, 10**9])
-def test_nor_does_it_among_many(size: int) -> None:
+@pytest.mark.parametrize("size", [4096, 10**6])
+def test_positions_and_epochs_are_independent_with_fewer_rounds(size: int) -> None:
     places = torch.tensor([0, 1, 63, 64, size // 2, size // 2 + 1, size - 2, size - 1])
     orders = torch.stack([permute(make_keys("shuffle", 7, key, 0), size, places) for key in range(3000)])
 

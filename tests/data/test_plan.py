@@ -257,5 +257,5 @@ def test_ranks_of_one_tensor_or_context_group_read_the_same_and_all_groups_read_
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_outside_of_the_mesh_reads_nothing(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"ranks 0 to 3, and there is no rank {rank}"):
+    with pytest.raises(ValueError, match=f"ranks 0 to 3, got rank {rank}"):
         data_rank(ParallelismConfig(dp_shard_size=2, tp_size=2), rank)

@@ -4,22 +4,20 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
 )
 
-import accelfn as af
 from accelfn import Context, DataLoaderConfiguration
 from accelfn.data import (
     LoaderState,
@@ -153,8 +151,7 @@ def test_with_drop_last_what_is_read_is_a_beginning_of_the_order_and_only_a_shor
     assert samples == epoch_of(num, shuffle)[: len(samples)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stop", [0, 1, 3, 4])
+@pytest.mark.parametrize(("world", "stop"), [(1, 3), (2, 0), (3, 1), (2, 4)])
 def test_in_the_same_world_the_batches_themselves_are_what_they_would_have_been(
     world: int, stop: int
 ) -> None:
@@ -297,12 +294,16 @@ def unchanged(loader: PreparedDataLoader[Any]) -> tuple[LoaderState, Any]:
 @pytest.mark.parametrize(
     ("state", "error", "text"),
     [
-        (LoaderState(epoch=1, consumed=2, seed=3, length=11), ValueError, "of 11 samples .* loader has 10"),
-        (LoaderState(epoch=1, consumed=11, seed=3), ValueError, "read 11 samples of an epoch that has 10"),
+        (
+            LoaderState(epoch=1, consumed=2, seed=3, length=11),
+            ValueError,
+            "11 samples, but the loader has 10",
+        ),
+        (LoaderState(epoch=1, consumed=11, seed=3), ValueError, "consumed 11 samples of an epoch of 10"),
         (
             LoaderState(version=3, epoch=1, consumed=2, seed=3, length=10),
             NotAvailableError,
-            "has version 3, and this accelfn knows versions up to 2",
+            "has version 3, but this accelfn reads versions up to 2",
         ),
         ({"epoch": 1}, TypeError, "must be a LoaderState, got dict"),
     ],
@@ -324,10 +325,10 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     [
         ({"consumed": -1}, ValueError, "consumed must not be negative, got -1"),
         ({"epoch": -1}, ValueError, "epoch must not be negative"),
-        ({"consumed": 11}, ValueError, "read 11 samples of an epoch that has 10"),
-        ({"consumed": 1.0}, TypeError, "consumed must be a whole number, got 1.0"),
-        ({"epoch": True}, TypeError, "epoch must be a whole number"),
-        ({"seed": None}, TypeError, "seed must be a whole number"),
+        ({"consumed": 11}, ValueError, "consumed 11 samples of an epoch of 10"),
+        ({"consumed": 1.0}, TypeError, "consumed must be an int, got 1.0"),
+        ({"epoch": True}, TypeError, "epoch must be an int"),
+        ({"seed": None}, TypeError, "seed must be an int"),
     ],
 )
 def test_a_state_that_can_be_no_place_can_not_be_made(
@@ -348,84 +349,10 @@ def test_a_state_is_plain_numbers() -> None:
 
 @pytest.mark.parametrize("thing", [[1, 2], numbers(4)], ids=["list", "torch"])
 def test_only_prepared_loaders_have_a_state(thing: Any) -> None:
-    with pytest.raises(TypeError, match="loader_state takes a loader that prepare_data_loader has returned"):
+    with pytest.raises(TypeError, match="loader_state takes a loader from prepare_data_loader"):
         loader_state(thing)
     with pytest.raises(TypeError, match="restore_loader takes a loader"):
         restore_loader(thing, LoaderState(epoch=0, consumed=0, seed=0))
-
-
-# --- training on, in other worlds ------------------------------------------------------------------
-
-GLOBAL_BATCH = 12
-
-
-def train(ctx: Context, num_epochs: int, steps: int | None, start: Any = None) -> tuple[list[float], Any]:
-    """Train a tiny model, from a state and for some steps, and give the loss of each step."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 3, dtype=torch.float64, generator=generator)
-    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.1
-    data: Any = torch.utils.data.TensorDataset(x, y)
-    source = DataLoader(data, batch_size=GLOBAL_BATCH // ctx.num_processes, shuffle=True, drop_last=True)
-    torch.manual_seed(ctx.rank)
-    model = nn.Linear(3, 1).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    if start is not None:
-        model.load_state_dict(start["model"])
-        optimizer.load_state_dict(start["optimizer"])
-    model, optimizer, loader = af.prepare(ctx, model, optimizer, source)
-    if start is not None:
-        restore_loader(loader, LoaderState(**start["loader"]))
-    scaler = af.init_scaler(ctx)
-    losses: list[float] = []
-    epochs = range(loader_state(loader).epoch, num_epochs)
-    batches = chain.from_iterable(microbatches(ctx, loader) for _ in epochs)
-    for batch, micro in islice(batches, steps):
-        with af.accumulate(ctx, micro, model):
-            loss = nn.functional.mse_loss(model(batch[0]), batch[1])
-            scaler = af.backward(ctx, loss, scaler, micro)
-        scaler = af.optimizer_step(ctx, optimizer, scaler)
-        losses.append(float(af.reduce(ctx, loss.detach(), "mean")))
-    return losses, {
-        "model": dict(af.unwrap_model(model).state_dict()),
-        "optimizer": optimizer.state_dict(),
-        "loader": dataclasses.asdict(loader_state(loader)),
-    }
-
-
-def train_on(worlds: Sequence[tuple[int, int | None]], num_epochs: int) -> tuple[list[float], Any]:
-    losses: list[float] = []
-    state: Any = None
-    for world, steps in worlds:
-        found = run_ranks(
-            lambda ctx, steps=steps, state=state: train(ctx, num_epochs, steps, state),
-            world,
-            "processes",
-            dataloader_config=DataLoaderConfiguration(data_seed=11),
-        )
-        losses += found[0][0]
-        state = found[0][1]
-        assert all(one[0] == found[0][0] for one in found)
-    return losses, state
-
-
-def test_four_two_and_three_processes_train_as_one_that_nothing_interrupts() -> None:
-    alone, end = train(Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=11)), 3, None)
-    assert len(alone) == 15
-    parts, elastic_end = train_on([(4, 3), (2, 5), (3, None)], 3)
-    torch.testing.assert_close(parts, alone)
-    torch.testing.assert_close(elastic_end["model"], end["model"])
-    assert elastic_end["loader"] == end["loader"]
-
-
-def test_in_an_unchanged_world_the_losses_are_equal_bit_for_bit() -> None:
-    whole, end = train_on([(2, None)], 2)
-    parts, resumed_end = train_on([(2, 2), (2, 3), (2, 1), (2, None)], 2)  # also at the end of an epoch
-    assert parts == whole
-    for name, value in end["model"].items():
-        assert torch.equal(value, resumed_end["model"][name])
 
 
 # --- skip_first_batches ----------------------------------------------------------------------------
@@ -513,8 +440,7 @@ class Sub(DataLoader[Any]):
     """A loader of a class of the user's own."""
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("skipped", [0, 1, 4, 5, 9])
+@pytest.mark.parametrize(("skipped", "num_workers"), [(1, 0), (4, 1), (9, 0)])
 def test_a_torch_loader_keeps_its_options_and_loads_nothing_of_what_is_skipped(
     skipped: int, num_workers: int
 ) -> None:
@@ -629,7 +555,7 @@ def test_numbers_of_batches_are_checked_at_the_call(source: Any) -> None:
     with pytest.raises(ValueError, match="must not be negative, got -1"):
         skip_first_batches(source, -1)
     for number in (1.0, True, None):
-        with pytest.raises(TypeError, match="must be a whole number"):
+        with pytest.raises(TypeError, match="must be an int"):
             skip_first_batches(source, cast("Any", number))
 
 
@@ -646,7 +572,7 @@ def test_a_place_in_another_order_is_refused_and_nothing_changes(dispatch: bool)
     ordered = prepare_data_loader(ctx, DataLoader(data, batch_size=2))
     fresh = loader_state(shuffled)
     next(iter(shuffled))
-    with pytest.raises(ConfigurationError, match="order 'shuffled', and the loader reads"):
+    with pytest.raises(ConfigurationError, match="order 'shuffled', but the loader reads"):
         restore_loader(ordered, loader_state(shuffled))
     assert [batch.tolist() for batch in ordered] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     restore_loader(ordered, fresh)  # at the start of an epoch nothing is left out

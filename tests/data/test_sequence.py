@@ -98,7 +98,7 @@ def test_a_length_that_does_not_divide_is_an_error_that_says_which_would(axis: s
     ctx = af.plan_context(2, parallelism_config=mesh(axis, 2))
     number, fitting = (4, "4 or 8") if axis == "cp" else (2, "6 or 8")
     with pytest.raises(
-        ValueError, match=rf"'ids' have 7 tokens.*{number} equal chunks. Fitting: {fitting}\."
+        ValueError, match=rf"'ids' have 7 tokens.*{number} equal chunks. Use a length of {fitting}"
     ):
         af.shard_sequence(ctx, {"ids": torch.zeros(2, 7)}, {"ids": 1})
     padded = af.shard_sequence(ctx, {"ids": torch.ones(2, 7)}, {"ids": 1}, {"ids": -100})
@@ -109,8 +109,8 @@ def test_a_length_that_does_not_divide_is_an_error_that_says_which_would(axis: s
     ("batch", "dims", "error", "message"),
     [
         ({"x": torch.zeros(2)}, {"ids": 1}, ValueError, "no 'ids'; it has 'x'"),
-        ({"x": torch.zeros(2)}, {"x": 1}, ValueError, r"shape \(2,\), without a dimension 1"),
-        ({"x": 3}, {"x": 0}, TypeError, "'x' is to be cut along dimension 0 and is a int"),
+        ({"x": torch.zeros(2)}, {"x": 1}, ValueError, r"shape \(2,\) and no dimension 1"),
+        ({"x": 3}, {"x": 0}, TypeError, "'x' is a int, which has no dimension 0"),
         (torch.zeros(2), {"x": 0}, TypeError, "Tensor has no keys"),
     ],
 )

@@ -37,12 +37,12 @@ from accelfn.data import (
     restore_loader,
     skip_first_batches,
 )
-from accelfn.data.states import check_plain, count_shards, has_state, take_shards
+from accelfn.data.states import check_plain, count_shards, has_state, select_shards
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
 from accelfn.testing import run_ranks
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:each of . ranks reads the whole stream"),
+    pytest.mark.filterwarnings("ignore:each of . ranks reads the full stream"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than cores
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # of torch, for which torchdata asks
 ]
@@ -394,7 +394,7 @@ def test_streams_of_ones_own_come_back_the_same(
 
 @pytest.mark.parametrize("name", list(HUGGING_FACE))
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stops", [[1], [2, 1], [4]])
+@pytest.mark.parametrize("stops", [[1], [2, 1]])
 def test_streams_of_datasets_come_back_the_same(name: str, world: int, stops: list[int]) -> None:
     sharding = "global" if world == 1 or name == "plain" else "by_source"
     check_exact(lambda: HUGGING_FACE[name](11), world, stops, sharding)
@@ -417,31 +417,27 @@ class Shards(Drawing):
 
 
 @pytest.mark.parametrize("sharding", ["by_source", "already_sharded"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stops", [[0], [1], [2, 1], [4]])
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("stops", [[0], [2, 1]])
 def test_ranks_with_streams_of_their_own_come_back_the_same(
     sharding: str, world: int, stops: list[int]
 ) -> None:
     check_exact(lambda: DataLoader(Shards(29), batch_size=2), world, stops, sharding)
 
 
-@pytest.mark.parametrize("name", ["generator", "state", "uneven", "items"])
-@pytest.mark.parametrize("stops", [[0], [1], [2, 1], [6]])
-def test_samplers_of_what_is_sharded_already_come_back_the_same(name: str, stops: list[int]) -> None:
-    check_exact(lambda: SAMPLED[name](9), 2, stops, "already_sharded")
-
-
-@pytest.mark.parametrize("name", ["sized drawing", "drawing", "whole", "iterable"])
-@pytest.mark.parametrize("stops", [[0], [1], [2, 1], [6]])
-def test_streams_that_are_sharded_already_come_back_the_same(name: str, stops: list[int]) -> None:
-    check_exact(lambda: STREAMS[name](9), 2, stops, "already_sharded")
+@pytest.mark.parametrize(
+    "name", ["generator", "state", "uneven", "items", "sized drawing", "drawing", "whole", "iterable"]
+)
+@pytest.mark.parametrize("stops", [[0], [2, 1], [6]])
+def test_data_that_is_already_sharded_resumes_exactly(name: str, stops: list[int]) -> None:
+    check_exact(lambda: {**SAMPLED, **STREAMS}[name](9), 2, stops, "already_sharded")
 
 
 # --- any world to any world -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["generator", "state", "uneven", "drawing", "sized drawing", "itself"])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
 def test_states_of_ones_own_hold_in_any_world(kind: str, before: int, after: int) -> None:
     def make() -> Any:
         return {**SAMPLED, **STREAMS}[kind](13)
@@ -454,8 +450,7 @@ def test_states_of_ones_own_hold_in_any_world(kind: str, before: int, after: int
 
 
 @pytest.mark.parametrize("name", [*SAMPLED, *STREAMS])
-@pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("dispatch", "world"), [(False, 2), (True, 2), (False, 1)])
 def test_between_epochs_the_next_one_is_what_it_would_have_been(
     name: str, dispatch: bool, world: int
 ) -> None:
@@ -475,20 +470,6 @@ def test_between_epochs_the_next_one_is_what_it_would_have_been(
     assert (state["epoch"], state["consumed"]) == (2, 0)
     again = ranks(through_json(ranks(state, 0)[0][1]), 1)
     assert [epochs for epochs, _ in again] == [epochs[2:] for epochs, _ in whole]
-
-
-@pytest.mark.parametrize("kind", ["generator", "drawing"])
-def test_states_travel_between_processes(kind: str) -> None:
-    def run(ctx: Context) -> bool:
-        def make() -> Any:
-            return {**SAMPLED, **STREAMS}[kind](13)
-
-        whole = go(ctx, make, None, None, "global")
-        first = go(ctx, make, None, 5, "global")
-        rest = go(ctx, make, through_json(first.state), None, "global")
-        return first.batches + rest.batches == whole.batches
-
-    assert run_ranks(run, 2, "processes") == [True, True]
 
 
 # --- what is read ---------------------------------------------------------------------------------
@@ -588,7 +569,7 @@ def test_what_is_left_of_a_pass_ends_when_nobody_goes_through_it(sharding: Any, 
         gc.enable()
 
 
-@pytest.mark.parametrize("skipped", [0, 1, 2, 4])
+@pytest.mark.parametrize("skipped", [1, 4])
 def test_batches_that_are_skipped_count_from_the_start_of_the_epoch_of_a_restored_state(skipped: int) -> None:
     def make() -> PreparedDataLoader[Any]:
         return prepare_data_loader(Context(), DataLoader(Drawing(12), batch_size=2))
@@ -615,8 +596,7 @@ def test_an_epoch_that_is_chosen_after_restoring_begins_as_it_did() -> None:
         assert [batch.tolist() for batch in islice(again, 2)] == second
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
-@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize(("steps", "dispatch"), [(1, False), (2, True), (3, False)])
 @pytest.mark.parametrize("kind", [Plain, Counter, "items"])
 def test_ranks_say_the_same_place_in_a_step_that_is_padding_for_some(
     steps: int, dispatch: bool, kind: Any
@@ -670,8 +650,10 @@ class Slow(IterableDataset[Any]):
         self.place = state["place"]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize(("sharding", "world"), [("global", 1), ("global", 2), ("already_sharded", 1)])
+@pytest.mark.parametrize(
+    ("num_workers", "sharding", "world"),
+    [(2, "global", 1), (1, "global", 2), (2, "already_sharded", 1), (0, "global", 1)],
+)
 @pytest.mark.parametrize("kind", [InWorkers, Plain, Goes])
 def test_torchdatas_loader_brings_workers_back(
     num_workers: int, sharding: Any, world: int, kind: Any
@@ -775,7 +757,9 @@ def test_what_several_workers_read_in_another_order_is_refused(
     source = DataLoader(Plain(12), batch_size=batch_size, num_workers=num_workers)
     loader = prepare_data_loader(ctx, source)
     before = loader_state(loader)
-    with pytest.raises(ConfigurationError, match=r"workers? .*had read, .* is read by .* worker.* any world"):
+    with pytest.raises(
+        ConfigurationError, match=r"workers? .*had read the stream, .* reads it with .* worker.* any world"
+    ):
         restore_loader(loader, state())
     assert loader_state(loader) == before
 
@@ -808,7 +792,9 @@ def test_streams_of_ones_own_are_restored_by_their_own_rank_in_their_own_world()
 
     def restore(ctx: Context, mine: LoaderState) -> None:
         loader = prepare_data_loader(ctx, DataLoader(Shards(29), batch_size=2))
-        with pytest.raises(ConfigurationError, match=r"the state is of rank \d of 2, and the loader of"):
+        with pytest.raises(
+            ConfigurationError, match=r"the state is of the data of rank \d of 2, but the loader reads"
+        ):
             restore_loader(loader, mine)
         assert loader_state(loader).consumed == 0
 
@@ -897,18 +883,14 @@ def test_shards_are_counted_where_they_can_be_taken() -> None:
     assert count_shards(object()) is None
 
 
-def test_shards_are_dealt_out() -> None:
-    assert [take_shards(Sharded([0, 1, 2]), rank, 2).shards for rank in (0, 1)] == [[0, 2], [1]]
-
-
 @pytest.mark.parametrize("num_shards", [4, 5])
 def test_shards_of_hugging_face_datasets_are_read_by_one_rank_each(num_shards: int) -> None:
     datasets: Any = importlib.import_module("datasets")
     made = datasets.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset(num_shards=num_shards)
     assert count_shards(made) == num_shards
-    parts = [take_shards(made, rank, 2) for rank in (0, 1)]
+    parts = [select_shards(made, rank, 2) for rank in (0, 1)]
     rows = [[row["x"] for row in part] for part in parts]
     assert sorted(rows[0] + rows[1]) == list(range(20))
     assert {len(one) * num_shards // 20 for one in rows} == {num_shards // 2, num_shards - num_shards // 2}
-    with pytest.raises(ConfigurationError, match="split_dataset_by_node already"):
+    with pytest.raises(ConfigurationError, match="already split by split_dataset_by_node"):
         count_shards(parts[0])

@@ -20,8 +20,8 @@ from accelfn.data.workers import (
     SignalHolder,
     StartWorker,
     begin_reading,
+    explain_dead_workers,
     held_signals,
-    naming_dead_workers,
 )
 from accelfn.testing import run_ranks
 
@@ -114,7 +114,7 @@ def test_an_error_that_quotes_that_of_another_rank_is_left_alone() -> None:
     class QuotingError(RuntimeError):
         pass
 
-    with pytest.raises(QuotingError), naming_dead_workers(0):
+    with pytest.raises(QuotingError), explain_dead_workers(0):
         raise QuotingError("DataLoader worker (pid 5) is killed by signal: Killed.")
 
 

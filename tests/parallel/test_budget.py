@@ -283,7 +283,7 @@ def test_what_can_not_be_planned_is_refused() -> None:
         af.plan_memory(Context(), Odd(), optimizer="rmsprob")
     with pytest.raises(ConfigurationError, match="num_processes=9"):
         af.plan_context(9, parallelism_config=ParallelismConfig(dp_shard_size=2))
-    with pytest.raises(TypeError, match="the first argument is the Context"):
+    with pytest.raises(TypeError, match="the first argument must be the Context"):
         af.plan_memory(cast("Any", Odd()), Odd())
 
 

@@ -173,7 +173,7 @@ def test_a_rank_that_accumulates_where_others_average_is_an_error_of_all(on: Whe
 def test_a_rank_that_accumulates_and_ends_is_missed(on: Where) -> None:
     seen = run_ranks(meets(1, lambda ctx: None), 3, on, timeout_s=PATIENCE_S)
     assert [one.error for one in seen] == ["MissingRankError", "", "MissingRankError"]
-    assert "forward: rank 1 has ended its work after " in seen[0].text
+    assert "forward: rank 1 has ended after " in seen[0].text
 
 
 @pytest.mark.parametrize("on", WORLDS)
@@ -237,7 +237,7 @@ def test_a_rank_that_ends_a_step_earlier_is_missed_by_the_others(on: Where, size
 
     seen = run_ranks(run, size, on, timeout_s=PATIENCE_S)
     assert [one.error for one in seen] == ["" if rank == 1 else "MissingRankError" for rank in range(size)]
-    assert "forward: rank 1 has ended its work after " in seen[0].text
+    assert "forward: rank 1 has ended after " in seen[0].text
 
 
 # --- where the verdict is heard ------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_a_rank_that_ends_before_its_backward_pass_is_missed() -> None:
 
     here, there = run_ranks(lambda ctx: look(lambda: work(ctx)), 2, "processes", timeout_s=PATIENCE_S)
     assert (here.error, there.error) == ("MissingRankError", "")
-    assert "rank 1 has ended its work after forward" in here.text
+    assert "rank 1 has ended after forward" in here.text
 
 
 def test_one_that_fails_and_lingers_is_heard_of_in_the_backward_pass(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_backward_pass_gives_up_after_the_guards_timeout_and_names_who_is_miss
     seen, _ = run_ranks(work, 2, "processes", timeout_s=PATIENCE_S, guard=guard)
     assert seen.error == "CollectiveTimeoutError"
     assert "rank 0 waited 1 s in call 5" in seen.text
-    assert "for rank 1, which did not come" in seen.text
+    assert "for rank 1, which did not arrive" in seen.text
 
 
 def test_a_killed_rank_whose_children_hold_its_connections_is_missed(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_rank_that_lingers_after_another_has_told_why_is_not_the_cause() -> No
     with pytest.raises(RemoteRankError, match="rank 1 failed in reading: OSError: no such disk") as caught:
         run_ranks(work, 2, "processes", timeout_s=60)
     for note in getattr(caught.value, "__notes__", ()):  # Python 3.11 and later
-        said, _, stack = note.partition("\nrank 1 was here:\n")
+        said, _, stack = note.partition("\nStacks of rank 1:\n")
         assert said == "raised on rank 0 of 2 (processes); did not end in time: rank 1"
         assert "in work" in stack
 

@@ -85,7 +85,7 @@ def say_nothing(board: MessageBoard, call_log: CallLog, rank: int) -> None:
 @pytest.mark.parametrize(
     ("how", "last_words", "kind", "said"),
     [
-        ("returned", end, MissingRankError, "rank {} has ended its work after scatter at train.py:6 in main"),
+        ("returned", end, MissingRankError, "rank {} has ended after scatter at train.py:6 in main"),
         (
             "died",
             say_nothing,

@@ -183,7 +183,7 @@ def test_the_same_by_ddp_on_processes(world: int) -> None:
 
 def test_a_rank_without_any_row_is_refused_on_every_rank() -> None:
     def run(ctx: Context) -> str:
-        with pytest.raises(ValueError, match="a rank has none at all") as caught:
+        with pytest.raises(ValueError, match="a rank has no batch") as caught:
             in_parts(ctx, Case(2, 1, 2), weighted=True)
         return str(caught.value)
 

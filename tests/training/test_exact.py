@@ -115,7 +115,7 @@ def loader_of(ctx: Context, kind: str) -> Any:
     return af.prepare_data_loader(ctx, DataLoader(Counting(*own), 2), "already_sharded")
 
 
-@pytest.mark.filterwarnings("ignore:each of . ranks reads the whole stream")
+@pytest.mark.filterwarnings("ignore:each of . ranks reads the full stream")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_data_draws_the_same_on_any_rank_and_after_a_resumption(kind: str) -> None:
     def begun(ctx: Context) -> tuple[list[tuple[int, float]], Any]:

@@ -161,7 +161,7 @@ class Undecided:
 )
 def test_concatenate_refuses_values_that_it_can_not_join(pair: Sequence[Any]) -> None:
     with pytest.raises(
-        TypeError, match=r"concatenate: tree\['x'\] holds values that are no tensors and differ"
+        TypeError, match=r"concatenate: tree\['x'\] has values that are not tensors and differ"
     ):
         concatenate([{"x": value} for value in pair])
 

@@ -1,8 +1,7 @@
-"""Checks that the configuration records share, and mappings that can't be changed.
+"""Validation of configuration records, and immutable mappings.
 
-A value of the wrong type is a ``TypeError``, one out of range a ``ConfigurationError``; both name the field.
-Those called ``settle_*`` also write the normalised value back: they are for ``__post_init__``, before anybody
-else holds the record.
+A value of the wrong type raises ``TypeError``, one out of range ``ConfigurationError``; both name the field.
+``settle_*`` functions also write the normalised value back, and are for ``__post_init__`` only.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=StringEnum)
 
 _NATURAL = (0, math.inf)
-# What a field takes by the first word of its annotation, and what messages call it.
+# First word of an annotation, accepted types, and their name in messages.
 _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("bool", (bool,), "True or False"),
     ("int", (int,), "an int"),
@@ -40,7 +39,7 @@ _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
 
 
 class FrozenOptions(Mapping[str, Any]):
-    """An immutable copy of a mapping, equal to any mapping with the same items. Can be pickled and hashed.
+    """An immutable copy of a mapping, equal to any mapping with the same items. Picklable and hashable.
 
     >>> FrozenOptions({"wait": 1}) == {"wait": 1}
     True
@@ -65,7 +64,7 @@ class FrozenOptions(Mapping[str, Any]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        """Hash without regard to order, as equality has none."""
+        """Hash independently of the order."""
         return hash(frozenset(self._items.items()))
 
     def __repr__(self) -> str:
@@ -79,7 +78,7 @@ def where(record: object, name: str) -> str:
 
 
 def unchecked(record: object, name: str) -> object:
-    """Return a field as what it is before the checks: any object, whatever the annotation promises."""
+    """Return a field before validation, when it can be any object."""
     value: object = getattr(record, name)
     return value
 
@@ -97,7 +96,7 @@ def _wrong_type(place: str, value: object, expected: str) -> TypeError:
 
 
 def settle(record: object, **values: object) -> None:
-    """Write normalised values into a frozen record that is still being built."""
+    """Write normalised values into a frozen record during its construction."""
     for name, value in values.items():
         object.__setattr__(record, name, value)
 
@@ -112,7 +111,7 @@ POSITIVE: Mapping[str, Any] = in_range(1)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Base of the records: each field is checked by its annotation and its metadata."""
+    """Base of the records: each field is validated by its annotation and metadata."""
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
@@ -120,12 +119,12 @@ class Record:
 
 
 def settle_fields(record: DataclassInstance, /) -> None:
-    """Check and normalise every field by its annotation, so that none is forgotten.
+    """Validate and normalise every field by its annotation.
 
-    Flags are bools, texts aren't empty, names of an enum become its members (``| int``: also their positions
-    from 1), mappings become immutable copies, and iterables of texts or comma-separated texts tuples. Numbers
-    (``| str``: or "auto") are finite, and at least 0 unless the field's metadata says otherwise, durations
-    are positive. Other annotations are left to the record itself.
+    Names of an enum become its members (``| int``: also positions from 1), mappings become immutable copies,
+    and iterables of strings or comma-separated strings tuples. Strings must not be empty, numbers (``| str``:
+    or "auto") must be finite, and at least 0 unless the field's metadata has another range, and durations
+    must be positive. Other annotations are not checked.
     """
     for item in fields(record):
         words = str(item.type).split(" | ")
@@ -161,7 +160,7 @@ def _settled(place: str, value: Any, words: list[str], bounds: tuple[float, floa
     if word == "seconds" and is_number:
         return _settled(place, timedelta(seconds=value), ["timedelta"], bounds)
     if words[0] == "str" and not value.strip():
-        raise ConfigurationError(f"{place} must not be empty, got {value!r}. Pass a text{or_none}.")
+        raise ConfigurationError(f"{place} must not be empty, got {value!r}. Pass a str{or_none}.")
     if words[0] == "timedelta" and value <= timedelta(0):
         raise ConfigurationError(f"{place} must be longer than zero, got {value!r}.")
     return FrozenOptions(value) if kinds == (Mapping,) else value
@@ -170,19 +169,19 @@ def _settled(place: str, value: Any, words: list[str], bounds: tuple[float, floa
 def as_choice(
     place: str, value: object, choices: type[E], *, numbered: bool = False, allowed: tuple[E, ...] = ()
 ) -> E:
-    """Return the member of ``choices`` that ``value`` names.
+    """Convert ``value`` to a member of ``choices``.
 
     Args:
-        place: The field, for messages.
-        value: A member, its value in any case, or a member of another enum with the same name (torch's
-            own enums; torch keeps some of these names private, with a leading underscore).
+        place: Name of the field, for messages.
+        value: A member, its value in any case, or a member of another enum with the same name (such as
+            torch's enums, some of which have a leading underscore).
         choices: The enum.
-        numbered: Whether the position of a member, from 1, is accepted too.
-        allowed: The members that are accepted; empty for all.
+        numbered: Whether to accept the position of a member, from 1.
+        allowed: Accepted members; empty for all.
 
     Raises:
-        TypeError: ``value`` is neither text nor an enum member.
-        ConfigurationError: ``value`` names none of the accepted members.
+        TypeError: ``value`` is neither a string nor an enum member.
+        ConfigurationError: ``value`` is none of the accepted members.
     """
     text = value.name.lstrip("_") if isinstance(value, Enum) and not isinstance(value, str) else value
     if not isinstance(text, str) and not (numbered and type(text) is int):
@@ -198,7 +197,7 @@ def as_choice(
 
 
 def settle_path(record: object, *names: str) -> None:
-    """Turn a path into text; ``None`` stays."""
+    """Convert paths to strings; ``None`` is kept."""
     for name in names:
         value = getattr(record, name)
         if value is None:

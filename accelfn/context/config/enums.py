@@ -1,7 +1,7 @@
-"""The closed sets of words that settings are chosen from.
+"""Enums of configuration values.
 
 Every member is a string equal to its value, so ``"bf16" == PrecisionType.BF16`` holds and members can be
-written to files as they are.
+serialised as strings.
 """
 
 from collections.abc import Iterable

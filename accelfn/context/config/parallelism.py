@@ -1,4 +1,4 @@
-"""How ranks are arranged in a mesh."""
+"""Configuration of the device mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-# By torch's names in lower case; with the stages that each rank has where nobody says.
+# Torch's names in lower case, with the default number of stages per rank.
 _SCHEDULES: Mapping[str, int] = MappingProxyType(
     {
         "1f1b": 1,
@@ -35,12 +35,12 @@ class TorchTensorParallelConfig:
     """Options of tensor parallelism.
 
     Attributes:
-        enable_async_tp: Whether communication overlaps with matrix products; not in this version. Default
+        enable_async_tp: Whether communication overlaps with matrix products; not supported yet. Default
             False.
-        plan: How modules are split: "colwise", "rowwise", "embedding", "gather", "sequence", "heads" or
-            "whole" by pattern, such as ``{"layers.*.attn.q": "colwise"}``, where ``*`` is one part of a
-            module's name. ``None``: as the model's own ``tp_plan`` says. Default None.
-        loss_parallel: Whether training leaves the logits split over the vocabulary, for a loss under torch's
+        plan: How to split modules: "colwise", "rowwise", "embedding", "gather", "sequence", "heads" or
+            "whole" by pattern, such as ``{"layers.*.attn.q": "colwise"}``, where ``*`` matches one component
+            of a module's name. ``None``: the model's ``tp_plan``. Default None.
+        loss_parallel: Whether the logits stay split over the vocabulary in training, for a loss under torch's
             ``loss_parallel``. Default False.
     """
 
@@ -75,16 +75,16 @@ class PipelineParallelConfig:
     """Options of pipeline parallelism.
 
     Attributes:
-        num_microbatches: Pieces that a batch is cut into, of equally many rows; a batch whose rows it doesn't
-            divide is cut into fewer. ``None``: as many as there are stages. Default None.
-        schedule: In which order a stage works on them, by torch's name: "1f1b", "gpipe", and with several
-            stages on each rank "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbvzerobubble" or
-            "dualpipev". Default 1f1b.
-        split: The first module of each stage after the first one, such as ``("layers.2",)``. Default ().
-        stages_per_rank: Stages that each rank has. ``None``: 1 for "1f1b" and "gpipe", 2 for the others.
+        num_microbatches: Number of microbatches per batch, of equal size; fewer if it doesn't divide the
+            rows. ``None``: the number of stages. Default None.
+        schedule: Torch's name of the schedule: "1f1b", "gpipe", and with several stages per rank
+            "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbvzerobubble" or "dualpipev". Default
+            1f1b.
+        split: The first module of each stage after the first, such as ``("layers.2",)``. Default ().
+        stages_per_rank: Number of stages per rank. ``None``: 1 for "1f1b" and "gpipe", 2 for the others.
             Default None.
-        last: Modules that are called after the blocks, where that isn't seen in the order in which they are
-            registered or in the source of the model's ``forward``. Default ().
+        last: Modules that are called after the blocks, if neither the order of registration nor the source of
+            the model's ``forward`` shows that. Default ().
     """
 
     num_microbatches: int | None = field(default=None, metadata=POSITIVE)
@@ -117,8 +117,8 @@ class ExpertParallelConfig(Record):
     """Options of expert parallelism.
 
     Attributes:
-        experts: Pattern of the names of modules that hold experts, as for ``fnmatch``; ``None``: those that
-            accelfn knows. Default None.
+        experts: ``fnmatch`` pattern of the names of modules with experts; ``None``: the types that accelfn
+            knows. Default None.
     """
 
     experts: str | None = None
@@ -130,21 +130,21 @@ class ParallelismConfig:
 
     Attributes:
         dp_replicate_size: Copies of the (sharded) model. Default 1.
-        dp_shard_size: Ranks that share one copy by FSDP. Default 1.
-        tp_size: Ranks that share each layer. Default 1.
-        cp_size: Ranks that share each sequence, by ring attention. Excludes ``sp_size``. Default 1.
-        sp_size: Ranks that share each sequence, by exchanging heads. Default 1.
-        pp_size: Stages that the model is cut into. Default 1.
-        ep_size: Ranks that experts are spread over; divides ``dp_shard_size``, of which it is a part.
+        dp_shard_size: Ranks that one copy is sharded over by FSDP. Default 1.
+        tp_size: Ranks that each layer is split over. Default 1.
+        cp_size: Ranks that each sequence is split over by ring attention. Excludes ``sp_size``. Default 1.
+        sp_size: Ranks that each sequence is split over by exchanging heads. Default 1.
+        pp_size: Number of pipeline stages. Default 1.
+        ep_size: Ranks that experts are distributed over, a part of ``dp_shard_size``, which it divides.
             Default 1.
-        cp_backend: "torch" is the only one. Default torch.
-        sp_backend: "torch" is the only one. Default torch.
-        tp_handler: Options used if ``tp_size`` > 1; made if ``None`` then. Default None.
-        cp_handler: Options used if ``cp_size`` > 1; made if ``None`` then. Default None.
-        pp_handler: Options used if ``pp_size`` > 1; made if ``None`` then. Default None.
-        ep_handler: Options used if ``ep_size`` > 1; made if ``None`` then. Default None.
-        device_mesh: Torch's mesh over all ranks that already exists, with the dims and sizes of the axes of
-            more than one rank, outermost first; torch's engines use its groups. Default None.
+        cp_backend: Only "torch". Default torch.
+        sp_backend: Only "torch". Default torch.
+        tp_handler: Options if ``tp_size`` > 1; ``None``: the defaults. Default None.
+        cp_handler: Options if ``cp_size`` > 1; ``None``: the defaults. Default None.
+        pp_handler: Options if ``pp_size`` > 1; ``None``: the defaults. Default None.
+        ep_handler: Options if ``ep_size`` > 1; ``None``: the defaults. Default None.
+        device_mesh: An existing torch mesh over all ranks, with the dims and sizes of the axes of more than
+            one rank, outermost first; torch's engines use its groups. Default None.
     """
 
     dp_replicate_size: int = field(default=1, metadata=POSITIVE)

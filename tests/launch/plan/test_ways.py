@@ -151,7 +151,7 @@ def test_steps_of_slurm() -> None:
     }
     with pytest.raises(ConfigurationError, match="srun --ntasks-per-node=1 accelfn launch"):
         read_step({**four, "SLURM_STEP_NUM_TASKS": "8"})
-    with pytest.raises(ConfigurationError, match="SLURM_NODEID must be a whole number, got 'x'"):
+    with pytest.raises(ConfigurationError, match="SLURM_NODEID must be an integer, got 'x'"):
         read_step({**four, "SLURM_NODEID": "x"})
 
 

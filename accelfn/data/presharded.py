@@ -1,0 +1,135 @@
+"""Read data that is already sharded: every rank reads its own loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar, cast
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelfn.comm import Call, gather_bytes
+from accelfn.context import Context
+from accelfn.data.order import set_epoch_of
+from accelfn.data.plan import BatchInfo
+from accelfn.data.reader import EpochPass, Reader, ReadSettings, StreamStates, UserState, length_of, rows_of
+from accelfn.data.rebuild import Proxy, batch_sampler_of, remake, twin_of
+from accelfn.data.states import State, TrackedStream, iterate_once, restore_sampler, sampler_state
+from accelfn.data.workers import begin_reading
+
+__all__ = ("PreshardedReader",)
+
+T = TypeVar("T")
+
+
+class PreshardedReader(Reader[T]):
+    """Yields the batches of the user's loader. ``start`` and ``consumed`` count batches."""
+
+    def __init__(self, ctx: Context, source: DataLoader[T], seed: int) -> None:
+        """Read ``source``."""
+        self.seed = seed
+        self.even_batches: bool | None = False
+        self._ctx = ctx = ctx.along("dp")
+        self._source: Any = source
+        self._sampler: Any = None
+        self._states: StreamStates | None = None
+        self._tracked_dataset: _TrackedDataset | None = None
+        self._exhausted: Iterator[Any] | None = None  # a pass that has yielded all its batches
+        if isinstance(source.dataset, IterableDataset):
+            self._states = StreamStates(ctx, source, source.dataset)
+            if source.num_workers == 0:
+                self._tracked_dataset = _TrackedDataset(self._states.tracked)
+                self._source = twin_of(source, dataset=self._tracked_dataset)
+            elif self._states.of_workers:
+                batching = {"batch_size": source.batch_size, "drop_last": source.drop_last}
+                self._source = remake(source, source.dataset, stateful=True, **batching)
+        else:
+            self._sampler = batch_sampler_of(source) or cast("Any", source).sampler
+        num_workers = None if self._states is None else source.num_workers
+        self.settings: ReadSettings = ReadSettings(
+            num_workers=num_workers, num_processes=ctx.num_processes, rank=ctx.rank
+        )
+        size = getattr(source, "batch_size", None)
+        self.batch_size: int | None = None if size is None else size * ctx.num_processes
+
+    def count(self) -> int | None:
+        """Count this rank's batches, if the loader has a length."""
+        return length_of(self._source)
+
+    def can_restore(self, stream: State) -> bool:
+        """Return whether a stream's state belongs to this kind of loader."""
+        return self._states is not None and self._states.can_restore(stream)
+
+    def idle_state(self) -> UserState:
+        """Return the states between passes."""
+        sampler = None if self._sampler is None else sampler_state(self._sampler)
+        return UserState(sampler, None if self._states is None else self._states.idle_state())
+
+    def begin(self, epoch: int, start: int) -> EpochPass[T]:
+        """Begin a pass; batches before ``start`` are read and dropped."""
+        if self._tracked_dataset is not None:
+            self._tracked_dataset.tracked.rewind()
+            set_epoch_of(self._tracked_dataset, epoch)
+        number = self.count()
+        message = b"" if number is None else str(max(0, number - start)).encode()
+        messages = [message]
+        if self._ctx.num_processes > 1:
+            messages = gather_bytes(self._ctx, Call("a pass over data"), message)
+        counts = tuple(int(message) for message in messages) if all(messages) else None
+        restored, at = self._pop_restored()
+        if self._sampler is not None and restored.sampler is not None:
+            restore_sampler(self._sampler, restored.sampler)
+        before = None if self._sampler is None else sampler_state(self._sampler)
+        stream = (
+            restored.stream if restored.stream is not None and self.can_restore(restored.stream) else None
+        )
+        return EpochPass(counts, self._read(start, stream, at), sampler=before, is_rank_local=True)
+
+    def finish(self) -> None:
+        """Exhaust the stream's iterator: a loop that knows the number of batches stops before its end."""
+        if self._exhausted is not None:
+            next(self._exhausted, None)
+            self._exhausted = None
+
+    def _read(self, start: int, stream: State | None, at: int) -> Iterator[tuple[T, BatchInfo]]:
+        if self._tracked_dataset is not None:
+            self._tracked_dataset.restored = stream
+        elif stream is not None:
+            self._source.load_state_dict(stream)
+        batches: Any = begin_reading(self._source, is_resumed=start > 0)
+        total = self.count()
+        for number, batch in enumerate(batches, 1 if stream is None else at + 1):
+            if number <= start:
+                continue
+            state: State | None = None
+            self._exhausted = None
+            if self._tracked_dataset is not None:
+                state = self._tracked_dataset.state()
+                self._exhausted = batches if state is not None and number == total else None
+            elif self._states is not None and self._states.of_workers:
+                state = batches.state_dict()
+            yield batch, BatchInfo(num_rows=rows_of(batch), consumed=number, stream=state)
+
+
+class _TrackedDataset(Proxy, IterableDataset[Any]):
+    """Stands in for a stream that this process reads, and knows its state.
+
+    Attributes:
+        tracked: The stream.
+        restored: Where the next pass begins; None for its start.
+    """
+
+    tracked: TrackedStream
+    restored: State | None
+    _has_ended: bool
+
+    def __init__(self, tracked: TrackedStream) -> None:
+        super().__init__(tracked.dataset, tracked=tracked, restored=None, _has_ended=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        restored, self.restored, self._has_ended = self.restored, None, False
+        yield from iterate_once(self.tracked.begin(restored))
+        self._has_ended = True
+        self.tracked.end()
+
+    def state(self) -> State | None:
+        return self.tracked.state(self._has_ended)
