@@ -86,13 +86,13 @@ def test_a_function_that_builds_the_model(
         assert told("made_here:build")["dtypes"]["float32"]["total"] == 4 * (50_000**2 + 5 * 50_000) + 8
         assert told("made_here:Made.build")["num_parameters"] == 50_000**2 + 3 * 50_000
         for source, said in (
-            ("made_here:nothing", "the function gave int, and must give a module"),
+            ("made_here:nothing", "must return a module, but returned int"),
             ("made_here:absent", "has no attribute 'absent'"),
             ("absent_module:build", "No module named 'absent_module'"),
         ):
             assert main(["estimate-memory", source]) == 2
             errors = capsys.readouterr().err
-            assert errors.startswith(f"accelfn estimate-memory: error: {source}: ")
+            assert errors.startswith(f"accelfn estimate-memory: error: {source}")
             assert said in errors
     finally:
         sys.modules.pop("made_here", None)
@@ -240,7 +240,7 @@ def test_each_format_is_printed_or_written(weights: Path, capsys: pytest.Capture
         (("net", "--nonsense"), "--nonsense"),
     ],
 )
-def test_bad_input_is_said_in_one_sentence(
+def test_bad_input_is_refused(
     argv: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -250,7 +250,7 @@ def test_bad_input_is_said_in_one_sentence(
     assert said in errors
 
 
-def test_what_can_not_be_read_is_said(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_models_are_refused(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({}, weights.parent / "model.pt")
     (weights.parent / "empty").mkdir()
     (weights.parent / "unknown").mkdir()
@@ -259,7 +259,7 @@ def test_what_can_not_be_read_is_said(weights: Path, capsys: pytest.CaptureFixtu
     for name, status, said in (
         ("model.pt", 2, "Pass safetensors"),
         ("empty", 2, "empty"),
-        ("unknown", 2, "describes no model that transformers knows"),
+        ("unknown", 2, "doesn't describe a model that transformers knows"),
         ("cut.safetensors", 1, "cut.safetensors"),
     ):
         assert main(["estimate-memory", str(weights.parent / name)]) == status, name

@@ -74,7 +74,7 @@ def test_a_file_that_changed_is_not_read(change: str, tmp_path: Path) -> None:
         write(tmp_path / "other.safetensors", {"w": torch.zeros(100)})
         os.replace(tmp_path / "other.safetensors", path)
     target = torch.empty(100)
-    with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors was changed"):
+    with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors was modified"):
         read_tensors([Reading(opened.tensors["w"], target)], opened.file_ids)
 
 

@@ -23,7 +23,7 @@ def maps(draw: st.DrawFn) -> dict[str, int]:
 
 
 @given(maps(), st.sampled_from(["", "a", "a.b"]))
-def test_it_is_what_accelerate_gives(given_: dict[str, int], name: str) -> None:
+def test_cleaned_maps_are_those_of_accelerate(given_: dict[str, int], name: str) -> None:
     before = dict(given_)
     assert clean_device_map(given_, name) == PEER.clean_device_map(dict(given_), name)
     assert given_ == before

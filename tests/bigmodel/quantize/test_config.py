@@ -38,8 +38,8 @@ def test_names_are_settled_and_records_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({}, "exactly one of load_in_8bit and load_in_4bit must be True, and neither is"),
-        ({"load_in_8bit": True, "load_in_4bit": True}, "and both are"),
+        ({}, "exactly one of load_in_8bit and load_in_4bit must be True, but neither is"),
+        ({"load_in_8bit": True, "load_in_4bit": True}, "but both are"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "must be one of fp4, nf4, got 'int4'"),
         (
             {"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp8"},
