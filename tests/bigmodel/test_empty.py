@@ -27,7 +27,7 @@ BIG = (600, 700)
 
 
 class Marked(nn.Parameter):
-    """A class of parameters of somebody's own, with something on it."""
+    """A subclass of parameters, with an attribute."""
 
 
 def marked() -> nn.Parameter:
@@ -102,7 +102,7 @@ COMPUTED = ("._u", "._v")
 
 
 class Built(nn.Module):
-    """What a plan says: entries, and names that repeat the tensor or module of an earlier one."""
+    """The entries of a plan, and names that repeat an earlier tensor or module."""
 
     def __init__(self, plan: list[tuple[str, str, bool]]) -> None:
         super().__init__()

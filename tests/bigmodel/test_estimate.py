@@ -164,7 +164,7 @@ def test_the_estimate_of_bert_is_that_of_accelerate() -> None:
     assert shown(single.training.peak) == "1.61 GB"
     assert single.largest_names == ("embeddings",)
     for name, parts in (("float16", 2), ("bfloat16", 2), ("int8", 4), ("int4", 8)):
-        # Accelerate divides the few kilobytes of position numbers too, which stay what they are.
+        # Accelerate divides the few kilobytes of position indices too.
         assert rows[name].total == pytest.approx(single.total / parts, rel=2e-4)
     assert rows["float16"].training is not None
     assert rows["float16"].training.peak == pytest.approx(2 * single.total, rel=2e-4)
@@ -173,7 +173,7 @@ def test_the_estimate_of_bert_is_that_of_accelerate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "said"),
+    ("dtypes", "message"),
     [
         (["float31"], "dtypes must be a torch dtype.*got 'float31'"),
         (["complex64"], "dtypes: weights can't be complex64"),
@@ -181,8 +181,8 @@ def test_the_estimate_of_bert_is_that_of_accelerate() -> None:
         ([], "dtypes is empty"),
     ],
 )
-def test_invalid_dtypes_are_refused(dtypes: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_dtypes_are_refused(dtypes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         estimate_memory(nn.Linear(2, 2), dtypes)
 
 

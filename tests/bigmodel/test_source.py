@@ -64,7 +64,7 @@ def test_a_function_builds_on_the_meta_device(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("absent_here:build", "No module named 'absent_here'"),
         ("factory_here:absent", "has no attribute 'absent'"),
@@ -73,8 +73,8 @@ def test_a_function_builds_on_the_meta_device(here: Path) -> None:
         ("models/7B:latest", "no such file or folder"),
     ],
 )
-def test_invalid_sources_are_refused(source: str, said: str, here: Path) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_sources_are_refused(source: str, message: str, here: Path) -> None:
+    with pytest.raises(ValueError, match=message):
         read_source(source)
 
 

@@ -97,11 +97,11 @@ def test_without_budgets_this_machine_is_planned_for(source: str, capsys: pytest
 
 def test_programs_get_json(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan-memory", source, *BUDGETS, "--format", "json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    message = json.loads(capsys.readouterr().out)
     plan = plan_of()
-    assert said["source"] == source
-    assert said["device_map"] == plan.device_map
-    for found, one in zip(said["places"], plan.places, strict=True):
+    assert message["source"] == source
+    assert message["device_map"] == plan.device_map
+    for found, one in zip(message["places"], plan.places, strict=True):
         tensors = [{"name": leaf.name, "bytes": leaf.num_bytes, "kind": leaf.kind} for leaf in one.leaves]
         assert found == {
             "place": one.place,
@@ -110,8 +110,8 @@ def test_programs_get_json(source: str, capsys: pytest.CaptureFixture[str]) -> N
             "reserved": one.reserved,
             "tensors": tensors,
         }
-    assert (said["ties"], said["copies"]) == ([], [])
-    assert said["warnings"] == list(plan.warnings)
+    assert (message["ties"], message["copies"]) == ([], [])
+    assert message["warnings"] == list(plan.warnings)
 
 
 def test_pictures_are_written_where_that_is_asked(source: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ((), "SOURCE"),
         (("absent:build",), "No module named 'absent'"),
@@ -174,12 +174,12 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_bad_input_is_refused(
-    argv: tuple[str, ...], said: str, source: str, capsys: pytest.CaptureFixture[str]
+    argv: tuple[str, ...], message: str, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan-memory", *(source if one == "{source}" else one for one in argv)]) == 2
     errors = capsys.readouterr().err
     assert "accelfn plan-memory: error: " in errors
-    assert said in errors
+    assert message in errors
 
 
 RANKS_FACTORY = """
@@ -285,8 +285,8 @@ def test_a_batch_of_text_is_that_of_the_model(tmp_path: Path, capsys: pytest.Cap
         batch = {"input_ids": ids, "labels": ids if length == 8 else ids.clone()}
         budget = af.plan_memory(ctx, transformers.LlamaForCausalLM(config), batch=batch)
         assert main(["plan-memory", str(tmp_path), "--mesh", mesh, *flags]) == 0
-        said = json.loads(capsys.readouterr().out)["bytes"]
-        assert (said["activations"], said["moved"]) == (budget.activations, dict(budget.moved))
+        message = json.loads(capsys.readouterr().out)["bytes"]
+        assert (message["activations"], message["moved"]) == (budget.activations, dict(budget.moved))
 
 
 def test_ranks_of_a_configuration_file_are_planned_for(
@@ -307,7 +307,7 @@ def test_ranks_of_a_configuration_file_are_planned_for(
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (
             ("--mesh", "dp_shard"),
@@ -341,10 +341,10 @@ def test_ranks_of_a_configuration_file_are_planned_for(
     ],
 )
 def test_ranks_that_can_not_be_planned_for(
-    argv: tuple[str, ...], said: str, ranks: str, capsys: pytest.CaptureFixture[str]
+    argv: tuple[str, ...], message: str, ranks: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("empty.yaml").write_text("mixed_precision: bf16\n")
-    test_bad_input_is_refused(("{source}", *argv), said, ranks, capsys)
+    test_bad_input_is_refused(("{source}", *argv), message, ranks, capsys)
 
 
 def test_names_in_files_say_nothing_of_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

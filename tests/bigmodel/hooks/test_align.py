@@ -26,7 +26,7 @@ PLACES = pytest.mark.parametrize("place", ["cpu", "cpu:0"])
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor that says of itself to be on another device until it is moved."""
+    """A tensor that reports another device until it is moved."""
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "Elsewhere":
@@ -155,7 +155,7 @@ def offloaded(module: Scaled, place: str, **options: Any) -> Scaled:
 def resident(module: nn.Module) -> tuple[int, ...]:
     hook = hook_of(module)
     assert isinstance(hook, AlignDevicesHook)
-    # In memory on the CPU nothing travels.
+    # Tensors in memory on the CPU need no transfer.
     assert (hook.stream is None) == (hook.place == "cpu")
     return () if hook.stream is None else hook.stream.resident
 

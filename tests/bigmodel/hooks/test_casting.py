@@ -321,7 +321,7 @@ def test_it_works_with_other_hooks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "said"),
+    ("arguments", "kind", "message"),
     [
         ({"storage_dtype": "float8"}, TypeError, "storage_dtype must be a torch dtype.*got 'float8'"),
         ({"storage_dtype": torch.int8}, ValueError, "storage_dtype must be a floating dtype"),
@@ -329,11 +329,11 @@ def test_it_works_with_other_hooks() -> None:
     ],
 )
 def test_bad_input_is_refused_before_anything_is_changed(
-    arguments: dict[str, Any], kind: type[Exception], said: str
+    arguments: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     model = net()
     given: dict[str, Any] = {"storage_dtype": F8, "compute_dtype": F32, **arguments}
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=message):
         attach_layerwise_casting_hooks(model, **given)
     assert set(dtypes(model).values()) == {F32}
 

@@ -76,8 +76,8 @@ def run(hooks: Sequence[UserCpuOffloadHook], x: torch.Tensor = X) -> torch.Tenso
 def test_outputs_are_unchanged(device: Any) -> None:
     expected = stack()(X)
     model = stack()
-    given_back, hook = cpu_offload_with_hook(model, device)
-    assert given_back is model
+    returned, hook = cpu_offload_with_hook(model, device)
+    assert returned is model
     assert hook.model is model
     for _ in range(2):
         model.load_state_dict(stack().state_dict())
@@ -88,7 +88,7 @@ def test_outputs_are_unchanged(device: Any) -> None:
 
 
 class OnlyMoved(torch.Tensor):
-    """A tensor that says of itself to be elsewhere until it is moved."""
+    """A tensor that reports another device until it is moved."""
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "OnlyMoved":

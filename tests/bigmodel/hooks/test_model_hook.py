@@ -510,7 +510,7 @@ def test_modules_compile(backend: str) -> None:
     expected = model(X)
     compiled: Any = torch.compile(model, backend=backend)
     assert torch.equal(compiled(X), expected)
-    # The graph of one module's forward is whole: the hooks are outside of it.
+    # A forward is one graph, without the hooks.
     first = model[0]
     vars(first)["forward"] = torch.compile(first.forward, backend=backend, fullgraph=True)
     assert torch.equal(model(X), expected)

@@ -1,4 +1,4 @@
-"""A checkpoint goes to where a map puts it, and the model runs."""
+"""Checkpoints are loaded as in a device map, and the model runs."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def filled(path: Path, num_pages: int = 8) -> torch.Tensor:
-    """Map one tensor of whole pages and some more, all ones."""
+    """Map a tensor of ones that spans several pages and a part of one."""
     write(path, {"w": torch.ones(num_pages * PAGE // 4 + 100)})
     return load(path)["w"]
 
@@ -185,7 +185,7 @@ def by_view(tensor: torch.Tensor, at: int) -> None:
 
 
 def by_optimizer(tensor: torch.Tensor, at: int) -> None:
-    """Add to one element through the whole of a parameter that shares the memory."""
+    """Add to one element through a parameter that shares the memory."""
     parameter = nn.Parameter(tensor)
     optimizer: Any = torch.optim.SGD([parameter], lr=4.0)
     loss: Any = -parameter[at]
@@ -235,7 +235,7 @@ def test_the_resident_set_falls(tmp_path: Path) -> None:
         drop_pages([one])
         return used - at_rest, of_files() - at_rest
 
-    # In a process of its own, whose pages nobody else touches.
+    # In a separate process, since other tests touch pages here.
     used, dropped = run_ranks(measure, 2, on="processes")[0]
     assert used > 60_000_000
     assert dropped < 6_000_000

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
@@ -30,6 +31,7 @@ from accelfn.bigmodel.offload_folder import (
     offload_state_dict,
     offload_weight,
     save_offload_index,
+    writing_to,
 )
 from accelfn.bigmodel.weight_files import STORED_DTYPES, mapped_from
 from accelfn.context import Context
@@ -270,8 +272,19 @@ def test_a_full_disk_leaves_existing_files(tmp_path: Path) -> None:
 
 def test_a_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = r"can't write weights to save_dir='.*file': it is a file. Pass another folder"
-    with pytest.raises(NotADirectoryError, match=said):
+    message = r"can't write weights to save_dir='.*file': it is a file. Pass another folder"
+    with pytest.raises(NotADirectoryError, match=message):
         offload_state_dict(tmp_path / "file", {"w": torch.ones(1)})
     with pytest.raises(NotADirectoryError, match=r"can't write weights to save_dir='.*file/below'"):
         offload_state_dict(tmp_path / "file" / "below", {"w": torch.ones(1)})
+
+
+def test_errors_of_other_files_are_left_alone(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError) as caught, writing_to(tmp_path / "folder", "folder"):
+        missing.read_bytes()
+    assert caught.value.strerror == os.strerror(errno.ENOENT)
+    plain = OSError("no number")
+    with pytest.raises(OSError, match="no number") as caught, writing_to(tmp_path, "folder"):
+        raise plain
+    assert caught.value is plain

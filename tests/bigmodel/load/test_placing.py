@@ -136,7 +136,7 @@ def test_a_recurrent_layer_notices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "options", "said"),
+    ("name", "device", "options", "message"),
     [
         ("layer.wait", "cpu", {}, "no parameter or buffer 'layer.wait'"),
         ("lair.weight", "cpu", {}, "no parameter or buffer"),
@@ -147,8 +147,8 @@ def test_a_recurrent_layer_notices() -> None:
         ("bare", "cpu", {"dtype": "float99"}, "no dtype 'float99'"),
     ],
 )
-def test_invalid_arguments_are_refused(name: str, device: str, options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_refused(name: str, device: str, options: dict[str, Any], message: str) -> None:
     model = Sample()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         set_module_tensor_to_device(model, name, device, **options)
     assert all(not one.is_meta for one in model.parameters())

@@ -88,7 +88,7 @@ def test_the_model_is_in_memory_once(dtype: str, tmp_path: Path) -> None:
     done = subprocess.run(
         (sys.executable, "-m", "tests.bigmodel.load.program", str(tmp_path), dtype),
         cwd=ROOT,
-        # What is freed goes back to the system at once: used again, it wouldn't count.
+        # Freed memory is returned to the system at once; if it were reused, it wouldn't count.
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class StandIn:
-    """Stands for torch in the module under test: streams and events that only say what they are told."""
+    """Replaces torch in the tested module: streams and events only record calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[str] = []

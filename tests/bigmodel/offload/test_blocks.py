@@ -1,4 +1,4 @@
-"""What travels together: all of it, each once, in pieces that fit."""
+"""Blocks contain each tensor once, and are small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights written to a folder come back mapped, and nothing is left there."""
+"""Weights written to a folder are mapped, and no file is left."""
 
 from __future__ import annotations
 

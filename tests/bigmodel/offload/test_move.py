@@ -1,4 +1,4 @@
-"""Inputs and outputs come to a device; what is there already stays the same object."""
+"""Inputs and outputs are moved to a device; those that are there already stay the same objects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Seeing(nn.Module):
 
 def test_outputs_go_back_to_where_the_inputs_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     def place(value: Any, device: torch.device, skip_keys: tuple[str, ...]) -> Any:
-        """Move like a real device does; nothing can come back from meta."""
+        """Move as to a real device, since meta tensors can't be moved."""
 
         def move(leaf: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(leaf, device=device)

@@ -1,4 +1,4 @@
-"""Tensors laid side by side come out as they went in."""
+"""Packed tensors are unpacked unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream: what is where while a model runs, in which order, and after whatever goes wrong."""
+"""The prefetcher: what is on the device while a model runs, in which order, and after errors."""
 
 from __future__ import annotations
 
@@ -92,19 +92,19 @@ def assert_trains_alike(plain: Any, model: Any, seed: int = 0) -> None:
 
 
 class Log:
-    """A link that says what it does, and a model that says what it computes."""
+    """A link and a model that record what they do."""
 
     def __init__(self, model: Any, inner: Link | None = None) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.pointers: dict[int, int] = {one[0].weight.data_ptr(): number for number, one in enumerate(model)}
         inner = inner or open_link("cpu:0", 1)
 
         def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
-            self.told.append(f"begin {self.pointers[hosts[0].data_ptr()]}")
+            self.events.append(f"begin {self.pointers[hosts[0].data_ptr()]}")
             return inner.begin(hosts, packing)
 
         def release(hosts: Sequence[torch.Tensor]) -> None:
-            self.told.append(f"release {self.pointers[hosts[0].data_ptr()]}")
+            self.events.append(f"release {self.pointers[hosts[0].data_ptr()]}")
 
         self.link = Link(device=inner.device, begin=begin, release=release)
         for number, one in enumerate(model):
@@ -112,13 +112,13 @@ class Log:
 
     def _compute(self, number: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            self.told.append(f"compute {number}")
+            self.events.append(f"compute {number}")
 
         return hook
 
     def take(self) -> list[str]:
-        told, self.told = self.told, []
-        return told
+        events, self.events = self.events, []
+        return events
 
 
 # --- what is computed ----------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_weights_of_another_call_may_take_their_place() -> None:
 
 
 def test_hooks_of_the_user_see_the_weights_that_compute() -> None:
-    """Those that were there before; others come around ours."""
+    """Hooks that were attached before; later ones run around ours."""
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     weight = model[0].weight.detach().clone()
     seen: list[torch.Tensor] = []
@@ -479,7 +479,7 @@ def test_backward_fetches_the_blocks_the_other_way_round() -> None:
     out: Any = model(inputs()).sum()
     log.take()
     out.backward()
-    begun = [told for told in log.take() if told.startswith("begin")]
+    begun = [events for events in log.take() if events.startswith("begin")]
     # The gradient of the first layer's input isn't asked for, so nothing needs its weight; it came ahead.
     assert begun == ["begin 3", "begin 2", "begin 1", "begin 0"]
 
@@ -497,7 +497,7 @@ def test_a_block_that_is_used_twice_in_a_row_is_fetched_once() -> None:
     stream = by_layers(model, log.link)
     with torch.no_grad():
         model(inputs())
-    assert sum(told.startswith("begin") for told in log.take()) == 3
+    assert sum(events.startswith("begin") for events in log.take()) == 3
     assert stream.facts().peak_blocks == 2
 
 
@@ -517,7 +517,7 @@ def test_the_order_is_learned() -> None:
         log.take()
         model(inputs())
     second = log.take()
-    assert [told for told in second if told.startswith("begin")] == [
+    assert [events for events in second if events.startswith("begin")] == [
         "begin 3",
         "begin 2",
         "begin 1",
@@ -619,7 +619,7 @@ def test_a_thread_that_trains_and_one_that_does_not() -> None:
     assert stream.resident == ()
 
 
-# --- what goes wrong -----------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------
 
 
 class OopsError(Exception):
@@ -738,7 +738,7 @@ def failing(link: Link, when: Callable[[int], bool], how: str) -> Link:
 def test_a_transfer_that_fails(number: int, how: str) -> None:
     plain, model = layers(4), layers(4)
     stream = by_layers(model, failing(thread_link(), lambda at: at == number, how))
-    # What comes ahead is tried again where it is needed. Backward begins with the fourth.
+    # Prefetching is repeated when the block is needed. Backward begins with the fourth transfer.
     is_ahead = how == "begin" and number not in (0, 4)
     with nullcontext() if is_ahead else pytest.raises(OopsError):
         model(inputs()).sum().backward()

@@ -126,9 +126,9 @@ def test_the_plan_is_the_same_without_values_and_for_any_rank() -> None:
 
 
 def test_split_points_and_classes_are_kept_to() -> None:
-    said = plan_pipeline(Net(), 3, split_points=["blocks.1", "last"])
-    assert said.split == ("blocks.1", "last")
-    assert said.stages[2].parameters == ("last.weight", "last.bias")
+    message = plan_pipeline(Net(), 3, split_points=["blocks.1", "last"])
+    assert message.split == ("blocks.1", "last")
+    assert message.stages[2].parameters == ("last.weight", "last.bias")
     with pytest.raises(ValueError, match=r"names blocks\.1\.norm; what it can name is"):
         plan_pipeline(Net(), 2, split_points=["blocks.1.norm"])
     with pytest.raises(ValueError, match="Net has 3 blocks, and 7 stages need at least one each"):
@@ -295,8 +295,8 @@ def test_a_model_without_values_needs_a_checkpoint_that_fits(tmp_path: Path) -> 
             model = Tied()
         example = torch.zeros(4, 3, dtype=torch.int64)
         caught = [
-            catch(lambda said=said: af.prepare_pipeline(ctx, model, example, **said))[1]
-            for said in cast("list[dict[str, Any]]", [{}, {"checkpoint": folder}])
+            catch(lambda message=message: af.prepare_pipeline(ctx, model, example, **message))[1]
+            for message in cast("list[dict[str, Any]]", [{}, {"checkpoint": folder}])
         ]
         assert "body.0.weight, body.0.bias, " in str(caught[0])
         assert "are on the meta device and have no values. Pass checkpoint=" in str(caught[0])

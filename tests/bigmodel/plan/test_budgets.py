@@ -80,7 +80,7 @@ def test_budgets_are_converted_and_sorted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_", "said"),
+    ("given_", "message"),
     [
         ({"gpu": 5}, "max_memory: unknown place 'gpu'"),
         ({0: -5}, r"max_memory\[0\]: a size must be .* got -5"),
@@ -88,8 +88,8 @@ def test_budgets_are_converted_and_sorted() -> None:
         ({0: 1, "cuda:0": 2}, "max_memory specifies the place 0 twice, once as 'cuda:0'"),
     ],
 )
-def test_invalid_budgets_are_refused(given_: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_budgets_are_refused(given_: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         get_max_memory(given_)
     with pytest.raises(TypeError, match=r"max_memory\[0\]: a size must be .* got True"):
         get_max_memory({0: True})

@@ -41,9 +41,9 @@ def test_the_table_has_a_row_and_the_modules_of_each_place(plan: DevicePlan) -> 
     assert head.split("  ")[0] == "place"
     for row, one in zip(rows, plan.places, strict=False):
         assert row.split()[0] == str(one.place)
-        said = [size_text(one.used), size_text(one.reserved)]
-        said.append("none" if one.budget is None else size_text(one.budget))
-        assert re.split(r" {2,}", row)[1:4] == said
+        message = [size_text(one.used), size_text(one.reserved)]
+        message.append("none" if one.budget is None else size_text(one.budget))
+        assert re.split(r" {2,}", row)[1:4] == message
         bar = row.split()[-1] if one.budget is not None else ""
         assert len(bar) == (30 if one.budget is not None else 0)
         assert ("#" in bar) == (one.budget is not None and one.used > 0)
@@ -57,11 +57,11 @@ def test_the_table_has_a_row_and_the_modules_of_each_place(plan: DevicePlan) -> 
 @given(plans())
 def test_the_image_shows_each_place(plan: DevicePlan) -> None:
     root = ElementTree.fromstring(draw_device_plan_svg(plan))
-    told = [text.text for text in root.iter(f"{SVG}text")]
+    events = [text.text for text in root.iter(f"{SVG}text")]
     for one in plan.places:
         budget = "no limit" if one.budget is None else size_text(one.budget)
-        assert str(one.place) in told
-        assert f"{size_text(one.used)} of {budget}" in told
+        assert str(one.place) in events
+        assert f"{size_text(one.used)} of {budget}" in events
 
 
 class Cells(HTMLParser):

@@ -137,7 +137,7 @@ def test_names_are_ordered_by_their_numbers_and_lists_are_classes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "ties", "said"),
+    ("names", "ties", "message"),
     [
         (["a", "a"], [], "a is repeated"),
         (["a", "a.b"], [], "a can't be a tensor and contain a.b"),
@@ -146,7 +146,7 @@ def test_names_are_ordered_by_their_numbers_and_lists_are_classes() -> None:
     ],
 )
 def test_names_that_no_model_has_are_refused(
-    names: list[str], ties: list[tuple[str, str]], said: str
+    names: list[str], ties: list[tuple[str, str]], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         shape_from_leaves(map(leaf, names), ties)

@@ -12,7 +12,7 @@ from tests.bigmodel.quantize.models import QUANTIZED, Net
 
 
 class Derived(nn.Linear):
-    """A layer of somebody's own."""
+    """A subclass of a layer."""
 
 
 class Attending(nn.Module):

@@ -167,9 +167,9 @@ def test_other_quantisations_are_refused(tmp_path: Path) -> None:
     twice = BnbQuantizationConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     )
-    for config, says in ((fp4, "isn't fp4"), (twice, "wasn't saved with bnb_4bit_use_double_quant=True")):
+    for config, message in ((fp4, "isn't fp4"), (twice, "wasn't saved with bnb_4bit_use_double_quant=True")):
         model = empty()
-        with pytest.raises(CheckpointMismatchError, match=says):
+        with pytest.raises(CheckpointMismatchError, match=message):
             af.load_and_quantize_model(model, config, tmp_path)
         assert model.head.weight.is_meta
     for config in (BnbQuantizationConfig(load_in_8bit=True), TorchaoQuantizationConfig()):
@@ -449,7 +449,7 @@ def test_adapters_of_a_quantised_model_train_on_processes() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    # bitsandbytes says things there, too.
+    # bitsandbytes prints there too.
     lines = re.findall(r"^([\d.]+) ([\d.]+) ([\d.e-]+)$", done.stdout, re.MULTILINE)
     assert len(lines) == len(names)
     for before, after, difference in lines:
