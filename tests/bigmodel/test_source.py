@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -190,11 +189,3 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[bigmodel\]'"):
         read_source(tmp_path)
-
-
-def test_reading_files_needs_no_transformers(tmp_path: Path) -> None:
-    af.save_model(af.Context(), Words(), tmp_path)
-    code = "import sys; sys.modules['transformers'] = None; from accelfn.bigmodel import read_source;"
-    code += f"print(read_source({str(tmp_path)!r}).num_bytes)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == read_shape(Words()).num_bytes

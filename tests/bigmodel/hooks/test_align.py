@@ -205,38 +205,6 @@ def test_stored_parameters_stay_the_same_objects() -> None:
     assert module.seen[1][0] == module.weight.data_ptr()  # in place
 
 
-@PLACES
-@pytest.mark.parametrize("make", [Scaled, on_meta])
-def test_the_tensors_of_a_dict_become_the_parameters(place: str, make: Callable[[], Scaled]) -> None:
-    weights = {name: one.clone() for name, one in Scaled().state_dict().items()}
-    weights["inner.bias"] = weights["inner.bias"].double()
-    module = offloaded(make(), place, weights_map=weights)
-    assert module.weight.data_ptr() == weights["weight"].data_ptr()
-    assert isinstance(module.weight, nn.Parameter)
-    assert module.weight.requires_grad
-    assert module.inner.bias.dtype == torch.float32  # as the module has it
-    assert module.calls.data_ptr() != weights["calls"].data_ptr()  # no weight, and not asked to travel
-    module(X).sum().backward()
-    torch.optim.SGD(module.parameters(), lr=1.0).step()
-    assert torch.equal(weights["weight"], module.weight)
-
-
-@PLACES
-def test_gradients_arrive_and_training_is_the_same(place: str) -> None:
-    def train(module: nn.Module) -> list[torch.Tensor]:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(3):
-            module(X).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [one.detach() for one in (*module.parameters(), *module.buffers())]
-
-    plain = train(Scaled())
-    for buffers in (False, True):
-        ours = train(offloaded(Scaled(), place, offload_buffers=buffers))
-        assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
-
-
 @pytest.mark.parametrize("given", [dict, Fresh])
 def test_weights_that_do_not_fit_are_refused(given: Callable[[Any], Any]) -> None:
     state = Scaled().state_dict()

@@ -137,12 +137,6 @@ def test_the_documented_examples(
         assert plan_device_map(read_shape(make()), budgets, PlanOptions(**options)) == plan
 
 
-def test_simulated_devices_stand_for_accelerators() -> None:
-    found = plan_device_map(read_shape(M3()), {"cpu:1": 200, "cpu:0": 200, "cpu": 1000})
-    assert found.device_map == {"linear1": "cpu:0", "batchnorm": "cpu:1", "linear2": "cpu:1"}
-    assert [one.place for one in found.places] == ["cpu:0", "cpu:1", "cpu", "disk"]
-
-
 # --- properties of every plan -------------------------------------------------------------------
 
 CLASSES = st.sampled_from([(), ("A",), ("B",), ("A", "B")])

@@ -223,22 +223,6 @@ def test_peak_memory_of_loading(tmp_path: Path) -> None:
     assert most < whole / 4 + 6 * layer + slack  # what quantising a layer takes
 
 
-def test_dtypes_of_unquantised_tensors(folder: Path) -> None:
-    config = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="bf16", keep_in_fp32_modules=["norm"])
-    for model in (
-        af.load_and_quantize_model(made(), config),
-        af.load_and_quantize_model(empty(), config, folder),
-    ):
-        block = cast("Any", model.blocks[0])
-        assert block.norm.weight.dtype == torch.float32
-        assert block.up.bias.dtype == model.head.weight.dtype == torch.bfloat16
-        assert model.bn.weight.dtype == torch.bfloat16
-        # As `to` does it: a half-precision layer can't have statistics in float32 on the CPU.
-        assert cast("torch.Tensor", model.bn.running_mean).dtype == torch.bfloat16
-        assert cast("torch.Tensor", model.bn.num_batches_tracked).dtype == torch.int64
-        assert model.mask.dtype == torch.float32  # in no state dict
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
