@@ -106,20 +106,19 @@ def draw_device_plan_html(plan: DevicePlan, title: str = "Device plan") -> str:
             f"<table>{rows}</table></details>"
         )
     notes = "".join(f"<p>{escape(note)}</p>" for note in _notes(plan))
+    image = draw_device_plan_svg(plan, title).rstrip()
+    return _page(title, f"<h1>{escape(title)}</h1>", image, *lists, notes)
+
+
+def _page(title: str, *body: str) -> str:
     style = (
         "body{font-family:sans-serif;margin:2em;max-width:80em}svg{max-width:100%;height:auto}"
-        "td{padding:0 1em 0 0;font-family:monospace}td+td{text-align:right}summary{margin:.5em 0}"
+        "td,th{padding:.2em 1em .2em 0;font-family:monospace;text-align:right}"
+        "td:first-child,th:first-child{text-align:left}summary{margin:.5em 0}"
     )
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
     return "\n".join(
-        [
-            "<!doctype html>",
-            f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
-            f"<style>{style}</style></head><body><h1>{escape(title)}</h1>",
-            draw_device_plan_svg(plan, title).rstrip(),
-            *lists,
-            notes,
-            "</body></html>\n",
-        ]
+        ["<!doctype html>", f'<html lang="en"><head>{head}</head><body>', *body, "</body></html>\n"]
     )
 
 
@@ -202,10 +201,6 @@ def _notes(plan: DevicePlan) -> Iterator[str]:
 
 _HEADS = ("dtype", "largest layer", "all weights", "training with Adam")
 
-_STYLE = (
-    "body { font-family: sans-serif; margin: 2em } td, th { padding: 0.2em 1em; text-align: right } "
-    "td:first-child, th:first-child { text-align: left }"
-)
 _PARTS = (
     ("largest layer", "#14407a"),
     ("other weights", "#7fb0dc"),
@@ -257,18 +252,8 @@ def draw_estimate_html(estimate: MemoryEstimate, title: str) -> str:
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) + "</tr>"
         for row in estimate.dtypes
     ]
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f"<title>{escape(_summary(estimate, title)[0])}</title>",
-            f"<style>{_STYLE}</style>",
-            "</head>\n<body>",
-            draw_estimate_svg(estimate, title),
-            f"<table>\n<tr>{head}</tr>",
-            *rows,
-            "</table>\n</body>\n</html>\n",
-        ]
-    )
+    table = "\n".join([f"<table><tr>{head}</tr>", *rows, "</table>"])
+    return _page(_summary(estimate, title)[0], draw_estimate_svg(estimate, title), table)
 
 
 def _cells(row: DtypeEstimate) -> tuple[str, str, str, str]:

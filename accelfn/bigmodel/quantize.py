@@ -319,9 +319,10 @@ def load_and_quantize_model(
     flags = cast("Any", model)
     flags.is_loaded_in_8bit, flags.is_loaded_in_4bit = config.bits == 8, config.bits == 4
     dispatch_model(model, cast("Mapping[str, PlaceLike]", places), offload_dir=offload_folder)
-    for name in plan.layers:
-        if any(map(is_accelerator, places.values())) and not is_accelerator(_place(name, places)):
-            quantizer.prepare_offload(cast("nn.Linear", model.get_submodule(name)))
+    if any(map(is_accelerator, places.values())):
+        for name in plan.layers:
+            if place_of(name, places) == "cpu":
+                quantizer.prepare_offload(cast("nn.Linear", model.get_submodule(name)))
     return model
 
 
@@ -371,14 +372,10 @@ def _places(
     return places
 
 
-def _place(name: str, places: Mapping[str, Place]) -> Place:
+def _device_of(name: str, places: Mapping[str, Place]) -> torch.device:
     place = place_of(name, places)
     assert place is not None  # checked with the map
-    return place
-
-
-def _device_of(name: str, places: Mapping[str, Place]) -> torch.device:
-    return check_device(_place(name, places))
+    return check_device(place)
 
 
 def _unquantized(model: nn.Module, places: Mapping[str, Place], quantizer: Quantizer) -> list[str]:
