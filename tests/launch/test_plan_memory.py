@@ -347,7 +347,7 @@ def test_ranks_that_can_not_be_planned_for(
     test_bad_input_is_refused(("{source}", *argv), message, ranks, capsys)
 
 
-def test_names_in_files_say_nothing_of_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_weights_are_refused_for_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
     assert main(["plan-memory", str(tmp_path), "--mesh", "dp_shard=2"]) == 2
-    assert "don't say of which modules they are" in capsys.readouterr().err
+    assert "doesn't describe the modules" in capsys.readouterr().err
