@@ -120,6 +120,8 @@ def read_place(place: object, what: str = "device") -> Place:
         accelerator = _accelerator()
         # Without an accelerator, "cuda:0" plans for another machine.
         if match is not None and match[1] == ("cuda" if accelerator is None else accelerator.type):
+            if match[1] == "mps":
+                return "mps"
             current = current_place()
             return int(match[2]) if match[2] else current if isinstance(current, int) else 0
     raise ValueError(

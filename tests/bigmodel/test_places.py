@@ -48,6 +48,8 @@ def test_without_a_number_it_is_the_current_device(monkeypatch: pytest.MonkeyPat
     assert current_place() == 2
     current[0] = 1
     assert check_device(read_place("cuda")) == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    assert read_place("mps:0") == read_place(torch.device("mps", 0)) == current_place() == "mps"
 
 
 @pytest.mark.parametrize(
