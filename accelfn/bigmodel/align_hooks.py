@@ -288,11 +288,10 @@ def attach_align_device_hook_on_blocks(
     """
     plan = _HookPlan(skip_keys, preload_module_classes, offload_buffers)
     if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
-        names = {
-            *(execution_device if isinstance(execution_device, Mapping) else ()),
-            *(offload if isinstance(offload, Mapping) else ()),
-        }
-        devices = _by_block("execution_device", execution_device, names)
+        given = (execution_device, offload)
+        mappings = [cast("Mapping[str, Any]", value) for value in given if isinstance(value, Mapping)]
+        names = {name for mapping in mappings for name in mapping}
+        devices: Mapping[str, PlaceLike | None] = _by_block("execution_device", execution_device, names)
         plan.on_blocks(module, module_name, devices, _by_block("offload", offload, names))
     elif offload:
         plan.align(module, module_name, execution_device, True)

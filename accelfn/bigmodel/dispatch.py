@@ -217,7 +217,7 @@ class _CheckedApply:
                         f"into memory to become {dtype}. Pass dtype= when loading, or call "
                         "accelfn.bigmodel.undispatch(model) first."
                     )
-        return type(self.model)._apply(self.model, cast("Any", function), recurse)
+        return cast("Any", type(self.model))._apply(self.model, function, recurse)
 
 
 def _is_move(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:

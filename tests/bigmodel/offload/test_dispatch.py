@@ -322,16 +322,16 @@ def test_a_buffer_that_is_not_saved_needs_no_place() -> None:
 # --- guards --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda model: model.to("meta"),
-        lambda model: model.to("cpu"),
-        lambda model: model.to(torch.device("cpu:0"), torch.float64),
-        lambda model: model.cpu(),
-        lambda model: model.to_empty(device="cpu"),
-    ],
-)
+MOVES: list[Callable[[Any], Any]] = [
+    lambda model: model.to("meta"),
+    lambda model: model.to("cpu"),
+    lambda model: model.to(torch.device("cpu:0"), torch.float64),
+    lambda model: model.cpu(),
+    lambda model: model.to_empty(device="cpu"),
+]
+
+
+@pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_a_dispatched_model_is_not_moved(move: Callable[[Any], Any], place: str, tmp_path: Path) -> None:
     """To no device at all, so that a program behaves the same on every machine."""
