@@ -119,7 +119,7 @@ def attach_prefetcher(model: nn.Module, prefetcher: BlockPrefetcher) -> list[Rem
                 handles += _around(module, before, after)
     # Last, so that a module's scope starts before its own tensors are transferred, and ends after.
     for module in reversed(list(model.modules())):
-        if has_forward(module) and any(one in blocks for one in module.modules() if one is not module):
+        if has_forward(module) and any(inner in blocks for inner in module.modules() if inner is not module):
             handles += _around(module, _Enter(prefetcher, None), _Leave(prefetcher, None))
     return handles
 

@@ -201,7 +201,8 @@ class BlockPrefetcher:
                 pin(hosts_of(block))
         total, cached = 0, set[int]()
         for position, block in enumerate(self.blocks):
-            mapped = {id(one): one.nbytes for one in hosts_of(block) if one is not None and mapped_from(one)}
+            hosts = [host for host in hosts_of(block) if host is not None]
+            mapped = {id(host): host.nbytes for host in hosts if mapped_from(host)}
             if total + sum(mapped.values()) <= self.cache_bytes:
                 total += sum(mapped.values())
                 cached.add(position)
@@ -405,9 +406,11 @@ class BlockPrefetcher:
         copy = self._copies[block] = self._transfer(block, hosts)
         if self.link.in_place and block in self._cached:
             self._was_read.add(block)
-        cached = sum(self._layouts[one].packing.num_bytes for one in self._was_read - self._copies.keys())
+        idle = self._was_read - self._copies.keys()
+        cached = sum(self._layouts[other].packing.num_bytes for other in idle)
         self._peak_blocks = max(self._peak_blocks, len(self._copies))
-        self._peak_bytes = max(self._peak_bytes, sum(one.num_bytes for one in self._copies.values()) + cached)
+        num_bytes = sum(copy.num_bytes for copy in self._copies.values())
+        self._peak_bytes = max(self._peak_bytes, num_bytes + cached)
         return copy
 
     def _transfer(self, block: int, hosts: HostWeights) -> BlockCopy:

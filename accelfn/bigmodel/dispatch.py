@@ -493,9 +493,9 @@ def dispatch(
         dispatched.prefetchers.append(prefetcher)
         dispatched.handles += attach_prefetcher(model, prefetcher)
     if len(set(places.values())) > 1 or offloaded or options.force_hooks:
-        execution = {name: one.execution for name, one in placements.items()}
+        execution = {name: placement.execution for name, placement in placements.items()}
         dispatched.handles += _attach_moves(model, main, execution, options.skip_keys)
-    if offloaded or len({one.storage for one in placements.values()}) > 1:
+    if offloaded or len({placement.storage for placement in placements.values()}) > 1:
         vars(model)["_apply"] = _CheckedApply(model)
 
 

@@ -278,7 +278,7 @@ def load_state_dict(
     places = {} if device_map is None else read_places(device_map)
     by_name = {name: place_of(name, places) for name in checkpoint.tensors}
     on_disk = [
-        name for name, one in checkpoint.tensors.items() if by_name[name] == "disk" and one.is_mappable
+        name for name, stored in checkpoint.tensors.items() if by_name[name] == "disk" and stored.is_mappable
     ]
     mapped = map_stored([checkpoint.tensors[name] for name in on_disk], checkpoint.file_ids)
     state: dict[str, Any] = {**dict.fromkeys(checkpoint.tensors), **dict(zip(on_disk, mapped, strict=True))}

@@ -218,15 +218,15 @@ def plan_load(
             sources[target.name] = stored[source_names[0]]
             used.update(source_names)
             rows += _misfits(target, [stored[name] for name in source_names], options, compare)
-    lacking = [one for one in targets if one.name not in sources and one.name not in values]
-    needed = [one for one in lacking if not one.starts_at_zero]
-    bare = [one for one in needed if one.tensor.is_meta]
-    rows += [Misfit(one.name, "nothing", _expected(one)) for one in bare]
+    lacking = [target for target in targets if target.name not in sources and target.name not in values]
+    needed = [target for target in lacking if not target.starts_at_zero]
+    bare = [target for target in needed if target.tensor.is_meta]
+    rows += [Misfit(target.name, "nothing", _expected(target)) for target in bare]
     available = {*stored, *checkpoint.others, *checkpoint.tied}
     on_other_stages = whole.tensors.keys() - names
     ties = whole.tied()
     missing = (
-        *(one.name for one in needed if one.is_stored),
+        *(target.name for target in needed if target.is_stored),
         *(name for name in extras if name not in {**checkpoint.others, **checkpoint.tensors}),
         *(
             name
@@ -247,7 +247,7 @@ def plan_load(
         ]
     if rows:
         hint = _prefix_hint(names, set(stored)) + (
-            _NOT_SAVED if any(not one.is_stored for one in bare) else ""
+            _NOT_SAVED if any(not target.is_stored for target in bare) else ""
         )
         raise CheckpointMismatchError(
             f"{operation}: {checkpoint.place} doesn't fit the model. Nothing was changed.{hint}", rows
@@ -425,7 +425,7 @@ def _apply_load_hooks(
     if not hooked:
         return dict(tensors), {}
     state: dict[str, Any] = {
-        name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()
+        name: torch.empty(stored.shape, dtype=stored.dtype, device="meta") for name, stored in tensors.items()
     }
     placeholders = dict(state)  # keeps the objects alive, so that ids are unique
     known = {id(value): tensors[name] for name, value in placeholders.items()}

@@ -304,7 +304,7 @@ class Allocation:
     def _error_text(self, node: Node, tried: Sequence[str]) -> str:
         nodes = self._tied_nodes(node)
         size = self._units.bytes_of(nodes, ())
-        first, *tied = (one.name for one in nodes)
+        first, *tied = (node.name for node in nodes)
         with_tied = f" with {', '.join(tied)}, which share tensors with it," if tied else ""
         exact = "1 byte" if size == 1 else f"{size} bytes"
         return (

@@ -298,7 +298,7 @@ def load_and_quantize_model(
     """
     config = _check(model, bnb_quantization_config)
     quantizer = make_quantizer(config)
-    bare = [name for name, one in _saved_tensors(model) if one.is_meta]
+    bare = [name for name, tensor in _saved_tensors(model) if tensor.is_meta]
     if bare and weights_location is None:
         raise ValueError(
             f"{_LOAD}: {listed(bare)} are on the meta device and have no values. Pass weights_location, the "
@@ -354,7 +354,7 @@ def _places(
     if device_map is None:
         return {"": current_place()}
     dtypes: dict[str, AnyDtype] = {
-        name: kept_dtype(name, one.dtype, config) for name, one in _saved_tensors(model)
+        name: kept_dtype(name, tensor.dtype, config) for name, tensor in _saved_tensors(model)
     }
     packed = torch.int8 if config.bits == 8 else CustomDtype.INT4
     dtypes.update({f"{name}.weight": packed for name in plan_quantization(model, config).layers})
@@ -404,7 +404,9 @@ def _load(
     opened, saved = _without_saved(open_checkpoint(weights_location), model, plan, quantizer)
     options = LoadOptions(
         places=places,
-        special_dtypes={name: kept_dtype(name, one.dtype, config) for name, one in _saved_tensors(model)},
+        special_dtypes={
+            name: kept_dtype(name, tensor.dtype, config) for name, tensor in _saved_tensors(model)
+        },
         has_folder=offload_folder is not None,
     )
     steps = plan_load(_LOAD, model, opened, options)
@@ -433,8 +435,12 @@ def _load(
             step = layers[name]
             if name in saved:
                 parts = saved[name]
-                tensors = {key: torch.empty(one.shape, dtype=one.dtype) for key, one in parts.items()}
-                read_tensors([Reading(one, tensors[key]) for key, one in parts.items()], opened.file_ids)
+                tensors = {
+                    key: torch.empty(stored.shape, dtype=stored.dtype) for key, stored in parts.items()
+                }
+                read_tensors(
+                    [Reading(stored, tensors[key]) for key, stored in parts.items()], opened.file_ids
+                )
                 quantizer.restore(new, tensors, device)
             else:
                 weight = torch.empty(step.target.tensor.shape, dtype=step.dtype, device=device)

@@ -152,7 +152,8 @@ def release_pages(tensors: Sequence[torch.Tensor]) -> None:
     Not in another thread, where it could drop what the program writes to its weights after a pass.
     """
     # At least a page, since less can't be released.
-    mapped = [one for one in tensors if one.nbytes >= mmap.PAGESIZE and mapped_from(one) is not None]
+    large = [tensor for tensor in tensors if tensor.nbytes >= mmap.PAGESIZE]
+    mapped = [tensor for tensor in large if mapped_from(tensor) is not None]
     if mapped:
         drop_pages(mapped)
 
@@ -354,7 +355,8 @@ def pin(tensors: Iterable[torch.Tensor | None]) -> None:
 
     Mapped tensors, and those that another block has pinned, aren't moved.
     """
-    plain = list({id(one): one for one in tensors if one is not None and _can_be_pinned(one)}.values())
+    hosts = [host for host in tensors if host is not None and _can_be_pinned(host)]
+    plain = list({id(host): host for host in hosts}.values())
     if not plain:
         return
     packing = plan_packing(plain)
