@@ -212,7 +212,8 @@ def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]]
 def _no_split_of(module: nn.Module) -> Iterable[str]:
     # Not through getattr on the module, which searches three tables before it fails.
     names = vars(module).get("_no_split_modules") or getattr(type(module), "_no_split_modules", None)
-    return sorted(names) if isinstance(names, (set, frozenset)) else as_names(names)
+    classes = as_names(cast("str | Iterable[str] | None", names))
+    return sorted(classes) if isinstance(names, (set, frozenset)) else classes
 
 
 def _leaf(name: str, tensor: Any, kind: LeafKind, tie: int | None) -> LeafShape:
