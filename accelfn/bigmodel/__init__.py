@@ -1,4 +1,4 @@
-"""Models that don't fit: a plan of where every tensor lies, loading, offloading, and running."""
+"""Models that don't fit on one device: device maps, loading, offloading, quantisation and pipelines."""
 
 from accelfn.bigmodel.align_hooks import AlignDevicesHook as AlignDevicesHook
 from accelfn.bigmodel.align_hooks import align_module_device as align_module_device

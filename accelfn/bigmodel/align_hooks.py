@@ -1,4 +1,4 @@
-"""Hooks that bring a module's tensors, arguments and outputs to the device where it computes."""
+"""Hooks that move a module's tensors, arguments and outputs to the device where it runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from accelfn.bigmodel.blocks import READ_BELOW, Block
 from accelfn.bigmodel.devices import (
     Place,
     PlaceLike,
+    as_names,
     check_device,
     current_place,
     is_on,
     is_simulated,
     listed,
-    names_in,
     read_place,
 )
 from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
@@ -33,17 +33,17 @@ T = TypeVar("T")
 def _values_of(
     refs: Mapping[str, TensorRef], weights_map: Mapping[str, Any] | None
 ) -> dict[int, torch.Tensor]:
-    """Return what a mapping has for tensors, by their ``id``, on the host and in their dtypes.
+    """Return the values of tensors in a mapping, by ``id`` of the tensor, on the host and in their dtypes.
 
     Raises:
-        ValueError: A value doesn't fit, or a tensor without values would stay without.
+        ValueError: A value doesn't fit, or a meta tensor has no value.
     """
     values: dict[int, torch.Tensor] = {}
     for name, ref in refs.items():
-        now = ref.read()
-        value = None if weights_map is None or id(now) in values else cast("Any", weights_map).get(name)
+        tensor = ref.read()
+        value = None if weights_map is None or id(tensor) in values else cast("Any", weights_map).get(name)
         if isinstance(value, torch.Tensor) and not value.is_meta:
-            values[id(now)] = check_fit(name, value, now).detach().to("cpu", now.dtype)
+            values[id(tensor)] = check_fit(name, value, tensor).detach().to("cpu", tensor.dtype)
     bare = [name for name, ref in refs.items() if ref.read().is_meta and id(ref.read()) not in values]
     if bare:
         raise ValueError(
@@ -53,52 +53,50 @@ def _values_of(
     return values
 
 
-def _settle(
+def _store_tensors(
     refs: Mapping[str, TensorRef],
-    travels: Collection[str],
+    offloaded: Collection[str],
     weights_map: Mapping[str, Any] | None,
     device: torch.device | None,
 ) -> None:
-    """Put tensors where they rest: those that travel on the host, in the memory of their values.
+    """Move offloaded tensors to the host, where they share the memory of their values.
 
-    The others come to the device, or stay where they are if that is None.
+    Other tensors are moved to ``device``, unless it is None.
     """
     values = _values_of(refs, weights_map)
-    rest = {id(refs[name].read()) for name in travels}
+    on_host = {id(refs[name].read()) for name in offloaded}
 
     def device_of(_: str, old: torch.Tensor) -> torch.device:
-        return torch.device("cpu") if id(old) in rest else device or old.device
+        return torch.device("cpu") if id(old) in on_host else device or old.device
 
-    own = {number: value if number in rest else value.clone() for number, value in values.items()}
-    assign_values(refs, device_of, own)
+    owned = {identity: value if identity in on_host else value.clone() for identity, value in values.items()}
+    assign_values(refs, device_of, owned)
 
 
 class AlignDevicesHook(ModelHook):
-    """Brings a module's tensors and arguments to the device where it computes.
+    """Moves a module's tensors and arguments to the device where it runs.
 
-    Without ``offload`` its tensors are moved there once. With ``offload`` they rest in the host's memory, as
-    real parameters: ``state_dict()``, pickling, and training see them. During a forward the module holds
-    copies on the device, and gradients arrive on the parameters at rest. On the CPU these are used.
+    Without ``offload`` its tensors are moved once. With ``offload`` they are stored in host memory, as real
+    parameters that ``state_dict()``, pickling and training see. During a forward the module holds copies on
+    the device, and gradients arrive on the stored parameters. The CPU uses these in place.
 
     Args:
-        execution_device: Where the module computes: a number, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which
-            is simulated. None moves nothing; with ``offload`` it is the current accelerator, or the CPU.
-        offload: Let the tensors rest in the host's memory.
-        io_same_device: Give outputs back on the device of the first tensor among the arguments.
-        weights_map: Values of offloaded tensors, by their names within the module; others keep what they
-            have. They are read once, when the hook is added, and become the parameters' memory: without a
-            copy if their dtype is the parameter's, so that training writes into them. Those of an
-            ``OffloadedWeightsLoader`` stay in their files, mapped.
-        offload_buffers: Let buffers travel too. Otherwise they are moved to the device once, with the values
-            that ``weights_map`` has of them, as are those that aren't in the state_dict.
-        place_submodules: All this for the tensors of the modules inside of it too.
-        skip_keys: Keys of dicts in arguments and outputs, names of keyword arguments among them, below which
-            nothing is moved.
-        tied_params_map: Not needed here: tied parameters stay one object.
+        execution_device: Where the module runs: an index, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which is
+            simulated. None moves nothing; with ``offload`` it is the current accelerator, or the CPU.
+        offload: Store the tensors in host memory.
+        io_same_device: Move outputs to the device of the first tensor in the arguments.
+        weights_map: Values of offloaded tensors by name within the module; other tensors keep their values.
+            They are read once, when the hook is added, and shared with the parameters if the dtypes are
+            equal, so training modifies them. Those of an ``OffloadedWeightsLoader`` stay mapped.
+        offload_buffers: Offload buffers too. Otherwise, and if they are non-persistent, they are moved to the
+            device once, with their values in ``weights_map``.
+        place_submodules: Include the tensors of modules below it.
+        skip_keys: Names of keyword arguments, and keys of dicts in arguments and outputs, that aren't moved.
+        tied_params_map: Accepted for compatibility; tied parameters stay one object.
 
     Raises:
-        ValueError: There is no such device here. When the hook is added: tensors have no values, or
-            ``weights_map`` has some of another shape.
+        ValueError: This machine has no such device; or, when the hook is added, tensors have no values, or
+            values in ``weights_map`` have other shapes.
     """
 
     def __init__(
@@ -127,19 +125,20 @@ class AlignDevicesHook(ModelHook):
         self.weights_map = weights_map
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
-        self.skip_keys: tuple[str, ...] = names_in(skip_keys)
+        self.skip_keys: tuple[str, ...] = as_names(skip_keys)
         self.tied_params_map = tied_params_map
         self.stream: BlockPrefetcher | None = None
         self._origins: list[tuple[TensorRef, torch.device]] = []
         self._calls: CallStack[torch.device | None] = CallStack()  # of inputs
 
     def refs(self, module: nn.Module) -> dict[str, TensorRef]:
-        """Return what the hook brings or moves, by names within the module."""
-        found = dict(refs_of(module)) if self.offload or self.place is not None else {}
-        return {name: ref for name, ref in found.items() if self.place_submodules or "." not in name}
+        """Return the tensors that the hook moves, by name within the module."""
+        if not self.offload and self.place is None:
+            return {}
+        return {name: ref for name, ref in refs_of(module) if self.place_submodules or "." not in name}
 
-    def travelling(self, module: nn.Module) -> dict[str, TensorRef]:
-        """Return what rests on the host: parameters, and if asked to, buffers that state dicts have."""
+    def offloaded(self, module: nn.Module) -> dict[str, TensorRef]:
+        """Return the offloaded tensors: parameters, and with ``offload_buffers`` persistent buffers."""
         return {
             name: ref
             for name, ref in self.refs(module).items()
@@ -147,20 +146,20 @@ class AlignDevicesHook(ModelHook):
         }
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the module's tensors where they rest."""
-        travels = self.travelling(module)
-        self._origins = [(ref, ref.read().device) for ref in travels.values()]
+        """Move the module's tensors to where they are stored."""
+        offloaded = self.offloaded(module)
+        self._origins = [(ref, ref.read().device) for ref in offloaded.values()]
         weights_map = self.weights_map if self.offload else None
-        _settle(self.refs(module), travels, weights_map, self.execution_device)
-        # On the CPU only the pages of mapped weights come and go.
-        is_used = self.place != "cpu" or any(mapped_from(ref.read()) for ref in travels.values())
-        if travels and self.place is not None and is_used:
-            block = Block(name=type(module).__name__, module=module, refs=tuple(travels.values()))
+        _store_tensors(self.refs(module), offloaded, weights_map, self.execution_device)
+        # On the CPU only pages of mapped weights are read and released.
+        needs_transfer = self.place != "cpu" or any(mapped_from(ref.read()) for ref in offloaded.values())
+        if offloaded and self.place is not None and needs_transfer:
+            block = Block(name=type(module).__name__, module=module, refs=tuple(offloaded.values()))
             self.stream = BlockPrefetcher((block,), self.place, num_ahead=0)
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Move offloaded tensors where they were before; those that had no values keep what they have."""
+        """Move offloaded tensors back; those that were on the meta device stay on the host."""
         for ref, origin in self._origins:
             tensor = ref.read()
             if origin.type != "meta" and tensor.device != origin:
@@ -171,7 +170,7 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring the module's tensors, and its arguments."""
+        """Transfer the module's tensors, and move its arguments."""
         self._calls.values.append(input_device(args, kwargs) if self.io_same_device else None)
         if self.stream is not None:
             self.stream.enter(0, module)
@@ -182,12 +181,12 @@ class AlignDevicesHook(ModelHook):
         )
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Let the module's tensors rest again, and bring the output."""
+        """Restore the module's tensors, and move the output."""
         device = self._end(module)
         return output if device is None else moved(output, device, self.skip_keys)
 
     def after_error(self, module: nn.Module) -> None:
-        """Let the module's tensors rest again."""
+        """Restore the module's tensors."""
         self._end(module)
 
     def _end(self, module: nn.Module) -> torch.device | None:
@@ -203,23 +202,24 @@ def attach_execution_device_hook(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: Mapping[int, Any] | None = None,
 ) -> None:
-    """Bring the arguments of ``module``, and of all modules inside of it that hold tensors, to a device.
+    """Attach an :class:`AlignDevicesHook` to ``module`` and all modules below it that contain tensors.
 
-    Modules that have a hook already keep it, and get none beside it.
+    It moves their own tensors to the device once, and their arguments in each forward. Modules that have a
+    hook already are skipped.
 
     Args:
-        module: Changed: modules get hooks, and their own tensors are moved to the device.
-        execution_device: A number, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which is simulated.
-        skip_keys: Keys of dicts in arguments below which nothing is moved.
-        preload_module_classes: Names of classes below which no hooks are added.
-        tied_params_map: Not needed here: tied parameters stay one object.
+        module: The root, which is modified.
+        execution_device: An index, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which is simulated.
+        skip_keys: Keys of dicts in arguments that aren't moved.
+        preload_module_classes: Names of classes below which no hooks are attached.
+        tied_params_map: Accepted for compatibility; tied parameters stay one object.
 
     Raises:
-        ValueError: There is no such device here, or a tensor has no values.
+        ValueError: This machine has no such device, or a tensor has no values.
     """
-    plan = _Plan(skip_keys, preload_module_classes)
+    plan = _HookPlan(skip_keys, preload_module_classes)
     plan.execute_on(module, execution_device)
-    plan.apply(None)
+    plan.attach(None)
 
 
 def attach_align_device_hook(
@@ -233,29 +233,29 @@ def attach_align_device_hook(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: Mapping[int, Any] | None = None,
 ) -> None:
-    """Attach an :class:`AlignDevicesHook` to each module that holds tensors of its own.
+    """Attach an :class:`AlignDevicesHook` to each module with its own tensors.
 
-    Each module's tensors come when it runs. ``dispatch_model`` and ``cpu_offload`` bring whole layers, and
-    the next one while a layer computes, which is faster.
+    Each module's tensors are transferred when it runs. ``dispatch_model`` and ``cpu_offload`` are faster,
+    since they transfer whole layers and prefetch the next one.
 
     Args:
-        module: Changed. The hooks come beside those that modules have.
+        module: The root, which is modified. Modules keep their other hooks.
         execution_device: As for :class:`AlignDevicesHook`.
         offload: As for :class:`AlignDevicesHook`.
-        weights_map: As for :class:`AlignDevicesHook`, with the names of the whole model.
+        weights_map: As for :class:`AlignDevicesHook`, with full names.
         offload_buffers: As for :class:`AlignDevicesHook`.
-        module_name: Name of ``module`` in the model, which ``weights_map`` knows.
-        skip_keys: Keys of dicts in arguments below which nothing is moved.
-        preload_module_classes: Names of classes whose tensors travel as a whole, with those of all modules
-            inside: such that use these without calling the modules. Torch's own ones of the kind are known.
-        tied_params_map: Not needed here: tied parameters stay one object.
+        module_name: Name of ``module`` in the model, for ``weights_map``.
+        skip_keys: Keys of dicts in arguments that aren't moved.
+        preload_module_classes: Names of classes whose tensors are transferred with those of all modules
+            below, since they use these without calling the modules. Those of torch are known.
+        tied_params_map: Accepted for compatibility; tied parameters stay one object.
 
     Raises:
-        ValueError: There is no such device here, or values are missing.
+        ValueError: This machine has no such device, or values are missing.
     """
-    plan = _Plan(skip_keys, preload_module_classes, offload_buffers)
+    plan = _HookPlan(skip_keys, preload_module_classes, offload_buffers)
     plan.align(module, module_name, execution_device, offload)
-    plan.apply(weights_map)
+    plan.attach(weights_map)
 
 
 def attach_align_device_hook_on_blocks(
@@ -269,47 +269,52 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: Mapping[int, Any] | None = None,
 ) -> None:
-    """Attach hooks to blocks of a model, each with a device of its own.
+    """Attach hooks to blocks of a model, each with its own device.
 
     Args:
-        module: Changed.
-        execution_device: Where the blocks compute, by their names; or one device for the whole model.
-        offload: Whether the blocks' tensors rest in the host's memory, by their names; or one answer for all.
-        weights_map: As for :class:`AlignDevicesHook`, with the names of the whole model.
+        module: The root, which is modified.
+        execution_device: Where the blocks run, by name; or one device for the whole model.
+        offload: Whether the blocks' tensors are stored in host memory, by name; or one value for all.
+        weights_map: As for :class:`AlignDevicesHook`, with full names.
         offload_buffers: As for :class:`AlignDevicesHook`.
         module_name: Name of ``module`` in the model.
-        skip_keys: Keys of dicts in arguments and outputs below which nothing is moved.
+        skip_keys: Keys of dicts in arguments and outputs that aren't moved.
         preload_module_classes: As for :func:`attach_align_device_hook`.
-        tied_params_map: Not needed here: tied parameters stay one object.
+        tied_params_map: Accepted for compatibility; tied parameters stay one object.
 
     Raises:
-        ValueError: There is no such device here, values are missing, or the mappings name different blocks.
+        ValueError: This machine has no such device, values are missing, or the mappings name different
+            blocks.
     """
-    plan = _Plan(skip_keys, preload_module_classes, offload_buffers)
+    plan = _HookPlan(skip_keys, preload_module_classes, offload_buffers)
     if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
-        given = {"execution_device": execution_device, "offload": offload}
-        by_name = {what: cast("Any", one) for what, one in given.items() if isinstance(one, Mapping)}
-        names = dict.fromkeys(name for one in by_name.values() for name in one)
-        for what, one in by_name.items():
-            missing = [name for name in names if name not in one]
-            if missing:
-                raise ValueError(
-                    f"attach_align_device_hook_on_blocks: {what} says nothing of the block {missing[0]!r}, "
-                    "which the other mapping names. Name the same blocks in both."
-                )
-        devices, offloads = (
-            cast("Any", by_name.get(what) or dict.fromkeys(names, one)) for what, one in given.items()
-        )
-        plan.on_blocks(module, module_name, devices, offloads)
+        given = (execution_device, offload)
+        mappings = [cast("Mapping[str, Any]", value) for value in given if isinstance(value, Mapping)]
+        names = {name for mapping in mappings for name in mapping}
+        devices: Mapping[str, PlaceLike | None] = _by_block("execution_device", execution_device, names)
+        plan.on_blocks(module, module_name, devices, _by_block("offload", offload, names))
     elif offload:
         plan.align(module, module_name, execution_device, True)
     else:
         plan.add(module, module_name, execution_device, True, io_same_device=True, place_submodules=True)
-    plan.apply(weights_map)
+    plan.attach(weights_map)
 
 
-class _Plan:
-    """Hooks that one call adds to modules, each with the module's name; and which of these lose others."""
+def _by_block(what: str, value: T | Mapping[str, T], names: Collection[str]) -> Mapping[str, T]:
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(names, value)
+    by_name = cast("Mapping[str, T]", value)
+    missing = sorted(name for name in names if name not in by_name)
+    if missing:
+        raise ValueError(
+            f"attach_align_device_hook_on_blocks: {what} lacks the block {missing[0]!r} of the other "
+            "mapping. Both must name the same blocks."
+        )
+    return by_name
+
+
+class _HookPlan:
+    """The hooks that one call attaches, with their modules' names, and the modules that lose other hooks."""
 
     def __init__(
         self,
@@ -320,7 +325,7 @@ class _Plan:
         self.hooks: dict[nn.Module, list[tuple[str, AlignDevicesHook]]] = {}
         self.replacing: set[nn.Module] = set()
         self._options: dict[str, Any] = {"skip_keys": skip_keys, "offload_buffers": offload_buffers}
-        self._whole = names_in(whole_classes)
+        self._whole = as_names(whole_classes)
 
     def add(
         self,
@@ -330,35 +335,33 @@ class _Plan:
         replaces: bool = False,
         **options: Any,
     ) -> None:
-        """Plan a hook. Of two that offload the later one counts: the inner block's, or a second place's."""
+        """Plan a hook. Of several hooks that offload, the last one replaces the others."""
         hook = AlignDevicesHook(device, **self._options, **options)
         if replaces:
             self.replacing.add(module)
         others = () if replaces else self.hooks.get(module, ())
-        self.hooks[module] = [
-            *(one for one in others if not (one[1].offload and hook.offload)),
-            (name, hook),
-        ]
+        kept = [other for other in others if not (other[1].offload and hook.offload)]
+        self.hooks[module] = [*kept, (name, hook)]
 
-    def apply(self, weights_map: Mapping[str, Any] | None) -> None:
-        """Add the hooks, if all can be added."""
+    def attach(self, weights_map: Mapping[str, Any] | None) -> None:
+        """Attach the hooks, after checking that all can be attached."""
         refs: dict[str, TensorRef] = {}
-        travels: set[str] = set()
+        offloaded: set[str] = set()
         for module, hooks in self.hooks.items():
             for name, hook in hooks:
                 dot = f"{name}." if name else ""
                 if hook.offload:
                     refs.update((f"{dot}{key}", ref) for key, ref in hook.refs(module).items())
-                    travels.update(f"{dot}{key}" for key in hook.travelling(module))
+                    offloaded.update(f"{dot}{key}" for key in hook.offloaded(module))
                 else:
                     _values_of(hook.refs(module), None)
-        _settle(refs, travels, weights_map, None)
+        _store_tensors(refs, offloaded, weights_map, None)
         for module, hooks in self.hooks.items():
             for index, (_, hook) in enumerate(hooks):
                 add_hook_to_module(module, hook, append=index > 0 or module not in self.replacing)
 
     def align(self, module: nn.Module, name: str, device: PlaceLike | None, offload: bool) -> None:
-        """Plan a hook for each module that holds tensors of its own."""
+        """Plan a hook for each module with its own tensors."""
         is_whole = offload and (isinstance(module, READ_BELOW) or type(module).__name__ in self._whole)
         if is_whole or any(True for key, _ in refs_of(module) if "." not in key):
             self.add(module, name, device, offload=offload, place_submodules=is_whole)
@@ -373,7 +376,7 @@ class _Plan:
         devices: Mapping[str, PlaceLike | None],
         offload: Mapping[str, bool],
     ) -> None:
-        """Plan hooks for the blocks that are named."""
+        """Plan hooks for the named blocks."""
         is_root, is_named = not name, name in devices
         if is_named and offload[name]:
             self.align(module, name, devices[name], True)
@@ -389,7 +392,7 @@ class _Plan:
             self.on_blocks(child, f"{name}.{key}" if name else key, devices, offload)
 
     def execute_on(self, module: nn.Module, device: PlaceLike) -> None:
-        """Plan hooks for the arguments of modules that have tensors and no hook."""
+        """Plan hooks for modules that contain tensors and have no hook."""
         if not self._has_hook(module) and len(module.state_dict()) > 0:
             self.add(module, "", device)
         if type(module).__name__ not in self._whole:
@@ -407,10 +410,10 @@ def offload_hook_of(module: nn.Module) -> AlignDevicesHook | None:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether a hook brings the own tensors of ``module`` to a device for each forward.
+    """Check whether ``module`` has an :class:`AlignDevicesHook` that offloads its tensors.
 
-    They are real in between all the same, so nothing has to be done before they are read or written. Of what
-    ``dispatch_model`` does no module knows by itself; it needs no hooks of this kind.
+    Offloaded tensors are real, so they can be read and written as usual. False for the modules of
+    ``dispatch_model``, which doesn't use these hooks.
     """
     return offload_hook_of(module) is not None
 
@@ -419,17 +422,16 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(
     module: nn.Module, execution_device: PlaceLike | None = None
 ) -> Generator[None, None, None]:
-    """Have the own parameters of ``module`` on a device inside, to read or to change them there.
+    """Move the own parameters of ``module`` to a device within the context, to read or modify them there.
 
-    Inside they are the same objects, with memory there; on simulated devices too. What is written into them,
-    or hung in their place, stays afterwards.
+    They stay the same objects. Values written to them, and parameters assigned in their place, are kept.
 
     Args:
-        module: Any; of modules inside of it nothing changes.
-        execution_device: The device; None is the one where an offloaded module computes, and otherwise none.
+        module: Any module; modules below it aren't affected.
+        execution_device: The device; None is that of an offloaded module, and moves nothing of others.
 
     Raises:
-        ValueError: There is no such device here.
+        ValueError: This machine has no such device.
 
     >>> module = nn.Linear(2, 2)
     >>> with align_module_device(module, "cpu:0"):
@@ -446,34 +448,33 @@ def align_module_device(
         return
     device = check_device(place, "execution_device")
     own = {name: ref for name, ref in refs_of(module) if "." not in name and ref.is_parameter}
-    resting: list[tuple[TensorRef, torch.Tensor, torch.Tensor]] = []
+    stored: list[tuple[TensorRef, torch.Tensor, torch.Tensor]] = []
     try:
-        for ref in (own if hook is None else hook.travelling(module)).values():
+        for ref in (own if hook is None else hook.offloaded(module)).values():
             tensor = ref.read()
             if is_simulated(place) or not is_on(tensor, device):
-                resting.append((ref, tensor, tensor.data))
+                stored.append((ref, tensor, tensor.data))
                 tensor.data = tensor.data.to(device, copy=True)
         yield
     finally:
-        for ref, tensor, data in reversed(resting):
-            now = ref.read()
-            if now is not tensor:  # another was hung in its place
-                put([ref], now, now.data.to(data.device))
-            back = tensor.data.to(data.device)
-            # Only what has changed: what is mapped from a file would otherwise get memory of its own.
-            if not torch.equal(back, data):
-                data.copy_(back)
+        for ref, tensor, data in reversed(stored):
+            current = ref.read()
+            if current is not tensor:
+                put([ref], current, current.data.to(data.device))
+            value = tensor.data.to(data.device)
+            # Only modified tensors, since writing to a mapped one allocates memory.
+            if not torch.equal(value, data):
+                data.copy_(value)
             tensor.data = data
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model, all of it with values on the CPU.
+    """Return the state dict of a model with all tensors on the CPU.
 
-    Offloaded models have real values at rest, so ``model.state_dict()`` returns the same, but for tensors
-    that are on an accelerator, which are copied here.
+    Offloaded tensors are real, so this is ``model.state_dict()`` with copies of the tensors on accelerators.
 
     Args:
-        model: Any, offloaded or not.
+        model: Any module, offloaded or not.
 
     Raises:
         ValueError: Tensors have no values.
@@ -483,8 +484,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     empty = [name for name, value in tensors.items() if value.is_meta]
     if empty:
         raise ValueError(
-            f"get_state_dict_offloaded_model: {listed(map(repr, empty))} have no values: they "
-            "are on the meta device. Load the weights first (load_checkpoint_in_model)."
+            f"get_state_dict_offloaded_model: {listed(map(repr, empty))} are on the meta device and have no "
+            "values. Load the weights first (load_checkpoint_in_model)."
         )
     return {**state, **{name: value.to("cpu") for name, value in tensors.items()}}
 
@@ -495,21 +496,21 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: PlaceLike = "cpu",
 ) -> dict[str, Any]:
-    """Put the real values of one module's tensors into a state dict that names them.
+    """Set the entries of a module's tensors in a state dict.
 
     Effect: on ``state_dict``.
 
     Args:
-        module: Has the tensors itself, or in modules inside of it.
-        module_name: Full name of one of its own tensors: what stands before the last dot is the module's.
-        state_dict: By full names. Only entries that it has already are set.
-        device_to_put_offload: Where the values go.
+        module: The module.
+        module_name: Full name of one of its own tensors, from which the module's name is derived.
+        state_dict: By full name. Only existing entries are set.
+        device_to_put_offload: The device of the values.
 
     Returns:
         ``state_dict`` itself.
 
     Raises:
-        ValueError: There is no such device here.
+        ValueError: This machine has no such device.
 
     >>> state = get_state_dict_from_offload(nn.Linear(2, 1), "head.weight", {"head.bias": "", "b": ""})
     >>> state["head.bias"].shape, state["b"]

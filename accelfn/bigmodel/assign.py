@@ -1,4 +1,4 @@
-"""Where a tensor stands in a module, and how another one is put there."""
+"""References to the tensors of modules, and how to assign other tensors to them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from accelfn.bigmodel.devices import PlaceLike, check_device, is_on, named_dtype
 
 
 class TensorRef(NamedTuple):
-    """Where a module holds a tensor.
+    """A parameter or buffer of a module.
 
     Attributes:
         owner: The module.
-        key: The tensor's own name in it.
-        is_parameter: Or a buffer.
+        key: The tensor's name in it.
+        is_parameter: Whether it is a parameter.
     """
 
     owner: nn.Module
@@ -28,46 +28,46 @@ class TensorRef(NamedTuple):
 
     @property
     def is_saved(self) -> bool:
-        """Whether state dicts have it: all tensors but buffers that aren't persistent."""
+        """Whether it is in the state dict: false for non-persistent buffers."""
         return self.key not in cast("set[str]", vars(self.owner)["_non_persistent_buffers_set"])
 
     def read(self) -> torch.Tensor:
-        """Return the tensor that hangs there now."""
-        found = store_of(self.owner, self.is_parameter)[self.key]
-        assert found is not None  # a ref is only made of a tensor
-        return found
+        """Return the current tensor."""
+        tensor = store_of(self.owner, self.is_parameter)[self.key]
+        assert tensor is not None  # a ref is only made of a tensor
+        return tensor
 
     def peek(self) -> torch.Tensor | None:
-        """Return the tensor that hangs there now; None if the module has let go of it."""
-        # As store_of does; this is asked for each tensor at each use of a block.
+        """Return the current tensor; None if the module has deleted it."""
+        # As store_of, but faster: this runs for each tensor at each use of a block.
         return self.owner.__dict__["_parameters" if self.is_parameter else "_buffers"].get(self.key)
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Set another tensor there, of whatever class."""
-        # Not through setattr: a module refuses to hang a plain tensor where a parameter was.
+        """Assign a tensor of any class."""
+        # Not through setattr, which refuses a plain tensor in place of a parameter.
         store_of(self.owner, self.is_parameter)[self.key] = tensor
-        if isinstance(self.owner, nn.RNNBase):  # it keeps a list of its weights beside them
+        if isinstance(self.owner, nn.RNNBase):  # it also keeps a list of its weights
             names: list[str] = vars(self.owner)["_flat_weights_names"]
             vars(self.owner)["_flat_weights"] = [getattr(self.owner, name, None) for name in names]
 
 
 def store_of(owner: nn.Module, is_parameter: bool) -> dict[str, torch.Tensor | None]:
-    """Return a module's own table of parameters, or of buffers."""
+    """Return a module's own dict of parameters, or of buffers."""
     return vars(owner)["_parameters" if is_parameter else "_buffers"]
 
 
 def named_modules(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Return all modules of a module and their names, itself as ``""`` first, each under its first name.
+    """Yield all modules and their names, the root first.
 
     Args:
-        module: Any.
-        every_name: Return a module that is registered several times under each name.
+        module: The root.
+        every_name: Yield a module that is registered several times under each name.
     """
     return cast("Any", module).named_modules(remove_duplicate=not every_name)
 
 
 def refs_of(module: nn.Module) -> Iterator[tuple[str, TensorRef]]:
-    """Return the full names and refs of all tensors below a module, tied ones under each of their names."""
+    """Yield full names and refs of all tensors of a module, tied ones under each of their names."""
     for prefix, owner in named_modules(module):
         dot = f"{prefix}." if prefix else ""
         for is_parameter in (True, False):
@@ -77,11 +77,11 @@ def refs_of(module: nn.Module) -> Iterator[tuple[str, TensorRef]]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether calling the module computes something, and it is no mere list or namespace of others."""
+    """Check whether a module can be called, unlike a mere list or dict of others."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-# Parameters of bitsandbytes, which quantise their data when it gets to the device.
+# Parameters of bitsandbytes, which quantise their data when they are moved to the device.
 _QUANTISING = frozenset({"Int8Params", "FP4Params", "Params4bit"})
 
 
@@ -91,13 +91,13 @@ def named_module_tensors(
     recurse: bool = False,
     remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the parameters of a module, then its buffers, by name.
+    """Yield the parameters of a module, then its buffers, by name.
 
     Args:
-        module: Whose tensors.
-        include_buffers: Give buffers, too.
-        recurse: Give those of the modules inside as well.
-        remove_non_persistent: Leave out buffers that a state dict doesn't hold.
+        module: Any module.
+        include_buffers: Whether to yield buffers.
+        recurse: Whether to yield the tensors of modules below it too.
+        remove_non_persistent: Whether to leave out non-persistent buffers.
 
     >>> [name for name, _ in named_module_tensors(nn.BatchNorm1d(2))]
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
@@ -105,21 +105,21 @@ def named_module_tensors(
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
-    left_out: set[str] = set()
+    non_persistent: set[str] = set()
     if remove_non_persistent:
         for prefix, inner in named_modules(module) if recurse else (("", module),):
-            own = cast("Any", inner)._non_persistent_buffers_set
-            left_out.update(f"{prefix}.{key}" if prefix else key for key in own)
+            keys = cast("Any", inner)._non_persistent_buffers_set
+            non_persistent.update(f"{prefix}.{key}" if prefix else key for key in keys)
     for name, buffer in module.named_buffers(recurse=recurse):
-        if name not in left_out:
+        if name not in non_persistent:
             yield name, buffer
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return by what two tensors of the same memory are known: device, address and bytes of their storage.
+    """Return what identifies a tensor's memory: device, address and size of its storage.
 
     Args:
-        tensor: Of any kind. One that is made of others has no storage of its own, and gets its Python id.
+        tensor: Any tensor. One that consists of other tensors has no storage, and is identified by its id.
 
     >>> one = torch.zeros(4)
     >>> id_tensor_storage(one) == id_tensor_storage(one[2:])
@@ -131,37 +131,10 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
-def _find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str, torch.Tensor]:
-    """Find a parameter or buffer by its name.
-
-    Returns:
-        The module that has it, its name there, and it.
-
-    Raises:
-        ValueError: There is none.
-    """
-    path, _, key = name.rpartition(".")
-    try:
-        owner: Any = module.get_submodule(path)
-    except AttributeError:
-        owner = None
-    found = None
-    if owner is not None:
-        found = owner._parameters.get(key)
-        found = owner._buffers.get(key) if found is None else found
-    if owner is None or found is None:
-        raise ValueError(
-            f"{type(module).__name__} has no parameter or buffer {name!r}. Names are those of "
-            "named_parameters() and named_buffers()."
-        )
-    return owner, key, found
-
-
 def replaced(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return what stands for ``value`` where ``old`` stood: a parameter of its class, or the plain tensor.
+    """Return the object with the data of ``value`` that replaces ``old``.
 
-    A parameter keeps its ``requires_grad``, where the new dtype allows it, and the attributes that others
-    have set on it.
+    A parameter keeps its class, its attributes, and ``requires_grad`` if the new dtype allows it.
     """
     if not isinstance(old, nn.Parameter) or is_traceable_wrapper_subclass(value):
         is_wrapped = isinstance(old, nn.Parameter) and not isinstance(value, nn.Parameter)
@@ -170,7 +143,7 @@ def replaced(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     kind: Any = type(old)
     if kind.__name__ in _QUANTISING:
         return kind(value, requires_grad=needs_grad, **vars(old))
-    # Not by its constructor, which may want arguments of its own.
+    # Not through the constructor of the class, which may require other arguments.
     new = nn.Parameter(value.detach(), requires_grad=needs_grad)
     if kind is not nn.Parameter and not is_lazy(old) and not is_traceable_wrapper_subclass(old):
         new = cast("nn.Parameter", torch.Tensor._make_subclass(kind, value.detach(), needs_grad))
@@ -179,23 +152,23 @@ def replaced(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def is_packable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is bytes in memory and nothing more.
+    """Check whether a tensor is fully described by its bytes, dtype, shape and strides.
 
-    Tensors of classes of their own (quantised ones) know more than their bytes, and move by their own ``to``.
+    Tensor subclasses, such as quantised tensors, have more state and are moved by their own ``to``.
     """
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
 def put(refs: Iterable[TensorRef], old: torch.Tensor, value: torch.Tensor, *, as_new: bool = False) -> None:
-    """Let ``value`` be what the modules hold, by the same object where it can be: optimizers know that still.
+    """Assign ``value`` to refs, through the object ``old`` where possible, which optimizers may refer to.
 
-    Its gradient moves along: one on another device would be an error in the next backward.
+    Its gradient is moved along, since the next backward couldn't add to one on another device.
 
     Args:
-        refs: All those of the tensor.
-        old: The tensor that hangs there.
-        value: Of the same shape, on any device. Shared, not copied.
-        as_new: The tensor lies elsewhere, too, and stays what it is.
+        refs: All refs of the tensor.
+        old: Their current tensor.
+        value: A tensor of the same shape, on any device. Shared, not copied.
+        as_new: Leave ``old`` alone, since other refs keep it.
     """
     if value is not old and not old.is_meta and not as_new and is_packable(old) and is_packable(value):
         old.data = value
@@ -203,7 +176,7 @@ def put(refs: Iterable[TensorRef], old: torch.Tensor, value: torch.Tensor, *, as
             old.grad.data = old.grad.data.to(value.device)
         new = old
     else:
-        # Quantised weights know how to move themselves, and have done so.
+        # Quantised weights have been moved by their own method, which returns the new object.
         is_moved = value is old or (not is_packable(old) and type(value) is type(old))
         new = value if is_moved else replaced(old, value)
     for ref in refs:
@@ -212,7 +185,7 @@ def put(refs: Iterable[TensorRef], old: torch.Tensor, value: torch.Tensor, *, as
 
 
 def tied_refs(refs: Mapping[str, TensorRef]) -> list[tuple[str, ...]]:
-    """Return the names of each tensor; tied ones have several."""
+    """Return the names of each distinct tensor."""
     groups: dict[int, list[str]] = {}
     for name, ref in refs.items():
         groups.setdefault(id(ref.read()), []).append(name)
@@ -224,12 +197,12 @@ def assign_values(
     device_of: Callable[[str, torch.Tensor], torch.device],
     values: Mapping[int, torch.Tensor],
 ) -> None:
-    """Put every tensor on its device. Tied names stay one tensor wherever they are together.
+    """Move every tensor to its device. Tied names on the same device stay one tensor.
 
     Args:
         refs: By name. Effect: on their modules.
-        device_of: Returns the device for a name and the tensor that is there.
-        values: By the ``id`` of a tensor that is there: what becomes its value, where that isn't its own.
+        device_of: Returns the device for a name and its current tensor.
+        values: New values by the ``id`` of the current tensor; others keep their value.
     """
     for names in tied_refs(refs):
         old = refs[names[0]].read()
@@ -237,10 +210,10 @@ def assign_values(
         by_device: dict[torch.device, list[TensorRef]] = {}
         for name in names:
             by_device.setdefault(device_of(name, old), []).append(refs[name])
-        # The first place keeps the object, so that optimizers know it; what it had is copied before.
+        # The first device keeps the object, for optimizers; its data is copied for the others before.
         moved = {device: _moved(old, value, device) for device in by_device}
-        for number, (device, some) in enumerate(by_device.items()):
-            put(some, old, moved[device], as_new=number > 0)
+        for index, (device, some) in enumerate(by_device.items()):
+            put(some, old, moved[device], as_new=index > 0)
 
 
 def _moved(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -249,25 +222,19 @@ def _moved(old: torch.Tensor, value: torch.Tensor, device: torch.device) -> torc
     return value.detach().to(device) if is_packable(old) else value.to(device)
 
 
-def check_fit(name: str, value: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` if it may take the place of ``now``.
+def check_fit(name: str, value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` if it can replace ``current``.
 
     Raises:
-        ValueError: It has another shape, or isn't of the same kind of numbers.
+        ValueError: Its shape or its kind of dtype differs.
     """
-    kinds = [(one.is_floating_point(), one.is_complex()) for one in (value, now)]
-    if value.shape != now.shape or kinds[0] != kinds[1]:
+    kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (value, current)]
+    if value.shape != current.shape or kinds[0] != kinds[1]:
         raise ValueError(
-            f"{name!r} is {now.dtype} of shape {tuple(now.shape)} in the model, and {value.dtype} of shape "
-            f"{tuple(value.shape)} in what was given. Pass the weights of this model."
+            f"{name!r} is {current.dtype} of shape {tuple(current.shape)} in the model, but the given value "
+            f"is {value.dtype} of shape {tuple(value.shape)}. Pass the weights of this model."
         )
     return value
-
-
-def _set_tensor(owner: nn.Module, key: str, tensor: torch.Tensor) -> None:
-    """Put a tensor where a module has one of that name already."""
-    is_parameter = vars(owner)["_parameters"].get(key) is not None
-    TensorRef(owner, key, is_parameter).write(tensor)
 
 
 def set_module_tensor_to_device(
@@ -281,91 +248,102 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Move a tensor of a module to a device, or put another value there.
+    """Move a tensor of a module to a device, or assign another value on that device.
 
-    A parameter stays of its class, and keeps ``requires_grad`` and its attributes. A value that is on the
-    device and of the dtype already is taken as it is, and shares its memory.
+    A parameter keeps its class, ``requires_grad`` and attributes. A value that has the device and dtype
+    already is shared, not copied.
 
-    Effect: on ``module``. The memory cache of the device isn't emptied, which would make it wait for all work
-    and ask the driver for memory again at each tensor; :func:`accelfn.release_memory` empties it.
+    Effect: on ``module``. The device's memory cache isn't emptied, which would synchronise with the device
+    at each tensor; :func:`accelfn.release_memory` empties it.
 
     Ranks: local.
 
     Args:
-        module: That has the tensor, or holds the module that has it.
-        tensor_name: With dots, from ``module``.
-        device: Where to: a number, a name, ``"cpu:1"`` for a simulated one, or ``"meta"``.
-        value: Of the same shape. None moves what is there.
-        dtype: To cast floating-point numbers to. None: that of the tensor that is there.
-        fp16_statistics: The scales of an int8 weight of bitsandbytes: becomes its ``SCB``.
-        tied_params_map: By the address of a tensor, and then by device, what was put there for it. What it
-            has isn't moved again, and what it lacks of an address in it is added.
+        module: A module that contains the tensor.
+        tensor_name: The tensor's name in ``module``, with dots.
+        device: An index, a name, ``"cpu:1"`` for a simulated device, or ``"meta"``.
+        value: A value of the same shape. None moves the current one.
+        dtype: What to cast floating tensors to. None: the dtype of the current tensor.
+        fp16_statistics: The scales of a bitsandbytes int8 weight, assigned to its ``SCB``.
+        tied_params_map: Moved tensors by address of the original and by device. Entries are used instead of
+            moving again; missing devices of listed addresses are added.
         non_blocking: Don't wait for a copy from pinned memory.
-        clear_cache: Accepted, and without effect.
+        clear_cache: Accepted for compatibility; no effect.
 
     Raises:
-        ValueError: There is no such tensor or device, the shape of ``value`` differs, or a tensor without
-            data (meta) shall get to a device without a value.
+        ValueError: There is no such tensor or device, ``value`` has another shape, or a meta tensor is to be
+            moved to a device without a value.
     """
-    owner, key, old = _find_tensor(module, tensor_name)
+    path, _, key = tensor_name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        owner = None
+    refs = [] if owner is None else [TensorRef(owner, key, is_parameter) for is_parameter in (True, False)]
+    ref = next((ref for ref in refs if ref.peek() is not None), None)
+    if ref is None:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter or buffer {tensor_name!r}. Use a name of "
+            "named_parameters() or named_buffers()."
+        )
+    old = ref.read()
     is_meta = str(device) == "meta"
     target = torch.device("meta") if is_meta else check_device(read_place(device))
     if old.is_meta and not is_meta and value is None:
         raise ValueError(
-            f"set_module_tensor_to_device: {tensor_name} has no data (meta device), so it can't be moved to "
-            f"{device!r}. Pass its value."
+            f"set_module_tensor_to_device: {tensor_name} is on the meta device and has no data to move to "
+            f"{device!r}. Pass value=."
         )
-    wanted = read_dtype(dtype)
+    new_dtype = read_dtype(dtype)
+    is_quantising = type(old).__name__ in _QUANTISING
     source = old.detach() if value is None else value.detach()
     if value is not None:
         if value.shape != old.shape and type(old).__name__ != "Params4bit":
             raise ValueError(
-                f"set_module_tensor_to_device: {tensor_name} has the shape {tuple(old.shape)}, and the value "
-                f"has {tuple(value.shape)}."
+                f"set_module_tensor_to_device: {tensor_name} has shape {tuple(old.shape)}, but the value has "
+                f"shape {tuple(value.shape)}."
             )
-        if wanted is None:
-            wanted = old.dtype if type(old).__name__ not in _QUANTISING else None
+        if new_dtype is None:
+            new_dtype = None if is_quantising else old.dtype
         elif not value.is_floating_point():
-            wanted = None
+            new_dtype = None
     elif not old.is_floating_point():
-        wanted = None
+        new_dtype = None
     address = source.data_ptr() if _has_memory(source) else 0
     known = tied_params_map.get(address) if tied_params_map is not None and address else None
-    for there in (target, device):
-        if known is not None and there in known:
-            _set_tensor(owner, key, known[there])
+    for key_device in (target, device):
+        if known is not None and key_device in known:
+            ref.write(known[key_device])
             return
-    if value is None and is_on(old, target) and wanted in (None, old.dtype):
+    if value is None and is_on(old, target) and new_dtype in (None, old.dtype):
         new = old
-    elif type(old).__name__ in _QUANTISING and target.type != "meta":
-        # They quantise on the way from the host to the device.
-        new = replaced(old, source.to("cpu", dtype=wanted)).to(target, non_blocking=non_blocking)
+    elif is_quantising and not is_meta:
+        # They quantise when they are moved from the host to the device.
+        new = replaced(old, source.to("cpu", dtype=new_dtype)).to(target, non_blocking=non_blocking)
     else:
-        moved = source.to(target, dtype=wanted, non_blocking=non_blocking)
-        new = replaced(old, moved)
+        new = replaced(old, source.to(target, dtype=new_dtype, non_blocking=non_blocking))
     if fp16_statistics is not None:
         cast("Any", new).SCB = fp16_statistics.to(target, non_blocking=non_blocking)
-    if new is not old:
-        _set_tensor(owner, key, new)
+    ref.write(new)
     if known is not None:
         known[target] = new
 
 
 def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Turn ``"float16"``, ``"torch.float16"`` or ``"fp16"`` into a dtype.
+    """Convert ``"float16"``, ``"torch.float16"`` or ``"fp16"`` to a dtype.
 
     Raises:
         ValueError: torch has no such dtype.
-        TypeError: It is neither a name nor a dtype.
+        TypeError: ``dtype`` is neither a name nor a dtype.
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if not isinstance(cast("object", dtype), str):
-        raise TypeError(f"dtype: takes a dtype of torch or its name, got {type(dtype).__name__}.")
-    found = named_dtype(dtype)
-    if found is None:
-        raise ValueError(f"dtype: torch has none called {dtype!r}. Use 'float16', 'bfloat16' or another.")
-    return found
+        raise TypeError(f"dtype must be a torch dtype or its name, got {type(dtype).__name__}.")
+    named = named_dtype(dtype)
+    if named is None:
+        raise ValueError(f"dtype: torch has no dtype {dtype!r}. Use 'float16', 'bfloat16' or another.")
+    return named
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Hooks of torch by which a model's blocks and inputs come to their device before a module runs."""
+"""torch hooks that transfer a module's blocks and move its inputs before it runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 class CallStack(Generic[T]):
-    """Values of the forwards that are running, the innermost last; each thread has its own.
+    """Values of the running forward calls of each thread, the innermost last.
 
-    Copies and pickles are empty: a copy isn't running.
+    Copies and pickles are empty.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class CallStack(Generic[T]):
 
     @property
     def values(self) -> list[T]:
-        """This thread's: one for each forward that has begun and not ended."""
+        """The values of this thread."""
         return vars(self._local).setdefault("values", list[T]())
 
     def pop(self) -> T | None:
-        """Take the value of the forward that ends; None if none has begun."""
+        """Remove and return the value of the innermost call; None if there is none."""
         return self.values.pop() if self.values else None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -44,13 +44,13 @@ class CallStack(Generic[T]):
 
 
 def uncompiled(function: F) -> F:
-    """Keep torch.compile out of a function and of all that it calls.
+    """Exclude a function, and all that it calls, from torch.compile.
 
-    As ``torch.compiler.disable`` does, which would import the compiler here, and that takes seconds.
+    As ``torch.compiler.disable``, which would import the compiler, and that takes seconds.
     """
     frames: Any = getattr(vars(torch)["_C"]._dynamo, "eval_frame", None)
     set_strategy = getattr(frames, "set_code_exec_strategy", None)
-    if set_strategy is None:  # a torch without it: hooks are traced, and only cost more compiling
+    if set_strategy is None:  # another version of torch: hooks are traced, which only slows compilation
         return function
     skip = frames._FrameAction.SKIP
     set_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
@@ -59,67 +59,67 @@ def uncompiled(function: F) -> F:
 
 
 def input_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Return the device of the first tensor among a module's inputs; None without any."""
+    """Return the device of the first tensor in a module's inputs; None if there is none."""
     return find_device((args, kwargs))
 
 
 def moved(value: Any, device: torch.device, skip_keys: Iterable[str] | None = None) -> Any:
-    """Move the tensors of a value, which is given back itself if nothing is to move.
+    """Move the tensors of a tree to a device; return the same object if all are there already.
 
-    The host waits for what comes to it from a device; what goes the other way is ordered by the device.
+    Copies to the host are synchronous, those to a device are ordered by its stream.
 
     Args:
         value: Any tree.
-        device: Where to.
+        device: The device.
         skip_keys: Keys of mappings, at any depth, below which nothing is moved.
     """
-    ahead = device.type != "cpu"  # else the host could read memory that the copy has yet to fill
+    non_blocking = device.type != "cpu"  # the host could read memory before the copy has ended
     if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=ahead)
-    # Most often all is there already, and a look is cheaper than taking the tree apart.
+        return value if value.device == device else value.to(device, non_blocking=non_blocking)
+    # Usually nothing has to be moved, and checking is cheaper than rebuilding the tree.
     kind = cast("Any", type(value))
     if kind in (tuple, list, dict):
-        parts = value.values() if kind is dict else value
-        if all(_is_there(part, device) for part in parts):
+        items = value.values() if kind is dict else value
+        if all(_needs_no_move(item, device) for item in items):
             return value
-    # What holds state (a cache of keys and values, say) has to stay the same object.
+    # Stateful objects, such as a key-value cache, must stay the same object.
     leaves, _ = flatten(value, is_packed_sequence)
     if all(
         (isinstance(leaf, torch.Tensor) and leaf.device == device) or not hasattr(leaf, "to")
         for leaf in leaves
     ):
         return value
-    return send_to_device(value, device, non_blocking=ahead, skip_keys=skip_keys)
+    return send_to_device(value, device, non_blocking=non_blocking, skip_keys=skip_keys)
 
 
-def _is_there(part: Any, device: torch.device) -> bool:
-    if isinstance(part, torch.Tensor):
-        return part.device == device
-    return part is None or type(part) in (bool, int, float, str)
+def _needs_no_move(item: Any, device: torch.device) -> bool:
+    if isinstance(item, torch.Tensor):
+        return item.device == device
+    return item is None or type(item) in (bool, int, float, str)
 
 
 def attach_prefetcher(model: nn.Module, prefetcher: BlockPrefetcher) -> list[RemovableHandle]:
-    """Let a model's blocks come before their modules run, and go afterwards.
+    """Attach hooks that transfer a model's blocks before their modules run, and release them afterwards.
 
     Args:
-        model: Whose blocks the prefetcher has.
-        prefetcher: Of its blocks.
+        model: The model.
+        prefetcher: The prefetcher of its blocks.
 
     Returns:
-        Handles of torch's hooks, by which they are removed.
+        The handles of the hooks.
     """
     handles: list[RemovableHandle] = []
     blocks = {block.module for block in prefetcher.blocks}
     for position, block in enumerate(prefetcher.blocks):
         handles += _around(block.module, _Enter(prefetcher, position), _Leave(prefetcher, position))
-        # Others may call a module within the block without calling the block's own.
+        # A module within the block may be called without the block's own module.
         for module in dict.fromkeys(ref.owner for ref in block.refs):
             if module not in blocks and has_forward(module):
                 before, after = _EnterWithin(prefetcher, position), _LeaveWithin(prefetcher, position)
                 handles += _around(module, before, after)
-    # Last, so that a module's scope begins before its own tensors come, and ends after they went.
+    # Last, so that a module's scope starts before its own tensors are transferred, and ends after.
     for module in reversed(list(model.modules())):
-        if has_forward(module) and any(one in blocks for one in module.modules() if one is not module):
+        if has_forward(module) and any(inner in blocks for inner in module.modules() if inner is not module):
             handles += _around(module, _Enter(prefetcher, None), _Leave(prefetcher, None))
     return handles
 
@@ -134,10 +134,10 @@ def _around(
 
 
 def _with_equal_id(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
-    """Return a hook that is always called an id that it also has in other modules like this one.
+    """Give an always-called hook an id that is the same in all modules of the same kind.
 
-    torch.compile compares the ids of such hooks, and would compile each of many equal blocks anew. torch
-    counts ids up from 0, so these count down.
+    torch.compile guards on the ids of such hooks, and would compile each of many equal blocks separately.
+    torch's own ids are at least 0, so these are negative.
     """
     hooks: dict[int, Any] = vars(module)["_forward_hooks"]
     always: dict[int, bool] = vars(module)["_forward_hooks_always_called"]
@@ -153,21 +153,21 @@ def attach_moves(module: nn.Module, device: torch.device, skip_keys: tuple[str, 
 
 
 def attach_return(module: nn.Module, skip_keys: tuple[str, ...]) -> tuple[RemovableHandle, RemovableHandle]:
-    """Return a module's outputs on the device of its first input. To be attached last."""
+    """Move the outputs of a module to the device of its first input. To be attached last."""
     origins = CallStack[torch.device | None]()
     return _around(module, _Remember(origins), _Return(origins, skip_keys))
 
 
 @dataclass(frozen=True, slots=True)
 class _AtBlock:
-    """A hook of a block's module; without a position, of a module with blocks below it."""
+    """A hook of a block's module, or without a position of a module with blocks below it."""
 
     prefetcher: BlockPrefetcher
     block: int | None
 
 
 class _Enter(_AtBlock):
-    """Before the forward of a block, whose tensors come."""
+    """Before forward: transfer the block."""
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -175,7 +175,7 @@ class _Enter(_AtBlock):
 
 
 class _Leave(_AtBlock):
-    """After it, whether it went well or not."""
+    """After forward, also if it failed: release the block."""
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -183,9 +183,9 @@ class _Leave(_AtBlock):
 
 
 class _EnterWithin(_AtBlock):
-    """Before a module within a block: its tensors come, in case that nobody calls the block's own module.
+    """As :class:`_Enter`, for a module within a block.
 
-    What is compiled as a whole runs without: it would be split into pieces at each module.
+    Not traced by torch.compile, which would split the block's graph at each module.
     """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -194,7 +194,7 @@ class _EnterWithin(_AtBlock):
 
 
 class _LeaveWithin(_AtBlock):
-    """After it, whether it went well or not."""
+    """As :class:`_Leave`, for a module within a block."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -203,7 +203,7 @@ class _LeaveWithin(_AtBlock):
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Before the forward of a module: its inputs come to its device."""
+    """Before forward: move the inputs to the module's device."""
 
     device: torch.device
     skip_keys: tuple[str, ...]
@@ -215,7 +215,7 @@ class _Move:
 
 @dataclass(frozen=True, slots=True)
 class _Remember:
-    """Before the inputs of a module move: remember where they came from."""
+    """Before the inputs are moved: record their device."""
 
     origins: CallStack[torch.device | None]
 
@@ -226,7 +226,7 @@ class _Remember:
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """After the forward of a module: its outputs go where its inputs were before they were moved."""
+    """After forward: move the outputs to the recorded device of the inputs."""
 
     origins: CallStack[torch.device | None]
     skip_keys: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Bring each block of a model to where it is used while it is used, and the next one meanwhile.
+"""Transfer each block of a model to its device while it is used, and prefetch the next one.
 
-This is the one place of offloading that remembers something between calls. Otherwise every module holds its
-real weights. Between :meth:`BlockPrefetcher.enter` and :meth:`BlockPrefetcher.leave` of a block its modules
-hold copies on the device that computes; where the weights can be used as they lie, nothing is exchanged.
+All state of offloading between calls is here. Modules hold copies on the device between
+:meth:`BlockPrefetcher.enter` and :meth:`BlockPrefetcher.leave` of their block, unless the weights are used in
+place, and their real weights otherwise.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from accelfn.bigmodel.block_copy import BlockCopy, HostWeights, Layout, begin_copy, hosts_of, plan_layout
-from accelfn.bigmodel.blocks import Block
+from accelfn.bigmodel.blocks import (
+    Block,
+    BlockCopy,
+    HostWeights,
+    Layout,
+    begin_copy,
+    hosts_of,
+    plan_layout,
+)
 from accelfn.bigmodel.devices import Place
 from accelfn.bigmodel.offload_autograd import (
     Refetched,
@@ -31,34 +38,34 @@ from accelfn.bigmodel.offload_autograd import (
     is_innermost,
     refetching,
 )
-from accelfn.bigmodel.transfer import Link, let_pages_go, open_link, pin
+from accelfn.bigmodel.transfer import Link, open_link, pin, release_pages
 from accelfn.bigmodel.weight_files import mapped_from
 
 
 def caller_of_hook() -> FrameType:
-    """Return the frame that called the function that calls this: it exists as long as its module runs."""
+    """Return the frame that called a hook: it is on the stack while the hook's module runs."""
     return sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
 
 
 def is_within(frame: FrameType) -> bool:
-    """Whether this thread is within the frame at this moment."""
-    now: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while now is not None and now is not frame:
-        now = now.f_back
-    return now is not None
+    """Check whether a frame is on this thread's stack."""
+    current: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call that is running.
+    """A running call of a module.
 
     Attributes:
-        block: That it entered; None for a module that has blocks below it.
-        module: Whose call it is.
-        frame: Within which it runs, if a hook of torch says so.
-        uses_block: The block stays until the call ends.
-        grads: Gradients are kept of what it computes.
-        saving: How autograd saves weights meanwhile.
+        block: The block's position; None for a module with blocks below it.
+        module: The module.
+        frame: The frame that runs it, if known.
+        uses_block: Whether it keeps the block on the device.
+        grads: Whether the block's copies are connected for gradients.
+        saving: The hooks for tensors that autograd saves.
     """
 
     block: int | None
@@ -70,15 +77,15 @@ class _Call:
 
 
 class StreamFacts(NamedTuple):
-    """What travels to a device.
+    """What is transferred to a device.
 
     Attributes:
         place: The device.
-        num_blocks: How many blocks the weights are.
-        num_bytes: Of all of them.
-        bound_bytes: Most bytes that are on the device at a time for one thread.
-        peak_blocks: Most blocks that were there, or in flight, at a time until now.
-        peak_bytes: Most bytes of them.
+        num_blocks: Number of blocks.
+        num_bytes: Size of all blocks.
+        bound_bytes: The most bytes that are on the device at once for one thread.
+        peak_blocks: The most blocks that were on the device or in flight at once so far.
+        peak_bytes: The most bytes of them.
     """
 
     place: Place
@@ -90,37 +97,36 @@ class StreamFacts(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What a thread is in the midst of."""
+    """The running calls of a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.last = -1  # block that it entered last
+        self.last = -1  # the block that it entered last
 
 
-_Wanter = tuple[int, bool]  # a thread's forward pass, or its backward pass
+_Pass = tuple[int, bool]  # a thread's forward pass, or its backward pass
 
 
-def _me(*, is_backward: bool = False) -> _Wanter:
+def _current_pass(*, is_backward: bool = False) -> _Pass:
     return threading.get_ident(), is_backward
 
 
 class BlockPrefetcher:
-    """Blocks of a model, and where they are used.
+    """Transfers the blocks of a model to a device while they are used.
 
-    Any number of threads may run the model at a time. At each moment there are on the device: the blocks that
-    are in use, and at most ``num_ahead`` more for each thread. Nothing stays there when no forward pass or
-    backward pass runs.
+    Any number of threads may run the model at once. The device holds the blocks in use, and at most
+    ``num_ahead`` more for each thread; none when no forward or backward pass is running.
 
-    The order is that of the blocks at first, and then what forward passes do: each block remembers which one
-    came after it, and which before.
+    The order of prefetching is at first that of the blocks, and then that of the last forward pass: the
+    prefetcher records the successor and predecessor of each block.
 
     Args:
-        blocks: In the order in which they will probably be used.
+        blocks: In their expected order of use.
         place: Where they are used.
-        num_ahead: How many blocks are fetched ahead while one is used.
-        cache_bytes: Of weights that are mapped from files: how many bytes of them stay in the host's memory
-            after use. The first blocks stay, so that a pass over all finds them there again.
-        link: Carries the blocks; None opens the one to the place. Copies of the prefetcher do that, too.
+        num_ahead: How many blocks are prefetched while one is used.
+        cache_bytes: How many bytes of mapped weights stay in host memory after use. The first blocks stay,
+            so that the next pass finds them.
+        link: The transfer backend; None opens that of the place. Copies of the prefetcher do that too.
 
     Raises:
         ValueError: This machine has no such device.
@@ -142,19 +148,19 @@ class BlockPrefetcher:
         last = len(self.blocks) - 1
         self._next = {block: block + 1 for block in range(last)}
         self._previous = {block + 1: block for block in range(last)}
-        self._begin_life()
+        self._init_state()
         self._open(open_link(place, num_ahead) if link is None else link)
 
-    def _begin_life(self) -> None:
-        self._lock = threading.RLock()  # of all that follows
+    def _init_state(self) -> None:
+        self._lock = threading.RLock()  # protects all that follows
         self._thread = _Thread()
         self._link: Link | None = None
-        self._copies: dict[int, BlockCopy] = {}  # blocks that are there or in flight
+        self._copies: dict[int, BlockCopy] = {}  # blocks on the device or in flight
         self._users: dict[int, set[_Call]] = {}
-        self._wanted: dict[_Wanter, tuple[int, ...]] = {}
+        self._wanted: dict[_Pass, tuple[int, ...]] = {}
         self._layouts: dict[int, Layout] = {}
-        self._stays: frozenset[int] = frozenset()  # whose mapped weights stay in the host's memory after use
-        self._was_read: set[int] = set()  # of those that stay and are used in place
+        self._cached: frozenset[int] = frozenset()  # blocks whose mapped weights stay in host memory
+        self._was_read: set[int] = set()  # cached blocks that are in memory already
         self._peak_blocks = self._peak_bytes = 0
 
     # --- copies of the model ---
@@ -162,28 +168,29 @@ class BlockPrefetcher:
     def __getstate__(self) -> dict[str, Any]:
         if self._drop_interrupted():
             raise RuntimeError(
-                "a forward pass was interrupted, and its modules still held copies of their weights on a "
-                "device. They hold their own weights again now: copy or pickle the model again."
+                "the model held copies of its weights on a device, since a forward pass was interrupted. It "
+                "holds its own weights now: copy or pickle it again."
             )
         if self._users:
             raise RuntimeError(
-                "the model can't be copied or pickled while a forward pass runs: its modules hold copies "
-                "of their weights on a device. Do it between two passes."
+                "the model can't be copied or pickled during a forward pass, while it holds copies of its "
+                "weights on a device. Copy it between two passes."
             )
         lasting = ("blocks", "place", "num_ahead", "cache_bytes", "_next", "_previous")
         return {name: getattr(self, name) for name in lasting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin_life()
+        self._init_state()
 
-    # --- what there is ---
+    # --- state ---
 
     @property
     def link(self) -> Link:
-        """What carries the blocks.
+        """The transfer backend.
 
-        A copy opens it when it is needed: the device may not be there, and at first nor are the modules.
+        A copy opens it on first use, since its machine may lack the device, and while unpickling the modules
+        aren't complete.
         """
         with self._lock:
             return self._link or self._open(open_link(self.place, self.num_ahead))
@@ -192,45 +199,46 @@ class BlockPrefetcher:
         if link.needs_pinned:
             for block in self.blocks:
                 pin(hosts_of(block))
-        total, stays = 0, set[int]()
+        total, cached = 0, set[int]()
         for position, block in enumerate(self.blocks):
-            mapped = {id(one): one.nbytes for one in hosts_of(block) if one is not None and mapped_from(one)}
+            hosts = [host for host in hosts_of(block) if host is not None]
+            mapped = {id(host): host.nbytes for host in hosts if mapped_from(host)}
             if total + sum(mapped.values()) <= self.cache_bytes:
                 total += sum(mapped.values())
-                stays.add(position)
-        self._stays, self._link = frozenset(stays), link
+                cached.add(position)
+        self._cached, self._link = frozenset(cached), link
         return link
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """Positions of the blocks that are on the device or in flight now."""
+        """Positions of the blocks on the device or in flight."""
         self._drop_interrupted()
         return tuple(self._copies)
 
     def facts(self) -> StreamFacts:
-        """Return what travels, and how much of it was in flight or there at a time."""
+        """Return statistics of the transfers."""
         self._drop_interrupted()
         sizes = [plan_layout(hosts_of(block)).packing.num_bytes for block in self.blocks]
-        around = _around(self.blocks)
-        own = sum(sizes[block] for block in around)
-        others = sorted(size for block, size in enumerate(sizes) if block not in around)
-        cached = sum(sizes[block] for block in self._stays) if self.link.in_place else 0
-        bound = min(sum(sizes), own + sum(others[-self.num_ahead - 1 :]) + cached)
+        outer = _outer_blocks(self.blocks)
+        outer_bytes = sum(sizes[block] for block in outer)
+        inner_sizes = sorted(size for block, size in enumerate(sizes) if block not in outer)
+        cached = sum(sizes[block] for block in self._cached) if self.link.in_place else 0
+        bound = min(sum(sizes), outer_bytes + sum(inner_sizes[-self.num_ahead - 1 :]) + cached)
         return StreamFacts(self.place, len(sizes), sum(sizes), bound, self._peak_blocks, self._peak_bytes)
 
     # --- forward ---
 
     def enter(self, block: int | None, module: nn.Module, frame: FrameType | None = None) -> None:
-        """Bring a block to the device, and let its modules hold the copies.
+        """Transfer a block to the device, and assign the copies to its modules.
 
         Args:
-            block: Its position. None for a module that has blocks below it: they are fetched ahead within it.
-            module: Whose call it is for.
-            frame: Within which it runs, for hooks of torch, which doesn't tell them of a KeyboardInterrupt: a
-                call whose frame is gone has ended.
+            block: Its position. None for a module with blocks below it, within which they are prefetched.
+            module: The module that is called.
+            frame: The frame that runs the call, if known. torch calls no hooks after a KeyboardInterrupt, so
+                a call whose frame isn't on the stack any more has ended.
 
         Raises:
-            RuntimeError: It has weights that aren't loaded, or that couldn't get their gradients.
+            RuntimeError: A weight is on the meta device.
         """
         calls = self._thread.calls
         if calls or block is None:
@@ -240,55 +248,55 @@ class BlockPrefetcher:
             calls.append(call)
             return
         grads = torch.is_grad_enabled()
-        inside = [one for one in calls if one.block == block]
-        if any(one.grads or not grads for one in inside):  # it is there already
-            is_again = any(one.module is module for one in inside)
-            if is_again or (grads and not self._is_saving_by_place()):
+        outer_calls = [outer for outer in calls if outer.block == block]
+        if any(outer.grads or not grads for outer in outer_calls):  # it is assigned already
+            is_recursive = any(outer.module is module for outer in outer_calls)
+            if is_recursive or (grads and not self._is_refetching()):
                 calls.append(call)
                 if grads:
-                    self._save_by_place(call)
-            return  # leave() does nothing for a call that isn't known
+                    self._start_refetching(call)
+            return  # leave() ignores calls that weren't recorded
         calls.append(call)
         link = self.link
         with self._lock:
             call.uses_block = True
             self._users.setdefault(block, set()).add(call)
-            self._learn(block)
-            if is_in_backward() and not self._is_scoped:  # checkpointed activations are computed again
-                self._want_backwards(block)
+            self._record_order(block)
+            if is_in_backward() and not self._is_scoped:  # recomputing checkpointed activations
+                self._want_in_backward(block)
             else:
-                self._want(_me(), self._ahead(block))
-            copy = self._take(block)
+                self._want(_current_pass(), self._ahead(block))
+            copy = self._fetch(block)
         if link.in_place:
             return
-        self._arrive(block, copy)
+        self._wait_for(block, copy)
         with self._lock:
             copy.assign(grads=grads)
         call.grads = grads
         if grads:
-            self._save_by_place(call)
+            self._start_refetching(call)
 
     def leave(self, block: int | None, module: nn.Module) -> None:
-        """End what :meth:`enter` began, whether or not it went well.
+        """End a call, whether it succeeded or failed.
 
         Args:
             block: As in :meth:`enter`.
-            module: As in :meth:`enter`. Nothing happens if it wasn't entered for it.
+            module: As in :meth:`enter`. Nothing happens if its call wasn't entered.
         """
-        # A hook before ours may have failed, and then torch calls ours of the end, without that of the start.
+        # If another pre-hook failed, torch calls our forward hook without our pre-hook.
         for call in reversed(self._thread.calls):
             if call.block == block and call.module is module:
-                while any(one is call for one in self._thread.calls):
+                while any(running is call for running in self._thread.calls):
                     self._leave_last()
                 return
 
     def abandon(self) -> None:
-        """Forget what this thread has entered and never left, as after an interrupt amid a forward pass."""
+        """Leave all calls of this thread, such as after an interrupt during a forward pass."""
         while self._thread.calls:
             self._leave_last()
 
     def _leave_last(self) -> None:
-        # A KeyboardInterrupt may come at any step. Each can be done again, and the call stays until all are.
+        # A KeyboardInterrupt may come at any step. Each can be repeated, and the call is removed last.
         calls = self._thread.calls
         call = calls[-1]
         if call.saving is not None and is_innermost(call.saving):
@@ -299,27 +307,28 @@ class BlockPrefetcher:
                     self._release(call.block, call)
                 if len(calls) == 1:
                     self._thread.last = -1
-                    self._want(_me(), None)
+                    self._want(_current_pass(), None)
                 elif call.block is not None and call.uses_block:
-                    # What was used stays until the next one comes: it may be the same once more.
-                    self._want(_me(), (call.block, *self._ahead(self._thread.last)))
+                    # The block stays until the next one is entered, which may be the same.
+                    self._want(_current_pass(), (call.block, *self._ahead(self._thread.last)))
         except Exception:
             calls.pop()
             raise
         calls.pop()
 
     def _drop_interrupted(self) -> bool:
-        """Forget what was interrupted in this thread, and say whether forward passes were among it."""
+        """Leave the interrupted calls of this thread, and return whether there were any."""
         calls = self._thread.calls
-        found = False
+        was_interrupted = False
         while calls and calls[-1].frame is not None and not is_within(calls[-1].frame):
             self._leave_last()
-            found = True
-        if not calls and _me(is_backward=True) in self._wanted and not is_in_backward():
-            self._end_backward(_me(is_backward=True))
-        return found
+            was_interrupted = True
+        backward_pass = _current_pass(is_backward=True)
+        if not calls and backward_pass in self._wanted and not is_in_backward():
+            self._end_backward(backward_pass)
+        return was_interrupted
 
-    def _learn(self, block: int) -> None:
+    def _record_order(self, block: int) -> None:
         last = self._thread.last
         if last >= 0 and last != block:
             self._next[last] = block
@@ -331,32 +340,34 @@ class BlockPrefetcher:
 
     @property
     def _is_scoped(self) -> bool:
-        """Whether this thread runs a module around blocks, so that others may come after one."""
+        """Whether this thread runs a module with several blocks, so that another one may follow."""
         return bool(self._thread.calls) and self._thread.calls[0].block is None
 
     def _following(self, order: dict[int, int], block: int) -> tuple[int, ...]:
-        found: list[int] = []
-        at = order.get(block)
-        while at is not None and at != block and len(found) < self.num_ahead and at not in found:
-            found.append(at)
-            at = order.get(at)
-        return tuple(found)
+        following: list[int] = []
+        successor = order.get(block)
+        while successor is not None and successor != block and successor not in following:
+            if len(following) == self.num_ahead:
+                break
+            following.append(successor)
+            successor = order.get(successor)
+        return tuple(following)
 
-    # --- what comes and goes; every method but _arrive needs the lock ---
+    # --- transfers; all methods but _wait_for need the lock ---
 
-    def _want(self, wanter: _Wanter, blocks: tuple[int, ...] | None) -> None:
-        """Note the blocks that a forward pass needs next, and release those that nobody uses or needs."""
+    def _want(self, user: _Pass, blocks: tuple[int, ...] | None) -> None:
+        """Set the blocks that a pass needs next, and release those that aren't used or needed any more."""
         if blocks is None:
-            self._wanted.pop(wanter, None)
+            self._wanted.pop(user, None)
         else:
-            self._wanted[wanter] = blocks
+            self._wanted[user] = blocks
         if self._copies:
-            keep = {one for wanted in self._wanted.values() for one in wanted} | self._users.keys()
-            for block in [block for block in self._copies if block not in keep]:
-                self._let_go(block)
+            needed = {block for wanted in self._wanted.values() for block in wanted} | self._users.keys()
+            for block in [block for block in self._copies if block not in needed]:
+                self._drop(block)
 
     def _release(self, block: int, call: _Call) -> None:
-        """End a use of a block. With the last one, its modules hold their own weights again."""
+        """End a use of a block. After the last use, its modules hold their own weights again."""
         users = self._users.get(block, set())
         if users - {call}:
             users.discard(call)
@@ -366,55 +377,57 @@ class BlockPrefetcher:
             copy.restore()
         self._users.pop(block, None)
 
-    def _take(self, block: int, lasting: HostWeights | None = None) -> BlockCopy:
-        """Begin to carry a block and then those that are wanted, as far as they aren't there.
+    def _fetch(self, block: int, saved: HostWeights | None = None) -> BlockCopy:
+        """Start the transfers of a block and of the wanted ones that aren't on the device.
 
         Args:
-            block: Which.
-            lasting: Its tensors when forward used it, for backward; None for those that it has now.
+            block: The block.
+            saved: Its stored tensors in the forward pass, for backward; None for the current ones.
         """
         copy = self._copies.get(block)
-        hosts = hosts_of(self.blocks[block]) if lasting is None else lasting
-        can_be_stale = lasting is not None or not self.link.in_place
-        if copy is not None and copy.assigned:  # a forward pass uses it as it is now
-            if lasting is not None and copy.is_stale(hosts):
-                return self._carry(block, hosts)
+        hosts = hosts_of(self.blocks[block]) if saved is None else saved
+        can_be_stale = saved is not None or not self.link.in_place
+        if copy is not None and copy.assigned:  # in use by a forward pass
+            if saved is not None and copy.is_stale(hosts):
+                return self._transfer(block, hosts)
         elif copy is not None and can_be_stale and copy.is_stale(hosts):
-            self._let_go(block)
+            self._drop(block)
             copy = None
         if copy is None:
             copy = self._begin(block, hosts)
-        for one in [one for wanted in self._wanted.values() for one in wanted]:
-            if one not in self._copies:
-                # What can't be fetched ahead fails where it is needed, if it is.
+        for wanted in [wanted for blocks in self._wanted.values() for wanted in blocks]:
+            if wanted not in self._copies:
+                # An error of prefetching is raised when the block is needed.
                 with suppress(Exception):
-                    self._begin(one, hosts_of(self.blocks[one]))
+                    self._begin(wanted, hosts_of(self.blocks[wanted]))
         return copy
 
     def _begin(self, block: int, hosts: HostWeights) -> BlockCopy:
-        copy = self._copies[block] = self._carry(block, hosts)
-        if self.link.in_place and block in self._stays:
+        copy = self._copies[block] = self._transfer(block, hosts)
+        if self.link.in_place and block in self._cached:
             self._was_read.add(block)
-        cached = sum(self._layouts[one].packing.num_bytes for one in self._was_read - self._copies.keys())
+        idle = self._was_read - self._copies.keys()
+        cached = sum(self._layouts[other].packing.num_bytes for other in idle)
         self._peak_blocks = max(self._peak_blocks, len(self._copies))
-        self._peak_bytes = max(self._peak_bytes, sum(one.num_bytes for one in self._copies.values()) + cached)
+        num_bytes = sum(copy.num_bytes for copy in self._copies.values())
+        self._peak_bytes = max(self._peak_bytes, num_bytes + cached)
         return copy
 
-    def _carry(self, block: int, hosts: HostWeights) -> BlockCopy:
+    def _transfer(self, block: int, hosts: HostWeights) -> BlockCopy:
         layout = self._layouts[block] = plan_layout(hosts, self._layouts.get(block))
         return begin_copy(self.blocks[block], hosts, layout, self.link, block in self._was_read)
 
-    def _let_go(self, block: int) -> None:
+    def _drop(self, block: int) -> None:
         hosts = [host for host in self._copies.pop(block).hosts if host is not None]
         self.link.release(hosts)
-        if block not in self._stays:
-            let_pages_go(hosts)
+        if block not in self._cached:
+            release_pages(hosts)
 
-    def _arrive(self, block: int, copy: BlockCopy) -> torch.Tensor:
-        """Wait for a block that was taken; of several threads one waits, and the others for it.
+    def _wait_for(self, block: int, copy: BlockCopy) -> torch.Tensor:
+        """Wait for a transfer.
 
         Raises:
-            Whatever the link raises. The block isn't there then.
+            Exception: Whatever the transfer raises; the block isn't on the device then.
         """
         with copy.guard:
             try:
@@ -422,7 +435,7 @@ class BlockPrefetcher:
             except BaseException:
                 with self._lock:
                     if self._copies.get(block) is copy:
-                        self._let_go(block)
+                        self._drop(block)
                 raise
             if copy.memory is None:
                 copy.receive(memory)
@@ -430,20 +443,20 @@ class BlockPrefetcher:
 
     # --- backward ---
 
-    def _is_saving_by_place(self) -> bool:
-        """Whether autograd saves weights as where they lie at this moment."""
+    def _is_refetching(self) -> bool:
+        """Check whether autograd saves descriptions of weights now."""
         calls = reversed(self._thread.calls)
-        innermost = next((one.saving for one in calls if one.saving is not None), None)
+        innermost = next((call.saving for call in calls if call.saving is not None), None)
         return innermost is not None and is_innermost(innermost)
 
-    def _save_by_place(self, call: _Call) -> None:
-        """Let autograd save weights as where they lie, unless it does already."""
-        if not self._is_saving_by_place():
-            call.saving = refetching(self._find, self._fetch_again)
+    def _start_refetching(self, call: _Call) -> None:
+        """Let autograd save descriptions of weights until the call ends."""
+        if not self._is_refetching():
+            call.saving = refetching(self._find, self._refetch)
             call.saving.__enter__()
 
     def _find(self, address: int, start: int) -> Saved | None:
-        """Return whose memory on the device has this address, and this byte; None if it is no block's."""
+        """Return the weight at an address of memory on the device and a byte in it."""
         with self._lock:
             for block, copy in self._copies.items():
                 if address and copy.address == address:
@@ -452,36 +465,36 @@ class BlockPrefetcher:
                     return Saved(block, weight, version, copy.hosts)
         return None
 
-    def _fetch_again(self, part: Refetched) -> torch.Tensor:
-        block = part.saved.block
+    def _refetch(self, view: Refetched) -> torch.Tensor:
+        block = view.saved.block
         try:
             with self._lock:
-                self._want_backwards(block)
-                copy = self._take(block, part.saved.hosts)
-            if copy.versions[part.saved.weight] != part.saved.version:
+                self._want_in_backward(block)
+                copy = self._fetch(block, view.saved.hosts)
+            if copy.versions[view.saved.weight] != view.saved.version:
                 raise RuntimeError(
-                    f"a weight of block {self.blocks[block].name!r} was changed between forward and "
-                    "backward, which needs its value from the forward pass. Change weights after backward()."
+                    f"a weight of block {self.blocks[block].name!r} was modified between forward and "
+                    "backward, which needs its value from the forward pass. Modify weights after backward()."
                 )
-            return part.within(self._arrive(block, copy))
+            return view.within(self._wait_for(block, copy))
         finally:
-            if not is_in_backward():  # someone reads a saved tensor by hand
-                self._end_backward(_me(is_backward=True))
+            if not is_in_backward():  # a saved tensor is read outside of backward
+                self._end_backward(_current_pass(is_backward=True))
 
-    def _want_backwards(self, block: int) -> None:
-        """Report that a backward pass has come to a block, and which one it comes to next."""
-        wanter = _me(is_backward=True)
-        if wanter not in self._wanted:
-            after_backward(partial(self._end_backward, wanter))
-        self._want(wanter, (block, *self._following(self._previous, block)))
+    def _want_in_backward(self, block: int) -> None:
+        """Set the block that a backward pass has reached, and those that it will probably reach next."""
+        user = _current_pass(is_backward=True)
+        if user not in self._wanted:
+            after_backward(partial(self._end_backward, user))
+        self._want(user, (block, *self._following(self._previous, block)))
 
-    def _end_backward(self, wanter: _Wanter) -> None:
+    def _end_backward(self, user: _Pass) -> None:
         with self._lock:
-            self._want(wanter, None)
+            self._want(user, None)
 
 
-def _around(blocks: Sequence[Block]) -> set[int]:
-    """Return the blocks within whose use tensors of others are needed."""
+def _outer_blocks(blocks: Sequence[Block]) -> set[int]:
+    """Return the blocks whose modules contain modules of other blocks, which run while they are in use."""
     users: dict[nn.Module, set[int]] = {}
     for position, block in enumerate(blocks):
         for ref in block.refs:

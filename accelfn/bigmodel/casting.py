@@ -1,4 +1,4 @@
-"""Layers that keep their weights in a small dtype and compute in another one."""
+"""Layers that store their weights in a small dtype and compute in another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from accelfn.bigmodel.assign import TensorRef, refs_of
 from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
 
-# What gains by it: nearly all weights are theirs, and they don't change in a forward.
+# They have nearly all weights, and don't modify them in forward.
 _CAST_CLASSES = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -21,7 +21,7 @@ _CAST_CLASSES = (
 
 
 class _Cast(NamedTuple):
-    """What a module holds otherwise, and the copy that it holds in forward."""
+    """A stored tensor, and its copy during a forward."""
 
     ref: TensorRef
     stored: torch.Tensor
@@ -29,28 +29,28 @@ class _Cast(NamedTuple):
     version: int
 
     def is_written(self) -> bool:
-        """Whether a forward wrote into the copy."""
+        """Check whether a forward modified the copy."""
         if self.ref.is_parameter:
             return self.copy._version != self.version
-        # A batch norm doesn't tell of what it writes into its statistics.
+        # Batch normalisation writes to its buffers without a change of their version.
         return not torch.equal(self.copy, self.stored.to(self.copy.dtype))
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Keeps the floating tensors of a module in one dtype, and gives its forward copies in another.
+    """Stores the floating tensors of a module in one dtype, and runs its forward with copies in another.
 
-    The stored tensors aren't touched by a forward, so nothing is lost by casting forth and back, and the
-    parameters stay the same objects. After an exception they are back too. What a forward writes into a
-    copy, as a batch norm does, is stored.
+    The stored parameters stay the same objects and aren't modified by a forward, so repeated casts lose
+    nothing. They are restored after an exception too. What a forward writes to a copy, as batch normalisation
+    does, is written to the stored tensor.
 
     Args:
-        storage_dtype: Of the module at rest. It is cast when the hook is added.
-        compute_dtype: Of the copies in forward.
+        storage_dtype: The stored dtype. The module is cast when the hook is added.
+        compute_dtype: The dtype of the copies in forward.
         non_blocking: Passed to the casts.
 
     Raises:
-        TypeError: A dtype is none.
-        ValueError: A dtype isn't of floating numbers.
+        TypeError: An argument isn't a dtype.
+        ValueError: A dtype isn't floating.
     """
 
     def __init__(
@@ -62,52 +62,52 @@ class LayerwiseCastingHook(ModelHook):
         self._running = _Running()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the module's tensors to the storage dtype, in place of what they were."""
-        return self._cast_at_rest(module, self.storage_dtype)
+        """Cast the module's tensors to the storage dtype."""
+        return self._cast_stored(module, self.storage_dtype)
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put copies in the compute dtype where the module looks for its tensors.
+        """Assign copies in the compute dtype to the module.
 
         Raises:
-            RuntimeError: Gradients are on, and one could not be kept: it would be of a dtype that can't be
-                added up, or another thread runs the module without gradients at this moment.
+            RuntimeError: Gradients are enabled, but the storage dtype can't accumulate them, or another
+                thread is running the module without gradients.
         """
         with self._running.lock:
             casts = self._running.begin(module)
             if not casts:
                 casts += self._assign_copies(module)
             elif torch.is_grad_enabled() and any(
-                one.stored.requires_grad and not one.copy.requires_grad for one in casts
+                cast.stored.requires_grad and not cast.copy.requires_grad for cast in casts
             ):
                 raise RuntimeError(
-                    "another thread runs this module without gradients, and it can be cast for one of the "
-                    "two at a time. Let both run with gradients or both without, or use a copy of the model."
+                    "another thread is running this module without gradients, and all threads share its "
+                    "copies. Run both with or both without gradients, or use a copy of the model."
                 )
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Put the stored tensors back."""
+        """Restore the stored tensors."""
         self.after_error(module)
         return output
 
     def after_error(self, module: nn.Module) -> None:
-        """Put the stored tensors back."""
+        """Restore the stored tensors."""
         with self._running.lock:
-            for one in self._running.end(module):
-                if one.is_written():
+            for cast in self._running.end(module):
+                if cast.is_written():
                     with torch.no_grad():
-                        one.stored.copy_(one.copy)
-                # What somebody else assigned meanwhile is theirs.
-                if one.ref.peek() is one.copy:
-                    one.ref.write(one.stored)
+                        cast.stored.copy_(cast.copy)
+                # Otherwise forward has assigned another tensor, which is kept.
+                if cast.ref.peek() is cast.copy:
+                    cast.ref.write(cast.stored)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the module's tensors to the compute dtype, so that it still computes."""
-        return self._cast_at_rest(module, self.compute_dtype)
+        """Cast the module's tensors to the compute dtype, in which it runs without the hook."""
+        return self._cast_stored(module, self.compute_dtype)
 
-    def _cast_at_rest(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    def _cast_stored(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
         for ref in _floating(module):
             tensor = ref.read()
             if tensor.dtype != dtype:
@@ -126,40 +126,40 @@ class LayerwiseCastingHook(ModelHook):
                     copies[id(stored)] = self._cast(stored, ref.key)
                 copy = copies[id(stored)]
                 casts.append(_Cast(ref, stored, copy, copy._version))
-        for one in casts:
-            one.ref.write(one.copy)
+        for cast in casts:
+            cast.ref.write(cast.copy)
         return casts
 
     def _cast(self, stored: torch.Tensor, name: str) -> torch.Tensor:
         if stored.requires_grad and torch.is_grad_enabled():
             if stored.dtype.itemsize == 1:
                 raise RuntimeError(
-                    f"the weight {name!r} is stored as {stored.dtype}, in which torch can't add gradients. "
-                    "Run this model under torch.no_grad(), call requires_grad_(False) on what isn't trained, "
-                    "or store it as torch.bfloat16."
+                    f"the weight {name!r} is stored as {stored.dtype}, in which torch can't accumulate "
+                    "gradients. Run the model under torch.no_grad(), call requires_grad_(False) on frozen "
+                    "weights, or store them as torch.bfloat16."
                 )
             return stored.to(self.compute_dtype, non_blocking=self.non_blocking)
-        # Tensors of the inference mode don't know whether they were written to.
+        # Inference tensors have no version.
         with torch.inference_mode(False), torch.no_grad():
             copy = stored.detach().to(self.compute_dtype, non_blocking=self.non_blocking)
             return nn.Parameter(copy, requires_grad=False) if isinstance(stored, nn.Parameter) else copy
 
 
 class _Running:
-    """Copies that are in their modules' places now, and by how many calls. Copies of it are empty."""
+    """The current copies of each module, and the number of calls that use them. Copies of it are empty."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._calls: dict[int, tuple[int, list[_Cast]]] = {}
 
     def begin(self, module: nn.Module) -> list[_Cast]:
-        """Count a call; give what other threads, or calls further out, have exchanged, to be added to."""
+        """Count a call, and return the casts of running calls, a list that the first call extends."""
         number, casts = self._calls.get(id(module), (0, []))
         self._calls[id(module)] = (number + 1, casts)
         return casts
 
     def end(self, module: nn.Module) -> list[_Cast]:
-        """Count a call as over; give what is to be undone if it was the last."""
+        """Count the end of a call, and return the casts to undo if it was the last one."""
         number, casts = self._calls.pop(id(module), (1, []))
         if number > 1:
             self._calls[id(module)] = (number - 1, casts)
@@ -178,32 +178,32 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: type[nn.Module] | Iterable[type[nn.Module]] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep the weights of linear and convolution layers in a small dtype, and compute in another one.
+    """Store the weights of linear and convolution layers in a small dtype, and compute in another one.
 
-    Each such layer casts its weights for the time of its forward, so at any time one layer has them in the
-    larger dtype. With ``torch.float8_e4m3fn`` a model takes a quarter of its memory in float32.
+    Each layer casts its weights for its own forward, so one layer at a time has them in the larger dtype.
+    With ``torch.float8_e4m3fn`` a model takes a quarter of its memory in float32.
 
-    This is for inference. In training, a weight that needs a gradient gets it in the storage dtype, rounded;
-    one stored as float8 can't have any, and its forward says so. Layers whose weights need none, as those
-    below adapters, pass gradients on to their inputs; copies of their weights then live until backward.
+    This is for inference. In training, gradients of weights are rounded to the storage dtype; weights stored
+    as float8 can't have any, which is an error. Layers with frozen weights, such as those below adapters,
+    propagate gradients to their inputs; copies of their weights are kept until backward.
 
-    Quantised weights stay what they are, and so does a layer that shares a weight with one that isn't cast.
-    A model that is also to be offloaded gets these hooks first, and is dispatched then.
-    ``remove_hook_from_submodules`` takes the hooks off; the weights then are of the compute dtype.
+    Quantised weights aren't cast, nor is a layer that shares a weight with one that isn't cast. To offload
+    the model too, attach these hooks first, and dispatch it then. ``remove_hook_from_submodules`` removes the
+    hooks, and leaves the weights in the compute dtype.
 
     Args:
-        module: Changed: its layers get hooks, and their tensors the storage dtype.
-        storage_dtype: Of the weights at rest, such as ``torch.float8_e4m3fn``.
-        compute_dtype: Of the weights in forward; inputs must have it too.
-        skip_modules_pattern: Regular expressions, one or several. A module whose dotted name one of them is
-            found in is left alone, with all inside of it.
-        skip_modules_classes: Classes, one or several, whose modules are left alone, with all inside of them.
+        module: The root. Hooks are attached to its layers, and their tensors are cast.
+        storage_dtype: The dtype of stored weights, such as ``torch.float8_e4m3fn``.
+        compute_dtype: The dtype of weights in forward, which inputs must have too.
+        skip_modules_pattern: One or several regular expressions. Modules whose full name matches one, and all
+            modules below them, are skipped.
+        skip_modules_classes: One or several classes whose modules, and all modules below them, are skipped.
         non_blocking: Passed to the casts.
 
     Raises:
-        TypeError: A dtype is none; or a pattern or class, as ``re`` and ``isinstance`` say it.
-        ValueError: A dtype isn't of floating numbers, or the layers have such hooks.
-        re.error: A pattern can't be read.
+        TypeError: A dtype isn't a dtype, or a pattern or class is invalid.
+        ValueError: A dtype isn't floating, or the layers have such hooks already.
+        re.error: A pattern is invalid.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     >>> attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, skip_modules_pattern="2")
@@ -214,22 +214,24 @@ def attach_layerwise_casting_hooks(
     torch.Size([3, 2])
     """
     patterns = _patterns(skip_modules_pattern)
-    given = skip_modules_classes
-    classes = (given,) if isinstance(given, type) else tuple(given or ())
-    hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)  # checks the dtypes
+    classes: tuple[type[nn.Module], ...]
+    if isinstance(skip_modules_classes, type):
+        classes = (skip_modules_classes,)
+    else:
+        classes = tuple(skip_modules_classes or ())
+    LayerwiseCastingHook(storage_dtype, compute_dtype)  # checks the dtypes
     layers = dict(_layers(module, "", patterns, classes))
     for layer, name in layers.items():
-        if any(isinstance(one, LayerwiseCastingHook) for one in members_of(hook_of(layer))):
+        if any(isinstance(hook, LayerwiseCastingHook) for hook in members_of(hook_of(layer))):
             raise ValueError(
-                f"{name or 'the module'} casts its weights already. Take the hooks off first, with "
+                f"{name or 'the module'} casts its weights already. Remove the hooks first, with "
                 "remove_hook_from_submodules(model)."
             )
     shared = {id(ref.read()) for ref in _floating(module) if ref.owner not in layers}
     for layer in layers:
         if not any(id(ref.read()) in shared for ref in _floating(layer)):
-            add_hook_to_module(
-                layer, LayerwiseCastingHook(hook.storage_dtype, hook.compute_dtype, non_blocking), append=True
-            )
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(layer, hook, append=True)
 
 
 def _layers(
@@ -238,8 +240,8 @@ def _layers(
     patterns: tuple[re.Pattern[str], ...],
     classes: tuple[type[nn.Module], ...],
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Return the layers that are to be cast, with their names."""
-    if isinstance(module, classes) or any(one.search(name) for one in patterns):
+    """Yield the layers to cast, and their names."""
+    if isinstance(module, classes) or any(pattern.search(name) for pattern in patterns):
         return
     if isinstance(module, _CAST_CLASSES):
         yield module, name
@@ -248,7 +250,7 @@ def _layers(
 
 
 def _floating(module: nn.Module) -> Iterator[TensorRef]:
-    """Return where a module, and all inside of it, hold floating tensors; not quantised ones."""
+    """Yield the floating tensors of a module and all modules below it, except quantised ones."""
     for _, ref in refs_of(module):
         if type(ref.read()) in (nn.Parameter, torch.Tensor) and ref.read().is_floating_point():
             yield ref
@@ -256,12 +258,12 @@ def _floating(module: nn.Module) -> Iterator[TensorRef]:
 
 def _checked_dtype(dtype: object, what: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{what} must be a dtype of torch, such as torch.bfloat16: got {dtype!r}.")
+        raise TypeError(f"{what} must be a torch dtype, such as torch.bfloat16, got {dtype!r}.")
     if not dtype.is_floating_point:
-        raise ValueError(f"{what} must be a dtype of floating numbers, such as torch.bfloat16: got {dtype}.")
+        raise ValueError(f"{what} must be a floating dtype, such as torch.bfloat16, got {dtype}.")
     return dtype
 
 
-def _patterns(given: str | Iterable[str] | None) -> tuple[re.Pattern[str], ...]:
-    several = (given,) if isinstance(given, (str, re.Pattern)) else tuple(given or ())
-    return tuple(re.compile(one) for one in several)
+def _patterns(patterns: str | Iterable[str] | None) -> tuple[re.Pattern[str], ...]:
+    several = (patterns,) if isinstance(patterns, (str, re.Pattern)) else tuple(patterns or ())
+    return tuple(re.compile(pattern) for pattern in several)

@@ -1,4 +1,4 @@
-"""Device maps: planned from sizes, inferred, checked, and written in fewer words."""
+"""Device maps: planned from sizes, inferred, checked and cleaned."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from accelfn.bigmodel.devices import (
     MaxMemory,
     Place,
     PlaceLike,
+    as_names,
     check_device,
     get_max_memory,
     is_accelerator,
     listed,
-    names_in,
     place_of,
     read_budgets,
     read_place,
-    tell_unknown,
+    suggest_names,
 )
 from accelfn.bigmodel.model_info import (
     AnyDtype,
@@ -39,7 +39,7 @@ from accelfn.bigmodel.model_info import (
     read_shape,
     sizes_of,
 )
-from accelfn.bigmodel.placement import Budget, Filling, Units
+from accelfn.bigmodel.placement import Allocation, Budget, Units
 from accelfn.errors import DoesNotFitError
 from accelfn.tree.structure import size_text
 
@@ -47,13 +47,13 @@ T = TypeVar("T")
 
 
 def clean_device_map(device_map: Mapping[str, T], module_name: str = "") -> dict[str, T]:
-    """Name a module instead of all that is below it, where that is in one place. Pure.
+    """Replace the entries below a module by one entry where all are on one place. Pure.
 
-    Only the map is looked at: what it leaves out goes where the rest is.
+    Only the map is considered: names that it leaves out are covered by the new entries.
 
     Args:
-        device_map: Places by names of modules or tensors. It is left as it is.
-        module_name: Look only at what is below this module.
+        device_map: Places by name of a module or tensor. It isn't modified.
+        module_name: Clean only the entries below this module.
 
     Returns:
         A new map.
@@ -70,39 +70,39 @@ def clean_device_map(device_map: Mapping[str, T], module_name: str = "") -> dict
 
 
 def _cleaned(name: str, places: Mapping[str, T]) -> dict[str, T]:
-    """Clean a map of which every name is the module's, or below it."""
+    """Clean a map whose keys are the module and names below it."""
     first = next(iter(places.values()), None)
     if len(places) <= 1:
         return dict(places)
     if all(place == first for place in places.values()):
         return {name: cast("T", first)}
     prefix = f"{name}." if name else ""
-    parts: dict[str, dict[str, T]] = {}
-    for one, place in places.items():
-        part = one if one == name else prefix + one[len(prefix) :].partition(".")[0]
-        parts.setdefault(part, {})[one] = place
+    by_child: dict[str, dict[str, T]] = {}
+    for key, place in places.items():
+        child = key if key == name else prefix + key[len(prefix) :].partition(".")[0]
+        by_child.setdefault(child, {})[key] = place
     return {
-        one: place
-        for part, inside in parts.items()
-        for one, place in (inside if part == name else _cleaned(part, inside)).items()
+        key: place
+        for child, inside in by_child.items()
+        for key, place in (inside if child == name else _cleaned(child, inside)).items()
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """How a model may be spread.
+    """How a model may be distributed over places.
 
     Attributes:
-        no_split_module_classes: Names of classes whose modules stay whole; None for those that the model
-            itself names in ``_no_split_modules``. Of a name that is no module's class the plan warns, unless
-            the model has it there: models of transformers name classes that some of them lack.
-        dtype: With which the model will be loaded; None for its own. It never makes a tensor larger.
-        special_dtypes: Dtypes of single tensors, by name; the model has to have all of them.
-        clean_result: Whether the map names a module instead of all its parts, where these lie in one place.
-        offload_buffers: Whether buffers of what is offloaded are offloaded too. It only silences the warning
-            that there is no room for them.
-        fallback_allocation: Where the first part for an accelerator is too large for it, put the first one
-            there that isn't, instead of leaving it empty.
+        no_split_module_classes: Names of classes whose modules aren't split; None for those that the model
+            specifies in ``_no_split_modules``. The plan warns about names that no module's class has, unless
+            the model specifies them: transformers models name classes that some of them lack.
+        dtype: The dtype that the model will be loaded with; None for its own. It never makes a tensor larger.
+        special_dtypes: Dtypes of single tensors, by name.
+        clean_result: Whether the map has one entry for a module that is on one place.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too. It only silences the warning
+            that they don't fit on an accelerator.
+        fallback_allocation: If the first part for an accelerator is too large for it, use the first later
+            part that fits instead of leaving the accelerator empty.
     """
 
     no_split_module_classes: Collection[str] | None = ()
@@ -113,32 +113,30 @@ class PlanOptions:
     fallback_allocation: bool = False
 
     def __post_init__(self) -> None:
-        """Take one name for several, and refuse unknown dtypes."""
+        """Convert names and dtypes."""
         special = read_dtypes(self.special_dtypes)
         if self.no_split_module_classes is not None:
-            object.__setattr__(self, "no_split_module_classes", names_in(self.no_split_module_classes))
+            object.__setattr__(self, "no_split_module_classes", as_names(self.no_split_module_classes))
         object.__setattr__(self, "special_dtypes", MappingProxyType(special))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", read_dtype(self.dtype))
 
-    def whole_classes(self, shape: ModelShape) -> frozenset[str]:
-        """Return the names of classes whose modules stay whole in a model."""
-        given = self.no_split_module_classes
-        return frozenset(shape.no_split_classes if given is None else given)
+    def unsplit_classes(self, shape: ModelShape) -> frozenset[str]:
+        """Return the names of classes whose modules aren't split in a model."""
+        classes = self.no_split_module_classes
+        return frozenset(shape.no_split_classes if classes is None else classes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePlan:
-    """What lies in a place.
+    """The tensors on one place.
 
     Attributes:
-        place: Which.
-        budget: Bytes that it may hold; None without a limit.
+        place: The place.
+        budget: Its capacity in bytes; None without a limit.
         used: Bytes of its tensors.
-        reserved: Bytes that are kept free in it for the largest layer that lies elsewhere, which has to be
-            brought there to be computed.
-        leaves: Its tensors, in the order of the model, each with the bytes that it takes there: 0 where
-            another name of it in the same place counts.
+        reserved: Bytes reserved for the largest layer stored elsewhere, which has to be moved there to run.
+        leaves: Its tensors in model order, with their sizes there: 0 if a tied name on the same place counts.
     """
 
     place: Place
@@ -149,12 +147,12 @@ class PlacePlan:
 
 
 class TensorCopy(NamedTuple):
-    """A tensor that a model has under several names, and that lies in several places.
+    """A tied tensor that is copied to several places.
 
     Attributes:
-        names: In the order of the model.
-        places: Of each name.
-        num_bytes: In each of these places.
+        names: Its names, in model order.
+        places: The place of each name.
+        num_bytes: Size of each copy.
     """
 
     names: tuple[str, ...]
@@ -164,15 +162,15 @@ class TensorCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """Where every tensor of a model lies. Printed, it is a table.
+    """The place of every tensor of a model. It prints as a table.
 
     Attributes:
-        entries: Place by name of a module or a tensor, in the order in which they were placed.
-        places: What lies in each place, the fastest first; also those where nothing does.
-        ties: Names that are one tensor, in one place.
-        copies: Names that are one tensor in the model, and copies of it in several places.
-        warnings: What may surprise.
-        options: With which it was made.
+        entries: Places by name of a module or tensor, in the order of allocation.
+        places: The tensors of each place, fastest first; also of empty places.
+        ties: Groups of names that share one tensor on one place.
+        copies: Tied tensors that are copied to several places.
+        warnings: Consequences that may be unexpected.
+        options: The options of the plan.
     """
 
     entries: Mapping[str, Place]
@@ -184,7 +182,7 @@ class DevicePlan:
 
     @property
     def device_map(self) -> dict[str, Place]:
-        """The map that :func:`accelfn.dispatch_model` and others take."""
+        """The map that :func:`accelfn.dispatch_model` takes."""
         return clean_device_map(self.entries) if self.options.clean_result else dict(self.entries)
 
     def __str__(self) -> str:
@@ -198,33 +196,32 @@ def plan_device_map(
     budgets: MaxMemory,
     options: PlanOptions | None = None,
     *,
-    say: Callable[[str], object] | None = None,
+    log: Callable[[str], object] | None = None,
 ) -> DevicePlan:
-    """Decide where every tensor of a model lies. Pure: only names and sizes are read.
+    """Choose a place for every tensor of a model. Pure: only names and sizes are read.
 
-    Places are filled one after the other, the fastest first, with the model's tensors in order: parameters of
-    a module, then the modules in it, then its buffers. A module that doesn't fit as a whole is split, unless
-    its class stays whole; once something doesn't fit that can't be split, the place is closed. So each place
-    holds a run of that order, and with a larger budget a longer one. In the first accelerator (in ``"mps"``,
-    if that is one of the places) and in ``"cpu"`` room is kept for the largest layer that comes later, since
-    it will have to be brought there.
+    Places are filled one after another, fastest first, with the model's tensors in order: a module's
+    parameters, its children, its buffers. A module that doesn't fit is split, unless its class forbids that;
+    when something unsplittable doesn't fit, the next place is filled. So each place holds a contiguous range
+    of that order, and a longer one with a larger budget. The first accelerator (or ``"mps"``, if it is among
+    the places) and ``"cpu"`` reserve memory for the largest later layer, which has to be moved there to run.
 
-    What shares a parameter lies in one place: with the first of its modules come all layers that have it. If
-    nothing fits that way, each place gets a copy, and ``copies`` says so.
+    Modules that share a parameter are on one place, together with the first of them.
+    If nothing fits that way, each place gets a copy, which ``copies`` lists.
 
     Ranks: local.
 
     Args:
-        shape: Of the model, from :func:`read_shape` or :func:`shape_from_leaves`.
-        budgets: What each place may hold, in bytes or such as ``"10GB"``. The disk holds whatever is left,
-            unless it is given a budget; of the others, those that aren't named aren't used.
+        shape: From :func:`read_shape` or :func:`shape_from_leaves`.
+        budgets: Capacities by place, in bytes or such as ``"10GB"``. The disk holds the remainder, and is
+            unlimited unless it has a budget; other places that aren't listed aren't used.
         options: See :class:`PlanOptions`.
-        say: Is told each decision, as a line.
+        log: Called with a line of text for each decision.
 
     Raises:
-        ValueError: Something fits nowhere: the error says what it needs, and what each place has. Or a budget
-            is of no possible place, or of another form; or ``special_dtypes`` names what the model lacks.
-        TypeError: ``shape`` is no shape, or ``budgets`` no mapping.
+        ValueError: Something fits nowhere (the error names its size and the capacity of each place), a budget
+            or its place is invalid, or ``special_dtypes`` names an unknown tensor.
+        TypeError: ``shape`` isn't a shape, or ``budgets`` isn't a mapping.
 
     >>> from torch import nn
     >>> from accelfn.bigmodel.model_info import read_shape
@@ -236,12 +233,12 @@ def plan_device_map(
     check_names(shape, options.special_dtypes)
     devices = _devices(read_budgets(budgets, "budgets"))
     try:
-        return _plan(shape, devices, options, say)
+        return _plan(shape, devices, options, log)
     except DoesNotFitError:
-        # If copies don't help either, the error is that of the first try: nobody has asked for copies.
+        # If copies don't help either, the first error is raised: the caller didn't ask for copies.
         if shape.ties:
             with suppress(DoesNotFitError):
-                return _plan(shape, devices, options, say, keep_ties=False)
+                return _plan(shape, devices, options, log, keep_ties=False)
         raise
 
 
@@ -256,102 +253,93 @@ def _plan(
     shape: ModelShape,
     devices: Sequence[Budget],
     options: PlanOptions,
-    say: Callable[[str], object] | None,
+    log: Callable[[str], object] | None,
     keep_ties: bool = True,
 ) -> DevicePlan:
     dtype = cast("torch.dtype | CustomDtype | None", options.dtype)
     special = cast("Mapping[str, torch.dtype | CustomDtype]", options.special_dtypes)
-    no_split = options.whole_classes(shape)
+    no_split = options.unsplit_classes(shape)
 
     def size_of(leaf: LeafShape) -> int:
         return counted_bytes(leaf, dtype, special)
 
     units = Units(shape, no_split, size_of, keep_ties)
-    filled = Filling(units, devices, options.fallback_allocation, say)
+    allocation = Allocation(units, devices, options.fallback_allocation, log)
     leaves: list[list[LeafShape]] = [[] for _ in devices]
     tied: dict[int, list[tuple[str, int, int]]] = {}
-    for unit, number in zip(units.units, filled.device_of, strict=True):
+    for unit, device in zip(units.units, allocation.device_of, strict=True):
         for leaf in unit.leaves:
             size = size_of(leaf)
             if leaf.tie is not None:
                 names = tied.setdefault(leaf.tie, [])
-                own = names[0][2] if names else size
-                # One that is there under another name takes nothing.
-                size = 0 if any(other == number for _, other, _ in names) else own
-                names.append((leaf.name, number, own))
-            leaves[number].append(leaf if size == leaf.num_bytes else leaf._replace(num_bytes=size))
+                full_size = names[0][2] if names else size
+                size = 0 if any(other == device for _, other, _ in names) else full_size
+                names.append((leaf.name, device, full_size))
+            leaves[device].append(leaf if size == leaf.num_bytes else leaf._replace(num_bytes=size))
     places = [
         PlacePlan(
-            place=one.place,
-            budget=one.num_bytes,
-            used=filled.used[number],
-            reserved=filled.reserved[number],
-            leaves=tuple(leaves[number]),
+            place=budget.place,
+            budget=budget.num_bytes,
+            used=allocation.used[device],
+            reserved=allocation.reserved[device],
+            leaves=tuple(leaves[device]),
         )
-        for number, one in enumerate(devices)
+        for device, budget in enumerate(devices)
     ]
     ties: list[tuple[str, ...]] = []
     copies: list[TensorCopy] = []
     for group in tied.values():
         names = tuple(name for name, _, _ in group)
-        if len({number for _, number, _ in group}) == 1:
+        if len({device for _, device, _ in group}) == 1:
             ties.append(names)
         else:
-            copies.append(
-                TensorCopy(names, tuple(devices[number].place for _, number, _ in group), group[0][2])
-            )
+            copy_places = tuple(devices[device].place for _, device, _ in group)
+            copies.append(TensorCopy(names, copy_places, group[0][2]))
     return DevicePlan(
-        entries=MappingProxyType({name: devices[number].place for name, number in filled.entries}),
+        entries=MappingProxyType({name: devices[device].place for name, device in allocation.entries}),
         places=tuple(places),
         ties=tuple(ties),
         copies=tuple(copies),
-        warnings=(*_warn_of_classes(shape, no_split), *_warn(places, copies, options)),
+        warnings=(*_class_warnings(shape, no_split), *_memory_warnings(places, copies, options)),
         options=options,
     )
 
 
-def _warn_of_classes(shape: ModelShape, names: Collection[str]) -> Iterator[str]:
+def _class_warnings(shape: ModelShape, names: Collection[str]) -> Iterator[str]:
     known = {module.class_name for module in shape.root.modules()}
     unknown = sorted(set(names) - known - set(shape.no_split_classes))
     if unknown:
         yield (
-            f"no_split_module_classes: no module of the model is of the class{'es' * (len(unknown) > 1)} "
-            f"{tell_unknown(unknown, known)}, so nothing stays whole by "
-            f"{'that name' if len(unknown) == 1 else 'those names'}."
+            "no_split_module_classes: the model has no modules of class "
+            f"{suggest_names(unknown, known)}. Those names have no effect."
         )
 
 
-def _warn(places: Sequence[PlacePlan], copies: Sequence[TensorCopy], options: PlanOptions) -> Iterator[str]:
-    accelerators = [one for one in places if is_accelerator(one.place)]
-    away = [one for one in places if not is_accelerator(one.place)]
-    buffers = sum(leaf.num_bytes for one in away for leaf in one.leaves if leaf.kind != "parameter")
-    free = [(one.budget or 0) - one.used - one.reserved for one in accelerators]
-    in_use = any(one.leaves for one in accelerators)
+def _memory_warnings(
+    places: Sequence[PlacePlan], copies: Sequence[TensorCopy], options: PlanOptions
+) -> Iterator[str]:
+    accelerators = [plan for plan in places if is_accelerator(plan.place)]
+    offloaded = [leaf for plan in places if not is_accelerator(plan.place) for leaf in plan.leaves]
+    buffers = sum(leaf.num_bytes for leaf in offloaded if leaf.kind != "parameter")
+    free = [(plan.budget or 0) - plan.used - plan.reserved for plan in accelerators]
+    in_use = any(plan.leaves for plan in accelerators)
     if in_use and buffers > max(0, *free) and not options.offload_buffers:
         yield (
-            f"buffers of {size_text(buffers)} are offloaded with their modules, and no accelerator has so "
-            "much left to keep them there. Pass offload_buffers=True, so that they are brought when they are "
-            "needed."
+            f"offloaded modules have buffers of {size_text(buffers)}, which fit on no accelerator. Pass "
+            "offload_buffers=True to offload them too."
         )
-    split = [one for one in copies if any(leaf.kind == "parameter" for leaf in _leaves_of(one, places))]
-    if split:
-        yield (
-            "nothing fits unless tensors are copied that the model has under several names; a change of one "
-            f"copy won't reach the others: {'; '.join(map(_tell_copy, split))}."
-        )
-
-
-def _leaves_of(copy: TensorCopy, places: Sequence[PlacePlan]) -> Iterator[LeafShape]:
-    names = frozenset(copy.names)
-    return (leaf for one in places for leaf in one.leaves if leaf.name in names)
-
-
-def _tell_copy(copy: TensorCopy) -> str:
-    return ", ".join(f"{name} on {place!r}" for name, place in zip(copy.names, copy.places, strict=True))
+    parameters = {leaf.name for plan in places for leaf in plan.leaves if leaf.kind == "parameter"}
+    copied = [
+        ", ".join(f"{name} on {place!r}" for name, place in zip(copy.names, copy.places, strict=True))
+        for copy in copies
+        if parameters.intersection(copy.names)
+    ]
+    if copied:
+        yield f"the model only fits with independent copies of tied parameters: {'; '.join(copied)}."
 
 
 DeviceMap: TypeAlias = "str | Mapping[str, PlaceLike]"
-"""``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, or places by names of modules."""
+"""``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, or places by module name."""
 
 MAP_NAMES = ("auto", "balanced", "balanced_low_0", "sequential")
 _NO_DTYPES: Mapping[str, AnyDtype] = MappingProxyType({})
@@ -368,32 +356,31 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, Place]:
-    """Decide where each part of a model lies, by sizes: see :func:`plan_device_map` for how.
+    """Choose a place for each part of a model by size; :func:`plan_device_map` describes how.
 
     Ranks: local. Only sizes are read, so the model may be on the meta device.
 
     Args:
         model: Any module.
-        max_memory: As :func:`get_max_memory` takes it. None for what this machine has free.
-        no_split_module_classes: Names of classes whose modules stay whole, such as those with residual
-            connections. Of a name that is the class of no module a warning tells, unless the model has it in
-            ``_no_split_modules``.
-        dtype: With which the model will be loaded; see :func:`compute_module_sizes`.
-        special_dtypes: Dtypes of single tensors, by name; the model has to have all of them.
+        max_memory: As in :func:`get_max_memory`. None for the free memory of this machine.
+        no_split_module_classes: Names of classes whose modules aren't split, such as those with residual
+            connections. Names of no module's class cause a warning, unless ``_no_split_modules`` has them.
+        dtype: The dtype that the model will be loaded with; see :func:`compute_module_sizes`.
+        special_dtypes: Dtypes of single tensors, by name.
         verbose: Print each decision.
-        clean_result: Name a module instead of all its parts, where these lie in one place.
-        offload_buffers: Whether buffers of what is offloaded are offloaded too; it silences a warning.
-        fallback_allocation: Where the first part for an accelerator is too large for it, put the first one
-            there that isn't.
+        clean_result: Return one entry for a module that is on one place.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too; it silences a warning.
+        fallback_allocation: If the first part for an accelerator is too large for it, use the first later
+            part that fits.
 
     Returns:
-        Place by name of a module or a tensor; ``""`` is the whole model.
+        Places by name of a module or tensor; ``""`` is the whole model.
 
     Raises:
-        ValueError: Something fits nowhere: the error says what it needs, and what each place has. Or an
-            argument has another form.
-        TypeError: ``model`` is no module, ``max_memory`` is no mapping, or a size is neither a text nor a
-            number.
+        ValueError: Something fits nowhere (the error names its size and the capacity of each place), or an
+            argument is invalid.
+        TypeError: ``model`` isn't a module, ``max_memory`` isn't a mapping, or a size is neither a string nor
+            a number.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
     >>> infer_auto_device_map(model, {0: 210, "cpu": "1GB"})
@@ -407,9 +394,8 @@ def infer_auto_device_map(
         offload_buffers=offload_buffers,
         fallback_allocation=fallback_allocation,
     )
-    say = print if verbose else None
     shape = read_shape(model, "infer_auto_device_map")
-    plan = plan_device_map(shape, get_max_memory(max_memory), options, say=say)
+    plan = plan_device_map(shape, get_max_memory(max_memory), options, log=print if verbose else None)
     return _with_warnings(plan)
 
 
@@ -425,27 +411,27 @@ def plan_named_map(
     max_memory: MaxMemory | None = None,
     options: PlanOptions | None = None,
 ) -> DevicePlan:
-    """Plan what one of the names of maps stands for.
+    """Plan a device map by strategy.
 
-    ``"auto"`` and ``"balanced"`` spread a model evenly over the accelerators, ``"balanced_low_0"`` leaves the
-    first one as free as it can, and ``"sequential"`` fills one after the other.
+    ``"auto"`` and ``"balanced"`` use all accelerators evenly, ``"balanced_low_0"`` leaves as much of the
+    first one free as possible, and ``"sequential"`` fills one after another.
 
     Ranks: local.
 
     Args:
-        shape: Of the model.
-        name: One of ``MAP_NAMES``.
-        max_memory: As :func:`get_max_memory` takes it. None for what this machine has free.
+        shape: The shape of the model.
+        name: The strategy.
+        max_memory: As in :func:`get_max_memory`. None for the free memory of this machine.
         options: See :class:`PlanOptions`.
 
     Raises:
-        ValueError: There is no such name, or as :func:`plan_device_map` does.
-        TypeError: As :func:`plan_device_map` does.
+        ValueError: There is no such strategy, or as in :func:`plan_device_map`.
+        TypeError: As in :func:`plan_device_map`.
     """
     if name not in MAP_NAMES:
         raise ValueError(
-            f"device_map must be one of {', '.join(map(repr, MAP_NAMES))}, or places by names of modules "
-            f"such as {{'': 0}}: got {name!r}."
+            f"device_map must be one of {', '.join(map(repr, MAP_NAMES))}, or places by module name, such as "
+            f"{{'': 0}}: got {name!r}."
         )
     options = PlanOptions() if options is None else options
     budgets = get_max_memory(max_memory)
@@ -461,24 +447,23 @@ def resolve_device_map(
     max_memory: MaxMemory | None = None,
     options: PlanOptions | None = None,
 ) -> dict[str, Place]:
-    """Return the map that a caller asks for, by a name or as it is.
+    """Return a device map: planned if it is the name of a strategy, and checked otherwise.
 
     Ranks: local. Only sizes are read, so the model may be on the meta device.
 
     Args:
         model: Any module, or its shape.
-        device_map: A name, see :func:`plan_named_map`; or a map, which is checked.
-        max_memory: As :func:`get_max_memory` takes it; for a name.
-        options: For a name. None: what the model names in ``_no_split_modules`` stays whole, as in models of
-            transformers.
+        device_map: A strategy, see :func:`plan_named_map`, or a map.
+        max_memory: As in :func:`get_max_memory`, for a strategy.
+        options: For a strategy. None: classes in the model's ``_no_split_modules`` aren't split.
 
     Returns:
-        Place by name of a module or a tensor.
+        Places by name of a module or tensor.
 
     Raises:
-        ValueError: As :func:`plan_named_map` and :func:`check_device_map` do.
-        TypeError: ``model`` is no module, ``device_map`` neither a name nor a map; or as
-            :func:`plan_named_map` does.
+        ValueError: As in :func:`plan_named_map` and :func:`check_device_map`.
+        TypeError: ``model`` isn't a module, ``device_map`` is neither a name nor a map, or as in
+            :func:`plan_named_map`.
     """
     shape = model if isinstance(model, ModelShape) else read_shape(model)
     if isinstance(device_map, Mapping):
@@ -489,10 +474,10 @@ def resolve_device_map(
 
 
 def read_places(device_map: Mapping[str, object]) -> dict[str, Place]:
-    """Read the places of a device map, which this machine must have.
+    """Normalise the places of a device map, and check that this machine has them.
 
     Raises:
-        ValueError: There is no such place, or this machine lacks it.
+        ValueError: A place is unknown, or this machine lacks it.
     """
     places = {name: read_place(place, f"device_map[{name!r}]") for name, place in device_map.items()}
     for name, place in places.items():
@@ -502,40 +487,42 @@ def read_places(device_map: Mapping[str, object]) -> dict[str, Place]:
 
 
 def check_device_map(model: nn.Module | ModelShape, device_map: Mapping[str, PlaceLike]) -> None:
-    """Check that a map names what a model has, and has a place for all that its state dict holds.
+    """Check that the names of a map exist in a model, and that it covers the model's state dict.
 
     Ranks: local.
 
     Args:
         model: Any module, or its shape.
-        device_map: Places by names of modules, parameters or buffers; ``""`` is the whole model.
+        device_map: Places by name of a module, parameter or buffer; ``""`` is the whole model.
 
     Raises:
-        ValueError: A name isn't in the model, a tensor is neither named nor in a module that is, or there is
-            no such place.
-        TypeError: ``model`` is no module, or ``device_map`` no mapping.
+        ValueError: The model lacks a name, the map covers a tensor neither by name nor by a module around, or
+            a place is unknown.
+        TypeError: ``model`` isn't a module, or ``device_map`` isn't a mapping.
     """
     shape = model if isinstance(model, ModelShape) else read_shape(model, "check_device_map")
     if not isinstance(cast("object", device_map), Mapping):
         raise TypeError(
-            f"device_map takes places by names of modules, such as {{'': 0}}: got {device_map!r}. "
-            "load_checkpoint_and_dispatch takes 'auto' and the like, and infer_auto_device_map makes a map."
+            f"device_map must map module names to places, such as {{'': 0}}: got {device_map!r}. Pass 'auto' "
+            "to load_checkpoint_and_dispatch, or plan a map with infer_auto_device_map."
         )
     modules = {module.name for module in shape.root.modules()}
     leaves = list(shape.root.leaves())
     known = modules | {leaf.name for leaf in leaves}
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        raise ValueError(f"device_map names what the model doesn't have: {tell_unknown(unknown, known)}.")
+        raise ValueError(
+            "device_map names modules or tensors that the model doesn't have: "
+            f"{suggest_names(unknown, known)}."
+        )
     for name, place in device_map.items():
         read_place(place, f"device_map[{name!r}]")
-    lost = [
-        leaf.name for leaf in leaves if leaf.kind != "temporary" and place_of(leaf.name, device_map) is None
-    ]
-    if lost:
+    stored = [leaf.name for leaf in leaves if leaf.kind != "non_persistent"]
+    missing = [name for name in stored if place_of(name, device_map) is None]
+    if missing:
         raise ValueError(
-            f"device_map has no place for {listed(lost)}. Name "
-            f"{'it' if len(lost) == 1 else 'them'}, a module around, or the whole model as ''."
+            f"device_map has no place for {listed(missing)}. Add an entry for "
+            f"{'it' if len(missing) == 1 else 'them'}, for a module around, or for the whole model ('')."
         )
 
 
@@ -547,25 +534,25 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, AnyDtype] | None = None,
     low_zero: bool = False,
 ) -> dict[Place, int]:
-    """Lower the budgets of accelerators, so that a model that would fit on few is spread evenly over all.
+    """Reduce the budgets of accelerators, so that a model that would fit on few is balanced over all.
 
-    Ranks: local. See :func:`get_max_memory` for what it asks the machine.
+    Ranks: local. :func:`get_max_memory` describes what it queries.
 
     Args:
         model: Any module, also on the meta device.
-        max_memory: As :func:`get_max_memory` takes it. With a single accelerator and without this, a tenth of
-            its memory is left for what the model computes.
-        no_split_module_classes: Names of classes whose modules stay whole.
-        dtype: With which the model will be loaded; see :func:`compute_module_sizes`.
+        max_memory: As in :func:`get_max_memory`. Without it, a single accelerator keeps a tenth of its memory
+            free for activations.
+        no_split_module_classes: Names of classes whose modules aren't split.
+        dtype: The dtype that the model will be loaded with; see :func:`compute_module_sizes`.
         special_dtypes: Dtypes of single tensors, by name.
         low_zero: Leave as much as possible of the first accelerator free.
 
     Returns:
-        Bytes by place, the fastest first. ``max_memory`` is left as it is.
+        Bytes by place, fastest first. ``max_memory`` isn't modified.
 
     Raises:
-        ValueError: As :func:`get_max_memory` and :func:`compute_module_sizes` do.
-        TypeError: As :func:`get_max_memory` does.
+        ValueError: As in :func:`get_max_memory` and :func:`compute_module_sizes`.
+        TypeError: As in :func:`get_max_memory`.
     """
     shape = read_shape(model, "get_balanced_memory")
     check_names(shape, special_dtypes)
@@ -585,33 +572,33 @@ def _balance_budgets(
     low_zero: bool,
     leave_tenth: bool,
 ) -> dict[Place, int]:
-    """Do what :func:`get_balanced_memory` does for a shape. Pure.
+    """Return what :func:`get_balanced_memory` returns, for a shape. Pure.
 
-    Each accelerator but the last gets an equal share, and on top of it a quarter more than the largest block
-    or, if that is larger, than layers have on average.
+    Each accelerator but the last gets an equal share, plus 1.25 times the largest unsplit block or the mean
+    layer size, whichever is larger.
 
     Args:
-        shape: Of the model.
-        budgets: Bytes by place, the fastest first.
-        options: Of the plan.
+        shape: The shape of the model.
+        budgets: Bytes by place, fastest first.
+        options: The options of the plan.
         low_zero: Leave as much as possible of the first accelerator free.
-        leave_tenth: If there is one accelerator, leave a tenth of it free.
+        leave_tenth: Leave a tenth of a single accelerator free.
     """
-    found = dict(budgets)
+    balanced = dict(budgets)
     accelerators = [place for place in budgets if is_accelerator(place)]
     used = [place for place in accelerators if budgets[place] > 0]
     if len(used) <= 1:
         if used and leave_tenth:
-            found[used[0]] = found[used[0]] * 9 // 10
-        return found
+            balanced[used[0]] = balanced[used[0]] * 9 // 10
+        return balanced
     sizes = sizes_of(shape, options.dtype, options.special_dtypes)
     total = sizes[""]
     share = total // (len(used) - low_zero)
-    kept = options.whole_classes(shape)
+    unsplit = options.unsplit_classes(shape)
     class_of = {module.name: module.class_name for module in shape.root.modules()}
-    blocks: dict[str, int] = {}  # the first of each class stands for all
+    blocks: dict[str, int] = {}  # size of the first module of each class
     for name, size in sizes.items():
-        if name and class_of.get(name) in kept:
+        if name and class_of.get(name) in unsplit:
             blocks.setdefault(class_of[name], size)
     tensors = frozenset(get_module_leaves(sizes))
     layers = get_module_leaves({name: size for name, size in sizes.items() if name not in tensors})
@@ -620,8 +607,8 @@ def _balance_budgets(
     first, last = accelerators[0], used[-1]
     for place in used:
         if place != last and not (low_zero and place == first):
-            found[place] = min(share, found[place])
+            balanced[place] = min(share, balanced[place])
     if low_zero:
-        others = sum(found[place] for place in accelerators if place != first)
-        found[first] = min(found[first], max(0, total - others))
-    return found
+        rest = sum(balanced[place] for place in accelerators if place != first)
+        balanced[first] = min(balanced[first], max(0, total - rest))
+    return balanced

@@ -1,4 +1,4 @@
-"""Plans and estimates as text, SVG and HTML."""
+"""Device plans and memory estimates as text, SVG and HTML."""
 
 from __future__ import annotations
 
@@ -15,115 +15,115 @@ _BAR_CHARS = 30
 
 _PLACE_PARTS = (
     ("weights", "#7fb0dc"),
-    ("kept free for the largest layer that comes later", "#f3c9a5"),
+    ("reserved for the largest later layer", "#f3c9a5"),
     ("free", "#eeeeee"),
 )
 
 
 class _Block(NamedTuple):
-    """Tensors of one module that follow each other."""
+    """Consecutive tensors of one module."""
 
     name: str
-    is_part: bool  # the others of the module are in another place
+    is_part: bool  # other tensors of the module are on another place
 
 
 def draw_device_plan(plan: DevicePlan) -> str:
-    """Draw a plan as a table of text. Pure.
+    """Draw a plan as a text table. Pure.
 
-    ``#`` is what lies in a place, ``/`` what is kept free for the largest layer that comes later, and ``.``
-    the rest of its budget. Below it stands what lies where; of what is marked as a part, the rest is
-    elsewhere.
+    ``#`` is used memory, ``/`` memory reserved for the largest later layer, and ``.`` free memory.
+    The modules of each place are listed below; those marked as a part are split over several places.
 
     Args:
         plan: From :func:`plan_device_map`.
 
     Returns:
-        Lines without a newline at the end.
+        Lines without a final newline.
 
     >>> from torch import nn
     >>> from accelfn.bigmodel.device_map import plan_device_map
     >>> from accelfn.bigmodel.model_info import read_shape
     >>> shape = read_shape(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)))
     >>> print(draw_device_plan(plan_device_map(shape, {0: 210, "cpu": 600})))
-    place   used  kept free  budget
-    0       64 B      100 B   210 B  ##########///////////////.....
-    cpu    172 B        0 B   600 B  #########.....................
-    disk     0 B        0 B    none
+    place   used  reserved  budget
+    0       64 B     100 B   210 B  ##########///////////////.....
+    cpu    172 B       0 B   600 B  #########.....................
+    disk     0 B       0 B    none
     <BLANKLINE>
     0      0
     cpu    1..2
     """
-    rows = [("place", "used", "kept free", "budget", "")]
-    for one in plan.places:
-        budget = "none" if one.budget is None else size_text(one.budget)
-        rows.append((str(one.place), size_text(one.used), size_text(one.reserved), budget, _bar(one)))
-    lines = _table(rows)
+    rows = [("place", "used", "reserved", "budget", "")]
+    for place in plan.places:
+        budget = "none" if place.budget is None else size_text(place.budget)
+        rows.append((str(place.place), size_text(place.used), size_text(place.reserved), budget, _bar(place)))
     width = max(len(row[0]) for row in rows)
-    blocks = [(one.place, _blocks(one, plan)) for one in plan.places]
-    held = [f"{place!s:<{width}}  {', '.join(_runs(inside))}" for place, inside in blocks if inside]
-    notes = list(_notes(plan))
-    return "\n".join([*lines, *([""] if held else []), *held, *([""] if notes else []), *notes])
+    modules = [
+        f"{place.place!s:<{width}}  {', '.join(_ranges(_blocks(place, plan)))}"
+        for place in plan.places
+        if place.leaves
+    ]
+    sections = [_table(rows), modules, list(_notes(plan))]
+    return "\n\n".join("\n".join(section) for section in sections if section)
 
 
 def draw_device_plan_svg(plan: DevicePlan, title: str = "Device plan") -> str:
-    """Draw a plan as an SVG image: what weights take of each place, what is kept free, and the rest. Pure.
+    """Draw a plan as an SVG image: used, reserved and free memory of each place. Pure.
 
     Args:
         plan: From :func:`plan_device_map`.
-        title: Stands above it.
+        title: The title of the image.
 
     Returns:
-        A whole SVG document.
+        A complete SVG document.
     """
     bars: list[Bar] = []
-    for one in plan.places:
-        free = max(0, (one.budget or 0) - one.used - one.reserved)
-        bars.append(Bar(str(one.place), _fact(one), (one.used, one.reserved, free)))
+    for place in plan.places:
+        free = max(0, (place.budget or 0) - place.used - place.reserved)
+        bars.append(Bar(str(place.place), _usage_text(place), (place.used, place.reserved, free)))
     return draw_bars_svg([title], bars, _PLACE_PARTS)
 
 
 def draw_device_plan_html(plan: DevicePlan, title: str = "Device plan") -> str:
-    """Draw a plan as a page of HTML that needs nothing else: the image, and a list of all tensors. Pure.
+    """Draw a plan as a self-contained HTML page: the image, and a list of all tensors. Pure.
 
     Args:
         plan: From :func:`plan_device_map`.
-        title: Of the page.
+        title: The title of the page.
 
     Returns:
-        A whole document.
+        A complete HTML document.
     """
     lists: list[str] = []
-    for one in plan.places:
+    for place in plan.places:
         rows = "".join(
             f"<tr><td>{escape(leaf.name)}</td><td>{size_text(leaf.num_bytes)}</td></tr>"
-            for leaf in one.leaves
+            for leaf in place.leaves
         )
-        count = "1 tensor" if len(one.leaves) == 1 else f"{len(one.leaves)} tensors"
-        blocks = escape(", ".join(_runs(_blocks(one, plan))))
+        count = "1 tensor" if len(place.leaves) == 1 else f"{len(place.leaves)} tensors"
+        blocks = escape(", ".join(_ranges(_blocks(place, plan))))
         lists.append(
-            f"<details><summary><b>{one.place}</b>: {count}, {_fact(one)}. {blocks}</summary>"
+            f"<details><summary><b>{place.place}</b>: {count}, {_usage_text(place)}. {blocks}</summary>"
             f"<table>{rows}</table></details>"
         )
     notes = "".join(f"<p>{escape(note)}</p>" for note in _notes(plan))
+    image = draw_device_plan_svg(plan, title).rstrip()
+    return _page(title, f"<h1>{escape(title)}</h1>", image, *lists, notes)
+
+
+def _page(title: str, *body: str) -> str:
     style = (
         "body{font-family:sans-serif;margin:2em;max-width:80em}svg{max-width:100%;height:auto}"
-        "td{padding:0 1em 0 0;font-family:monospace}td+td{text-align:right}summary{margin:.5em 0}"
+        "td,th{padding:.2em 1em .2em 0;font-family:monospace;text-align:right}"
+        "td:first-child,th:first-child{text-align:left}summary{margin:.5em 0}"
     )
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
     return "\n".join(
-        [
-            "<!doctype html>",
-            f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
-            f"<style>{style}</style></head><body><h1>{escape(title)}</h1>",
-            draw_device_plan_svg(plan, title).rstrip(),
-            *lists,
-            notes,
-            "</body></html>\n",
-        ]
+        ["<!doctype html>", f'<html lang="en"><head>{head}</head><body>', *body, "</body></html>\n"]
     )
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Write rows with their first four columns aligned: the first one to the left."""
+    """Align the first four columns of rows, the first one to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -134,46 +134,46 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _fact(one: PlacePlan) -> str:
-    budget = "no limit" if one.budget is None else size_text(one.budget)
-    return f"{size_text(one.used)} of {budget}"
+def _usage_text(place: PlacePlan) -> str:
+    budget = "no limit" if place.budget is None else size_text(place.budget)
+    return f"{size_text(place.used)} of {budget}"
 
 
-def _bar(one: PlacePlan) -> str:
-    if one.budget is None:
+def _bar(place: PlacePlan) -> str:
+    if place.budget is None:
         return ""
-    # Rounded up, so that what is there is seen; what is free is what remains.
-    used = -(-one.used * _BAR_CHARS // one.budget) if one.budget else 0
-    kept = min(_BAR_CHARS - used, -(-one.reserved * _BAR_CHARS // one.budget)) if one.budget else 0
-    return "#" * used + "/" * kept + "." * (_BAR_CHARS - used - kept)
+    # Rounded up, so that small sizes are visible; free memory is the remainder.
+    used = -(-place.used * _BAR_CHARS // place.budget) if place.budget else 0
+    reserved = min(_BAR_CHARS - used, -(-place.reserved * _BAR_CHARS // place.budget)) if place.budget else 0
+    return "#" * used + "/" * reserved + "." * (_BAR_CHARS - used - reserved)
 
 
 def _block_of(name: str) -> str:
-    """Return the module by which a tensor is shown: one of a numbered list if it is in one, or its own.
+    """Return the module that represents a tensor: the outermost numbered one, or its own module.
 
     >>> _block_of("model.layers.3.mlp.0.weight"), _block_of("model.norm.weight"), _block_of("scale")
     ('model.layers.3', 'model.norm', 'scale')
     """
     path = name.split(".")
-    number = next((place for place, part in enumerate(path[:-1]) if part.isdecimal()), None)
-    return ".".join(path[: number + 1] if number is not None else path[:-1] or path)
+    position = next((position for position, part in enumerate(path[:-1]) if part.isdecimal()), None)
+    return ".".join(path[: position + 1] if position is not None else path[:-1] or path)
 
 
-def _blocks(one: PlacePlan, plan: DevicePlan) -> list[_Block]:
-    """Return the blocks in a place, in order."""
-    elsewhere = {_block_of(leaf.name) for other in plan.places if other is not one for leaf in other.leaves}
-    found: list[_Block] = []
-    for leaf in one.leaves:
+def _blocks(place: PlacePlan, plan: DevicePlan) -> list[_Block]:
+    """Return the blocks on a place, in order."""
+    elsewhere = {_block_of(leaf.name) for other in plan.places if other is not place for leaf in other.leaves}
+    blocks: list[_Block] = []
+    for leaf in place.leaves:
         name = _block_of(leaf.name)
-        if not found or found[-1].name != name:
-            found.append(_Block(name, name in elsewhere))
-    return found
+        if not blocks or blocks[-1].name != name:
+            blocks.append(_Block(name, name in elsewhere))
+    return blocks
 
 
-def _runs(blocks: Iterable[_Block]) -> Iterator[str]:
-    """Write blocks out, and those of a list that follow each other as first..last.
+def _ranges(blocks: Iterable[_Block]) -> Iterator[str]:
+    """Write consecutive blocks of a list as first..last.
 
-    >>> list(_runs([_Block("a.0", False), _Block("a.1", False), _Block("a.2", True)]))
+    >>> list(_ranges([_Block("a.0", False), _Block("a.1", False), _Block("a.2", True)]))
     ['a.0..1', 'a.2 (part)']
     """
     run: list[tuple[str, int]] = []
@@ -192,101 +192,86 @@ def _runs(blocks: Iterable[_Block]) -> Iterator[str]:
 
 
 def _notes(plan: DevicePlan) -> Iterator[str]:
-    yield from (f"one tensor: {' = '.join(names)}" for names in plan.ties)
+    yield from (f"tied: {' = '.join(names)}" for names in plan.ties)
     for copy in plan.copies:
         names = ", ".join(f"{name} on {place}" for name, place in zip(copy.names, copy.places, strict=True))
-        yield f"copies of {size_text(copy.num_bytes)} each: {names}"
+        yield f"copies ({size_text(copy.num_bytes)} each): {names}"
     yield from (f"warning: {text}" for text in plan.warnings)
 
 
 _HEADS = ("dtype", "largest layer", "all weights", "training with Adam")
 
-_STYLE = (
-    "body { font-family: sans-serif; margin: 2em } td, th { padding: 0.2em 1em; text-align: right } "
-    "td:first-child, th:first-child { text-align: left }"
-)
 _PARTS = (
     ("largest layer", "#14407a"),
     ("other weights", "#7fb0dc"),
     ("gradients", "#f3c9a5"),
-    ("states of Adam", "#e0945a"),
+    ("Adam states", "#e0945a"),
 )
 
 
 def draw_estimate(estimate: MemoryEstimate, title: str) -> str:
-    """Draw an estimate as a table of text. Pure.
+    """Draw an estimate as a text table. Pure.
 
     Args:
         estimate: From :func:`estimate_memory`.
-        title: What the model is called.
+        title: The name of the model.
 
     Returns:
-        Lines without a newline at the end.
+        Lines without a final newline.
     """
-    rows = [_HEADS, *(_cells(one) for one in estimate.dtypes)]
-    return "\n".join([*_about(estimate, title), *_table(rows)])
+    rows = [_HEADS, *(_cells(row) for row in estimate.dtypes)]
+    return "\n".join([*_summary(estimate, title), "", *_table(rows)])
 
 
 def draw_estimate_svg(estimate: MemoryEstimate, title: str) -> str:
-    """Draw an estimate as bars: for each dtype what the weights take, and what training takes. Pure.
+    """Draw an estimate as an SVG image: for each dtype a bar for the weights and one for training. Pure.
 
     Args:
         estimate: From :func:`estimate_memory`.
-        title: What the model is called.
+        title: The name of the model.
 
     Returns:
-        A whole SVG document.
+        A complete SVG document.
     """
-    bars = [bar for one in estimate.dtypes for bar in _bars(one)]
-    return draw_bars_svg([line for line in _about(estimate, title) if line], bars, _PARTS)
+    bars = [bar for row in estimate.dtypes for bar in _bars(row)]
+    return draw_bars_svg(_summary(estimate, title), bars, _PARTS)
 
 
 def draw_estimate_html(estimate: MemoryEstimate, title: str) -> str:
-    """Draw an estimate as a page with the picture and the table. Pure.
+    """Draw an estimate as a self-contained HTML page with the image and the table. Pure.
 
     Args:
         estimate: From :func:`estimate_memory`.
-        title: What the model is called.
+        title: The name of the model.
 
     Returns:
-        A whole HTML document that needs nothing else.
+        A complete HTML document.
     """
-    about = [escape(line) for line in _about(estimate, title) if line]
     head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEADS)
     rows = [
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(one)) + "</tr>"
-        for one in estimate.dtypes
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) + "</tr>"
+        for row in estimate.dtypes
     ]
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f"<title>{about[0]}</title>",
-            f"<style>{_STYLE}</style>",
-            "</head>\n<body>",
-            draw_estimate_svg(estimate, title),
-            f"<table>\n<tr>{head}</tr>",
-            *rows,
-            "</table>\n</body>\n</html>\n",
-        ]
-    )
+    table = "\n".join([f"<table><tr>{head}</tr>", *rows, "</table>"])
+    return _page(_summary(estimate, title)[0], draw_estimate_svg(estimate, title), table)
 
 
-def _cells(one: DtypeEstimate) -> tuple[str, str, str, str]:
-    training = "-" if one.training is None else size_text(one.training.peak)
-    return one.dtype, size_text(one.largest_layer), size_text(one.total), training
+def _cells(row: DtypeEstimate) -> tuple[str, str, str, str]:
+    training = "-" if row.training is None else size_text(row.training.peak)
+    return row.dtype, size_text(row.largest_layer), size_text(row.total), training
 
 
-def _about(estimate: MemoryEstimate, title: str) -> list[str]:
+def _summary(estimate: MemoryEstimate, title: str) -> list[str]:
     lines = [f"{title}: {_count_text(estimate.num_parameters)} parameters"]
-    names = [name for one in estimate.dtypes[:1] for name in one.largest_names]
+    names = [name for row in estimate.dtypes[:1] for name in row.largest_names]
     if names:
         more = f" and {len(names) - 1} more of its size" if len(names) > 1 else ""
         lines.append(f"largest layer: {names[0] or 'the whole model'}{more}")
-    return [*lines, ""]
+    return lines
 
 
 def _count_text(number: int) -> str:
-    """Write a number of parameters.
+    """Format a number of parameters.
 
     >>> _count_text(950), _count_text(109_482_240), _count_text(7_241_732_096)
     ('950', '109.5 million', '7.2 billion')
@@ -297,9 +282,9 @@ def _count_text(number: int) -> str:
     return str(number)
 
 
-def _bars(one: DtypeEstimate) -> list[Bar]:
-    weights = (one.largest_layer, one.total - one.largest_layer)
-    found = [Bar(one.dtype, "weights", weights)]
-    if one.training is not None:
-        found.append(Bar("", "training", (*weights, one.training.gradients, one.training.optimizer)))
-    return found
+def _bars(row: DtypeEstimate) -> list[Bar]:
+    weights = (row.largest_layer, row.total - row.largest_layer)
+    bars = [Bar(row.dtype, "weights", weights)]
+    if row.training is not None:
+        bars.append(Bar("", "training", (*weights, row.training.gradients, row.training.optimizer)))
+    return bars

@@ -1,7 +1,7 @@
-"""Build a model whose weights take no memory: they have names, shapes and dtypes, and no values yet.
+"""Build a model without allocating its weights: they have names, shapes and dtypes, but no values.
 
-torch calls a hook for each parameter that a module registers, and the hook moves it in the thread that has
-entered the context: a model that another thread builds at the same time is an ordinary one. The hook stays
+torch calls a hook for each parameter that a module registers. The hook moves the parameter if the calling
+thread has entered the context, so models that other threads build meanwhile aren't affected. It stays
 registered, and does nothing outside of a context.
 """
 
@@ -32,30 +32,29 @@ _VARIABLES = ("ACCELFN_INIT_INCLUDE_BUFFERS", "ACCELERATE_INIT_INCLUDE_BUFFERS")
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Generator[None, None, None]:
-    """Build models inside without memory for their weights: every parameter goes to the device ``meta``.
+    """Build models without memory for their weights: every parameter is on the ``meta`` device.
 
     A parameter is replaced by one without values when a module registers it, before the module initialises
-    it. Until then torch reserves its memory, which the system provides where something is written to it: so
-    layers of torch take none, and a parameter that is made of values, as ``nn.Parameter(torch.randn(...))``
-    is, takes its own memory for that moment. Ties are kept, as are classes of parameters, their attributes
-    and ``requires_grad``.
+    it. Until then its memory is only reserved, since the system provides pages when they are written: torch's
+    own layers take none, and a parameter made from values, such as ``nn.Parameter(torch.randn(...))``, takes
+    its own memory for a moment. Ties, parameter classes, their attributes and ``requires_grad`` are kept.
 
-    Weights draw no random numbers once a module holds them, so seeded random buffers may differ from those of
-    the plain construction.
+    Weights draw no random numbers once they are registered, so seeded random buffers may differ from those of
+    ordinary construction.
 
-    What a module computes from its weights in ``__init__`` is computed on ``meta`` too: shapes come out right
-    and there are no values. Code that needs a value, such as ``weight.item()``, gets torch's own error.
+    What a module computes from its weights in ``__init__`` is computed on ``meta`` too, which has shapes but
+    no values. Code that needs a value, such as ``weight.item()``, raises torch's own error.
 
-    Effect: on the calling thread, until the context is left. Also a decorator of functions that build models.
+    Effect: on the calling thread, until the context is left. Also usable as a decorator.
 
     Args:
-        include_buffers: Whether buffers have no values either: then every tensor that is made inside without
-            a device of its own goes to ``meta``. By default they are real, as nothing else may hold their
-            values. None reads ``ACCELFN_INIT_INCLUDE_BUFFERS``, then ``ACCELERATE_INIT_INCLUDE_BUFFERS``, and
-            is False where neither is set.
+        include_buffers: Whether buffers are on ``meta`` too; then every tensor that is created inside without
+            an explicit device is. By default they are real, since their values may exist nowhere else. None
+            reads ``ACCELFN_INIT_INCLUDE_BUFFERS``, then ``ACCELERATE_INIT_INCLUDE_BUFFERS``, and defaults to
+            False.
 
     Raises:
-        ConfigurationError: The environment variable is set to what is neither true nor false.
+        ConfigurationError: The environment variable is neither true nor false.
 
     >>> with init_empty_weights():
     ...     model = torch.nn.Linear(20_000, 20_000)
@@ -70,69 +69,70 @@ def init_empty_weights(include_buffers: bool | None = None) -> Generator[None, N
 def init_on_device(
     device: torch.device | str | int, include_buffers: bool | None = None
 ) -> Generator[None, None, None]:
-    """Build models inside with their parameters on one device.
+    """Build models with their parameters on one device.
 
-    A parameter is moved when a module gets it, so what the module does to initialise it is done there. On the
-    CPU all values are, bit for bit, those of the plain construction with the same seed.
+    A parameter is moved when a module registers it, so the module initialises it on that device. On the CPU
+    all values are bit for bit those of ordinary construction with the same seed.
 
-    Effect: on the calling thread, until the context is left. Also a decorator of functions that build models.
-    Of nested contexts the innermost counts.
+    Effect: on the calling thread, until the context is left. Also usable as a decorator. Of nested contexts
+    the innermost applies.
 
     Args:
-        device: Where parameters go: ``"meta"``, or what :func:`dispatch_model` takes for a device.
-        include_buffers: Whether buffers, and all other tensors that are made inside without a device of their
-            own, go there too. None: as :func:`init_empty_weights` has it.
+        device: ``"meta"``, or any device that :func:`dispatch_model` accepts.
+        include_buffers: Whether buffers, and all other tensors that are created inside without an explicit
+            device, are on it too. None: as in :func:`init_empty_weights`.
 
     Raises:
-        ValueError: There is no such device here.
-        ConfigurationError: The environment variable is set to what is neither true nor false.
+        ValueError: This machine has no such device.
+        ConfigurationError: The environment variable is neither true nor false.
 
     >>> with init_on_device("meta", include_buffers=True):
     ...     norm = torch.nn.BatchNorm1d(3)
     >>> norm.weight.device.type, norm.running_mean.device.type
     ('meta', 'meta')
     """
-    target = _device(device)
-    with_buffers = _with_buffers() if include_buffers is None else include_buffers
-    _watch_parameters()
-    outer, _HERE.moves = _HERE.moves, _ParametersOn(target)
+    if str(device) == "meta":
+        target = torch.device("meta")
+    else:
+        target = check_device(read_place(device, "init_on_device"), "init_on_device")
+    if include_buffers is None:
+        variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        include_buffers = read_settings(variables).init_include_buffers or False
+    # Once: torch's hooks are of the whole process, and another thread may be calling them.
+    torch_hooks = cast("Any", nn_module)
+    if _move_parameter not in torch_hooks._global_parameter_registration_hooks.values():
+        torch_hooks.register_module_parameter_registration_hook(_move_parameter)
+    outer, _HERE.mover = _HERE.mover, _ParameterMover(target)
     try:
-        with _FactoriesOn(target) if with_buffers else nullcontext():
+        with _FactoriesOn(target) if include_buffers else nullcontext():
             yield
     finally:
-        _HERE.moves = outer
+        _HERE.mover = outer
 
 
 class _Here(threading.local):
-    """What moves the parameters of this thread's models: that of the innermost context."""
+    """The mover of this thread's innermost context."""
 
-    moves: _ParametersOn | None = None
+    mover: _ParameterMover | None = None
 
 
 _HERE = _Here()
 
 
-def _watch_parameters() -> None:
-    """Register the hook, once: torch's hooks are of the process, and another thread may be calling them."""
-    torchs = cast("Any", nn_module)
-    if _move_here not in torchs._global_parameter_registration_hooks.values():
-        torchs.register_module_parameter_registration_hook(_move_here)
-
-
-def _move_here(module: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor | None:
+def _move_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor | None:
     del module, name
-    return None if _HERE.moves is None else _HERE.moves(parameter)
+    return None if _HERE.mover is None else _HERE.mover(parameter)
 
 
-class _ParametersOn:
+class _ParameterMover:
     """Moves each parameter to a device when a module registers it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._moved: Any = WeakTensorKeyDictionary()  # one for each parameter, so that ties are kept
+        self._moved: Any = WeakTensorKeyDictionary()  # by original parameter, so that ties are kept
 
     def __call__(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the parameter on the device; None where it is there."""
+        """Return the parameter on the device, or None if it is there already."""
         if is_on(parameter, self._device):
             return None
         if parameter not in self._moved:
@@ -140,31 +140,31 @@ class _ParametersOn:
         return self._moved[parameter]
 
     def _move(self, parameter: nn.Parameter) -> torch.Tensor:
-        if nn.parameter.is_lazy(parameter):  # it has no shape yet
+        if nn.parameter.is_lazy(parameter):  # uninitialised, without a shape
             data = torch.empty(0, dtype=parameter.dtype, device=self._device)
         else:
             data = parameter.detach().to(self._device)
         if nn.Parameter in type(parameter).__mro__:
-            # Not by its constructor: that of a quantised class may want to quantise, or arguments of its own.
-            made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-            vars(made).update(vars(parameter))
-            return made
-        made = nn.Parameter(data, parameter.requires_grad)  # a class of tensors that are marked as parameters
+            # Not through the constructor, which may quantise, or require other arguments.
+            moved = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+            vars(moved).update(vars(parameter))
+            return moved
+        moved = nn.Parameter(data, parameter.requires_grad)  # a tensor subclass marked as a parameter
         for key, value in vars(parameter).items():
-            vars(made).setdefault(key, value)
-        return made
+            vars(moved).setdefault(key, value)
+        return moved
 
 
 class _FactoriesOn(DeviceContext):
-    """``torch.device`` as a context, less the note of it that torch keeps for the whole process.
+    """``torch.device`` as a context, without the global variable in which torch records it.
 
-    Threads that enter and leave such contexts in turns would leave that note wrong for all others.
+    Threads that enter and leave such contexts alternately would leave that variable wrong for all others.
     """
 
     _replaced: DeviceContext | None = None
 
     def __enter__(self) -> None:
-        # As torch does it: below all other modes, and in place of the one that is there.
+        # As torch does: below all other modes, in place of an existing device context.
         for mode in (*_take_modes(), self)[::-1]:
             if mode is not self and isinstance(mode, DeviceContext):
                 self._replaced = mode
@@ -178,17 +178,6 @@ class _FactoriesOn(DeviceContext):
 
 
 def _take_modes() -> tuple[TorchFunctionMode, ...]:
-    """Take all modes off this thread's stack; the topmost comes first."""
+    """Pop all modes off this thread's stack, topmost first."""
     size: int = torch._C._len_torch_function_stack()  # pyright: ignore[reportPrivateUsage]
     return tuple(_pop_mode() for _ in range(size))
-
-
-def _device(device: torch.device | str | int) -> torch.device:
-    if str(device) == "meta":
-        return torch.device("meta")
-    return check_device(read_place(device, "init_on_device"), "init_on_device")
-
-
-def _with_buffers() -> bool:
-    given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    return read_settings(given).init_include_buffers or False

@@ -1,4 +1,4 @@
-"""How much memory a model takes: to hold it, its largest layer, and to train it, for each dtype."""
+"""Memory estimates per dtype: for all weights, for the largest layer, and for training."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from accelfn.bigmodel.model_info import (
 )
 
 ESTIMATED_DTYPES = ("float32", "float16", "bfloat16", "float8", "int8", "int4")
-"""Dtypes that are estimated unless others are asked for."""
+"""The default dtypes of :func:`estimate_memory`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEstimate:
-    """What training with Adam takes, in bytes, where everything is of one dtype. Activations come on top.
+    """Memory for training with Adam in one dtype, in bytes, without activations.
 
     Attributes:
-        model: The weights, and the buffers.
-        gradients: As much as the parameters.
-        optimizer: The two states of Adam, each as much as the parameters.
-        step: All of it at once, which is what an optimizer step finds.
+        model: Weights and buffers.
+        gradients: As large as the parameters.
+        optimizer: Both moments of Adam, each as large as the parameters.
+        step: The sum, which an optimizer step needs.
     """
 
     model: int
@@ -44,21 +44,20 @@ class TrainingEstimate:
 
     @property
     def peak(self) -> int:
-        """The most of them: what the device must have at least."""
+        """The maximum: what the device must have at least."""
         return max(self.model, self.gradients, self.optimizer, self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DtypeEstimate:
-    """What a model takes with one dtype, in bytes.
+    """Memory of a model in one dtype, in bytes.
 
     Attributes:
-        dtype: Its name.
-        total: All tensors. What isn't floating keeps its own dtype; what has several names counts once.
-        largest_layer: The largest part that has to be in one place. Running a model that lies elsewhere takes
-            at least this.
-        largest_names: Of all layers of that size, in the order of the model; ``""`` is the model itself.
-        training: With Adam; None for dtypes that nobody trains in.
+        dtype: The name of the dtype.
+        total: All tensors. Non-floating ones keep their dtype; tied ones count once.
+        largest_layer: The largest part that can't be split: the minimum for running an offloaded model.
+        largest_names: The names of all layers of that size, in model order; ``""`` is the model itself.
+        training: Memory for training with Adam; None for inference-only dtypes.
     """
 
     dtype: str
@@ -70,11 +69,12 @@ class DtypeEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """What a model takes.
+    """Memory of a model in several dtypes.
 
     Attributes:
-        num_parameters: Numbers in its parameters, or in all tensors where a file doesn't tell them apart.
-        dtypes: One estimate for each dtype, in the order in which they were asked for.
+        num_parameters: Number of elements of its parameters; of all tensors for a file, which doesn't
+            distinguish buffers.
+        dtypes: The estimates, in the order of the requested dtypes.
     """
 
     num_parameters: int
@@ -84,69 +84,69 @@ class MemoryEstimate:
 def estimate_memory(
     model: nn.Module | ModelShape, dtypes: Iterable[AnyDtype] = ESTIMATED_DTYPES
 ) -> MemoryEstimate:
-    """Return how much memory a model would take with each of several dtypes. Pure.
+    """Estimate the memory of a model in several dtypes. Pure.
 
-    The largest layer is the largest module without modules in it, or of a class that the model doesn't want
-    to be split, or a tensor that stands beside modules.
+    A layer is a module without children, a module of a class in ``_no_split_modules``, or a bare tensor.
 
     Ranks: local. No value is read, so the model may be on the meta device.
 
     Args:
-        model: A module, or what is known of one.
-        dtypes: Of floating tensors, all of which would be of it; as :data:`AnyDtype`, or ``"float8"``.
+        model: A module, or its shape.
+        dtypes: Dtypes of all floating tensors: :data:`AnyDtype`, or ``"float8"``.
 
     Raises:
-        ValueError: There is no such dtype, it isn't one of weights, one is named twice or none is named, or a
-            lazy layer has no shape yet.
+        ValueError: A dtype is unknown, unsuitable for weights or repeated, ``dtypes`` is empty, or a lazy
+            layer has no shape yet.
 
     >>> row = estimate_memory(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), ["float32"]).dtypes[0]
     >>> row.total, row.largest_layer, row.largest_names, row.training.step
     (84, 64, ('0',), 336)
     """
     shape = model if isinstance(model, ModelShape) else read_shape(model)
-    known = _read_dtypes(dtypes)
     parameters = [leaf for leaf in shape.distinct_leaves() if leaf.kind == "parameter"]
     return MemoryEstimate(
         num_parameters=sum(leaf.numel for leaf in parameters),
-        dtypes=tuple(_estimate(shape, parameters, name, dtype) for name, dtype in known),
+        dtypes=tuple(
+            _estimate(shape, parameters, name, dtype) for name, dtype in _read_dtypes(dtypes).items()
+        ),
     )
 
 
 def estimate_json(estimate: MemoryEstimate) -> dict[str, Any]:
-    """Return an estimate as JSON has it: sizes in bytes by dtype, None where nobody trains. Pure."""
-    rows = {one.dtype: asdict(one) for one in estimate.dtypes}
-    for one, row in zip(estimate.dtypes, rows.values(), strict=True):
-        row.pop("dtype")
-        if one.training is not None:
-            row["training"]["peak"] = one.training.peak
+    """Return an estimate as JSON data: sizes in bytes by dtype. Pure."""
+    rows: dict[str, Any] = {}
+    for row in estimate.dtypes:
+        data = asdict(row)
+        rows[data.pop("dtype")] = data
+        if row.training is not None:
+            data["training"]["peak"] = row.training.peak
     return {"num_parameters": estimate.num_parameters, "dtypes": rows}
 
 
-def _read_dtypes(dtypes: Iterable[AnyDtype]) -> list[tuple[str, torch.dtype | CustomDtype]]:
-    given = [dtypes] if isinstance(dtypes, str) else list(dtypes)
-    found: dict[str, torch.dtype | CustomDtype] = {}
-    for one in given:
-        dtype = CustomDtype.FP8 if one == "float8" else read_dtype(one, "dtypes")
+def _read_dtypes(dtypes: Iterable[AnyDtype]) -> dict[str, torch.dtype | CustomDtype]:
+    by_name: dict[str, torch.dtype | CustomDtype] = {}
+    for item in [dtypes] if isinstance(dtypes, str) else list(dtypes):
+        dtype = CustomDtype.FP8 if item == "float8" else read_dtype(item, "dtypes")
         name = dtype.value if isinstance(dtype, CustomDtype) else str(dtype).removeprefix("torch.")
         name = "float8" if dtype is CustomDtype.FP8 else name
         if isinstance(dtype, torch.dtype) and (dtype.is_complex or dtype == torch.bool):
-            raise ValueError(f"dtypes: {one} isn't one of weights. Use float32, bfloat16, int8, int4...")
-        if name in found:
-            raise ValueError(f"dtypes: {one} is named twice.")
-        found[name] = dtype
-    if not found:
-        raise ValueError("dtypes: none is named. Leave it out for the usual ones.")
-    return list(found.items())
+            raise ValueError(f"dtypes: weights can't be {item}. Use float32, bfloat16, int8 or int4.")
+        if name in by_name:
+            raise ValueError(f"dtypes: {item} is repeated. Remove one.")
+        by_name[name] = dtype
+    if not by_name:
+        raise ValueError("dtypes is empty. Omit it for the defaults.")
+    return by_name
 
 
 def _estimate(
     shape: ModelShape, parameters: Sequence[LeafShape], name: str, dtype: torch.dtype | CustomDtype
 ) -> DtypeEstimate:
-    changed = {leaf.name: dtype for leaf in shape.root.leaves() if _is_weight(leaf)}
-    sizes = sizes_of(shape, special_dtypes=changed)
-    layers = [(one, sizes.get(one, 0)) for one in _layers(shape.root, frozenset(shape.no_split_classes))]
-    largest = max((size for _, size in layers), default=0)
-    names = tuple(one for one, size in layers if size == largest and size)
+    cast_dtypes = {leaf.name: dtype for leaf in shape.root.leaves() if _is_weight(leaf)}
+    sizes = sizes_of(shape, special_dtypes=cast_dtypes)
+    layers = list(_layers(shape.root, frozenset(shape.no_split_classes)))
+    largest = max((sizes.get(name, 0) for name in layers), default=0)
+    names = tuple(name for name in layers if sizes.get(name, 0) == largest and largest)
     return DtypeEstimate(
         dtype=name,
         total=sizes.get("", 0),
@@ -166,16 +166,16 @@ def _training(
 
 
 def _is_weight(leaf: LeafShape) -> bool:
-    """Whether a tensor would be stored with the dtype of a row."""
+    """Check whether a tensor would be stored in the estimated dtype."""
     return leaf.is_plain and leaf.dtype is not None and leaf.dtype.is_floating_point
 
 
-def _layers(module: ModuleShape, whole: frozenset[str]) -> Iterable[str]:
-    """Name what isn't split: modules, and tensors beside modules."""
-    if not module.children or module.class_name in whole:
+def _layers(module: ModuleShape, unsplit: frozenset[str]) -> Iterable[str]:
+    """Yield the names of unsplit modules and bare tensors."""
+    if not module.children or module.class_name in unsplit:
         yield module.name
         return
     yield from (leaf.name for leaf in module.parameters)
     for child in module.children:
-        yield from _layers(child, whole)
+        yield from _layers(child, unsplit)
     yield from (leaf.name for leaf in module.buffers)

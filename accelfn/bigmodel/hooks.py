@@ -1,8 +1,8 @@
-"""Hooks of a module: code that runs before and after its forward, and may change what goes in and out.
+"""Hooks of a module: code that runs before and after its forward, and may change its inputs and outputs.
 
-Everything goes through torch's own forward hooks. ``forward`` stays what the class says, so its signature,
-``torch.compile``, pickling and copying see nothing new, and the hook stands in ``module._hf_hook``, where
-other libraries look for it.
+They are run by torch's own forward hooks. ``forward`` itself isn't replaced, so its signature,
+``torch.compile``, pickling and copying work as usual. The hook is stored in ``module._hf_hook``, where other
+libraries look for it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _ATTRIBUTE = "_hf_hook"
 
 
 class ModelHook:
-    """What runs around a module's forward. A subclass writes the methods that it needs.
+    """Code that runs around a module's forward. Subclasses override the methods that they need.
 
-    One hook may serve several modules, and several threads at once: what it remembers from
-    :meth:`pre_forward` to :meth:`post_forward` belongs into a place of each call.
+    One hook may be used by several modules and threads at once, so state between :meth:`pre_forward` and
+    :meth:`post_forward` must be kept per call.
 
     Attributes:
         no_grad: Whether the module's forward runs without gradients. Read when the hook is added.
@@ -49,7 +49,7 @@ class ModelHook:
         """Prepare ``module`` when the hook is added to it.
 
         Returns:
-            The module that gets the hook: nearly always the one that came.
+            The module to attach the hook to, usually the same one.
         """
         return module
 
@@ -59,7 +59,7 @@ class ModelHook:
         """Run before each forward.
 
         Returns:
-            The arguments that forward gets, positional ones and named ones.
+            The positional and keyword arguments for forward.
         """
         return args, kwargs
 
@@ -67,30 +67,28 @@ class ModelHook:
         """Run after each forward that has returned.
 
         Returns:
-            The output that the caller gets. None keeps ``output``, as with torch's own hooks.
+            The output for the caller. None keeps ``output``, as with torch's own hooks.
         """
         return output
 
     def after_error(self, module: nn.Module) -> None:
-        """Run instead of :meth:`post_forward` where an exception ends the call that ``pre_forward`` began.
+        """Run instead of :meth:`post_forward` after an exception, which may be from ``pre_forward`` itself.
 
-        What ``pre_forward`` took is given back here; the exception goes on to the caller. ``pre_forward``
-        itself may be what raised it.
+        Release here what ``pre_forward`` has acquired. The exception is propagated to the caller.
         """
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Undo what :meth:`init_hook` did, when the hook is removed or another takes its place."""
+        """Undo what :meth:`init_hook` did, when the hook is removed or replaced."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one: in their order before forward, in the reverse order after it.
+    """Several nested hooks: they run in order before forward, and in reverse order after it.
 
-    So they are nested, and what one does to the arguments the same one undoes in the output, in its turn.
-    The forward runs without gradients if any member says so.
+    The forward runs without gradients if any hook has ``no_grad``.
 
     Args:
-        hooks: Members. A member that is itself a sequence gives its own members.
+        hooks: The hooks. Sequences among them are flattened.
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -101,7 +99,7 @@ class SequentialHook(ModelHook):
         self.no_grad: bool = any(hook.no_grad for hook in members)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Let each member prepare ``module``, in order."""
+        """Let each hook prepare ``module``, in order."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
@@ -109,21 +107,21 @@ class SequentialHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run each member, in order; the next one gets what the one before gave."""
+        """Run each hook in order; each gets the arguments from the previous one."""
         for hook in self.hooks:
             args, kwargs = _before(hook, module, args, kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Run each member, the last one first."""
+        """Run each hook in reverse order."""
         return _after([*self.hooks], module, output)
 
     def after_error(self, module: nn.Module) -> None:
-        """Notify each member, the last one first."""
+        """Notify each hook in reverse order."""
         _release([*self.hooks], module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Let each member undo what it did, the last one first."""
+        """Let each hook undo what it did, in reverse order."""
         for hook in reversed(self.hooks):
             module = hook.detach_hook(module)
         return module
@@ -135,29 +133,28 @@ def hook_of(module: nn.Module) -> ModelHook | None:
 
 
 def members_of(hook: ModelHook | None) -> tuple[ModelHook, ...]:
-    """Return the hooks that a sequence is made of; another hook alone, and nothing for None."""
+    """Return the hooks of a sequence, a single hook, or nothing for None, as a tuple."""
     return () if hook is None else hook.hooks if isinstance(hook, SequentialHook) else (hook,)
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Let ``hook`` run around the forward of ``module``, which is changed.
+    """Attach ``hook`` to the forward of ``module``, in place.
 
-    The hook runs whenever the module is called. ``module.forward(...)``, called directly, passes it by, as it
-    passes by all hooks of torch. Its ``pre_forward`` runs before the module's own pre-hooks, so they see the
-    arguments that it gives. Copies and pickles of the module take the hook along, but not those of
-    ``torch.fx`` graphs, which torch rebuilds without hooks.
+    The hook runs whenever the module is called, but not if ``module.forward(...)`` is called directly, like
+    all torch hooks. Its ``pre_forward`` runs before the module's existing pre-hooks, which see the arguments
+    that it returns. Copies and pickles of the module include the hook, except for ``torch.fx`` graphs, which
+    torch rebuilds without hooks.
 
     Args:
         module: Any module.
-        hook: What to run.
-        append: Run it inside of the hook that the module has. Otherwise it takes that one's place, and the
-            old one undoes what it did.
+        hook: The hook.
+        append: Run it inside the module's existing hook. Otherwise it replaces that one, which is detached.
 
     Returns:
-        The module that ``hook.init_hook`` gave: nearly always ``module`` itself.
+        The module that ``hook.init_hook`` returned, usually ``module`` itself.
 
     Raises:
-        TypeError: ``hook`` is no :class:`ModelHook`.
+        TypeError: ``hook`` isn't a :class:`ModelHook`.
 
     >>> class Doubling(ModelHook):
     ...     def post_forward(self, module, output):
@@ -172,68 +169,69 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         module = remove_hook_from_module(module)
         old = None
     module = hook.init_hook(module)
-    # init_hook may have hooked what it gives back.
-    whole = hook if old is None else SequentialHook(old, hook)
-    vars(module)[_ATTRIBUTE] = whole
-    if not _connections(module):
-        _Around(module)
-    if whole.no_grad and not isinstance(vars(module).get("forward"), _WithoutGradient):
+    # init_hook may have attached hooks to the module that it returns.
+    combined = hook if old is None else SequentialHook(old, hook)
+    vars(module)[_ATTRIBUTE] = combined
+    if not _runners(module):
+        _HookRunner(module)
+    if combined.no_grad and not isinstance(vars(module).get("forward"), _WithoutGradient):
         vars(module)["forward"] = _WithoutGradient(module.forward)
     return module
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook away that :func:`add_hook_to_module` gave to ``module``; without one, nothing happens.
+    """Remove the hook of :func:`add_hook_to_module` from ``module``; without one, nothing happens.
 
     Args:
         module: Any module.
-        recurse: Do so for all modules inside of it too, and undo what ``dispatch_model`` and its like did.
+        recurse: Include all modules below it, and undo ``dispatch_model``, ``cpu_offload`` and
+            ``disk_offload``.
 
     Returns:
-        The module that the hook's ``detach_hook`` gave: nearly always ``module`` itself.
+        The module that the hook's ``detach_hook`` returned, usually ``module`` itself.
     """
     hook = hook_of(module)
-    whole = module
+    detached = module
     if hook is not None:
-        # Gone before it is told, so that a detach_hook that fails doesn't leave half a hook.
+        # Removed before detach_hook, which may fail.
         del vars(module)[_ATTRIBUTE]
-        for handle in (handle for around in _connections(module) for handle in around.handles):
+        for handle in (handle for runner in _runners(module) for handle in runner.handles):
             handle.remove()
         forward = vars(module).get("forward")
         if isinstance(forward, _WithoutGradient):
             del vars(module)["forward"]
-            if forward.__wrapped__ != module.forward:  # somebody's own of this one module
+            if forward.__wrapped__ != module.forward:  # an instance attribute before
                 vars(module)["forward"] = forward.__wrapped__
-        whole = hook.detach_hook(module)
+        detached = hook.detach_hook(module)
     if recurse:
         undispatch(module)
         for child in module.children():
             remove_hook_from_module(child, recurse=True)
-    return whole
+    return detached
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks away from ``module`` and from all modules inside of it.
+    """Remove the hooks of ``module`` and of all modules below it.
 
-    What ``dispatch_model`` and its like did to them is undone too; their weights stay where they are.
+    ``dispatch_model``, ``cpu_offload`` and ``disk_offload`` are undone too; the weights stay where they are.
     """
     remove_hook_from_module(module, recurse=True)
 
 
 class _Call(NamedTuple):
-    """A forward that runs: its hooks that have begun, the exception handled around it, and its frame."""
+    """A running forward: its hooks that have started, the exception being handled around it, its frame."""
 
-    begun: list[ModelHook]
+    started: list[ModelHook]
     handled: BaseException | None
     frame: FrameType
 
 
-class _Around:
-    """Stands in torch's lists of hooks and calls what ``_hf_hook`` says at the time."""
+class _HookRunner:
+    """Runs the current ``_hf_hook`` of a module as torch hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         self._calls: CallStack[_Call] = CallStack()
-        # Kept, because a handle that is unpickled keeps torch from giving its number away again.
+        # Kept, since unpickling a handle reserves its id, which torch could assign again otherwise.
         self.handles: tuple[RemovableHandle, ...] = (
             module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
             module.register_forward_hook(self.after, always_call=True),
@@ -245,33 +243,32 @@ class _Around:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Run ``pre_forward``."""
         calls = self._calls.values
-        # torch runs no hooks after a KeyboardInterrupt. Then a call that is long over still seems to run.
+        # torch runs no hooks after a KeyboardInterrupt, so interrupted calls are still recorded.
         while calls and not is_within(calls[-1].frame):
-            _release(calls.pop().begun, module)
+            _release(calls.pop().started, module)
         call = _Call([], sys.exc_info()[1], caller_of_hook())
         calls.append(call)
         for hook in members_of(hook_of(module)):
-            call.begun.append(hook)
+            call.started.append(hook)
             args, kwargs = _before(hook, module, args, kwargs)
-        return (args, kwargs) if call.begun else None
+        return (args, kwargs) if call.started else None
 
     @uncompiled
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Run ``post_forward``, or ``after_error`` where torch calls it for an exception."""
+        """Run ``post_forward``, or ``after_error`` if torch calls it after an exception."""
         call = self._calls.pop()
-        if call is None:  # another pre-hook raised before ours had its turn
+        if call is None:  # another pre-hook raised before ours was called
             return None
-        # The caller may itself be in an except clause: only an exception that is new since then is ours.
+        # The caller may be in an except clause, so only another exception is from this forward.
         if sys.exc_info()[1] is call.handled:
-            return _after(call.begun, module, output)
-        return _release(call.begun, module)
+            return _after(call.started, module, output)
+        return _release(call.started, module)
 
 
 class _WithoutGradient(WrappedForward):
     """A module's forward, without gradients.
 
-    Not done in the hooks: torch doesn't run them when the user interrupts the program, and gradients would
-    stay off.
+    Not in the hooks, since torch runs none after a KeyboardInterrupt, and gradients would stay disabled.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,69 +279,69 @@ class _WithoutGradient(WrappedForward):
 def _before(
     hook: ModelHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    given: Any = hook.pre_forward(module, *args, **kwargs)
+    result: Any = hook.pre_forward(module, *args, **kwargs)
     try:
-        new_args, new_kwargs = given
+        new_args, new_kwargs = result
     except (TypeError, ValueError):
         new_args = new_kwargs = None
     if isinstance(new_args, (tuple, list)) and isinstance(new_kwargs, Mapping):
         return tuple(cast("list[Any]", new_args)), dict(cast("Mapping[str, Any]", new_kwargs))
     raise TypeError(
         f"{type(hook).__name__}.pre_forward must return (args, kwargs), a tuple and a dict; it returned "
-        f"{type(given).__name__}. End it with `return args, kwargs`."
+        f"{type(result).__name__}. End it with `return args, kwargs`."
     )
 
 
-def _after(begun: list[ModelHook], module: nn.Module, output: Any) -> Any:
-    """Run ``post_forward`` of hooks, the last one first."""
+def _after(started: list[ModelHook], module: nn.Module, output: Any) -> Any:
+    """Run ``post_forward`` of hooks in reverse order."""
     try:
-        while begun:
-            changed = begun.pop().post_forward(module, output)
+        while started:
+            changed = started.pop().post_forward(module, output)
             output = output if changed is None else changed
-    finally:  # nobody else tells the members whose turn hasn't come
-        _release(begun, module)
+    finally:  # if one fails, the remaining ones get after_error
+        _release(started, module)
     return output
 
 
-def _release(begun: list[ModelHook], module: nn.Module) -> None:
-    """Notify hooks of an error, the last one first, and each of them even if another one fails."""
+def _release(started: list[ModelHook], module: nn.Module) -> None:
+    """Run ``after_error`` of hooks in reverse order, of each one even if others fail."""
     try:
-        while begun:
-            begun.pop().after_error(module)
+        while started:
+            started.pop().after_error(module)
     finally:
-        if begun:
-            _release(begun, module)
+        if started:
+            _release(started, module)
 
 
-def _connections(module: nn.Module) -> list[_Around]:
-    # torch has no other question for the hooks of a module
+def _runners(module: nn.Module) -> list[_HookRunner]:
     hooks = cast("Mapping[int, Any]", vars(module)["_forward_pre_hooks"])
     owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
-    return [owner for owner in owners if isinstance(owner, _Around)]
+    return [owner for owner in owners if isinstance(owner, _HookRunner)]
 
 
 def _checked(hook: object, what: str) -> ModelHook:
     if isinstance(hook, ModelHook):
         return hook
-    advice = "Make one: write () behind the class." if isinstance(hook, type) else "Derive its class from it."
-    raise TypeError(f"{what}: a hook must be an accelfn ModelHook, got {hook!r}. {advice}")
+    advice = (
+        "Pass an instance of the class." if isinstance(hook, type) else "Derive its class from ModelHook."
+    )
+    raise TypeError(f"{what}: hook must be a ModelHook, got {hook!r}. {advice}")
 
 
 class CpuOffload(ModelHook):
-    """Keeps a whole model in the host's memory until it runs, and on its device from then on.
+    """Keeps a whole model in host memory until it runs, and on its device from then on.
 
-    The parameters stay the same objects, so optimizers keep working and gradients arrive in ``.grad``, which
-    moves along. But a backward must come before the model goes back: autograd remembers the parameters, and
-    finds them where they are then.
+    Parameters stay the same objects, so optimizers keep working, and gradients are moved along. Backward must
+    run before the model is offloaded again, since autograd refers to the parameters on the device.
 
     Args:
-        execution_device: Where the model runs: a number, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which is
-            simulated. None is the current accelerator, or the CPU without one.
-        prev_module_hook: The model that ran before: it goes back to the host before this one comes. Copies
-            and pickles of this hook take that model along.
+        execution_device: Where the model runs: an index, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which is
+            simulated. None is the current accelerator, or the CPU.
+        prev_module_hook: The hook of the model that ran before, which is offloaded before this one is moved.
+            Copies and pickles of this hook include that model.
 
     Raises:
-        ValueError: There is no such device here.
+        ValueError: This machine has no such device.
     """
 
     def __init__(
@@ -361,30 +358,30 @@ class CpuOffload(ModelHook):
         self._at: Place = "cpu"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Bring the model to the host."""
-        self._bring(module, "cpu")
+        """Move the model to the host."""
+        self._move_to(module, "cpu")
         return module
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Send the model before back to the host, and bring this one and its arguments to its device."""
+        """Offload the previous model, and move this one and its arguments to its device."""
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
-        self._bring(module, self._place)
+        self._move_to(module, self._place)
         return moved(args, self.execution_device), moved(kwargs, self.execution_device)
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the model was brought to its device and not back since."""
+        """Whether the model is on its device."""
         return self._at == self._place
 
-    def _bring(self, module: nn.Module, place: Place) -> None:
+    def _move_to(self, module: nn.Module, place: Place) -> None:
         device = check_device(place)
-        # Tensors can't tell whether they are on a device that is simulated.
-        is_there = not is_simulated(self._place) or self._at == place
+        # Tensors on a simulated device are on the CPU, so the last place is recorded.
+        may_be_there = not is_simulated(self._place) or self._at == place
         tensors = (*module.parameters(), *module.buffers())
-        if not is_there or not all(is_on(tensor, device) for tensor in tensors):
+        if not may_be_there or not all(is_on(tensor, device) for tensor in tensors):
             self.move(module, place)
         self._at = place
 
@@ -394,18 +391,18 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """A model and its :class:`CpuOffload`: what a user holds in hand to send the model back to the host."""
+    """A model and its :class:`CpuOffload`, with which the user offloads the model."""
 
     def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
         self.model = model
         self.hook = hook
 
     def offload(self) -> None:
-        """Bring the model to the host; nothing happens if it is there."""
+        """Move the model to the host, unless it is there."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook away. The model stays where it is."""
+        """Remove the hook. The model stays where it is."""
         remove_hook_from_module(self.model)
 
 
@@ -414,23 +411,23 @@ def cpu_offload_with_hook(
     execution_device: PlaceLike | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep ``model`` in the host's memory until it runs; then it comes to its device as a whole, and stays.
+    """Keep ``model`` in host memory until it runs; then move it to its device, where it stays.
 
-    With several models in a row each one gets the hook of the one before, so that one at a time is on the
-    device. Compared with ``cpu_offload``, which brings a model block by block and takes each one away again,
-    it needs room for a whole model, and pays once where a model runs several times.
+    For several models that run in turn, pass each one the hook of the previous model, so that one at a time
+    is on the device. ``cpu_offload`` transfers each block in every forward; this function moves the whole
+    model once for several forwards, and needs memory for it on the device.
 
     Args:
-        model: Changed: it gets a hook, and is brought to the host.
-        execution_device: Where it runs: a number, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which is
-            simulated. None is the current accelerator, or the CPU without one.
-        prev_module_hook: What this function gave for the model that runs before this one.
+        model: A hook is attached to it, and it is moved to the host.
+        execution_device: Where it runs: an index, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which is
+            simulated. None is the current accelerator, or the CPU.
+        prev_module_hook: The hook that this function returned for the model that runs before this one.
 
     Returns:
-        The model itself, and what sends it back to the host: ``hook.offload()``.
+        The model itself, and a hook whose ``offload()`` moves it to the host.
 
     Raises:
-        ValueError: There is no such device here.
+        ValueError: This machine has no such device.
 
     >>> import torch
     >>> first, first_hook = cpu_offload_with_hook(nn.Linear(2, 2), "cpu")

@@ -1,4 +1,4 @@
-"""What a planner has to know of a model: modules, tensors, their sizes and ties. No values."""
+"""What planning needs to know about a model: modules, tensors, their sizes and ties, but no values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelfn.bigmodel.devices import listed, named_dtype, names_in, place_of, tell_unknown
+from accelfn.bigmodel.devices import as_names, listed, named_dtype, place_of, suggest_names
 
-LeafKind: TypeAlias = Literal["parameter", "buffer", "temporary"]
-"""A parameter, a buffer that a state dict holds, or one that it doesn't (``persistent=False``)."""
+LeafKind: TypeAlias = Literal["parameter", "buffer", "non_persistent"]
+"""A parameter, a buffer in the state dict, or a buffer outside of it (``persistent=False``)."""
 
-# Of what a file has only the names, numbered modules of one list are of one class, as far as can be told.
 _NUMBER = re.compile(r"\d+")
 _PLAIN = frozenset({nn.Parameter, torch.Tensor})
 
@@ -31,14 +30,14 @@ class LeafShape(NamedTuple):
     """A tensor of a model.
 
     Attributes:
-        name: From the root, such as ``"layers.0.weight"``.
-        num_bytes: That it takes as it is.
-        numel: Elements.
-        dtype: Of an element; None where torch has none of that kind.
-        kind: What it is to its module.
-        tie: Number of the group of names that are this one tensor; None if it has one name.
-        is_plain: Whether it could be stored with another dtype: not, if it is made of other tensors, as those
-            of quantised layers are.
+        name: Full name, such as ``"layers.0.weight"``.
+        num_bytes: Its current size.
+        numel: Number of elements.
+        dtype: Of an element; None if torch has no such dtype.
+        kind: Parameter or buffer.
+        tie: Index of its group of tied names; None if it has one name.
+        is_plain: Whether it could be stored in another dtype. False if it consists of other tensors, as in
+            quantised layers.
     """
 
     name: str
@@ -54,11 +53,11 @@ class ModuleShape(NamedTuple):
     """A module of a model.
 
     Attributes:
-        name: From the root, which is ``""``.
-        class_name: By which ``no_split_module_classes`` finds it.
-        parameters: Its own, in order.
-        children: Modules right below it, in order; one that is registered twice stands here twice.
-        buffers: Its own, in order.
+        name: Full name; that of the root is ``""``.
+        class_name: What ``no_split_module_classes`` matches.
+        parameters: Its own parameters, in order.
+        children: Its direct children, in order; a child that is registered twice is listed twice.
+        buffers: Its own buffers, in order.
     """
 
     name: str
@@ -68,22 +67,22 @@ class ModuleShape(NamedTuple):
     buffers: tuple[LeafShape, ...] = ()
 
     def modules(self) -> Iterator[ModuleShape]:
-        """Return the module and all below it, each before its children."""
-        left: list[ModuleShape] = [self]
-        while left:
-            module = left.pop()
+        """Yield the module and all modules below it, parents first."""
+        stack: list[ModuleShape] = [self]
+        while stack:
+            module = stack.pop()
             yield module
-            left.extend(reversed(module.children))
+            stack.extend(reversed(module.children))
 
     def leaves(self) -> Iterator[LeafShape]:
-        """Return all tensors in the order of a plan: parameters of a module, its children, its buffers."""
-        left: list[ModuleShape | tuple[LeafShape, ...]] = [self]
-        while left:
-            one = left.pop()
-            if isinstance(one, ModuleShape):
-                left += (one.buffers, *reversed(one.children), one.parameters)
+        """Yield all tensors in planning order: a module's parameters, its children, its buffers."""
+        stack: list[ModuleShape | tuple[LeafShape, ...]] = [self]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, ModuleShape):
+                stack += (item.buffers, *reversed(item.children), item.parameters)
             else:
-                yield from one
+                yield from item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +90,9 @@ class ModelShape:
     """A model without its values.
 
     Attributes:
-        root: The whole model.
-        ties: Groups of names that are one tensor each, every group in the order of the model.
-        no_split_classes: Classes that the model itself doesn't want to be spread over places.
+        root: The root module.
+        ties: Groups of names that share one tensor, each in model order.
+        no_split_classes: Classes that the model specifies in ``_no_split_modules``.
     """
 
     root: ModuleShape
@@ -102,11 +101,11 @@ class ModelShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors as they are; what has several names counts once."""
+        """Current size of all tensors, counting tied ones once."""
         return sum(leaf.num_bytes for leaf in self.distinct_leaves())
 
     def distinct_leaves(self) -> Iterator[LeafShape]:
-        """Return each tensor once, under the first of its names."""
+        """Yield each tensor once, under its first name."""
         seen: set[int] = set()
         for leaf in self.root.leaves():
             if leaf.tie not in seen:
@@ -116,51 +115,46 @@ class ModelShape:
 
 
 def read_shape(model: nn.Module, operation: str = "read_shape") -> ModelShape:
-    """Read what a planner has to know of a model, which may lie on the meta device.
+    """Read the names, sizes and ties of a model's tensors; the model may be on the meta device.
 
     Ranks: local. No value is read.
 
     Args:
-        model: Any module. What stands in it under several names is one tensor.
-        operation: What errors call it.
+        model: Any module.
+        operation: The caller's name in errors.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: A lazy layer doesn't know its shape yet.
+        TypeError: ``model`` isn't a module.
+        ValueError: A lazy layer has no shape yet.
     """
     if not isinstance(cast("object", model), nn.Module):
-        more = " plan_device_map takes a shape." if isinstance(model, ModelShape) else ""
-        raise TypeError(f"{operation}: takes a module, got {type(model).__name__}.{more}")
+        hint = " plan_device_map takes a shape." if isinstance(model, ModelShape) else ""
+        raise TypeError(f"{operation}: model must be a module, got {type(model).__name__}.{hint}")
     names: dict[int, list[str]] = {}
     for name, tensor in _named_tensors(model, ""):
-        # By the object: tensors of the meta device have no memory that could be compared.
+        # By identity: meta tensors have no memory to compare.
         names.setdefault(id(tensor), []).append(name)
     ties = tuple(tuple(group) for group in names.values() if len(group) > 1)
-    tie_of = {name: number for number, group in enumerate(ties) for name in group}
+    tie_of = {name: index for index, group in enumerate(ties) for name in group}
     no_split: dict[str, None] = {}
 
     def read(module: Any, name: str) -> ModuleShape:
-        prefix = f"{name}." if name else ""
+        dot = f"{name}." if name else ""
         no_split.update(dict.fromkeys(_no_split_of(module)))
-        temporary: set[str] = module._non_persistent_buffers_set
+        non_persistent: set[str] = module._non_persistent_buffers_set
+
+        def leaf(key: str, tensor: torch.Tensor, kind: LeafKind) -> LeafShape:
+            return _leaf(dot + key, tensor, kind, tie_of.get(dot + key))
+
         return ModuleShape(
             name,
             type(module).__name__,
+            tuple(leaf(key, one, "parameter") for key, one in module._parameters.items() if one is not None),
+            tuple(read(child, dot + key) for key, child in module._modules.items() if child is not None),
             tuple(
-                _leaf(prefix + key, tensor, "parameter", tie_of.get(prefix + key))
-                for key, tensor in module._parameters.items()
-                if tensor is not None
-            ),
-            tuple(read(child, prefix + key) for key, child in module._modules.items() if child is not None),
-            tuple(
-                _leaf(
-                    prefix + key,
-                    tensor,
-                    "temporary" if key in temporary else "buffer",
-                    tie_of.get(prefix + key),
-                )
-                for key, tensor in module._buffers.items()
-                if tensor is not None
+                leaf(key, one, "non_persistent" if key in non_persistent else "buffer")
+                for key, one in module._buffers.items()
+                if one is not None
             ),
         )
 
@@ -169,7 +163,7 @@ def read_shape(model: nn.Module, operation: str = "read_shape") -> ModelShape:
 
 
 def _named_tensors(module: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return all tensors in the order of a plan. torch's own iterators leave out what is registered twice."""
+    """Yield all tensors in planning order, under each name; torch's own iterators skip repeated modules."""
     yield from ((prefix + key, one) for key, one in module._parameters.items() if one is not None)
     for key, child in module._modules.items():
         if child is not None:
@@ -178,18 +172,17 @@ def _named_tensors(module: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor
 
 
 def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]] = ()) -> ModelShape:
-    """Make the shape of a model from the names of its tensors, such as those of a file.
+    """Build the shape of a model from the names of its tensors, such as those in a file.
 
-    A file says neither the classes of modules nor in which order they run. So names are ordered, by numbers
-    where there are some, and a numbered module is of a class that is called after its list: ``layers.0`` and
-    ``layers.1`` are of ``"layers.*"``.
+    A file records neither module classes nor their order. Names are therefore sorted naturally, and numbered
+    modules get a class named after their list: ``layers.0`` and ``layers.1`` are of class ``"layers.*"``.
 
     Args:
-        leaves: In any order. What they say of ties is replaced.
-        ties: Groups of names that are one tensor each.
+        leaves: In any order. Their ``tie`` is replaced.
+        ties: Groups of names that share one tensor.
 
     Raises:
-        ValueError: A name is given twice, or is that of a module too.
+        ValueError: A name is repeated, or is a tensor and a module at once.
 
     >>> sizes = {"layers.10.weight": 8, "layers.9.weight": 8, "bias": 4}
     >>> leaves = [LeafShape(name, size, size // 4, torch.float32) for name, size in sizes.items()]
@@ -197,7 +190,7 @@ def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]]
     ['', 'layers', 'layers.9', 'layers.10']
     """
     groups = tuple(tuple(names) for names in ties)
-    tie_of = {name: number for number, names in enumerate(groups) for name in names}
+    tie_of = {name: index for index, names in enumerate(groups) for name in names}
     tree: dict[str, Any] = {}
     for leaf in leaves:
         *path, last = leaf.name.split(".")
@@ -205,70 +198,65 @@ def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]]
         for part in path:
             node = node.setdefault(part, {})
             if isinstance(node, LeafShape):
-                raise ValueError(f"{node.name} can't be a tensor and hold {leaf.name}.")
+                raise ValueError(f"{node.name} can't be a tensor and contain {leaf.name}.")
         if last in node:
-            raise ValueError(f"{leaf.name} is given twice, or is a module's name too.")
+            raise ValueError(f"{leaf.name} is repeated, or is also the name of a module.")
         node[last] = leaf._replace(tie=tie_of.get(leaf.name))
-    root = _build("", "", tree)
-    lost = sorted(tie_of.keys() - {leaf.name for leaf in root.leaves()})
-    if lost:
-        raise ValueError(f"{lost[0]} is said to be tied, and there is no such tensor.")
+    root = _module_from_tree("", "", tree)
+    unknown = sorted(tie_of.keys() - {leaf.name for leaf in root.leaves()})
+    if unknown:
+        raise ValueError(f"ties: there is no tensor {unknown[0]}.")
     return ModelShape(root=root, ties=groups)
 
 
 def _no_split_of(module: nn.Module) -> Iterable[str]:
-    """Return what a model, or one inside of another, says of its blocks."""
-    # Not by getattr alone: a module looks for what isn't there in three places first.
-    said = vars(module).get("_no_split_modules") or getattr(type(module), "_no_split_modules", None)
-    if isinstance(said, str):
-        return (said,)
-    names = cast("Iterable[str]", said or ())
-    return sorted(names) if isinstance(names, (set, frozenset)) else names
+    # Not through getattr on the module, which searches three tables before it fails.
+    names = vars(module).get("_no_split_modules") or getattr(type(module), "_no_split_modules", None)
+    classes = as_names(cast("str | Iterable[str] | None", names))
+    return sorted(classes) if isinstance(names, (set, frozenset)) else classes
 
 
 def _leaf(name: str, tensor: Any, kind: LeafKind, tie: int | None) -> LeafShape:
     if type(tensor) in _PLAIN:  # most are
         return LeafShape(name, tensor.nbytes, tensor.numel(), tensor.dtype, kind, tie)
     if is_lazy(tensor):
-        raise ValueError(
-            f"{name} has no shape yet: run the model on a batch once, or give the layer its size."
-        )
+        raise ValueError(f"{name} has no shape yet. Run the model on a batch once, or pass the layer's size.")
     is_plain = not is_traceable_wrapper_subclass(tensor)
-    return LeafShape(name, _bytes_inside(tensor), tensor.numel(), tensor.dtype, kind, tie, is_plain)
+    return LeafShape(name, _inner_bytes(tensor), tensor.numel(), tensor.dtype, kind, tie, is_plain)
 
 
-def _bytes_inside(tensor: Any) -> int:
-    """Count the bytes of the tensors that a tensor is made of."""
+def _inner_bytes(tensor: Any) -> int:
+    """Return the size of the plain tensors that a tensor consists of."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.numel() * tensor.dtype.itemsize
     names, _ = cast("tuple[list[str], object]", tensor.__tensor_flatten__())
-    return sum(_bytes_inside(getattr(tensor, name)) for name in names)
+    return sum(_inner_bytes(getattr(tensor, name)) for name in names)
 
 
-def _build(name: str, class_name: str, tree: dict[str, Any]) -> ModuleShape:
-    prefix = f"{name}." if name else ""
-    listed = f"{name.rpartition('.')[2]}.*" if name else "*"
+def _module_from_tree(name: str, class_name: str, tree: dict[str, Any]) -> ModuleShape:
+    dot = f"{name}." if name else ""
+    item_class = f"{name.rpartition('.')[2]}.*" if name else "*"
     leaves: list[LeafShape] = []
     children: list[ModuleShape] = []
-    for key in sorted(tree, key=_natural):
-        one = tree[key]
-        if isinstance(one, LeafShape):
-            leaves.append(one)
+    for key in sorted(tree, key=_natural_key):
+        node = tree[key]
+        if isinstance(node, LeafShape):
+            leaves.append(node)
         else:
-            kind = listed if _NUMBER.fullmatch(key) else key
-            children.append(_build(prefix + key, kind, one))
+            child_class = item_class if _NUMBER.fullmatch(key) else key
+            children.append(_module_from_tree(dot + key, child_class, node))
     return ModuleShape(name, class_name, tuple(leaves), tuple(children))
 
 
-def _natural(key: str) -> list[tuple[int, int, str]]:
-    """Order ``"9"`` before ``"10"``, and names by letters."""
+def _natural_key(key: str) -> list[tuple[int, int, str]]:
+    """Return a key that sorts ``"9"`` before ``"10"``."""
     return [
         (0, int(part), part) if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", key) if part
     ]
 
 
 class CustomDtype(Enum):
-    """Numbers that torch has no dtype for, or that a quantised layer packs: for sizes alone."""
+    """Dtypes that torch lacks, or that quantised layers pack; for size calculations only."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -284,7 +272,7 @@ _CUSTOM_BYTES: Mapping[CustomDtype, float] = MappingProxyType(
 
 
 def dtype_byte_size(dtype: AnyDtype) -> float:
-    """Return the bytes of one element.
+    """Return the size of one element in bytes.
 
     Raises:
         ValueError: There is no such dtype.
@@ -297,36 +285,35 @@ def dtype_byte_size(dtype: AnyDtype) -> float:
 
 
 def read_dtype(dtype: AnyDtype, what: str = "dtype") -> torch.dtype | CustomDtype:
-    """Turn what a caller writes for a dtype into one.
+    """Convert a dtype or its name to a dtype.
 
     Args:
-        dtype: See :data:`AnyDtype`; ``"int4"`` and the like are those of :class:`CustomDtype`.
-        what: Where it stands, for errors.
+        dtype: See :data:`AnyDtype`; names such as ``"int4"`` are those of :class:`CustomDtype`.
+        what: The argument's name in errors.
 
     Raises:
         ValueError: There is no such dtype.
     """
-    given = cast("object", dtype)
-    if isinstance(given, (torch.dtype, CustomDtype)):
-        return given
-    if isinstance(given, str):
-        name = given.removeprefix("torch.")
-        if name in {one.value for one in CustomDtype}:
+    value = cast("object", dtype)
+    if isinstance(value, (torch.dtype, CustomDtype)):
+        return value
+    if isinstance(value, str):
+        name = value.removeprefix("torch.")
+        if name in {custom.value for custom in CustomDtype}:
             return CustomDtype(name)
-        found = named_dtype(name)
-        if found is not None:
-            return found
+        named = named_dtype(name)
+        if named is not None:
+            return named
     raise ValueError(
-        f"{what} must be a dtype of torch or its name, such as 'float16', or one of CustomDtype: got "
-        f"{given!r}."
+        f"{what} must be a torch dtype or its name, such as 'float16', or a CustomDtype: got {value!r}."
     )
 
 
 def check_names(shape: ModelShape, special_dtypes: Mapping[str, object] | None) -> None:
-    """Check that a model has the tensors that dtypes are given for. Pure.
+    """Check that a model has the tensors for which dtypes are specified. Pure.
 
     Raises:
-        ValueError: It lacks some, so that a size would be counted that isn't meant.
+        ValueError: It lacks some.
     """
     if not special_dtypes:
         return
@@ -334,18 +321,14 @@ def check_names(shape: ModelShape, special_dtypes: Mapping[str, object] | None) 
     unknown = [name for name in special_dtypes if name not in known]
     if unknown:
         raise ValueError(
-            f"special_dtypes names tensors that the model doesn't have: {tell_unknown(unknown, known)}. "
-            "Names are those of named_parameters() and named_buffers()."
+            f"special_dtypes names tensors that the model doesn't have: {suggest_names(unknown, known)}. "
+            "Use names of named_parameters() and named_buffers()."
         )
 
 
 def read_dtypes(special_dtypes: Mapping[str, AnyDtype] | None) -> dict[str, torch.dtype | CustomDtype]:
-    """Read dtypes that are given by names of tensors.
-
-    Raises:
-        ValueError: There is no such dtype.
-    """
-    return {name: read_dtype(one, name) for name, one in (special_dtypes or {}).items()}
+    """Convert dtypes by tensor name; errors as in :func:`read_dtype`."""
+    return {name: read_dtype(dtype, name) for name, dtype in (special_dtypes or {}).items()}
 
 
 def counted_bytes(
@@ -353,15 +336,16 @@ def counted_bytes(
     dtype: torch.dtype | CustomDtype | None = None,
     special_dtypes: Mapping[str, torch.dtype | CustomDtype] = MappingProxyType({}),
 ) -> int:
-    """Count what a tensor would take if the model were loaded with ``dtype``.
+    """Return the size of a tensor if the model were loaded with ``dtype``. Pure.
 
-    A dtype never makes a tensor larger, and what isn't floating keeps its own. Pure.
+    ``dtype`` never makes a tensor larger and doesn't apply to non-floating tensors; ``special_dtypes`` always
+    apply.
     """
     special = special_dtypes.get(leaf.name)
     if special is not None:
         return math.ceil(leaf.numel * dtype_byte_size(special))
-    own = leaf.dtype
-    if dtype is None or own is None or not leaf.is_plain or not own.is_floating_point:
+    current = leaf.dtype
+    if dtype is None or current is None or not leaf.is_plain or not current.is_floating_point:
         return leaf.num_bytes
     return min(leaf.num_bytes, math.ceil(leaf.numel * dtype_byte_size(dtype)))
 
@@ -372,13 +356,13 @@ def sizes_of(
     special_dtypes: Mapping[str, AnyDtype] | None = None,
     buffers_only: bool = False,
 ) -> defaultdict[str, int]:
-    """Do what :func:`compute_module_sizes` does for a shape. Pure."""
+    """Return what :func:`compute_module_sizes` returns, for a shape. Pure."""
     known = None if dtype is None else read_dtype(dtype)
     special = read_dtypes(special_dtypes)
     sizes: defaultdict[str, int] = defaultdict(int)
     seen: set[int] = set()
 
-    # In the order of torch, by which one of several names is the first.
+    # In torch's order, which determines the first of several tied names.
     modules = list(shape.root.modules())
     leaves = [leaf for module in modules for leaf in module.parameters if not buffers_only]
     leaves += [leaf for module in modules for leaf in module.buffers]
@@ -388,13 +372,14 @@ def sizes_of(
                 continue
             seen.add(leaf.tie)
         size = counted_bytes(leaf, known, special)
-        sizes[""] += size
-        end = leaf.name.find(".")
-        while end >= 0:
-            sizes[leaf.name[:end]] += size
-            end = leaf.name.find(".", end + 1)
-        sizes[leaf.name] += size
+        for name in (*_parents(leaf.name), leaf.name):
+            sizes[name] += size
     return sizes
+
+
+def _parents(name: str) -> list[str]:
+    """Return the names of all modules that contain a tensor, the root first."""
+    return ["", *(name[: match.start()] for match in re.finditer(r"\.", name))]
 
 
 def compute_module_sizes(
@@ -403,23 +388,23 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, AnyDtype] | None = None,
     buffers_only: bool = False,
 ) -> defaultdict[str, int]:
-    """Count the bytes below each name of a model: tensors, modules, and ``""`` for all.
+    """Return the size in bytes of each tensor and module of a model; ``""`` is the whole model.
 
-    What has several names counts once, under the first. Modules without tensors have no entry, and 0 when
-    they are asked for.
+    Tied tensors count once, under their first name. Modules without tensors have no entry; looking one up
+    returns 0.
 
     Ranks: local. The model may be on the meta device.
 
     Args:
         model: Any module.
-        dtype: Floating tensors count as if they were of it, unless they are smaller already.
-        special_dtypes: Dtypes of single tensors, by name; they count in any case.
-        buffers_only: Parameters don't count.
+        dtype: Floating tensors count as if they had it, unless they are smaller already.
+        special_dtypes: Dtypes of single tensors, by name; they always apply.
+        buffers_only: Don't count parameters.
 
     Raises:
-        ValueError: There is no such dtype, ``special_dtypes`` names what the model lacks, or a lazy layer has
-            no shape yet.
-        TypeError: ``model`` is no module.
+        ValueError: There is no such dtype, ``special_dtypes`` names an unknown tensor, or a lazy layer has no
+            shape yet.
+        TypeError: ``model`` isn't a module.
 
     >>> compute_module_sizes(nn.Sequential(nn.Linear(3, 4)))["0"]
     64
@@ -432,7 +417,7 @@ def compute_module_sizes(
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: AnyDtype | None = None, special_dtypes: Mapping[str, AnyDtype] | None = None
 ) -> int:
-    """Count the bytes of all buffers of a model.
+    """Return the size in bytes of all buffers of a model.
 
     Args:
         model: Any module.
@@ -450,24 +435,24 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Collection[str] | str | None,
 ) -> tuple[int, list[str]]:
-    """Find the largest layer: a module without children, one that isn't split, or a bare tensor.
+    """Find the largest layer: a module without children or of an unsplit class, or a bare tensor.
 
     Args:
-        modules: Names, with modules or tensors.
-        module_sizes: Of :func:`compute_module_sizes`.
-        no_split_module_classes: Names of classes that count as one layer.
+        modules: Names and modules or tensors.
+        module_sizes: From :func:`compute_module_sizes`.
+        no_split_module_classes: Names of classes that aren't split.
 
     Returns:
-        Its bytes, and the names of all layers that have so many; 0 and no name without any layer.
+        The size in bytes, and the names of all layers of that size; 0 and no names without any layer.
     """
-    kept = frozenset(names_in(no_split_module_classes))
-    left = list(reversed(modules))
+    unsplit = frozenset(as_names(no_split_module_classes))
+    stack = list(reversed(modules))
     largest, names = 0, list[str]()
-    while left:
-        name, module = left.pop()
+    while stack:
+        name, module = stack.pop()
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
-        if children and type(module).__name__ not in kept:
-            left.extend((f"{name}.{key}", child) for key, child in reversed(children))
+        if children and type(module).__name__ not in unsplit:
+            stack.extend((f"{name}.{key}", child) for key, child in reversed(children))
             continue
         size = module_sizes.get(name, 0)
         if size > largest:
@@ -478,9 +463,9 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Count a model's bytes, and those of its largest layer with the names of all that are so large.
+    """Return the size of a model in bytes, and that of its largest layer with the names of all such layers.
 
-    What the model says in ``_no_split_modules`` is a layer.
+    Modules of the classes in ``_no_split_modules`` count as layers.
 
     Args:
         model: Any module, also on the meta device.
@@ -496,46 +481,40 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
-    """Find the names that no other name is below of.
+    """Return the names that are no prefix of another name.
 
     Args:
-        module_sizes: Of :func:`compute_module_sizes`. Of a model these are its tensors; without them, the
-            modules that have no modules below them.
+        module_sizes: From :func:`compute_module_sizes`. The leaves of all names are tensors; without those,
+            the leaves are the modules without children.
 
     >>> get_module_leaves({"": 8, "a": 8, "a.weight": 4, "a.bias": 4})
     ['a.weight', 'a.bias']
     """
-    above = {""}.union(*(_above(name) for name in module_sizes))
-    return [name for name in module_sizes if name not in above]
-
-
-def _above(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
+    parents = {""}.union(*(_parents(name) for name in module_sizes))
+    return [name for name in module_sizes if name not in parents]
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Name the buffers that a state dict leaves out.
+    """Return the names of buffers that aren't in the state dict.
 
     Args:
-        module: Any.
-        recurse: Those of modules below it too.
-        fqns: By full names; otherwise by the last part of them.
+        module: Any module.
+        recurse: Include those of modules below it.
+        fqns: Return full names instead of their last part.
     """
-    found: set[str] = set()
-    inside = cast("Iterable[tuple[str, Any]]", module.named_modules())
-    for name, one in inside if recurse else (("", cast("Any", module)),):
-        own: set[str] = one._non_persistent_buffers_set
-        found |= {f"{name}.{key}" for key in own} if fqns and name else own
-    return found
+    names: set[str] = set()
+    modules = cast("Iterable[tuple[str, Any]]", module.named_modules())
+    for path, inner in modules if recurse else (("", cast("Any", module)),):
+        keys: set[str] = inner._non_persistent_buffers_set
+        names |= {f"{path}.{key}" for key in keys} if fqns and path else keys
+    return names
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Find the parameters that a model has under several names, also on the meta device.
+    """Return the groups of names that share one parameter, also on the meta device.
 
-    A module that is registered twice makes one group of each of its parameters. Buffers don't count, and
-    neither do views.
+    A module that is registered twice makes one group of each of its parameters. Buffers and views don't
+    count.
 
     Ranks: local.
 
@@ -543,100 +522,95 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
         model: Any module.
 
     Returns:
-        Groups in the order of the model; names in the order of letters.
+        Groups in model order; the names of each are sorted.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> model[1].weight = model[0].weight
     >>> find_tied_parameters(model)
     [['0.weight', '1.weight']]
     """
-    return _tied_parameters_of(read_shape(model))
-
-
-def _tied_parameters_of(shape: ModelShape) -> list[list[str]]:
-    """Do what :func:`find_tied_parameters` does for a shape. Pure."""
     groups: dict[int, list[str]] = {}
-    for leaf in shape.root.leaves():
+    for leaf in read_shape(model).root.leaves():
         if leaf.tie is not None and leaf.kind == "parameter":
             groups.setdefault(leaf.tie, []).append(leaf.name)
     return [sorted(names) for names in groups.values() if len(names) > 1]
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
-    """Make the names of each group one tensor again, after they were replaced one by one.
+    """Make the names of each group share one tensor again, after they were replaced one by one.
 
-    Ranks: local. Effect: changes the model.
+    Ranks: local. Effect: on ``model``.
 
     Args:
-        model: Whose parameters they are.
-        tied_params: Groups of names, as :func:`find_tied_parameters` gives them. The first of a group that
-            isn't on the meta device becomes the value of all; if all are, nothing is changed.
+        model: The model with these parameters.
+        tied_params: Groups of names, as returned by :func:`find_tied_parameters`. The first tensor of a group
+            that isn't on the meta device is assigned to all its names; if all are, nothing changes.
 
     Raises:
         ValueError: The model has no tensor of that name.
     """
-    groups = [[_holder(model, name) for name in names] for names in tied_params]
-    for holders in groups:
-        values: list[Any] = [getattr(module, key) for module, key in holders]
-        kept = next((value for value in values if not value.is_meta), None)
-        if kept is None:
+    groups = [[_owner_of(model, name) for name in names] for names in tied_params]
+    for owners in groups:
+        tensors: list[Any] = [getattr(module, key) for module, key in owners]
+        real = next((tensor for tensor in tensors if not tensor.is_meta), None)
+        if real is None:
             continue
-        for (module, key), value in zip(holders, values, strict=True):
-            if value is not kept:
-                setattr(module, key, kept)
+        for (module, key), tensor in zip(owners, tensors, strict=True):
+            if tensor is not real:
+                setattr(module, key, real)
 
 
-def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that has a tensor, and what it calls it."""
+def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a tensor, and the tensor's name in it."""
     path, _, key = name.rpartition(".")
     try:
         module = model.get_submodule(path)
     except AttributeError:
         module = None
     if module is None or not isinstance(getattr(module, key, None), torch.Tensor):
-        raise ValueError(f"the model has no tensor {name!r}, which is said to be tied.")
+        raise ValueError(f"tied_params: the model has no tensor {name!r}.")
     return module, key
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether a model of transformers is configured to tie parameters.
+    """Check whether a transformers model is configured to tie parameters.
 
     Args:
-        model: Any module; False for those of other libraries.
+        model: Any module; False for models of other libraries.
     """
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         return False
+    pretrained: Any = model
     config: Any = getattr(model, "config", None)
-    text: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    found: Any = model
-    ties_words = bool(getattr(text, "tie_word_embeddings", False)) and bool(found.get_output_embeddings())
-    ties_halves = bool(getattr(config, "is_encoder_decoder", False)) and bool(
-        getattr(config, "tie_encoder_decoder", False)
+    text_config: Any = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    ties_words = getattr(text_config, "tie_word_embeddings", False) and pretrained.get_output_embeddings()
+    ties_halves = getattr(config, "is_encoder_decoder", False) and getattr(
+        config, "tie_encoder_decoder", False
     )
-    return ties_words or ties_halves or any(hasattr(module, "_tie_weights") for module in model.modules())
+    ties_modules = any(hasattr(module, "_tie_weights") for module in model.modules())
+    return bool(ties_words or ties_halves or ties_modules)
 
 
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Sequence[str]], device_map: Mapping[str, object]
 ) -> None:
-    """Warn of parameters that are tied and that a map puts on several places: they become copies.
+    """Warn about tied parameters that a device map puts on several places, where they become copies.
 
     Args:
         tied_params: Groups of names.
-        device_map: From names of modules or tensors to places; ``""`` is the whole model.
+        device_map: Places by name of a module or tensor; ``""`` is the whole model.
 
     Raises:
-        ValueError: The map has no place for one of them.
+        ValueError: The map has no entry for one of them.
     """
     for names in tied_params:
         places = {name: place_of(name, device_map) for name in names}
-        lost = [name for name, place in places.items() if place is None]
-        if lost:
-            raise ValueError(f"device_map has no entry for {listed(lost)}, or for a module around.")
+        missing = [name for name, place in places.items() if place is None]
+        if missing:
+            raise ValueError(f"device_map has no entry for {listed(missing)}, or for a module around.")
         if len({str(place) for place in places.values()}) > 1:
-            said = ", ".join(f"{name} on {place!r}" for name, place in places.items())
+            text = ", ".join(f"{name} on {place!r}" for name, place in places.items())
             warnings.warn(
-                "tied parameters are on several places, and become copies that no longer change together: "
-                f"{said}.",
+                f"tied parameters are on several places and become independent copies: {text}.",
                 stacklevel=2,
             )

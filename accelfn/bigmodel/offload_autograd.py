@@ -1,4 +1,4 @@
-"""Gradients through offloaded weights: they arrive on the weights in the host's memory."""
+"""Autograd of offloaded weights: gradients arrive on the stored weights, and saved weights are refetched."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Arrive(torch.autograd.Function):
-    """Stand for the copies of weights: backward hands their gradients to the weights on the host."""
+    """Identity from the copies of weights, whose backward returns gradients for the weights on the host."""
 
     @staticmethod
     def forward(ctx: Any, copies: Sequence[torch.Tensor], *hosts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)  # a weight that wasn't used gets no gradient, as everywhere
+        ctx.set_materialize_grads(False)  # unused weights get no gradient, as usual
         ctx.devices = [host.device for host in hosts]
-        # Not view_as, which may give dimensions of size 1 other strides, by which convolutions go.
+        # Not view_as, which may change strides of dimensions of size 1, and these affect convolutions.
         return tuple(copy.detach() for copy in copies)
 
     @staticmethod
@@ -32,29 +32,29 @@ def connect(copies: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> tu
     """Return the copies as tensors whose gradients arrive on the hosts.
 
     Args:
-        copies: Values of the weights, on the device that computes.
-        hosts: The weights on the host: leaves that require gradients or not; only the former are connected.
+        copies: The weights on the device that computes.
+        hosts: The weights on the host. Only those that require gradients are connected.
     """
-    trained = [place for place, host in enumerate(hosts) if host.requires_grad]
+    trained = [position for position, host in enumerate(hosts) if host.requires_grad]
     if not trained:
         return tuple(copies)
     apply = cast("Callable[..., tuple[torch.Tensor, ...]]", _Arrive.apply)  # pyright: ignore[reportUnknownMemberType]
-    joined = apply([copies[place] for place in trained], *[hosts[place] for place in trained])
+    outputs = apply([copies[position] for position in trained], *[hosts[position] for position in trained])
     connected = list(copies)
-    for place, tensor in zip(trained, joined, strict=True):
-        connected[place] = tensor
+    for position, tensor in zip(trained, outputs, strict=True):
+        connected[position] = tensor
     return tuple(connected)
 
 
 class Saved(NamedTuple):
-    """Whose memory a tensor is that autograd saves.
+    """The weight to which a tensor saved by autograd belongs.
 
     Attributes:
         block: Position of the block in its prefetcher.
-        weight: Position of the weight among those that are packed.
-        version: Of the weight on the host when it was used. None: forward has written into the copy, which
-            alone has these values.
-        hosts: Of the block, by ref, as they were on the host.
+        weight: Position of the weight among the packed ones.
+        version: Version of the weight on the host when it was used. None if forward has modified the copy,
+            which alone has these values.
+        hosts: The stored tensors of the block, by ref.
     """
 
     block: int
@@ -64,16 +64,16 @@ class Saved(NamedTuple):
 
 
 class Refetched(NamedTuple):
-    """A part of a block's memory that backward needs: kept as where it lies, and not as bytes.
+    """A view of a block's memory that backward needs, kept as its description and not as data.
 
     Attributes:
-        saved: Whose memory it is.
-        dtype: Of the part.
-        shape: Of the part.
-        stride: In elements.
-        offset: From the memory's start, in elements.
-        is_conj: It is seen as its conjugate.
-        is_neg: It is seen as its negative.
+        saved: The weight.
+        dtype: Dtype of the view.
+        shape: Shape of the view.
+        stride: Strides of the view, in elements.
+        offset: Offset in the memory, in elements.
+        is_conj: Whether it is a conjugate view.
+        is_neg: Whether it is a negative view.
     """
 
     saved: Saved
@@ -85,70 +85,70 @@ class Refetched(NamedTuple):
     is_neg: bool
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the part of the memory."""
+        """Return the view of the memory."""
         with torch.no_grad():
-            part = torch.empty(0, dtype=self.dtype, device=memory.device)
-            part.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
+            view = torch.empty(0, dtype=self.dtype, device=memory.device)
+            view.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
             if self.is_conj:
-                part = part.conj()
-            return part if not self.is_neg else cast("Any", torch)._neg_view(part)
+                view = view.conj()
+            return view if not self.is_neg else cast("Any", torch)._neg_view(view)
 
 
 class _Outer(NamedTuple):
-    """What hooks around these have made of a tensor."""
+    """What outer hooks returned for a tensor."""
 
-    kept: Any
+    packed: Any
 
 
 def refetching(
     find: Callable[[int, int], Saved | None], fetch: Callable[[Refetched], torch.Tensor]
 ) -> saved_tensors_hooks:
-    """Keep weights that autograd saves as where they lie, so that the graph holds no copies of them.
+    """Save descriptions of weights instead of their data, so that the graph holds no copies of them.
 
-    What isn't a weight goes to the hooks that are there already: those of activation checkpointing, say.
-    torch itself asks the innermost ones only.
+    Other tensors are passed to existing hooks, such as those of activation checkpointing, since torch only
+    calls the innermost ones.
 
     Args:
-        find: Gives the weight whose memory has this address, and this byte of it; None for other memory.
-        fetch: Gives the part anew, in backward.
+        find: Returns the weight at an address of memory and a byte in it; None for other memory.
+        fetch: Returns the view again, in backward.
     """
     hooks: Any = vars(torch)["_C"]._autograd
     outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = (
         hooks._top_saved_tensors_default_hooks(False)
     )
 
-    def keep(tensor: torch.Tensor) -> Any:
+    def pack(tensor: torch.Tensor) -> Any:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided:
-            first = int(tensor.storage_offset())
-            found = find(tensor.untyped_storage().data_ptr(), first * tensor.dtype.itemsize)
-            if found is not None and found.version is not None:
-                form = (tensor.dtype, tensor.shape, tensor.stride(), first)
-                return Refetched(found, *form, tensor.is_conj(), tensor.is_neg())
-            if found is not None:
+            offset = int(tensor.storage_offset())
+            saved = find(tensor.untyped_storage().data_ptr(), offset * tensor.dtype.itemsize)
+            if saved is not None and saved.version is not None:
+                form = (tensor.dtype, tensor.shape, tensor.stride(), offset)
+                return Refetched(saved, *form, tensor.is_conj(), tensor.is_neg())
+            if saved is not None:
                 tensor = tensor.detach().clone()
         return tensor if outer is None else _Outer(outer[0](tensor))
 
-    def give(kept: Any) -> torch.Tensor:
-        if isinstance(kept, Refetched):
-            return fetch(kept)
-        return outer[1](kept.kept) if outer is not None and isinstance(kept, _Outer) else kept
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, Refetched):
+            return fetch(packed)
+        return outer[1](packed.packed) if outer is not None and isinstance(packed, _Outer) else packed
 
-    return saved_tensors_hooks(keep, give)
+    return saved_tensors_hooks(pack, unpack)
 
 
 def is_innermost(hooks: saved_tensors_hooks) -> bool:
-    """Whether autograd asks these hooks now, and no others that were set since."""
+    """Check whether autograd calls these hooks now, and not others that were set since."""
     top: Any = vars(torch)["_C"]._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and top[0] is hooks.pack_hook
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward pass at this moment."""
+    """Check whether this thread is running a backward pass."""
     return vars(torch)["_C"]._current_graph_task_id() >= 0
 
 
 class _AtEnd:
-    """Does something once: when it is called, or else when it is forgotten."""
+    """Calls a function once: when it is called, or else when it is deleted."""
 
     _work: Callable[[], None] | None = None  # also if __init__ was interrupted
 
@@ -165,10 +165,10 @@ class _AtEnd:
 
 
 def after_backward(work: Callable[[], None]) -> bool:
-    """Do something at the end of the backward pass that runs, also if it fails; False if none does."""
+    """Call a function at the end of the running backward pass, also if it fails; False if none is running."""
     engine: Any = vars(torch.autograd.Variable)["_execution_engine"]  # as DDP and FSDP do
     try:
-        # A pass that fails doesn't call it, but lets go of it.
+        # A pass that fails deletes the callback without calling it.
         engine.queue_callback(_AtEnd(work))
     except RuntimeError:
         return False

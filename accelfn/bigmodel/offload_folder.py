@@ -1,4 +1,4 @@
-"""Folders of offloaded weights: written, converted, and mapped; also those that Accelerate writes."""
+"""Folders of offloaded weights: write, convert and map them, also in Accelerate's format."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 
 
 def check_folder(folder: str | os.PathLike[str], argument: str) -> None:
-    """Refuse what is a file, or lies below one.
+    """Refuse a path that is a file or below one.
 
     Args:
-        folder: It needn't be there.
-        argument: As the caller knows it.
+        folder: A folder, which needn't exist.
+        argument: The argument's name in errors.
 
     Raises:
-        NotADirectoryError: It is there, or a part of its path is, and is no directory.
-        ValueError: It can't be a path.
+        NotADirectoryError: The path, or a part of it, exists and isn't a directory.
+        ValueError: The path contains zero bytes.
     """
     path = Path(folder)
     if "\0" in str(path):
-        raise ValueError(f"{argument}: a path has no zero bytes: got {str(path)!r}.")
-    there = next(one for one in (path, *path.absolute().parents) if one.exists())
-    if not there.is_dir():
-        what = "it is a file" if there == path else f"{there} is a file"
+        raise ValueError(f"{argument}: a path can't contain zero bytes, got {str(path)!r}.")
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        what = "it is a file" if existing == path else f"{existing} is a file"
         raise _with_advice(NotADirectoryError(errno.ENOTDIR, what), path, argument)
 
 
 @contextlib.contextmanager
 def writing_to(folder: str | os.PathLike[str], argument: str) -> Generator[Path]:
-    """Make a folder, and while weights are written to it, let errors of the disk say what to do.
+    """Create a folder, and add advice to errors while weights are written to it.
 
     Args:
-        folder: It is made if it isn't there.
-        argument: As the caller knows it.
+        folder: Created if it doesn't exist.
+        argument: The argument's name in errors.
 
     Raises:
-        OSError: It can't be made, or written to. Class, ``errno`` and ``filename`` are those of the system's
-            error.
+        OSError: It can't be created or written to. Class, ``errno`` and ``filename`` are those of the
+            system's error.
     """
     path = Path(folder)
     check_folder(path, argument)
@@ -74,30 +74,30 @@ def writing_to(folder: str | os.PathLike[str], argument: str) -> Generator[Path]
         path.mkdir(parents=True, exist_ok=True)
         yield path
     except OSError as error:
-        named = None if error.filename is None else os.path.abspath(os.fsdecode(error.filename))
-        if error.errno is None or (named and not Path(named).is_relative_to(path.absolute())):
-            raise  # of a file that is read meanwhile, say
+        name = None if error.filename is None else os.path.abspath(os.fsdecode(error.filename))
+        if error.errno is None or (name and not Path(name).is_relative_to(path.absolute())):
+            raise  # for example from a file that is read meanwhile
         raise _with_advice(error, path, argument) from error
 
 
 def _with_advice(error: OSError, folder: Path, argument: str) -> OSError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        todo = "Make room there, or pass a folder on another disk"
+        todo = "Free some space, or pass a folder on another disk"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         todo = "Pass a folder that you may write to"
     else:
         todo = "Pass another folder"
-    said = f"{argument}={str(folder)!r} can't take weights: {error.strerror}. {todo}"
-    return OSError(error.errno, said, error.filename or str(folder))
+    text = f"can't write weights to {argument}={str(folder)!r}: {error.strerror}. {todo}"
+    return OSError(error.errno, text, error.filename or str(folder))
 
 
 def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
-    unfit = [name for name, dtype in dtypes.items() if dtype not in SAFETENSORS_NAMES]
-    if unfit:
-        raise ValueError(
-            f"{unfit[0]!r} can't lie on the disk: safetensors has no {dtypes[unfit[0]]}. Choose another "
-            "dtype, or leave it on the CPU."
-        )
+    for name, dtype in dtypes.items():
+        if dtype not in SAFETENSORS_NAMES:
+            raise ValueError(
+                f"{name!r} can't be on the disk: safetensors doesn't support {dtype}. Use another dtype, or "
+                "keep it on the CPU."
+            )
 
 
 _KEY = "accelfn.converted"
@@ -109,40 +109,40 @@ def convert(
     folder: str | os.PathLike[str],
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[torch.Tensor]:
-    """Write tensors into a folder in other dtypes, and map them.
+    """Write tensors to a folder in other dtypes, and map them.
 
-    There is one file for each file that they come from, called after what it is made of: the file's path,
-    size and time of change, and place and dtypes of each tensor. It says all this itself, too, and is only
-    taken for the right one if every word of it is. One tensor at a time is in memory.
+    Each source file is converted to one file, whose name is a hash of its description: path, size and
+    modification time of the source, and offset and dtypes of each tensor. The file also stores the
+    description, and is reused only if it is the same. One tensor at a time is in memory.
 
-    Ranks: local. Several may write the same folder: a file gets its name when it is whole.
+    Ranks: local. Several ranks may write to the same folder, since files are renamed when they are complete.
 
     Args:
-        conversions: What to write, and the dtypes that it shall have.
-        file_ids: Of the files that it comes from.
-        folder: Made where it isn't there.
-        advance: Called with bytes that are done.
+        conversions: Stored tensors and their new dtypes.
+        file_ids: Identities of the source files.
+        folder: Created if it doesn't exist.
+        advance: Called with the number of bytes that were converted.
 
     Returns:
-        The tensors, in the order given.
+        The tensors, in the same order.
 
     Raises:
-        DamagedCheckpointError: A file that they come from was changed meanwhile.
-        OSError: The folder can't be written to, or is full. Nothing half is left behind.
-        ValueError: safetensors has no such dtype.
+        DamagedCheckpointError: A source file was modified.
+        OSError: The folder can't be written to, or is full. No partial file is left.
+        ValueError: safetensors doesn't support a dtype.
     """
     _check_dtypes({source.name: dtype for source, dtype in conversions})
     by_file: dict[Path, dict[str, tuple[Stored, torch.dtype]]] = {}
-    for number, (source, dtype) in enumerate(conversions):
-        # Keys of their own: what is tied, or asked for in two dtypes, may have one name.
-        by_file.setdefault(source.path, {})[f"{number}:{source.name}"] = (source, dtype)
-    found: dict[str, torch.Tensor] = {}
+    for index, (source, dtype) in enumerate(conversions):
+        # With an index, since a name is repeated if it is tied or requested in two dtypes.
+        by_file.setdefault(source.path, {})[f"{index}:{source.name}"] = (source, dtype)
+    tensors: dict[str, torch.Tensor] = {}
     if by_file:
-        with writing_to(folder, "offload_folder") as place:
+        with writing_to(folder, "offload_folder") as output:
             for path, some in by_file.items():
                 open_unchanged(path, file_ids).close()
-                found.update(_convert_file(path, some, file_ids[path], place, advance))
-    return [found[f"{number}:{source.name}"] for number, (source, _) in enumerate(conversions)]
+                tensors.update(_convert_file(path, some, file_ids[path], output, advance))
+    return [tensors[f"{index}:{source.name}"] for index, (source, _) in enumerate(conversions)]
 
 
 def _convert_file(
@@ -153,8 +153,8 @@ def _convert_file(
     advance: Callable[[int], None],
 ) -> dict[str, torch.Tensor]:
     tensors = {key: [str(dtype), _describe(source)] for key, (source, dtype) in conversions.items()}
-    told = {"file": str(path.resolve()), "file_id": list(file_id), "tensors": tensors}
-    description = json.dumps(told, sort_keys=True)
+    parts = {"file": str(path.resolve()), "file_id": list(file_id), "tensors": tensors}
+    description = json.dumps(parts, sort_keys=True)
     final = folder / f"accelfn-{hashlib.sha256(description.encode()).hexdigest()[:32]}.safetensors"
 
     def value_of(key: str) -> torch.Tensor:
@@ -176,13 +176,14 @@ def _convert_file(
 
 def _describe(source: Stored) -> list[object]:
     parts = [
-        [str(one.path.resolve()), list(file_id_of(one.path.stat())), _describe(one)] for one in source.made_of
+        [str(part.path.resolve()), list(file_id_of(part.path.stat())), _describe(part)]
+        for part in source.parts
     ]
-    return [str(source.dtype), list(source.shape), source.start, source.made_by, parts]
+    return [str(source.dtype), list(source.shape), source.start, source.operations, parts]
 
 
 def _has_description(path: Path, description: str) -> bool:
-    """Whether a file is there already and says that it is what would be written."""
+    """Check whether a file exists and has this description."""
     with contextlib.suppress(FileNotFoundError, DamagedCheckpointError):
         return read_header(path).metadata.get(_KEY) == description
     return False
@@ -198,30 +199,29 @@ def write_mapped(
 ) -> dict[str, torch.Tensor]:
     """Write tensors to a file in a folder, and return them mapped from it.
 
-    The file has no name any more once it is mapped (but for Windows, which doesn't allow that): it takes its
-    space on the disk until the last of the tensors is gone, and nothing is left to be mistaken for another
-    model's weights later.
+    The file is unlinked once it is mapped (except on Windows, which doesn't support that): its disk space is
+    freed with the last tensor, and no file is left that could be mistaken for another model's weights.
 
-    Each begins where torch would have it begin, at a multiple of 64 bytes, so that results are the same bits.
+    Tensors are aligned to 64 bytes, as in torch, so that kernels return bit-identical results.
 
     Args:
-        folder: It is made if it isn't there. Errors call it ``offload_dir``.
-        tensors: By name, with values. They keep their strides if they fill their memory.
+        folder: Created if it doesn't exist. Errors refer to it as ``offload_dir``.
+        tensors: Tensors with values, by name. They keep their strides if they fill their memory.
 
     Raises:
-        ValueError: safetensors has no such dtype.
-        OSError: The folder can't be written, or the disk is full. Nothing is left there.
+        ValueError: safetensors doesn't support a dtype.
+        OSError: The folder can't be written to, or the disk is full. No file is left.
     """
-    _check_dtypes({name: one.dtype for name, one in tensors.items()})
-    # Memory as it is, in whatever order its dimensions lie there.
+    _check_dtypes({name: tensor.dtype for name, tensor in tensors.items()})
+    # In memory order, whatever the order of dimensions.
     flat = {
-        name: one.detach().as_strided((one.numel(),), (1,)) if is_dense(one) else one.detach()
-        for name, one in tensors.items()
+        name: tensor.detach().as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.detach()
+        for name, tensor in tensors.items()
     }
-    with writing_to(folder, "offload_dir") as place:
-        path = place / f".accelfn-{secrets.token_hex(8)}.safetensors"
+    with writing_to(folder, "offload_dir") as output:
+        path = output / f".accelfn-{secrets.token_hex(8)}.safetensors"
         try:
-            forms = {name: (one.dtype, tuple(one.shape)) for name, one in flat.items()}
+            forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in flat.items()}
             write_safetensors(path, forms, flat.__getitem__, {}, fill=True)
             mapped = _map_file(path)
         except BaseException:
@@ -230,16 +230,16 @@ def write_mapped(
     if os.name == "posix":
         path.unlink(missing_ok=True)
     return {
-        name: mapped[name].as_strided(one.shape, one.stride()) if is_dense(one) else mapped[name]
-        for name, one in tensors.items()
+        name: mapped[name].as_strided(tensor.shape, tensor.stride()) if is_dense(tensor) else mapped[name]
+        for name, tensor in tensors.items()
     }
 
 
-# --- folders as Accelerate has them --------------------------------------------------------------
+# --- Accelerate's format: NAME.dat files and an index.json ---------------------------------------
 
 _INDEX = "index.json"
 _DTYPES = MappingProxyType(
-    {dtype_name(one): one for one in (*SAFETENSORS_NAMES, torch.complex32, torch.complex128)}
+    {dtype_name(dtype): dtype for dtype in (*SAFETENSORS_NAMES, torch.complex32, torch.complex128)}
 )
 
 
@@ -249,30 +249,31 @@ def offload_weight(
     offload_folder: str | os.PathLike[str],
     index: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, dict[str, Any]] | None:
-    """Write a tensor into a folder, as Accelerate's ``NAME.dat``, from where it can be mapped.
+    """Write a tensor to a folder, as Accelerate's ``NAME.dat``, from where it can be mapped.
 
-    Every dtype of torch that has whole bytes can be written. Accelerate reads those that NumPy has, and
-    bfloat16. A file takes its name when it is complete.
+    All torch dtypes of whole bytes are supported. Accelerate reads NumPy's dtypes and bfloat16. The file is
+    renamed when it is complete.
 
-    Ranks: local; one writes.
+    Ranks: local; one rank writes.
 
     Args:
-        weight: On any device. It may require gradients.
+        weight: A tensor on any device.
         weight_name: Its full name in the model.
-        offload_folder: Of the files; must exist.
-        index: Gets an entry of it, in place.
+        offload_folder: The folder, which must exist.
+        index: An entry is added to it, in place.
 
     Returns:
         ``index``.
 
     Raises:
-        ValueError: The tensor has no plain bytes, or the name can't be that of a file.
-        OSError: It can't be written; the file that was there before still is.
+        ValueError: The tensor isn't plain bytes, or the name can't be that of a file.
+        OSError: The file can't be written; an existing one is unchanged.
     """
     name = dtype_name(weight.dtype)
     if name not in _DTYPES or weight.is_meta or weight.layout != torch.strided:
         raise ValueError(
-            f"offload_weight: {weight_name} ({weight.dtype} on {weight.device}) has no plain bytes to write."
+            f"offload_weight: {weight_name} ({weight.dtype} on {weight.device}) can't be written as bytes. "
+            "Pass a strided tensor with values."
         )
     path = _file_of(Path(offload_folder), weight_name)
     plain = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -280,7 +281,7 @@ def offload_weight(
     with naming(str(path)):
         try:
             with open(temporary, "wb") as file:
-                # Accelerate writes a tensor without dimensions as one element, and maps no empty file.
+                # As Accelerate does for scalars and empty tensors.
                 file.write(memory_of(plain) if plain.numel() else b"")
             os.replace(temporary, path)
         finally:
@@ -291,8 +292,8 @@ def offload_weight(
 
 
 def _file_of(folder: Path, name: str) -> Path:
-    if not name or any(one in name for one in "/\\\0"):
-        raise ValueError(f"{name!r} is no name of a tensor, and can't be that of its file.")
+    if not name or any(character in name for character in "/\\\0"):
+        raise ValueError(f"{name!r} can't be the name of a tensor's file.")
     return folder / f"{name}.dat"
 
 
@@ -301,15 +302,14 @@ def load_offloaded_weight(
 ) -> torch.Tensor:
     """Map a tensor that :func:`offload_weight` or Accelerate wrote.
 
-    Nothing is read before it is used, and writes to the tensor don't reach the file, which must stay as it is
-    meanwhile.
+    Nothing is read until it is used. Writes to the tensor don't reach the file, which must not be modified.
 
     Args:
-        weight_file: Of its bytes.
-        weight_info: What the index says of it: ``dtype`` and ``shape``.
+        weight_file: The file.
+        weight_info: Its entry in the index: ``dtype`` and ``shape``.
 
     Raises:
-        DamagedCheckpointError: The file is shorter or longer than dtype and shape say, or they are none.
+        DamagedCheckpointError: The file's size doesn't match dtype and shape, or these are invalid.
         OSError: There is no such file.
     """
     path = Path(weight_file)
@@ -318,32 +318,30 @@ def load_offloaded_weight(
         type(length) is int and length >= 0 for length in cast("Iterable[object]", shape)
     )
     if dtype is None or not is_shape:
-        raise DamagedCheckpointError(
-            f"{path}: the index says {dict(weight_info)!r}, which is no tensor of torch.", path.name
-        )
+        raise DamagedCheckpointError(f"{path}: invalid entry in the index: {dict(weight_info)!r}.", path.name)
     stored = Stored("", path, dtype, tuple(cast("Iterable[int]", shape)), 0)
-    found = path.stat().st_size
-    if found != stored.num_bytes:
+    size = path.stat().st_size
+    if size != stored.num_bytes:
         raise DamagedCheckpointError(
-            f"{path} has {found} bytes, and {stored.kind} needs {stored.num_bytes}: it is another tensor's, "
-            "or was cut off. Write the folder again.",
+            f"{path} has {size} bytes, but {stored.kind} needs {stored.num_bytes}: it is truncated, or of "
+            "another tensor. Write the folder again.",
             path.name,
         )
     return stored.map()
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write all tensors of a state dict into a folder, and its index last.
+    """Write all tensors of a state dict to a folder, then its index.
 
-    Ranks: local; one writes.
+    Ranks: local; one rank writes.
 
     Args:
-        save_dir: Of the files; made where it isn't there. What an index in it names already stays in it.
+        save_dir: The folder, created if it doesn't exist. Entries of an existing index are kept.
         state_dict: Tensors by name.
 
     Raises:
-        ValueError: A tensor has no plain bytes.
-        OSError: A file can't be written. The index is as it was, and no new file is left.
+        ValueError: A tensor isn't plain bytes.
+        OSError: A file can't be written. The index is unchanged, and no new file is left.
     """
     index: dict[str, dict[str, Any]] = {}
     new: list[Path] = []
@@ -356,7 +354,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
                 offload_weight(tensor, name, folder, index)
             save_offload_index(index, folder)
         except BaseException:
-            for path in new:  # no index names them
+            for path in new:
                 path.unlink(missing_ok=True)
             raise
 
@@ -364,15 +362,15 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def save_offload_index(
     index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Write an index, merged into the one that is there; in one step, so that it is never half there.
+    """Write an index, merged with an existing one, atomically.
 
     Args:
-        index: By name. Without any, nothing is written.
-        offload_folder: Where to.
+        index: Entries by name. If there are none, nothing is written.
+        offload_folder: The folder.
 
     Raises:
-        DamagedCheckpointError: The index that is there is none.
-        OSError: It can't be written; the one that was there still is.
+        DamagedCheckpointError: The existing index is damaged.
+        OSError: It can't be written; an existing one is unchanged.
     """
     if not index:
         return
@@ -384,16 +382,17 @@ def save_offload_index(
 
 def _read_index(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        said: object = json.loads(path.read_bytes())
+        entries: Any = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise NoCheckpointError(
-            f"{path} doesn't exist: {path.parent} is no folder of offloaded weights."
+            f"{path} doesn't exist: {path.parent} isn't a folder of offloaded weights."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path} holds no sound JSON: {error}.", path.name) from error
-    entries = cast("dict[str, object]", said) if isinstance(said, dict) else {"": None}
-    if not all(isinstance(entry, dict) for entry in entries.values()):
-        raise DamagedCheckpointError(f"{path} is no index of offloaded weights.", path.name)
+        raise DamagedCheckpointError(f"{path} isn't valid JSON: {error}.", path.name) from error
+    if not isinstance(entries, dict) or not all(
+        isinstance(entry, dict) for entry in cast("dict[str, Any]", entries).values()
+    ):
+        raise DamagedCheckpointError(f"{path} isn't an index of offloaded weights.", path.name)
     return cast("dict[str, dict[str, Any]]", entries)
 
 
@@ -402,24 +401,24 @@ def load_offloaded_weights(
     index: Mapping[str, Mapping[str, Any]] | None,
     offload_folder: str | os.PathLike[str],
 ) -> None:
-    """Return a model tensors of a folder of offloaded weights, mapped.
+    """Assign the tensors of a folder of offloaded weights to a model, mapped.
 
     Effect: on ``model``. All files are checked first. Ranks: local.
 
     Args:
-        model: That has tensors of these names, on any device; they are on the CPU afterwards.
-        index: What the folder has, as :func:`offload_weight` says it. None or empty: nothing is done. An
-            entry whose name ends in ``SCB`` goes to the int8 weight that it belongs to.
-        offload_folder: Of the files.
+        model: A model with tensors of these names, which are on the CPU afterwards.
+        index: Entries as added by :func:`offload_weight`. None or empty: nothing is done. Entries whose names
+            end in ``SCB`` are assigned to their int8 weights.
+        offload_folder: The folder.
 
     Raises:
-        DamagedCheckpointError: A file isn't as long as the index says.
+        DamagedCheckpointError: A file's size doesn't match the index.
         ValueError: The model has no such tensor, or it has another shape.
         OSError: A file is missing.
     """
     folder = Path(offload_folder)
     loaded = {
-        name: load_offloaded_weight(_file_of(folder, name), said) for name, said in (index or {}).items()
+        name: load_offloaded_weight(_file_of(folder, name), entry) for name, entry in (index or {}).items()
     }
     for name, weight in loaded.items():
         if not name.endswith("SCB"):
@@ -430,19 +429,19 @@ def load_offloaded_weights(
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Tensors by name, some in memory and some on the disk, where they are mapped when they are asked for.
+    """Tensors by name, some in memory and some on the disk, which are mapped when they are looked up.
 
     Args:
-        state_dict: Tensors in memory. They win over those of the index.
-        save_folder: Of offloaded weights.
-        index: What is on the disk, by name; that of ``save_folder`` if None. An entry may name a safetensors
-            file instead: ``safetensors_file``, and where they differ ``weight_name`` and ``dtype``.
-        device: Where tensors of safetensors files go. None: they stay mapped.
+        state_dict: Tensors in memory. They take precedence over the index.
+        save_folder: A folder of offloaded weights.
+        index: Entries of tensors on the disk, by name; None for the index in ``save_folder``. An entry may
+            refer to a safetensors file: ``safetensors_file``, and optionally ``weight_name`` and ``dtype``.
+        device: The device of tensors of safetensors files. None: they stay mapped.
 
     Raises:
-        ValueError: Neither tensors nor a folder nor an index is given.
+        ValueError: No argument is given.
         NoCheckpointError: The folder has no index.
-        DamagedCheckpointError: The index is none.
+        DamagedCheckpointError: The index is damaged.
     """
 
     def __init__(
@@ -461,35 +460,33 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index: Mapping[str, Mapping[str, Any]] = {} if index is None else index
         self.device = device
         self.all_keys: list[str] = list(dict.fromkeys((*self.state_dict, *self.index)))
-        self._headers: dict[Path, Mapping[str, Stored]] = {}  # of safetensors files that were read
+        self._headers: dict[Path, Mapping[str, Stored]] = {}  # of safetensors files
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
-        said = self.index[key]
-        if said.get("safetensors_file") is not None:
-            return self._of_safetensors(key, said)
+        entry = self.index[key]
+        if entry.get("safetensors_file") is not None:
+            return self._from_safetensors(key, entry)
         if self.save_folder is None:
-            raise ValueError(
-                f"OffloadedWeightsLoader: the index has {key} in a file of its own: pass save_folder."
-            )
-        return load_offloaded_weight(_file_of(Path(self.save_folder), key), said)
+            raise ValueError(f"OffloadedWeightsLoader: {key} is in a .dat file. Pass save_folder.")
+        return load_offloaded_weight(_file_of(Path(self.save_folder), key), entry)
 
     def __contains__(self, key: object) -> bool:
-        # Not by reading the tensor, as a Mapping would.
+        # Unlike that of Mapping, without mapping the tensor.
         return key in self.state_dict or key in self.index
 
-    def _of_safetensors(self, key: str, said: Mapping[str, Any]) -> torch.Tensor:
-        path = Path(str(said["safetensors_file"]))
+    def _from_safetensors(self, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        path = Path(str(entry["safetensors_file"]))
         if path not in self._headers:
             self._headers[path] = stored_in(path)
-        name = str(said.get("weight_name") or key)
+        name = str(entry.get("weight_name") or key)
         if name not in self._headers[path]:
-            raise DamagedCheckpointError(f"{path} lacks {name}, which the index says is in it.", path.name)
-        found = self._headers[path][name].map()
-        if said.get("dtype") is not None:
-            found = found.to(read_dtype(said["dtype"]))
-        return found if self.device is None else found.to(check_device(read_place(self.device)))
+            raise DamagedCheckpointError(f"{path} lacks {name}, which the index lists for it.", path.name)
+        tensor = self._headers[path][name].map()
+        if entry.get("dtype") is not None:
+            tensor = tensor.to(read_dtype(entry["dtype"]))
+        return tensor if self.device is None else tensor.to(check_device(read_place(self.device)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)
@@ -499,7 +496,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """The tensors of a mapping whose names begin with a prefix, under the rest of their names.
+    """The tensors of a mapping whose names start with a prefix, without that prefix.
 
     Args:
         dataset: Tensors by name.
@@ -530,11 +527,11 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Take the tensors of some modules out of a state dict, under their full names.
+    """Return the entries of a state dict that belong to some modules, with their full names.
 
     Args:
         state_dict: Tensors by name.
-        submodule_names: Of modules, or of tensors. ``""`` is the whole model.
+        submodule_names: Names of modules or tensors. ``""`` is the whole model.
 
     >>> list(extract_submodules_state_dict({"a.w": torch.ones(1), "ab.w": torch.ones(1)}, ["a"]))
     ['a.w']

@@ -1,4 +1,4 @@
-"""Run a model in stages for inference, one on each rank."""
+"""Pipeline-parallel inference: each rank runs one stage of a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PREPARE = "prepare_pipeline"
 
 
 PlannedLoad: TypeAlias = "tuple[LoadPlan, Mapping[Path, FileId]]"
-"""What is read for the whole model, and the files that it is read from."""
+"""The load plan of the whole model, and the identities of the files."""
 
 
 def _plan_stage_load(
@@ -40,46 +40,38 @@ def _plan_stage_load(
     device: torch.device,
     dtype: str | torch.dtype | None,
 ) -> PlannedLoad:
-    """Compare a checkpoint with a whole model, whose tensors may have no values. Nothing is read.
-
-    Effect: ties weights that the model says are tied, where the checkpoint has them once.
+    """Match a checkpoint with the whole model. No weight is read.
 
     Raises:
-        CheckpointError: It isn't sound, or doesn't fit.
-        ValueError: ``dtype`` is none.
+        CheckpointError: It is damaged, or doesn't fit.
+        ValueError: There is no such ``dtype``.
     """
     opened = open_checkpoint(checkpoint)
     options = LoadOptions(places={"": read_place(device)}, dtype=read_dtype(dtype))
-    plan = plan_load(_PREPARE, model, opened, options)
-    if plan.needs_ties:
-        # Now, and not after loading: a stage may hold one of two tied weights, and the file has the other.
-        cast("Any", model).tie_weights()
-        plan = plan_load(_PREPARE, model, opened, options)
-    return plan, opened.file_ids
+    return plan_load(_PREPARE, model, opened, options), opened.file_ids
 
 
 def _load_stage(model: nn.Module, load: PlannedLoad, plan: PipelinePlan, index: int) -> None:
-    """Read the weights of a stage into the whole model, straight to their device.
+    """Read the weights of a stage into the whole model, directly to their device.
 
     Args:
-        model: Changed in place.
-        load: Of the whole model.
-        plan: Of the stages; of a single one all is read.
-        index: Of the stage.
+        model: The whole model, modified in place.
+        load: The load plan of the whole model.
+        plan: The stages; everything is read for a single one.
+        index: The index of the stage.
 
     Raises:
-        DamagedCheckpointError: A file isn't what it was.
-        OSError: It can't be read.
+        DamagedCheckpointError: A file was modified.
+        OSError: A file can't be read.
     """
     steps, file_ids = load
     if len(plan.stages) > 1:
-        others = plan.elsewhere([index])
-        wanted = {name for name, _ in refs_of(model) if owner_of(name, others) is None}
+        other_stages = plan.elsewhere([index])
+        needed = {name for name, _ in refs_of(model) if owner_of(name, other_stages) is None}
         steps = steps._replace(
-            steps=tuple(step for step in steps.steps if not wanted.isdisjoint(step.target.names)),
-            values=tuple(one for one in steps.values if not wanted.isdisjoint(one[0].names)),
+            steps=tuple(step for step in steps.steps if not needed.isdisjoint(step.target.names)),
+            values=tuple(value for value in steps.values if not needed.isdisjoint(value[0].names)),
             extras=(),
-            needs_ties=False,
         )
     apply_plan(model, steps, file_ids)
 
@@ -89,28 +81,26 @@ if TYPE_CHECKING:
 
 
 class Pipeline(nn.Module):
-    """A model of which each rank has a stage. Called like the model, by all ranks at a time.
+    """A model with one stage on each rank. All ranks call it together, like the model.
 
-    The arguments are those of the first rank; others may pass none. The last rank gets the result, and the
-    others None; with ``gather_output`` all get it. A batch may have any number of rows, and any shape that
-    the model takes. It is cut into microbatches: tensors with as many rows as the first one are, and all
-    else comes whole to each. Where they aren't equally large, the last row is repeated, and what is computed
-    of it dropped.
+    The arguments of the first rank are used; others may pass none. The last rank gets the result, others
+    None, unless ``gather_output`` is set. A batch may have any number of rows and any shape that the model
+    supports. Tensors with as many rows as the first one are split into microbatches; others are passed to
+    each microbatch. If sizes differ, the last row is repeated, and its results are dropped.
 
-    For inference: it runs in evaluation mode, and no gradient is kept.
+    For inference only: it runs in evaluation mode, without gradients.
 
-    Ranks: every rank of the context, as often as the others. What goes wrong on one is an error on all, and
-    the next batch runs.
+    Ranks: every rank of the context. An exception on one rank is raised on all, and the next batch can run.
 
     Attributes:
-        plan: Where the model is cut.
-        stage: What this rank holds: the model, with the tensors of its stage; in a world of one with all.
+        plan: The stages.
+        stage: The model with this rank's tensors.
     """
 
     def __init__(
         self, ctx: Context, plan: PipelinePlan, stage: nn.Module, num_chunks: int, gather_output: bool
     ) -> None:
-        """Put together what ``prepare_pipeline`` has made."""
+        """Initialise from the results of ``prepare_pipeline``."""
         super().__init__()
         self.plan = plan
         self.stage = stage
@@ -124,39 +114,38 @@ class Pipeline(nn.Module):
             )
 
     def outlines_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Outline] | None:
-        """Return what stages exchange for a microbatch; None where none of its shapes has been run lately."""
+        """Return what stages exchange for a microbatch; None if its shapes haven't been run recently."""
         return None if self._engine is None else self._engine.outlines_of(args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch.
 
         Raises:
-            ValueError: The batch has no rows, or a result hasn't as many as its microbatch.
+            ValueError: The batch has no rows, or a result has another number of rows than its microbatch.
             ConfigurationError: The model can't run in these stages.
-            Exception: What the stage of this rank raised.
-            RemoteRankError: What the stage of another rank raised.
+            Exception: From the stage of this rank.
+            RemoteRankError: From the stage of another rank.
         """
         device = self._ctx.device
         if self._engine is None:
             with torch.no_grad():
                 return self.stage(*send_to_device(args, device), **send_to_device(kwargs, device))
-        given = broadcast_object_list(self._ctx, [send_to_device((args, kwargs), torch.device("cpu"))])
-        own_args, own_kwargs = send_to_device(given[0], device)
-        return self._engine.forward(own_args, own_kwargs, everywhere=self._gather_output)
+        inputs = broadcast_object_list(self._ctx, [send_to_device((args, kwargs), torch.device("cpu"))])
+        args, kwargs = send_to_device(inputs[0], device)
+        return self._engine.forward(args, kwargs, everywhere=self._gather_output)
 
 
 def _group_of(ctx: Context) -> dist.ProcessGroup:
-    """Return torch's group of all ranks.
+    """Return torch's process group of all ranks.
 
     Raises:
-        NotAvailableError: Torch has none.
+        NotAvailableError: There is none.
     """
     group = ctx.world.group
     if group is None or not is_registered(group):
         raise NotAvailableError(
-            "prepare_pipeline runs torch's schedules, which need ranks that are processes with an "
-            "initialised torch.distributed; these are threads. In a test, use run_ranks(..., "
-            'on="processes").'
+            "prepare_pipeline needs ranks that are processes with an initialised torch.distributed, but "
+            'these are threads. In a test, use run_ranks(..., on="processes").'
         )
     return group
 
@@ -169,28 +158,28 @@ def plan_pipeline(
     no_split_module_classes: str | Sequence[str] | None = None,
     last: Sequence[str] = (),
 ) -> PipelinePlan:
-    """Decide where a model is cut into stages. Pure: the model may lie on the meta device.
+    """Split a model into stages. Pure: the model may be on the meta device.
 
     Ranks: local.
 
     Args:
-        model: Any whose blocks are called one after another, as :func:`accelfn.parallel.plan_stages` has it.
-        num_stages: How many.
-        split_points: Names of the modules that begin a stage, but for the first, in order. ``"auto"``: the
-            largest stage has as few bytes of parameters as can be.
-        no_split_module_classes: Names of the classes of the blocks. None: what the model says of itself
-            (``_no_split_modules`` in transformers), or else the items of its lists of modules.
+        model: A model whose blocks are called one after another, see :func:`accelfn.parallel.plan_stages`.
+        num_stages: Number of stages.
+        split_points: Names of the first modules of all stages but the first, in order. ``"auto"`` minimises
+            the parameter bytes of the largest stage.
+        no_split_module_classes: Names of the classes of blocks. None: those in the model's
+            ``_no_split_modules``, or else the items of its module lists.
         last: As in :func:`accelfn.parallel.plan_stages`.
 
     Returns:
         The plan, which prints as a table.
 
     Raises:
-        ConfigurationError: There are fewer blocks than stages, or a split point is none that can be.
+        ConfigurationError: There are fewer blocks than stages, or a split point is invalid.
     """
     if isinstance(split_points, str) and split_points != "auto":
         raise ValueError(
-            f'{_PREPARE}: split_points must be "auto" or names of modules, got {split_points!r}.'
+            f'{_PREPARE}: split_points must be "auto" or a list of module names, got {split_points!r}.'
         )
     facts = read_facts(model)
     if no_split_module_classes is not None:
@@ -222,45 +211,45 @@ def prepare_pipeline(
     checkpoint: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> Pipeline:
-    """Spread a model over all ranks, stage after stage, for inference.
+    """Distribute the stages of a model over all ranks, for inference.
 
-    Each rank keeps the tensors of its own stage, on its device, and lets go of all others. So a model that
-    fits no rank is made on the meta device, and each rank reads its stage of the checkpoint. With one process
-    the result runs the model itself.
+    Each rank keeps the tensors of its own stage, on its device, and drops all others. A model that is too
+    large for one rank is built on the meta device, and each rank reads its stage from the checkpoint. With
+    one process the result runs the model itself.
 
-    The example runs through the stages at the end: a model that can't be run in stages is refused then.
+    Finally the example runs through the stages, which fails if the model can't run in stages.
 
-    Effect: on ``model``, which is in evaluation mode afterwards, and can't be called itself. It computes in
-    the dtypes of its weights, whatever mixed precision the context has.
+    Effect: on ``model``, which is in evaluation mode afterwards, and can't be called directly. It runs in the
+    dtypes of its weights, without the context's mixed precision.
 
     Ranks: every rank of ``ctx``, with the same model.
 
     Args:
-        ctx: The world: as many stages as processes.
+        ctx: The world, with one stage per process.
         model: As in :func:`plan_pipeline`.
-        example: Arguments of a call: a tuple of positional ones, a mapping of keyword ones, or the only one.
-            Those of rank 0 count.
+        example: Arguments of a call: a tuple of positional ones, a mapping of keyword ones, or a single one.
+            Those of rank 0 are used.
         example_kwargs: Keyword arguments of a call, beside positional ones.
         split_points: As in :func:`plan_pipeline`.
         no_split_module_classes: As in :func:`plan_pipeline`.
         last: As in :func:`plan_pipeline`.
-        num_chunks: Microbatches that a batch is split into. None: one for each rank. With more of them ranks
-            wait less for each other, until microbatches are too small for the device.
-        gather_output: Give the result to all ranks, and not to the last one only.
-        checkpoint: Of the weights, as for :func:`load_checkpoint_in_model`. Each rank reads what is in its
-            stage, straight to its device. Needed where the model has tensors on the meta device.
-        dtype: That floating-point weights of the checkpoint are to have. None: that of the model.
+        num_chunks: Number of microbatches in a batch. None: one per rank. More of them reduce idle time,
+            until they are too small for the device.
+        gather_output: Return the result on all ranks, instead of the last one only.
+        checkpoint: A checkpoint, as in :func:`load_checkpoint_in_model`. Each rank reads its stage directly
+            to its device. Required if the model has meta tensors.
+        dtype: The dtype of floating weights from the checkpoint. None: the model's.
 
     Returns:
-        What is called instead of the model, on all ranks.
+        The module to call instead of the model, on all ranks.
 
     Raises:
-        ValueError: The example has no batch dimension; or a tensor has no values (meta device), and no
-            checkpoint is given. The model wasn't changed.
+        ValueError: The example has no batch dimension, or the model has meta tensors and there is no
+            checkpoint. The model wasn't changed.
         NotAvailableError: The ranks are threads. The model wasn't changed.
-        ConfigurationError: As :func:`plan_pipeline`, and the model wasn't changed; or something in the model
-            depends on another stage than by the call of a block.
-        CheckpointError: There is no sound checkpoint, or it doesn't fit. The model wasn't changed.
+        ConfigurationError: As :func:`plan_pipeline`, and the model wasn't changed; or the model accesses
+            another stage other than by calling a block.
+        CheckpointError: The checkpoint is missing or damaged, or doesn't fit. The model wasn't changed.
         MismatchError: The ranks' plans differ.
         RemoteRankError: Another rank has failed.
     """
@@ -273,8 +262,8 @@ def prepare_pipeline(
 
     def plan() -> tuple[PipelinePlan, PlannedLoad | None]:
         if type(chunks) is not int or chunks < 1:
-            raise ValueError(f"{_PREPARE}: num_chunks must be a whole number of at least 1, got {chunks!r}.")
-        reason = f"{_PREPARE}: a batch is cut into microbatches"
+            raise ValueError(f"{_PREPARE}: num_chunks must be an int of at least 1, got {chunks!r}.")
+        reason = f"{_PREPARE}: a batch is split into microbatches"
         count_rows((args, kwargs), "example", reason, with_others=True)
         if ctx.num_processes > 1:
             _group_of(ctx)
@@ -288,25 +277,25 @@ def prepare_pipeline(
         bare = names_on_meta(model)
         if bare and checkpoint is None:
             raise ValueError(
-                f"{_PREPARE}: {listed(bare)} have no values: they are on the meta device. Pass checkpoint=, "
+                f"{_PREPARE}: {listed(bare)} are on the meta device and have no values. Pass checkpoint=, "
                 "from which each rank reads its stage."
             )
         load = None if checkpoint is None else _plan_stage_load(model, checkpoint, ctx.device, dtype)
         return planned, load
 
     planned, error = catch(plan)
-    said = "" if planned is None else f"{planned[0]!r} {chunks} {gather_output}"
-    agree(ctx, Call(_PREPARE, said, takes_long=True), error=error)
-    assert planned is not None  # else all have raised
-    made, error = catch(lambda: _make(ctx, model, *planned, chunks, gather_output))
-    agree(ctx, Call(_PREPARE, "made", takes_long=True), error=error)
-    assert made is not None
+    description = "" if planned is None else f"{planned[0]!r} {chunks} {gather_output}"
+    agree(ctx, Call(_PREPARE, description, takes_long=True), error=error)
+    assert planned is not None  # otherwise all ranks have raised
+    pipeline, error = catch(lambda: _build(ctx, model, *planned, chunks, gather_output))
+    agree(ctx, Call(_PREPARE, "built", takes_long=True), error=error)
+    assert pipeline is not None
     if ctx.num_processes > 1:
-        made(*args, **kwargs)
-    return made
+        pipeline(*args, **kwargs)
+    return pipeline
 
 
-def _make(
+def _build(
     ctx: Context,
     model: nn.Module,
     plan: PipelinePlan,
@@ -314,7 +303,7 @@ def _make(
     num_chunks: int,
     gather_output: bool,
 ) -> Pipeline:
-    """Fill this rank's stage, and empty the model of all else."""
+    """Load this rank's stage, and drop the tensors of others."""
     model.eval()
     if load is not None:
         _load_stage(model, load, plan, ctx.rank)
@@ -337,12 +326,12 @@ def prepare_pippy(
     *,
     ctx: Context | None = None,
 ) -> ModelT:
-    """Spread a model over all ranks for inference, as :func:`prepare_pipeline` does, and keep its name.
+    """Distribute the stages of a model over all ranks, as :func:`prepare_pipeline`, but in place.
 
-    Effect: on ``model``: its ``forward`` runs the pipeline, it holds this rank's stage only, and it has
-    ``hf_split_points`` (names of the modules that begin the stages but the first) and ``pippy_stage``. This
-    is the rank's ``PipelineStage`` of ``torch.distributed.pipelining``, for its schedules under
-    ``torch.no_grad()``, to which every rank passes the batch, by keyword; None with one process.
+    Effect: on ``model``: its ``forward`` runs the pipeline, it keeps this rank's tensors only, and it gets
+    ``hf_split_points`` (names of the first modules of all stages but the first) and ``pippy_stage``, the
+    rank's ``PipelineStage`` of ``torch.distributed.pipelining``. torch's schedules run it under
+    ``torch.no_grad()``, and every rank passes them the batch by keyword. It is None with one process.
 
     Ranks: every rank of ``ctx``.
 
@@ -352,13 +341,13 @@ def prepare_pippy(
         no_split_module_classes: As in :func:`prepare_pipeline`.
         example_args: Positional arguments of a call.
         example_kwargs: Keyword arguments of a call.
-        num_chunks: Microbatches that a batch is cut into. None: one for each rank.
-        gather_output: Give the result to all ranks, and not to the last one only.
-        ctx: The world. None: :func:`init_context`, which takes the process group that is there, or what the
-            launcher has set.
+        num_chunks: Number of microbatches in a batch. None: one per rank.
+        gather_output: Return the result on all ranks, instead of the last one only.
+        ctx: The world. None: :func:`init_context`, which uses the existing process group, or the launcher's
+            environment.
 
     Returns:
-        The same model, to be called by all ranks; the first one gives the arguments.
+        The same model, to be called by all ranks, with the arguments of the first one.
 
     Raises:
         ValueError: As :func:`prepare_pipeline`. The model wasn't changed.
@@ -375,17 +364,17 @@ def prepare_pippy(
         num_chunks=num_chunks,
         gather_output=gather_output,
     )
-    said = cast("Any", model)
-    said.hf_split_points = list(pipeline.plan.split)
-    said.pippy_stage = None
+    attributes = cast("Any", model)
+    attributes.hf_split_points = list(pipeline.plan.split)
+    attributes.pippy_stage = None
     if world.num_processes > 1:
-        said.forward = _PipelineForward(model.forward, pipeline)
-        said.pippy_stage = _torch_stage(world, pipeline)
+        attributes.forward = _PipelineForward(model.forward, pipeline)
+        attributes.pippy_stage = _torch_stage(world, pipeline)
     return model
 
 
 class _PipelineForward(WrappedForward):
-    """Runs the pipeline, and inside of it the stage of this rank."""
+    """Runs the pipeline, or within it the stage of this rank."""
 
     def __init__(self, staged: Any, pipeline: Pipeline) -> None:
         super().__init__(staged)
@@ -398,7 +387,7 @@ class _PipelineForward(WrappedForward):
 
 
 class _Stage(nn.Module):
-    """What torch's schedules call: the first stage with the arguments, others with what they receive."""
+    """The module of a ``PipelineStage``: called with arguments on the first stage, then with its inputs."""
 
     def __init__(self, pipeline: Pipeline, index: int) -> None:
         super().__init__()
@@ -411,17 +400,17 @@ class _Stage(nn.Module):
         outlines = pipeline.outlines_of(args, kwargs)
         if outlines is None:
             raise ConfigurationError(
-                "model.pippy_stage was called with a microbatch of other shapes than any that the model has "
-                "been called with, and stages have to know what they exchange. Call the model with such a "
-                "batch once, on all ranks, or pass one as the example, with num_chunks as the schedule's."
+                "model.pippy_stage was called with a microbatch of new shapes, for which the stages don't "
+                "know what they exchange. Call the model with such a batch once, on all ranks, or pass one "
+                "as the example, with the schedule's num_chunks."
             )
-        device = received[0].device if received else "cpu"  # the first stage skips no module
+        device = received[0].device if received else "cpu"  # unused on the first stage
         run = StageRun(pipeline.plan, self._index, outlines, received, device)
         return run_stage(pipeline.stage, run, args, kwargs)
 
 
 def _torch_stage(ctx: Context, pipeline: Pipeline) -> object:
-    from torch.distributed.pipelining import PipelineStage  # half a second, which others shall not wait for
+    from torch.distributed.pipelining import PipelineStage  # takes half a second to import
 
     return PipelineStage(
         _Stage(pipeline, ctx.rank), ctx.rank, ctx.num_processes, ctx.device, group=_group_of(ctx)

@@ -1,4 +1,4 @@
-"""Load a model with quantised layers: a layer is quantised as soon as its weight has been read."""
+"""Load a model with quantised layers: each layer is quantised as soon as its weight has been read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ from accelfn.bigmodel.quantize_config import (
     TorchaoQuantizationConfig,
 )
 from accelfn.bigmodel.quantize_layers import Quantizer, make_quantizer
-from accelfn.bigmodel.weight_files import Checkpoint, Reading, Stored, open_checkpoint, read_tensors, showing
+from accelfn.bigmodel.weight_files import (
+    Checkpoint,
+    Reading,
+    Stored,
+    open_checkpoint,
+    progress_bar,
+    read_tensors,
+)
 from accelfn.checkpoint.weights_state import require_module
 from accelfn.errors import CheckpointMismatchError, Misfit
 
@@ -45,9 +52,8 @@ class QuantizationPlan:
     """Which layers are quantised.
 
     Attributes:
-        layers: Names of the layers whose weights are, in the order of the model. A layer that stands at
-            several places has its first name.
-        skipped: What the names of all others were compared with.
+        layers: Names of the quantised layers, in model order; the first one of a repeated layer.
+        skipped: Names, or parts of names, of the skipped modules.
     """
 
     layers: tuple[str, ...]
@@ -55,18 +61,18 @@ class QuantizationPlan:
 
 
 def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return what isn't quantised unless the caller says it: the output layer, and what shares its weights.
+    """Return the modules that aren't quantised by default: the output layer, and those with tied weights.
 
-    That is the last child of the model and every module with a weight that stands in another one too. A base
-    model of transformers, which has no output layer of its own, is quantised whole if it shares nothing.
+    The output layer is the last child of the model. A transformers base model has none, and is quantised
+    completely if it has no tied weights.
 
     Args:
-        model: On any device.
+        model: A model on any device.
 
     >>> default_skip_modules(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     ('1',)
     """
-    # A module that stands at two places shares its weights with none.
+    # A repeated module doesn't count as tied to itself.
     owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
     for name, module in named_modules(model):
         for parameter in module.parameters(recurse=False):
@@ -75,63 +81,66 @@ def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
     prefix = cast("object", getattr(model, "base_model_prefix", None))
     is_base = isinstance(prefix, str) and not hasattr(model, prefix)
     last = [] if is_base and not tied else [name for name, _ in model.named_children()][-1:]
-    # A weight of the root itself has no module that could be skipped.
+    # The root itself can't be skipped.
     return tuple(dict.fromkeys(name for name in (*tied, *last) if name))
 
 
 def plan_quantization(
     model: nn.Module, config: QuantizationConfig, unquantized: Iterable[str] = ()
 ) -> QuantizationPlan:
-    """Decide which layers of a model are quantised: every ``nn.Linear`` that isn't skipped. Pure.
+    """Choose the layers to quantise: every ``nn.Linear`` that isn't skipped. Pure.
 
-    A layer of a class that is derived from ``nn.Linear`` stays as it is: it may compute in its own way.
+    Subclasses of ``nn.Linear`` aren't quantised, since their forward may differ.
 
     Args:
-        model: On any device, such as meta.
-        config: Says what is skipped.
-        unquantized: Further modules to skip, by their whole names.
+        model: A model on any device, such as meta.
+        config: Specifies ``skip_modules``.
+        unquantized: Full names of more modules to skip.
 
     Raises:
-        ValueError: ``skip_modules`` names nothing in the model, or no layer is left.
+        ValueError: ``skip_modules`` has a name that no module has, or no layer remains.
     """
-    given = cast("tuple[str, ...] | None", config.skip_modules)
-    skipped = default_skip_modules(model) if given is None else given
+    skip_modules = cast("tuple[str, ...] | None", config.skip_modules)
+    skipped = default_skip_modules(model) if skip_modules is None else skip_modules
     names = [name for name, _ in named_modules(model, every_name=True)]
-    unknown = [entry for entry in given or () if not any(has_part(name, (entry,)) for name in names)]
+    unknown = [entry for entry in skip_modules or () if not any(has_part(name, (entry,)) for name in names)]
     if unknown:
         raise ValueError(
-            f"load_and_quantize_model: skip_modules names {', '.join(unknown)}, and no module is called so. "
-            f"Its children are {', '.join(name for name, _ in model.named_children()) or 'none'}."
+            f"load_and_quantize_model: skip_modules has {', '.join(unknown)}, but the model has no such "
+            f"module. Its children are {', '.join(name for name, _ in model.named_children()) or 'none'}."
         )
-    whole = tuple(unquantized)
+    full_names = tuple(unquantized)
 
     def is_skipped(name: str) -> bool:
-        return has_part(name, skipped) or any(not one or f"{name}.".startswith(f"{one}.") for one in whole)
+        return has_part(name, skipped) or any(
+            not full_name or f"{name}.".startswith(f"{full_name}.") for full_name in full_names
+        )
 
-    found: dict[nn.Module, list[str]] = {}
+    linears: dict[nn.Module, list[str]] = {}
     for name, module in named_modules(model, every_name=True):
         if type(module) is nn.Linear and name:
-            found.setdefault(module, []).append(name)
-    # Skipped under one of its names, it is skipped: there is only one of it.
-    layers = [names[0] for names in found.values() if not any(is_skipped(name) for name in names)]
+            linears.setdefault(module, []).append(name)
+    layers = [names[0] for names in linears.values() if not any(is_skipped(name) for name in names)]
     if not layers:
-        placed = f", and {listed(whole)} would lie where layers can't be quantised" if whole else ""
-        place = "a device_map that leaves room for some" if whole else "other skip_modules"
-        raise ValueError(
-            f"load_and_quantize_model: nothing is left to quantise. The model has {len(found)} layers of "
-            f"nn.Linear; {listed(skipped) or 'nothing'} is skipped{placed}. Pass {place}, or load the model "
-            "without quantising it."
+        placed = (
+            f", and {listed(full_names)} are on places where layers can't be quantised" if full_names else ""
         )
-    return QuantizationPlan(layers=tuple(layers), skipped=tuple(dict.fromkeys((*skipped, *whole))))
+        remedy = "a device_map with some on an accelerator" if full_names else "other skip_modules"
+        raise ValueError(
+            f"load_and_quantize_model: no layer to quantise. The model has {len(linears)} nn.Linear layers; "
+            f"{listed(skipped) or 'nothing'} is skipped{placed}. Pass {remedy}, or load the model without "
+            "quantisation."
+        )
+    return QuantizationPlan(layers=tuple(layers), skipped=tuple(dict.fromkeys((*skipped, *full_names))))
 
 
 def kept_dtype(name: str, dtype: torch.dtype, config: QuantizationConfig) -> torch.dtype:
-    """Return in which dtype a tensor that isn't quantised is kept.
+    """Return the new dtype of a tensor that isn't quantised.
 
     Args:
-        name: Of the tensor.
-        dtype: That it has.
-        config: Says which.
+        name: The tensor's name.
+        dtype: Its current dtype.
+        config: Specifies ``torch_dtype`` and ``keep_in_fp32_modules``.
     """
     if not dtype.is_floating_point:
         return dtype
@@ -140,7 +149,7 @@ def kept_dtype(name: str, dtype: torch.dtype, config: QuantizationConfig) -> tor
     return cast("torch.dtype | None", config.torch_dtype) or dtype
 
 
-_SHOWN = 5
+_MAX_LAYERS = 5
 
 
 def _check_layers(
@@ -149,10 +158,10 @@ def _check_layers(
     quantizer: Quantizer,
     device_of: Callable[[str], torch.device],
 ) -> None:
-    """Refuse layers that can't be quantised, all at once.
+    """Check that layers can be quantised, and report all that can't.
 
     Raises:
-        ValueError: With the name of each, and why.
+        ValueError: With their names and reasons.
     """
     objections = {
         name: quantizer.objection(cast("nn.Linear", model.get_submodule(name)), device_of(name))
@@ -160,36 +169,36 @@ def _check_layers(
     }
     refused = [f"  {name}: {why}" for name, why in objections.items() if why is not None]
     if refused:
-        more = [f"  and {len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else []
+        more = [f"  and {len(refused) - _MAX_LAYERS} more"] if len(refused) > _MAX_LAYERS else []
         raise ValueError(
-            "load_and_quantize_model: these layers can't be quantised so:\n"
-            + "\n".join((*refused[:_SHOWN], *more))
-            + "\nName them in skip_modules, together with those that are skipped by default "
-            f"({', '.join(plan.skipped) or 'none'}), or choose other sizes."
+            "load_and_quantize_model: these layers can't be quantised as configured:\n"
+            + "\n".join((*refused[:_MAX_LAYERS], *more))
+            + "\nAdd them to skip_modules, with those that are skipped now "
+            f"({', '.join(plan.skipped) or 'none'}), or choose another group_size."
         )
 
 
 def _replace_layers(
     model: nn.Module, plan: QuantizationPlan, quantizer: Quantizer
 ) -> Iterator[tuple[str, nn.Linear, nn.Linear]]:
-    """Return each layer of the plan and an empty one that takes its place when the next one is asked for.
+    """Yield each layer of the plan and an empty one, which replaces it when the next one is requested.
 
-    So the caller fills it first, and the memory of the old one is free before that of the next is needed.
+    So the caller fills the new layer first, and the old one is freed before the next one is loaded.
 
     Yields:
-        Its name, the old layer, and the new one, whose weight is on the meta device.
+        The name, the old layer, and the new one, whose weight is on the meta device.
     """
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         children = cast("dict[str, nn.Module | None]", vars(parent)["_modules"])
         for key, child in children.items():
             if child is not None:
-                places.setdefault(child, []).append((parent, key))
+                parents.setdefault(child, []).append((parent, key))
     for name in plan.layers:
         old = cast("nn.Linear", model.get_submodule(name))
         new = quantizer.make(old)
         yield name, old, new
-        for parent, key in places.pop(old):
+        for parent, key in parents.pop(old):
             setattr(parent, key, new)
 
 
@@ -200,35 +209,35 @@ def _quantize_in_place(
     quantizer: Quantizer,
     device_of: Callable[[str], torch.device],
 ) -> None:
-    """Quantise the layers of a model that has its values, and cast what isn't quantised. Writes into it.
+    """Quantise the layers of a model that has its values, and cast its other tensors in place.
 
-    Parameters stay the objects that they are, but for the weights that are quantised.
+    Parameters stay the same objects, except quantised weights.
     """
     weights: set[int] = set()
     for name, old, new in _replace_layers(model, plan, quantizer):
         quantizer.fill(new, old.weight, device_of(name))
         weights.add(id(new.weight))
-    _give_back_freed_memory()
+    _trim_memory()
     with torch.no_grad():
-        for name, tensor in _kept_tensors(model):
+        for name, tensor in _saved_tensors(model):
             if id(tensor) not in weights:
                 tensor.data = tensor.data.to(kept_dtype(name, tensor.dtype, config))
 
 
-def _give_back_freed_memory() -> None:
-    """Let the C library give memory that was freed back to the system, where it can be asked for that.
+def _trim_memory() -> None:
+    """Return freed memory to the system, if the C library supports it.
 
-    Between a weight and the next one a small tensor comes to stay, so what was freed lies in pieces. glibc
-    keeps them: without this, as much memory is held after loading as if nothing had been quantised.
+    Freed weights leave fragments between small tensors, which glibc keeps: without this, as much memory is
+    held after loading as if nothing had been quantised.
     """
     if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl hasn't
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl doesn't
         if trim is not None:
             trim(0)
 
 
-def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the parameters and buffers that a state dict holds, each once."""
+def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers of a model, each once."""
     yield from named_module_tensors(model, recurse=True, remove_non_persistent=True)
 
 
@@ -247,53 +256,53 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> ModelT:
-    """Quantise the linear layers of a model to 8 or 4 bits, while it is loaded or as it is. In place.
+    """Quantise the linear layers of a model to 8 or 4 bits, while loading it or in place.
 
-    From a checkpoint each layer is quantised as soon as its weight has been read: in memory are the quantised
-    layers so far, and one that isn't yet. Layers that were quantised in the same way when they were saved
-    (bitsandbytes) are taken as they are.
+    From a checkpoint each layer is quantised as soon as its weight has been read, so one unquantised weight
+    at a time is in memory. Layers that were saved in the same quantisation (bitsandbytes) are loaded
+    directly.
 
-    Every ``nn.Linear`` that isn't skipped is quantised. Its weight is frozen; gradients go through it to
-    what comes before, so adapters train. On a machine without accelerator the model is quantised, and runs,
-    on the CPU. With an accelerator, what the map puts on the host is quantised where the weights can travel
-    so (bitsandbytes in 8 bits, torchao in int8) and else stays in ``torch_dtype``. What it puts on the disk
-    isn't quantised: it is used where it lies in the checkpoint.
+    Every ``nn.Linear`` that isn't skipped is quantised. Its weight is frozen; gradients are propagated
+    through it, so adapters train. Without an accelerator the model is quantised, and runs, on the CPU. With
+    an accelerator, layers on the host are quantised if such weights can be offloaded (bitsandbytes in 8 bits,
+    torchao in int8), and keep ``torch_dtype`` otherwise. Layers on the disk aren't quantised, but used in
+    place in the checkpoint.
 
-    Effect: on ``model``, which has ``is_loaded_in_8bit``, ``is_loaded_in_4bit`` and ``hf_device_map`` then.
+    Effect: on ``model``, whose ``is_loaded_in_8bit``, ``is_loaded_in_4bit`` and ``hf_device_map`` are set.
 
     Ranks: local.
 
     Args:
-        model: Any; with its values, or on the meta device.
+        model: Any module, with values or on the meta device.
         bnb_quantization_config: A :class:`BnbQuantizationConfig` or :class:`TorchaoQuantizationConfig`.
-        weights_location: A checkpoint, as :func:`load_checkpoint_in_model` takes it. Needed where the model
-            has tensors on the meta device; else None quantises the values that it has.
-        device_map: Places by name, or ``"auto"`` and the like, planned with the quantised sizes. None: the
-            current accelerator, or the CPU where there is none.
-        no_split_module_classes: As :func:`load_checkpoint_and_dispatch` takes it.
-        max_memory: As :func:`load_checkpoint_and_dispatch` takes it.
-        offload_folder: As :func:`load_checkpoint_and_dispatch` takes it.
-        offload_state_dict: Accepted. Nothing is in memory twice in any case.
+        weights_location: A checkpoint, as in :func:`load_checkpoint_in_model`. Required if the model has meta
+            tensors; otherwise None quantises its current values.
+        device_map: Places by name, or the name of a strategy such as ``"auto"``, planned with the quantised
+            sizes. None: the current accelerator, or the CPU.
+        no_split_module_classes: As in :func:`load_checkpoint_and_dispatch`.
+        max_memory: As in :func:`load_checkpoint_and_dispatch`.
+        offload_folder: As in :func:`load_checkpoint_and_dispatch`.
+        offload_state_dict: Accepted for compatibility; weights are never in memory twice.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: The configuration is none, or the model no module.
-        MissingExtraError: The package that it asks for isn't installed.
-        ValueError: The model has no values and there is no checkpoint; it is quantised already; a layer can't
-            be quantised so, or none is left; an inferred map of 4-bit layers puts some beside the
-            accelerators. Nothing was changed.
-        CheckpointError: There is no sound checkpoint, or it doesn't fit. Nothing was changed.
-        OSError: A file can't be read, or the folder not written.
+        TypeError: ``bnb_quantization_config`` isn't a configuration, or ``model`` isn't a module.
+        MissingExtraError: The configuration's package isn't installed.
+        ValueError: The model has no values and there is no checkpoint, it is quantised already, a layer can't
+            be quantised, none remains, or a planned map has 4-bit layers outside of accelerators. Nothing was
+            changed.
+        CheckpointError: The checkpoint is missing or damaged, or doesn't fit. Nothing was changed.
+        OSError: A file can't be read, or the folder can't be written to.
     """
     config = _check(model, bnb_quantization_config)
     quantizer = make_quantizer(config)
-    bare = [name for name, one in _kept_tensors(model) if one.is_meta]
+    bare = [name for name, tensor in _saved_tensors(model) if tensor.is_meta]
     if bare and weights_location is None:
         raise ValueError(
-            f"{_LOAD}: {', '.join(bare[:5])}{' and others' if len(bare) > 5 else ''} have no values: they "
-            "are on the meta device. Pass weights_location, the checkpoint to load."
+            f"{_LOAD}: {listed(bare)} are on the meta device and have no values. Pass weights_location, the "
+            "checkpoint to load."
         )
     places = _places(model, config, quantizer, device_map, no_split_module_classes, max_memory)
     plan = plan_quantization(model, config, _unquantized(model, places, quantizer))
@@ -303,16 +312,17 @@ def load_and_quantize_model(
     else:
         if "disk" in places.values() and offload_folder is None:
             raise ValueError(
-                f"{_LOAD}: device_map puts parts of the model on the disk that lie in memory now. Pass "
-                "offload_folder, where they are written to, or weights_location, where they are already."
+                f"{_LOAD}: device_map puts modules on the disk that are in memory. Pass offload_folder, "
+                "where they are written, or weights_location, where they are used in place."
             )
         _quantize_in_place(model, config, plan, quantizer, lambda name: _device_of(name, places))
-    said = cast("Any", model)
-    said.is_loaded_in_8bit, said.is_loaded_in_4bit = config.bits == 8, config.bits == 4
+    flags = cast("Any", model)
+    flags.is_loaded_in_8bit, flags.is_loaded_in_4bit = config.bits == 8, config.bits == 4
     dispatch_model(model, cast("Mapping[str, PlaceLike]", places), offload_dir=offload_folder)
-    for name in plan.layers:
-        if any(map(is_accelerator, places.values())) and not is_accelerator(_place(name, places)):
-            quantizer.settle(cast("nn.Linear", model.get_submodule(name)))
+    if any(map(is_accelerator, places.values())):
+        for name in plan.layers:
+            if place_of(name, places) == "cpu":
+                quantizer.prepare_offload(cast("nn.Linear", model.get_submodule(name)))
     return model
 
 
@@ -320,11 +330,13 @@ def _check(model: object, config: object) -> QuantizationConfig:
     require_module(_LOAD, model)
     if not isinstance(config, (BnbQuantizationConfig, TorchaoQuantizationConfig)):
         raise TypeError(
-            f"{_LOAD}: takes a BnbQuantizationConfig or a TorchaoQuantizationConfig, got "
-            f"{type(config).__name__}."
+            f"{_LOAD}: bnb_quantization_config must be a BnbQuantizationConfig or TorchaoQuantizationConfig, "
+            f"got {type(config).__name__}."
         )
     if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
-        raise ValueError(f"{_LOAD}: the model is quantised already. Load it anew to quantise it otherwise.")
+        raise ValueError(
+            f"{_LOAD}: the model is quantised already. Load it again to quantise it differently."
+        )
     return config
 
 
@@ -342,42 +354,38 @@ def _places(
     if device_map is None:
         return {"": current_place()}
     dtypes: dict[str, AnyDtype] = {
-        name: kept_dtype(name, one.dtype, config) for name, one in _kept_tensors(model)
+        name: kept_dtype(name, tensor.dtype, config) for name, tensor in _saved_tensors(model)
     }
     packed = torch.int8 if config.bits == 8 else CustomDtype.INT4
     dtypes.update({f"{name}.weight": packed for name in plan_quantization(model, config).layers})
     options = PlanOptions(no_split_module_classes=no_split_module_classes, special_dtypes=dtypes)
     places = read_places(resolve_device_map(model, device_map, max_memory, options))
-    left = [name for name, place in places.items() if not is_accelerator(place)]
-    is_inferred = isinstance(device_map, str)
-    if is_inferred and left and not quantizer.travels and any(map(is_accelerator, places.values())):
+    elsewhere = [name for name, place in places.items() if not is_accelerator(place)]
+    is_planned = isinstance(device_map, str)
+    if is_planned and elsewhere and not quantizer.can_offload and any(map(is_accelerator, places.values())):
         raise ValueError(
-            f"{_LOAD}: not all of the model fits on the accelerators, and layers of 4 bits run on the device "
-            f"where they lie: {', '.join(name or 'the model' for name in left[:5])} would be on "
-            f"{' and '.join(sorted({str(places[name]) for name in left}))}. Pass a larger max_memory, 8 "
-            "bits, or a device_map of your own, by which those layers stay unquantised."
+            f"{_LOAD}: 4-bit layers can't be offloaded, but the accelerators are too small: "
+            f"{listed(name or 'the model' for name in elsewhere)} would be on "
+            f"{' and '.join(sorted({str(places[name]) for name in elsewhere}))}. Pass a larger max_memory, "
+            "use 8 bits, or pass a device_map, which leaves those layers unquantised."
         )
     return places
 
 
-def _place(name: str, places: Mapping[str, Place]) -> Place:
-    place = place_of(name, places)
-    assert place is not None  # the map was checked to have one for everything
-    return place
-
-
 def _device_of(name: str, places: Mapping[str, Place]) -> torch.device:
-    return check_device(_place(name, places))
+    place = place_of(name, places)
+    assert place is not None  # checked with the map
+    return check_device(place)
 
 
 def _unquantized(model: nn.Module, places: Mapping[str, Place], quantizer: Quantizer) -> list[str]:
-    """Name the layers that lie where they can't be quantised."""
+    """Return the names of layers on places where they can't be quantised."""
     has_accelerator = any(map(is_accelerator, places.values()))
-    stays = {"disk"} if quantizer.travels or not has_accelerator else {"disk", "cpu"}
+    unsupported = {"disk"} if quantizer.can_offload or not has_accelerator else {"disk", "cpu"}
     return [
         name
         for name, module in named_modules(model)
-        if type(module) is nn.Linear and name and place_of(name, places) in stays
+        if type(module) is nn.Linear and name and place_of(name, places) in unsupported
     ]
 
 
@@ -396,12 +404,14 @@ def _load(
     opened, saved = _without_saved(open_checkpoint(weights_location), model, plan, quantizer)
     options = LoadOptions(
         places=places,
-        special_dtypes={name: kept_dtype(name, one.dtype, config) for name, one in _kept_tensors(model)},
+        special_dtypes={
+            name: kept_dtype(name, tensor.dtype, config) for name, tensor in _saved_tensors(model)
+        },
         has_folder=offload_folder is not None,
     )
     steps = plan_load(_LOAD, model, opened, options)
     owners = {model.get_submodule(name): name for name in plan.layers}
-    # A weight that is tied to something that isn't quantised is loaded as a whole, and quantised then.
+    # A weight that is tied to another module's is loaded with the rest, and then quantised.
     layers: dict[str, LoadStep] = {}
     rest: list[LoadStep] = []
     for step in steps.steps:
@@ -409,7 +419,7 @@ def _load(
             layers.update((owners[ref.owner], step) for ref in step.target.refs)
         else:
             rest.append(step)
-    with showing("quantize", steps.num_bytes, None) as advance:
+    with progress_bar("quantize", steps.num_bytes, None) as advance:
         apply_plan(
             model,
             steps._replace(steps=tuple(rest)),
@@ -425,24 +435,28 @@ def _load(
             step = layers[name]
             if name in saved:
                 parts = saved[name]
-                tensors = {key: torch.empty(one.shape, dtype=one.dtype) for key, one in parts.items()}
-                read_tensors([Reading(one, tensors[key]) for key, one in parts.items()], opened.file_ids)
+                tensors = {
+                    key: torch.empty(stored.shape, dtype=stored.dtype) for key, stored in parts.items()
+                }
+                read_tensors(
+                    [Reading(stored, tensors[key]) for key, stored in parts.items()], opened.file_ids
+                )
                 quantizer.restore(new, tensors, device)
             else:
                 weight = torch.empty(step.target.tensor.shape, dtype=step.dtype, device=device)
                 read_tensors([Reading(step.source, weight)], opened.file_ids)
                 quantizer.fill(new, weight, device)
-                del weight  # before the next one comes
+                del weight  # before the next one is allocated
             advance(step.source.num_bytes)
-            _give_back_freed_memory()
+            _trim_memory()
 
 
 def _without_saved(
     opened: Checkpoint, model: nn.Module, plan: QuantizationPlan, quantizer: Quantizer
 ) -> tuple[Checkpoint, dict[str, dict[str, Stored]]]:
-    """Set aside what was saved of quantised layers, and let their weights look as if they weren't.
+    """Separate the tensors of saved quantised layers, and present their weights as unquantised.
 
-    So the checkpoint is compared with the model as it is now.
+    So the checkpoint can be matched with the model.
 
     Raises:
         CheckpointMismatchError: Layers were quantised in another way.
@@ -451,9 +465,9 @@ def _without_saved(
     tensors = dict(opened.tensors)
     saved: dict[str, dict[str, Stored]] = {}
     for name in opened.tensors:
-        parts = name.split(".")
-        for count in range(1, len(parts)):
-            layer, rest = ".".join(parts[:count]), ".".join(parts[count:])
+        components = name.split(".")
+        for count in range(1, len(components)):
+            layer, rest = ".".join(components[:count]), ".".join(components[count:])
             if layer in layers and rest not in ("weight", "bias") and quantizer.is_part(rest):
                 saved.setdefault(layer, {})[rest] = tensors.pop(name)
     rows: list[Misfit] = []
@@ -463,13 +477,13 @@ def _without_saved(
             parts["weight"] = tensors[key]
             like = layers[name].weight
             tensors[key] = tensors[key]._replace(dtype=like.dtype, shape=tuple(like.shape), elements=None)
-        why = quantizer.differs({part: one.dtype for part, one in parts.items()})
+        why = quantizer.mismatch({part: stored.dtype for part, stored in parts.items()})
         if why is not None:
-            rows.append(Misfit(key, why, "one of the configuration"))
+            rows.append(Misfit(key, why, "as configured"))
     if rows:
         raise CheckpointMismatchError(
             f"{_LOAD}: {opened.place} has layers that were quantised in another way. Nothing was changed. "
-            "Pass the configuration that they were quantised with, or full weights.",
+            "Pass the configuration that they were quantised with, or unquantised weights.",
             rows,
         )
     return replace(opened, tensors=MappingProxyType(tensors)), saved

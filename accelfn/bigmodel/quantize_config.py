@@ -1,4 +1,4 @@
-"""How a model is quantised: one record for bitsandbytes, one for torchao."""
+"""Quantisation configurations for bitsandbytes and torchao."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from accelfn.errors import ConfigurationError
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _QUANT_TYPES = ("fp4", "nf4")
 _WEIGHTS = ("int8", "int4")
-# What the kernels for packed 4-bit integers take.
+# Supported by the kernels for packed 4-bit integers.
 _GROUPS_OF_INT4 = (32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class BnbQuantizationConfig:
-    """Quantise by bitsandbytes (``pip install 'accelfn[bitsandbytes]'``), in 8 or in 4 bits.
+    """Quantisation to 8 or 4 bits with bitsandbytes (``pip install 'accelfn[bitsandbytes]'``).
 
     Attributes:
-        load_in_8bit: LLM.int8(): weights in int8 with a scale per row. Default False.
-        llm_int8_threshold: In 8 bits, columns of an input with a value above it are computed unquantised.
+        load_in_8bit: LLM.int8(): int8 weights with a scale per row. Default False.
+        llm_int8_threshold: In 8 bits, input columns with a larger value are computed without quantisation.
             Default 6.0.
-        load_in_4bit: Weights in blocks of 64 values of 4 bits, with a scale per block. Default False.
-        bnb_4bit_quant_type: ``"fp4"``, or ``"nf4"``, which is closer to weights that are spread as by a
-            normal distribution. Default ``"fp4"``.
+        load_in_4bit: 4-bit weights in blocks of 64, with a scale per block. Default False.
+        bnb_4bit_quant_type: ``"fp4"``, or ``"nf4"``, which suits normally distributed weights better. Default
+            ``"fp4"``.
         bnb_4bit_use_double_quant: In 4 bits, quantise the scales too. Default False.
-        bnb_4bit_compute_dtype: In 4 bits, dtype of the products: a dtype of torch, or ``"fp32"``, ``"fp16"``,
-            ``"bf16"``. Default float16.
-        torch_dtype: Of the parameters that aren't quantised. Default: float16 in 8 bits, in 4 bits the dtype
-            of the products.
-        skip_modules: Modules that aren't quantised, nor what stands in them: names, or parts of names such
-            as ``"lm_head"``. None: the last child of the model, and what shares its weights with another;
-            of a base model of transformers without shared weights none.
-        keep_in_fp32_modules: Modules whose parameters stay in float32, in the same way. Default none.
+        bnb_4bit_compute_dtype: In 4 bits, the dtype of matrix products: a torch dtype, ``"fp32"``,
+            ``"fp16"`` or ``"bf16"``. Default float16.
+        torch_dtype: Dtype of parameters that aren't quantised. Default: float16 in 8 bits, the compute dtype
+            in 4 bits.
+        skip_modules: Modules that aren't quantised, with all below them: names, or parts of names such as
+            ``"lm_head"``. None: the last child of the model, and modules with tied weights; nothing of a
+            transformers base model without tied weights.
+        keep_in_fp32_modules: Modules whose parameters stay in float32, by names as above. Default none.
     """
 
     load_in_8bit: bool = False
@@ -58,23 +58,23 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: Iterable[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check the fields, and settle dtypes and names."""
+        """Check the fields, and convert dtypes and names."""
         settle_fields(self)
         if self.load_in_8bit == self.load_in_4bit:
-            both = "both are" if self.load_in_8bit else "neither is"
+            number = "both are" if self.load_in_8bit else "neither is"
             raise ConfigurationError(
-                "BnbQuantizationConfig: exactly one of load_in_8bit and load_in_4bit must be True, and "
-                f"{both}. Pass one of them."
+                "BnbQuantizationConfig: exactly one of load_in_8bit and load_in_4bit must be True, but "
+                f"{number}."
             )
         if self.bnb_4bit_quant_type not in _QUANT_TYPES:
             raise ConfigurationError(
                 f"BnbQuantizationConfig.bnb_4bit_quant_type must be one of {', '.join(_QUANT_TYPES)}, got "
                 f"{self.bnb_4bit_quant_type!r}."
             )
-        computed = _dtype(self, "bnb_4bit_compute_dtype")
-        kept = None if self.torch_dtype is None else _dtype(self, "torch_dtype")
-        default = torch.float16 if self.load_in_8bit else computed
-        settle(self, bnb_4bit_compute_dtype=computed, torch_dtype=kept or default)
+        compute_dtype = _dtype(self, "bnb_4bit_compute_dtype")
+        torch_dtype = None if self.torch_dtype is None else _dtype(self, "torch_dtype")
+        default = torch.float16 if self.load_in_8bit else compute_dtype
+        settle(self, bnb_4bit_compute_dtype=compute_dtype, torch_dtype=torch_dtype or default)
 
     @property
     def bits(self) -> Literal[4, 8]:
@@ -84,15 +84,15 @@ class BnbQuantizationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchaoQuantizationConfig:
-    """Quantise weights by torchao (``pip install 'accelfn[torchao]'``). Products are computed unquantised.
+    """Weight-only quantisation with torchao (``pip install 'accelfn[torchao]'``).
 
     Attributes:
-        weights: ``"int8"``, or ``"int4"``, packed for the kernels of the device: on accelerators they want
-            bfloat16. Default ``"int8"``.
-        group_size: How many weights of a row share a scale. None: in int8 a whole row, in int4 128, which
-            may also be 32, 64, or on accelerators 256.
-        torch_dtype: Of the parameters that aren't quantised, and of the products: a dtype of torch, or
-            ``"fp32"``, ``"fp16"``, ``"bf16"``. None: that of each parameter.
+        weights: ``"int8"``, or ``"int4"``, packed for the device's kernels, which require bfloat16 on
+            accelerators. Default ``"int8"``.
+        group_size: Number of weights of a row that share a scale. None: a whole row in int8, and 128 in int4,
+            which also supports 32, 64, and on accelerators 256.
+        torch_dtype: Dtype of parameters that aren't quantised, and of matrix products: a torch dtype,
+            ``"fp32"``, ``"fp16"`` or ``"bf16"``. None: that of each parameter.
         skip_modules: As in :class:`BnbQuantizationConfig`.
         keep_in_fp32_modules: As in :class:`BnbQuantizationConfig`.
     """
@@ -104,7 +104,7 @@ class TorchaoQuantizationConfig:
     keep_in_fp32_modules: Iterable[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check the fields, and settle dtypes and names."""
+        """Check the fields, and convert dtypes and names."""
         if self.weights not in _WEIGHTS:
             raise ConfigurationError(
                 f"TorchaoQuantizationConfig.weights must be one of {', '.join(_WEIGHTS)}, got "
@@ -116,9 +116,9 @@ class TorchaoQuantizationConfig:
                 raise wrong_type(self, "group_size", "an int or None")
             allowed = size in _GROUPS_OF_INT4 if self.weights == "int4" else size >= 1
             if not allowed:
-                wanted = f"one of {_GROUPS_OF_INT4}" if self.weights == "int4" else "at least 1"
+                rule = f"one of {_GROUPS_OF_INT4}" if self.weights == "int4" else "at least 1"
                 raise ConfigurationError(
-                    f"TorchaoQuantizationConfig.group_size must be {wanted} for {self.weights}, got {size}."
+                    f"TorchaoQuantizationConfig.group_size must be {rule} for {self.weights}, got {size}."
                 )
         if self.torch_dtype is not None:
             settle(self, torch_dtype=_dtype(self, "torch_dtype"))
@@ -135,12 +135,12 @@ QuantizationConfig: TypeAlias = BnbQuantizationConfig | TorchaoQuantizationConfi
 
 def _dtype(record: object, name: str) -> torch.dtype:
     value = unchecked(record, name)
-    found = named_dtype(value) if isinstance(value, str) else value
-    if found is not None and not isinstance(found, torch.dtype):
-        raise wrong_type(record, name, "a dtype of torch or its name")
-    if found not in _DTYPES:
+    dtype = named_dtype(value) if isinstance(value, str) else value
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise wrong_type(record, name, "a torch dtype or its name")
+    if dtype not in _DTYPES:
         raise ConfigurationError(
-            f"{where(record, name)} must be one of {', '.join(map(str, _DTYPES))} or a name of these, such "
-            f"as 'bf16', got {value!r}."
+            f"{where(record, name)} must be one of {', '.join(map(str, _DTYPES))} or its name, such as "
+            f"'bf16', got {value!r}."
         )
-    return found
+    return dtype

@@ -1,4 +1,4 @@
-"""Quantised layers of bitsandbytes and of torchao."""
+"""Quantised layers of bitsandbytes and torchao."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from accelfn.errors import MissingExtraError
 
 
 class Quantizer:
-    """How a package quantises one layer.
+    """Quantises layers with one package.
 
     Attributes:
-        travels: Whether a quantised weight may lie in the host's memory and be used on an accelerator.
-        saved_parts: Names of the tensors that a quantised layer has in a state dict, beside its weight and
-            bias; one that ends in ``"*"`` stands for all that begin so. Empty where they can't be read.
+        can_offload: Whether a quantised weight can be stored in host memory and used on an accelerator.
+        saved_parts: Names of the tensors of a quantised layer in a state dict, beside its weight and bias; a
+            name that ends in ``"*"`` is a prefix. Empty if quantised layers can't be loaded.
     """
 
-    travels: bool = False
+    can_offload: bool = False
     saved_parts: tuple[str, ...] = ()
 
     def objection(self, layer: nn.Linear, device: torch.device) -> str | None:
-        """Return why the weight of a layer can't be quantised on a device; None where it can."""
+        """Return why the weight of a layer can't be quantised on a device; None if it can."""
         del layer, device
         return None
 
     def make(self, layer: nn.Linear) -> nn.Linear:
-        """Return the layer that takes the place of one, on the meta device."""
+        """Return the quantised layer that replaces ``layer``, on the meta device."""
         raise NotImplementedError
 
     def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
-        """Quantise a weight of shape ``(out_features, in_features)`` into what :meth:`make` gave."""
+        """Quantise a weight of shape ``(out_features, in_features)`` into a layer from :meth:`make`."""
         raise NotImplementedError
 
-    def settle(self, layer: nn.Linear) -> None:
-        """Prepare a layer whose weight travels."""
+    def prepare_offload(self, layer: nn.Linear) -> None:
+        """Prepare a layer whose weight is offloaded."""
 
-    def differs(self, parts: Mapping[str, torch.dtype]) -> str | None:
-        """Return how a layer that was saved is another one than :meth:`make` gives; None where it's the same.
+    def mismatch(self, parts: Mapping[str, torch.dtype]) -> str | None:
+        """Return how a saved layer differs from those of :meth:`make`; None if it doesn't.
 
         Args:
             parts: Dtypes by name, of ``"weight"`` and its parts.
@@ -53,28 +53,23 @@ class Quantizer:
         return f"has {', '.join(parts)}"
 
     def restore(self, layer: nn.Linear, saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """Put a saved layer's tensors, by name, into what :meth:`make` gave, on a device."""
+        """Load the tensors of a saved layer into a layer from :meth:`make`, on a device."""
         raise NotImplementedError
 
     def is_part(self, name: str) -> bool:
-        """Whether a quantised layer has a tensor of that name in a state dict."""
+        """Check whether a quantised layer has a tensor of that name in a state dict."""
         return any(
             name.startswith(part[:-1]) if part.endswith("*") else name == part for part in self.saved_parts
         )
 
 
 def _has_bias(layer: nn.Linear) -> bool:
-    """Whether a layer has a bias."""
+    """Check whether a layer has a bias."""
     return cast("object", layer.bias) is not None
 
 
-def _stand_in(layer: nn.Linear, new: nn.Linear) -> nn.Linear:
-    """Let ``new`` stand where ``layer`` stood: with its bias, its mode and its hooks.
-
-    Args:
-        layer: The one that goes.
-        new: Changed in place, and given back.
-    """
+def _copy_state(layer: nn.Linear, new: nn.Linear) -> nn.Linear:
+    """Copy the bias, training mode and hooks of ``layer`` to ``new``, and return ``new``."""
     new.bias = layer.bias
     new.training = layer.training
     for name, value in vars(layer).items():
@@ -83,13 +78,13 @@ def _stand_in(layer: nn.Linear, new: nn.Linear) -> nn.Linear:
     return new
 
 
-_BLOCK = 64  # weights that share a scale in 4 bits; what bitsandbytes takes by default
+_BLOCK = 64  # weights that share a scale in 4 bits; bitsandbytes' default
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether a model has layers in 4 bits of bitsandbytes.
+    """Check whether a model has 4-bit layers of bitsandbytes.
 
-    Ranks: local. Nothing is imported: whoever has such a layer has imported its package.
+    Ranks: local. Doesn't import bitsandbytes, which a model with such layers has imported.
 
     >>> has_4bit_bnb_layers(nn.Linear(1, 1))
     False
@@ -99,10 +94,10 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def make_quantizer(config: BnbQuantizationConfig | TorchaoQuantizationConfig) -> Quantizer:
-    """Return what quantises layers as a configuration says.
+    """Return the quantizer of a configuration.
 
     Raises:
-        MissingExtraError: The package that it asks for isn't installed.
+        MissingExtraError: Its package isn't installed.
     """
     if isinstance(config, BnbQuantizationConfig):
         return _Bnb8bit(config) if config.load_in_8bit else _Bnb4bit(config)
@@ -121,7 +116,7 @@ def _import(config: object, name: str, package: str) -> Any:
 
 
 class _Bnb8bit(Quantizer):
-    travels = True
+    can_offload = True
     saved_parts = ("SCB", "weight_format")
 
     def __init__(self, config: BnbQuantizationConfig) -> None:
@@ -129,11 +124,11 @@ class _Bnb8bit(Quantizer):
         self._threshold = config.llm_int8_threshold
 
     def make(self, layer: nn.Linear) -> nn.Linear:
-        kind, more = self._bnb.nn.Linear8bitLt, {"threshold": self._threshold}
-        return _stand_in(layer, _empty(kind, layer, has_fp16_weights=False, **more))
+        kind = self._bnb.nn.Linear8bitLt
+        return _copy_state(layer, _empty(kind, layer, has_fp16_weights=False, threshold=self._threshold))
 
     def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
-        # Int8Params quantises only what comes from the CPU, so not by its own way.
+        # Int8Params itself only quantises when it is moved from the CPU.
         half = weight.detach().to(device, torch.float16).contiguous()
         values, scales, _ = self._bnb.functional.int8_vectorwise_quant(half)
         self._put(layer, values, scales)
@@ -141,13 +136,13 @@ class _Bnb8bit(Quantizer):
     def restore(self, layer: nn.Linear, saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._put(layer, saved["weight"].to(device), saved["SCB"].to(device))
 
-    def differs(self, parts: Mapping[str, torch.dtype]) -> str | None:
+    def mismatch(self, parts: Mapping[str, torch.dtype]) -> str | None:
         if "SCB" in parts and parts.get("weight") == torch.int8:
             return None
         return f"isn't int8 with scales (SCB), but has {', '.join(sorted(parts))}"
 
-    def settle(self, layer: nn.Linear) -> None:
-        layer.register_forward_hook(_Return(), always_call=True)
+    def prepare_offload(self, layer: nn.Linear) -> None:
+        layer.register_forward_hook(_ReturnState(), always_call=True)
 
     def _put(self, layer: nn.Linear, weight: torch.Tensor, scales: torch.Tensor) -> None:
         layer.weight = self._bnb.nn.Int8Params(
@@ -156,10 +151,10 @@ class _Bnb8bit(Quantizer):
 
 
 @dataclass(frozen=True, slots=True)
-class _Return:
-    """After the forward of an 8-bit layer: what it has taken from its weight goes back there.
+class _ReturnState:
+    """After the forward of an 8-bit layer: move its state back to its weight.
 
-    Else the layer would hold the copy that came to the device after it was let go.
+    Otherwise the layer would keep the copy on the device alive.
     """
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
@@ -169,7 +164,7 @@ class _Return:
             state.CB = state.SCB = None
 
 
-class _Bnb4bit(Quantizer):  # it doesn't travel: the kernels of devices want it packed in ways of their own
+class _Bnb4bit(Quantizer):  # can't be offloaded, since the packing depends on the device
     saved_parts = ("weight.*",)
 
     def __init__(self, config: BnbQuantizationConfig) -> None:
@@ -183,11 +178,11 @@ class _Bnb4bit(Quantizer):  # it doesn't travel: the kernels of devices want it 
 
     def make(self, layer: nn.Linear) -> nn.Linear:
         new: Any = _empty(self._bnb.nn.Linear4bit, layer, compute_dtype=self._computed, **self._options)
-        # On CPUs with AVX512-BF16 its first forward in evaluation mode would write the weights anew, for a
-        # kernel that has no backward, rounds the scales, and refuses sizes that aren't multiples of 32 and
-        # 64. After that no gradient would come through the layer any more, and no error tells it.
+        # On CPUs with AVX512-BF16 the first forward in evaluation mode would repack the weights, for a kernel
+        # that rounds the scales, only supports multiples of 32 and 64, and has no backward: gradients would
+        # be dropped without an error.
         new.support_avx512bf16_for_cpu = False
-        return _stand_in(layer, new)
+        return _copy_state(layer, new)
 
     def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
         options = {"blocksize": _BLOCK, **self._options}
@@ -205,29 +200,29 @@ class _Bnb4bit(Quantizer):  # it doesn't travel: the kernels of devices want it 
         layer.weight = weight
         cast("Any", layer).quant_state = weight.quant_state
 
-    def differs(self, parts: Mapping[str, torch.dtype]) -> str | None:
+    def mismatch(self, parts: Mapping[str, torch.dtype]) -> str | None:
         if not {"weight", "weight.absmax", f"weight.quant_state.bitsandbytes__{self._kind}"} <= parts.keys():
-            return f"isn't in {self._kind}, as bnb_4bit_quant_type says, but has {', '.join(sorted(parts))}"
+            return f"isn't {self._kind} (bnb_4bit_quant_type), but has {', '.join(sorted(parts))}"
         nested = self._options["compress_statistics"]
         if (parts["weight.absmax"] == torch.uint8) != nested:
-            return f"isn't one of bnb_4bit_use_double_quant={nested}"
+            return f"wasn't saved with bnb_4bit_use_double_quant={nested}"
         return None
 
 
 _GROUP_OF_INT4 = 128
-_ROWS_OF_INT4 = 16  # of which the CPU's kernel takes multiples
+_ROWS_OF_INT4 = 16  # the CPU's kernel requires multiples
 _LARGEST_GROUP_ON_CPU = 128
 
 
 class _Int4Linear(nn.Linear):
-    """A linear layer whose weight is of packed 4-bit integers, through which gradients come.
+    """A linear layer with a weight of packed 4-bit integers that propagates gradients to its input.
 
-    The kernels for such weights have no backward. Here it is the product with the weight as they see it,
-    which is unpacked for that moment. The weight itself gets no gradient.
+    The kernels for such weights have no backward. Here backward multiplies with the unpacked weight. The
+    weight itself gets no gradient.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- as in nn.Linear
-        """Multiply in the dtype that the weight was quantised from, and give back that of ``input``."""
+        """Multiply in the dtype that the weight was quantised from; the result has the dtype of ``input``."""
         values = input.to(self.weight.dtype)
         if values.requires_grad and torch.is_grad_enabled():
             result = cast("torch.Tensor", cast("Any", _Product).apply(values, self.weight))
@@ -256,7 +251,7 @@ def _empty(kind: Any, layer: nn.Linear, **options: Any) -> nn.Linear:
 
 
 class _TorchaoInt8(Quantizer):
-    travels = True
+    can_offload = True
     layer_class: type[nn.Linear] = nn.Linear
 
     def __init__(self, config: TorchaoQuantizationConfig) -> None:
@@ -266,28 +261,28 @@ class _TorchaoInt8(Quantizer):
 
     def objection(self, layer: nn.Linear, device: torch.device) -> str | None:
         if self._size is not None and layer.in_features % self._size:
-            return f"its {layer.in_features} inputs are no multiple of group_size={self._size}"
+            return f"its {layer.in_features} inputs aren't a multiple of group_size={self._size}"
         return None
 
     def make(self, layer: nn.Linear) -> nn.Linear:
-        return _stand_in(layer, _empty(self.layer_class, layer, dtype=layer.weight.dtype))
+        return _copy_state(layer, _empty(self.layer_class, layer, dtype=layer.weight.dtype))
 
     def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
         dtype = cast("torch.dtype | None", self._config.torch_dtype) or weight.dtype
         layer.weight = nn.Parameter(weight.detach().to(device, dtype), requires_grad=False)
         self._api.quantize_(layer, self.method(device))
-        # A method that torchao sets for printing, and that can't be pickled.
+        # torchao sets this method for printing, and it can't be pickled.
         vars(layer).pop("extra_repr", None)
 
     def method(self, device: torch.device) -> Any:
-        """Return torchao's own configuration. It would change options of torch.compile for the process."""
+        """Return torchao's configuration, which must not change the process's torch.compile options."""
         api, size = self._api, self._size
         granularity = api.PerRow() if size is None else api.PerGroup(size)
         return api.Int8WeightOnlyConfig(granularity=granularity, set_inductor_config=False)
 
 
 class _TorchaoInt4(_TorchaoInt8):
-    travels = False
+    can_offload = False
     layer_class = _Int4Linear
 
     def __init__(self, config: TorchaoQuantizationConfig) -> None:
@@ -306,10 +301,10 @@ class _TorchaoInt4(_TorchaoInt8):
         if why is not None:
             return why
         if device.type != "cpu":
-            kept = self._config.torch_dtype or layer.weight.dtype
-            return None if kept == torch.bfloat16 else f"on {device.type} it must be in bfloat16, not {kept}"
+            dtype = self._config.torch_dtype or layer.weight.dtype
+            return None if dtype == torch.bfloat16 else f"on {device.type} it must be bfloat16, not {dtype}"
         if self._size > _LARGEST_GROUP_ON_CPU:
             return f"on the CPU group_size must be at most {_LARGEST_GROUP_ON_CPU}"
         if layer.out_features % _ROWS_OF_INT4:
-            return f"its {layer.out_features} outputs are no multiple of {_ROWS_OF_INT4}"
+            return f"its {layer.out_features} outputs aren't a multiple of {_ROWS_OF_INT4}"
         return None

@@ -1,4 +1,4 @@
-"""Models that commands are told of: a folder, a file of weights, or a function that builds one."""
+"""Models that commands name: a folder, a file of weights, or a function that builds one."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def read_source(source: str | os.PathLike[str], *, trust_remote_code: bool = False) -> ModelShape:
-    """Read the shape of a model that a command is told of. No weight is read, and no memory is taken for it.
+    """Read the shape of a model without reading weights or allocating memory for them.
 
-    Ranks: local. Effect: imports the module of a factory, or transformers, and runs what builds the model.
+    Ranks: local. Effect: imports the module of a function, or transformers, and builds the model.
 
     Args:
-        source: A folder with a ``config.json`` of transformers; a folder or a file of safetensors, or an
-            index; or ``module:factory``, a function without arguments that gives a module. The module is
-            looked for in the working directory too.
-        trust_remote_code: Whether Python code that lies in the folder may be run, by transformers, which
-            copies it into its cache. A configuration that names classes in there needs it.
+        source: A folder with a transformers ``config.json``; a folder, file or index of safetensors; or
+            ``module:function``, a function without arguments that returns a module. The module may also be in
+            the working directory.
+        trust_remote_code: Whether transformers may run Python code in the folder, which it copies into its
+            cache. Needed for a configuration that names classes in there.
 
     Raises:
-        ValueError: It is none of them, the folder's configuration names no known model, or the function
-            can't be imported or called, or doesn't give a module.
-        TypeError: It is no path or text.
+        ValueError: ``source`` is none of these, the folder's configuration names no known model, or the
+            function can't be imported or doesn't return a module.
+        TypeError: ``source`` is neither a path nor a string.
         MissingExtraError: transformers is needed and not installed.
         NoCheckpointError: The folder has neither a configuration nor weights.
-        DamagedCheckpointError: A file of weights isn't sound.
+        DamagedCheckpointError: A file of weights is damaged.
     """
     text = os.fspath(source)
     path = Path(text)
@@ -50,12 +50,12 @@ def read_source(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
 
 
 def build_source(source: str, *, trust_remote_code: bool = False) -> nn.Module:
-    """Build the model that a command is told of, on the meta device. No memory is taken for it.
+    """Build the model that a command names, on the meta device.
 
     Ranks: local. Effect: as :func:`read_source`.
 
     Raises:
-        ValueError: As :func:`read_source`; or it is a file of weights, which doesn't say what modules do.
+        ValueError: As :func:`read_source`; or ``source`` is a file of weights, which has no modules.
         MissingExtraError: transformers is needed and not installed.
     """
     path = Path(source)
@@ -63,54 +63,52 @@ def build_source(source: str, *, trust_remote_code: bool = False) -> nn.Module:
         return _from_config(path, trust_remote_code)
     if path.exists():
         raise ValueError(
-            f"{source}: names and sizes of weights don't say of which modules they are. Pass a folder with a "
-            "config.json, or MODULE:FUNCTION."
+            f"{source}: a file of weights doesn't describe the modules. Pass a folder with a config.json, or "
+            "MODULE:FUNCTION."
         )
     if not _FACTORY.fullmatch(source):
         raise ValueError(
-            f"{source!r}: there is no such file or folder. Pass a folder with a config.json, a safetensors "
-            "file or index, or MODULE:FUNCTION, such as train:build_model."
+            f"{source!r}: no such file or folder. Pass a folder with a config.json, a safetensors file or "
+            "index, or MODULE:FUNCTION, such as train:build_model."
         )
     built = call_on_meta(source)
     if not isinstance(built, nn.Module):
-        raise ValueError(f"{source}: the function gave {type(built).__name__}, and must give a module.")
+        raise ValueError(f"{source} must return a module, but returned {type(built).__name__}.")
     return built
 
 
 def call_on_meta(source: str) -> object:
-    """Call the function that ``module:function`` names, and give no memory to the tensors that it makes.
+    """Call the function that ``module:function`` names, with all tensors on the meta device.
 
-    Modules are found in the working directory too, as ``python script.py`` would.
+    The module may also be in the working directory, as for ``python script.py``.
 
     Ranks: local. Effect: imports the module.
 
     Raises:
-        ValueError: There is no such module or function, or the module needs one that isn't there.
-        Exception: What the module or the function raised.
+        ValueError: The module or function can't be imported.
+        Exception: Whatever the module or the function raises.
     """
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
         try:
-            found: Any = pkgutil.resolve_name(source)
+            function: Any = pkgutil.resolve_name(source)
         except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"{source}: {error}. Modules are looked for in {here} and in installed packages."
-            ) from error
+            raise ValueError(f"{source}: {error}. The module must be in {here} or installed.") from error
         with init_empty_weights(include_buffers=True):
-            return found()
+            return function()
     finally:
         if here in sys.path:
             sys.path.remove(here)
 
 
 def _from_config(folder: Path, trust_remote_code: bool) -> nn.Module:
-    """Build the model that a configuration describes, by the class that it names."""
+    """Build the model that a transformers configuration describes."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise MissingExtraError(
-            f"{folder}/config.json describes a model of transformers, which isn't installed: "
+            f"{folder}/config.json needs transformers, which isn't installed: "
             "pip install 'accelfn[bigmodel]'. Or pass the file of weights instead of its folder."
         ) from error
     try:
@@ -119,28 +117,29 @@ def _from_config(folder: Path, trust_remote_code: bool) -> nn.Module:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{folder}/config.json describes no model that transformers knows: {error}"
+            f"{folder}/config.json doesn't describe a model that transformers knows: {error}"
         ) from error
-    named: list[str] = getattr(config, "architectures", None) or []
-    kinds: list[Any] = [getattr(transformers, name, None) for name in named]
-    kind = next((one for one in kinds if one is not None), None)
+    architectures: list[str] = getattr(config, "architectures", None) or []
+    classes: list[Any] = [getattr(transformers, name, None) for name in architectures]
+    model_class = next((kind for kind in classes if kind is not None), None)
     auto_map: dict[str, Any] = getattr(config, "auto_map", None) or {}
-    own = [name for name in auto_map if name.startswith("AutoModel")]
+    auto_classes = [name for name in auto_map if name.startswith("AutoModel")]
     with init_empty_weights(include_buffers=True):
-        if trust_remote_code and own:
-            # A class with a head before one without.
-            auto: Any = getattr(transformers, max(own, key=lambda name: "For" in name))
-            return cast("nn.Module", auto.from_config(config, trust_remote_code=True))
-        # _from_config, and not the class itself, takes the dtype of the configuration.
-        built = transformers.AutoModel.from_config(config) if kind is None else kind._from_config(config)
-    return cast("nn.Module", built)
+        if trust_remote_code and auto_classes:
+            # Prefer a class with a head (AutoModelFor...).
+            auto_class: Any = getattr(transformers, max(auto_classes, key=lambda name: "For" in name))
+            return cast("nn.Module", auto_class.from_config(config, trust_remote_code=True))
+        if model_class is None:
+            return cast("nn.Module", transformers.AutoModel.from_config(config))
+        # Unlike the constructor, _from_config applies the dtype of the configuration.
+        return cast("nn.Module", model_class._from_config(config))
 
 
 def _from_files(path: Path) -> ModelShape:
     """Read names and sizes from the headers of safetensors files."""
     if not find_weights(path).is_safe:
         raise ValueError(
-            f"{path}: the sizes in a pickled file can't be read without its values. Pass safetensors, a "
+            f"{path}: the sizes in a pickled file can't be read without its weights. Pass safetensors, a "
             "folder with a config.json, or MODULE:FUNCTION."
         )
     files = open_checkpoint(path)
@@ -151,7 +150,7 @@ def _from_files(path: Path) -> ModelShape:
     for name, first in files.tied.items():
         groups.setdefault(first, [first]).append(name)
     leaves = [
-        LeafShape(name, one.num_bytes, torch.Size(one.shape).numel(), one.dtype)
-        for name, one in tensors.items()
+        LeafShape(name, stored.num_bytes, torch.Size(stored.shape).numel(), stored.dtype)
+        for name, stored in tensors.items()
     ]
     return shape_from_leaves(leaves, groups.values())

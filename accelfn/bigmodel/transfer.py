@@ -1,4 +1,4 @@
-"""Transfer backends: a block's tensors, packed into one piece of memory, on their way to a device."""
+"""Transfer backends: a block's tensors are packed into one piece of memory and copied to a device."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from accelfn.bigmodel.assign import is_packable
 from accelfn.bigmodel.devices import Place, check_device, is_simulated
 from accelfn.bigmodel.weight_files import drop_pages, mapped_from, read_in
 
-# What CUDA's allocator aligns to; kernels that read vectors of 16 bytes need no more.
+# As CUDA's allocator; kernels with 16-byte vector loads need no more.
 _ALIGNMENT = 256
 
 
 class Piece(NamedTuple):
-    """Where a tensor lies in the memory of a block.
+    """A tensor in the memory of a block.
 
     Attributes:
-        start: First byte.
-        dtype: Of the tensor.
-        shape: Of the tensor.
-        stride: Of the tensor, in elements.
+        start: Offset of its first byte.
+        dtype: Its dtype.
+        shape: Its shape.
+        stride: Its strides, in elements.
     """
 
     start: int
@@ -39,11 +39,11 @@ class Piece(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How tensors lie in one piece of memory.
+    """The layout of tensors in one piece of memory.
 
     Attributes:
-        num_bytes: Of the memory.
-        pieces: In the order of the tensors.
+        num_bytes: Size of the memory.
+        pieces: One for each tensor, in order.
     """
 
     num_bytes: int
@@ -51,12 +51,12 @@ class Packing(NamedTuple):
 
 
 def plan_packing(tensors: Sequence[torch.Tensor]) -> Packing:
-    """Pack tensors side by side, each aligned to 256 bytes.
+    """Plan to pack tensors side by side, each aligned to 256 bytes.
 
-    A tensor that fills its memory keeps its strides (channels last, say); another becomes contiguous.
+    A dense tensor keeps its strides, such as those of channels last; others become contiguous.
 
     Args:
-        tensors: Packable ones, of any device; only their shapes are read.
+        tensors: Packable tensors on any device; only their shapes are read.
     """
     pieces: list[Piece] = []
     start = 0
@@ -69,7 +69,7 @@ def plan_packing(tensors: Sequence[torch.Tensor]) -> Packing:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a piece of memory without gaps or overlaps."""
+    """Check whether the elements fill their memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -90,23 +90,23 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def lasting_tensors() -> AbstractContextManager[Any]:
-    """Let new tensors be usable in training later, also where the caller runs in inference mode.
+    """Return a context that disables inference mode, so that new tensors can be used in training later.
 
-    Elsewhere the mode isn't touched: torch's guard of it is an object, and one that a KeyboardInterrupt
-    leaves behind would bring back an old state whenever it is collected, with gradients switched off.
+    Outside of inference mode it does nothing, since a guard object that a KeyboardInterrupt leaves behind
+    would restore an old state, with gradients disabled, whenever it is collected.
     """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def unpack(memory: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that lie in the memory. Each counts its own changes (``_version``).
+    """Return the tensors in the memory, each with its own version counter.
 
     Args:
-        memory: uint8, shape ``(packing.num_bytes,)``, on any device, a storage of its own.
-        packing: Of the tensors.
+        memory: uint8, shape ``(packing.num_bytes,)``, on any device, with its own storage.
+        packing: The layout of the tensors.
     """
     storage, device = memory.untyped_storage(), memory.device
-    # Views of `memory` would share one counter of changes; so would what is made in inference mode have none.
+    # Views of `memory` would share a version counter, and inference tensors have none.
     with lasting_tensors():
         return tuple(
             [
@@ -119,13 +119,13 @@ def unpack(memory: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, ...]:
 
 
 def pack(tensors: Sequence[torch.Tensor], packing: Packing, memory: torch.Tensor) -> None:
-    """Write the tensors' values into memory of the packing."""
+    """Copy the tensors' values to memory with this layout."""
     for view, tensor in zip(unpack(memory, packing), tensors, strict=True):
         view.copy_(tensor.detach())
 
 
 def is_packed(tensors: Sequence[torch.Tensor], packing: Packing) -> bool:
-    """Whether the tensors lie in memory as the packing says, and need no copy of their own for a transfer."""
+    """Check whether the tensors have this layout in memory already, and can be transferred directly."""
     if not tensors:
         return False
     storage = tensors[0].untyped_storage()
@@ -140,50 +140,50 @@ def is_packed(tensors: Sequence[torch.Tensor], packing: Packing) -> bool:
 T = TypeVar("T")
 
 Arrival: TypeAlias = Callable[[], torch.Tensor]
-"""Waits for a transfer, and gives the packed memory on the device: uint8, shape ``(num_bytes,)``.
+"""Waits for a transfer, and returns the packed memory on the device: uint8, shape ``(num_bytes,)``.
 
 Each thread that uses the block calls it, one at a time; all get the same memory.
 """
 
 
-def let_pages_go(tensors: Sequence[torch.Tensor]) -> None:
-    """Release the memory of those that are mapped from files.
+def release_pages(tensors: Sequence[torch.Tensor]) -> None:
+    """Release the memory of tensors that are mapped from files.
 
-    Not in a thread of its own: what a program writes to its weights once a pass is over could be lost.
+    Not in another thread, where it could drop what the program writes to its weights after a pass.
     """
-    # Of less than a page nothing can be given back.
-    mapped = [one for one in tensors if one.nbytes >= mmap.PAGESIZE and mapped_from(one) is not None]
+    # At least a page, since less can't be released.
+    large = [tensor for tensor in tensors if tensor.nbytes >= mmap.PAGESIZE]
+    mapped = [tensor for tensor in large if mapped_from(tensor) is not None]
     if mapped:
         drop_pages(mapped)
 
 
-def _nothing(tensors: Sequence[torch.Tensor]) -> None:
-    """Let a block go: its memory is freed with the last reference to it."""
+def _ignore(tensors: Sequence[torch.Tensor]) -> None:
+    """Do nothing: the memory on the device is freed with the last reference to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How tensors come from where they lie at rest to where they are used.
+    """The transfer backend of a device.
 
     Attributes:
-        device: Where they are used.
-        begin: Starts a transfer of a block's tensors, laid out as the packing says, and returns at once; what
-            it gives waits for the end. Called by one thread at a time.
-        release: Told once the tensors of a block aren't needed any more, with those at rest.
-        in_place: The tensors are used where they lie. Then ``begin`` only makes them ready, and nothing waits
-            for it.
-        needs_pinned: Transfers are faster from pinned memory.
+        device: Where tensors are used.
+        begin: Starts to transfer a block's tensors in the given layout, and returns a function that waits for
+            the end. Called by one thread at a time.
+        release: Called with the stored tensors when the block isn't needed any more.
+        in_place: Whether tensors are used where they are stored; ``begin`` then only reads them ahead.
+        needs_pinned: Whether transfers are faster from pinned memory.
     """
 
     device: torch.device
     begin: Callable[[Sequence[torch.Tensor], Packing], Arrival]
-    release: Callable[[Sequence[torch.Tensor]], None] = _nothing
+    release: Callable[[Sequence[torch.Tensor]], None] = _ignore
     in_place: bool = False
     needs_pinned: bool = False
 
 
 class Worker:
-    """A thread of one's own that is started when there is work, also in a process that was forked."""
+    """A thread that is started when there is work, also after a fork."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -191,8 +191,8 @@ class Worker:
         self._threads: ThreadPoolExecutor | None = None
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run something after what was submitted before."""
-        if self._threads is None or self._process != os.getpid():  # a fork leaves the thread behind
+        """Run a function after those that were submitted before."""
+        if self._threads is None or self._process != os.getpid():  # threads don't survive a fork
             self._threads = ThreadPoolExecutor(1, thread_name_prefix=self._name)
             self._process = os.getpid()
         return self._threads.submit(work)
@@ -200,22 +200,21 @@ class Worker:
 
 class _Staged(NamedTuple):
     memory: torch.Tensor  # pinned, on the host
-    free: Any  # event of the copy that reads it; it may be written again afterwards
+    copied: Any  # event after which it may be reused
 
 
 def accelerator_link(device: torch.device, num_ahead: int) -> Link:
-    """Copy blocks to an accelerator on a stream of its own, so that a copy runs while the device computes.
+    """Copy blocks to an accelerator on a side stream, so that copies overlap with computation.
 
-    A block that lies in pinned memory as it is packed (the stream lays blocks of the host's memory so) is one
-    transfer. Others are packed into pinned memory by a thread first; the pool has as many pieces as transfers
-    are underway.
+    A block that is packed in pinned memory (see :func:`pin`) is one transfer. Others are first packed into
+    pinned memory by a thread, from a pool with as many buffers as transfers in flight.
 
-    The memory on the device is bounded although the host runs ahead of the device: before a transfer begins,
-    the host waits until the device is done with the block before the last one.
+    Memory on the device is bounded although the host runs ahead of it: before a transfer starts, the host
+    waits until the device has finished with the block before the last one.
 
     Args:
-        device: Of an accelerator that has streams: cuda (ROCm too), xpu, and others that torch.Stream serves.
-        num_ahead: How many blocks are underway at most while one is used.
+        device: An accelerator that ``torch.Stream`` supports: cuda (also ROCm), xpu and others.
+        num_ahead: How many blocks are in flight while one is used.
     """
     worker = Worker("accelfn-offload")
     side = torch.Stream(device=device)
@@ -237,23 +236,23 @@ def accelerator_link(device: torch.device, num_ahead: int) -> Link:
     def arrived(memory: torch.Tensor, copied: torch.Event) -> torch.Tensor:
         using = torch.accelerator.current_stream(device)
         using.wait_event(copied)
-        # The allocator must not give the memory to the side stream again while this stream computes with it.
+        # The allocator must not return the memory to the side stream while this stream computes with it.
         memory.record_stream(using)
         return memory
 
     def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
         wait_for_room()
         if is_packed(hosts, packing) and hosts[0].is_pinned():
-            whole = torch.empty(0, dtype=torch.uint8).set_(hosts[0].untyped_storage())
-            memory, copied = send(whole[: packing.num_bytes], packing.num_bytes)
+            source = torch.empty(0, dtype=torch.uint8).set_(hosts[0].untyped_storage())
+            memory, copied = send(source[: packing.num_bytes], packing.num_bytes)
             return lambda: arrived(memory, copied)
-        kept = tuple(hosts)
+        tensors = tuple(hosts)
         sent: list[torch.Event] = []
 
         def stage() -> torch.Tensor:
             with lasting_tensors():
                 pinned = _take(staged, packing.num_bytes, num_ahead + 1)
-                pack(kept, packing, pinned)
+                pack(tensors, packing, pinned)
                 memory, copied = send(pinned[: packing.num_bytes], packing.num_bytes)
             staged.append(_Staged(pinned, copied))
             sent.append(copied)
@@ -275,26 +274,26 @@ def accelerator_link(device: torch.device, num_ahead: int) -> Link:
 
 
 def _take(staged: deque[_Staged], num_bytes: int, most: int) -> torch.Tensor:
-    """Take pinned memory that no copy reads any more, or make some while the pool is small."""
+    """Return the oldest pinned buffer once its copy has ended, or a new one while the pool is small."""
     if len(staged) >= most:
         oldest = staged.popleft()
-        oldest.free.synchronize()
+        oldest.copied.synchronize()
         if oldest.memory.numel() >= num_bytes:
             return oldest.memory
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-# A thread is told and heard in about 50 us; a copy of less than this takes no longer.
+# Handing work to a thread takes about 50 us; copies of less than this take no longer.
 _INLINE_BYTES = 1 << 18
 
 
 def open_link(place: Place, num_ahead: int) -> Link:
-    """Return the link to a place.
+    """Return the transfer backend of a place.
 
     Args:
-        place: Where tensors are used: an accelerator, a simulated device, or the CPU itself (where tensors
-            that are mapped from files are used as they are).
-        num_ahead: How many blocks are underway at most while one is used.
+        place: Where tensors are used: an accelerator, a simulated device, or the CPU, which uses mapped
+            tensors in place.
+        num_ahead: How many blocks are in flight while one is used.
 
     Raises:
         ValueError: This machine has no such device.
@@ -306,25 +305,25 @@ def open_link(place: Place, num_ahead: int) -> Link:
 
 
 def thread_link() -> Link:
-    """Copy each block into fresh memory of the host, in a thread: what simulated devices use."""
+    """Copy each block to new host memory in a thread, for simulated devices."""
     worker = Worker("accelfn-offload")
 
     def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
-        def carry() -> torch.Tensor:
+        def copy() -> torch.Tensor:
             with lasting_tensors():
                 memory = torch.empty(packing.num_bytes, dtype=torch.uint8)
                 pack(hosts, packing, memory)
             return memory
 
         if packing.num_bytes <= _INLINE_BYTES:
-            memory = carry()
+            memory = copy()
             return lambda: memory
-        future = worker.submit(carry)
+        future = worker.submit(copy)
 
         @cache
         def arrive() -> torch.Tensor:
-            # On a busy machine the thread may not have begun, and this one needn't wait until it is woken.
-            return carry() if future.cancel() else future.result()
+            # On a busy machine the thread may not have started, and copying here is faster than waiting.
+            return copy() if future.cancel() else future.result()
 
         return arrive
 
@@ -332,7 +331,7 @@ def thread_link() -> Link:
 
 
 def mapped_link() -> Link:
-    """Use weights where they are mapped: a thread brings them into memory."""
+    """Use mapped weights in place: a thread reads them ahead."""
     worker = Worker("accelfn-read-ahead")
     nothing = torch.empty(0, dtype=torch.uint8)
     pending: dict[int, Future[None]] = {}  # by the address of a block's first tensor
@@ -345,18 +344,19 @@ def mapped_link() -> Link:
 
     def release(hosts: Sequence[torch.Tensor]) -> None:
         for future in [pending.pop(host.data_ptr()) for host in hosts if host.data_ptr() in pending]:
-            if not future.cancel():  # it would bring them after they were let go
+            if not future.cancel():  # it would read them after they were released
                 wait([future])
 
     return Link(device=torch.device("cpu"), begin=begin, release=release, in_place=True)
 
 
 def pin(tensors: Iterable[torch.Tensor | None]) -> None:
-    """Pack a block's tensors side by side in pinned memory. They stay the same objects.
+    """Move a block's tensors to one piece of pinned memory. They stay the same objects.
 
-    What is mapped from files stays there, and what another block has pinned already.
+    Mapped tensors, and those that another block has pinned, aren't moved.
     """
-    plain = list({id(one): one for one in tensors if one is not None and _can_be_pinned(one)}.values())
+    hosts = [host for host in tensors if host is not None and _can_be_pinned(host)]
+    plain = list({id(host): host for host in hosts}.values())
     if not plain:
         return
     packing = plan_packing(plain)

@@ -1,14 +1,13 @@
-"""Files of weights: what they hold, and how it gets into memory.
+"""Files of weights: their headers, mapping them into memory, and reading them.
 
-Either a tensor is read, straight to its memory: in pieces, by a few threads, in bounded memory. Or the file
-is mapped, and the kernel reads it where it is used. A mapping is private and copy-on-write: reading takes
-pages from the kernel's cache of the file, which it takes back when it needs memory, and what is written lands
-in a copy of the page that this process has for itself. So such a tensor is an ordinary one in every respect,
-and no file ever changes.
+A tensor is either read into allocated memory, in pieces, by a few threads; or its file is mapped, and the
+kernel reads pages when they are used. Mappings are private and copy-on-write: clean pages are shared with the
+page cache and can be reclaimed, and a page that is written becomes a copy of this process. So a mapped tensor
+behaves like any other, and its file never changes.
 
-The file must stay as it is while a tensor of it lives: a later change shows through in what was not written
-yet, and reading past the end of a file that was cut kills the process (SIGBUS). To replace a file, write
-another and rename it into place, as everything here does; the mapping then keeps the old one.
+The file must not be modified while a mapped tensor exists: changes are visible in pages that weren't written
+yet, and reading beyond the end of a truncated file kills the process (SIGBUS). To replace a file, write
+another one and rename it, as this library does; the mapping then keeps the old file.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from accelfn.checkpoint.weights_index import find_weights, read_header
 from accelfn.errors import DamagedCheckpointError, MissingExtraError
 
 STORED_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
-"""The dtypes of torch that a safetensors file can hold, by its name for them."""
+"""torch dtypes by their name in safetensors files."""
 
-_RECORD = "_accelfn_mapped_from"  # on the storage, so that a Parameter of a mapped tensor has it, too
-# Python's mmap doesn't name it. Without it, Linux refuses private mappings larger than its memory.
+_RECORD = "_accelfn_mapped_from"  # an attribute of the storage, which a Parameter of the tensor shares
+# Missing in Python's mmap. Without it, Linux refuses private mappings larger than its memory.
 _MAP_NORESERVE = 0x4000
 _POPULATE_READ = 22  # of madvise on Linux, since 5.14
-# Of a page in /proc/self/pagemap: bit 61 is set if it is the file's, 62 if it is swapped, 63 if it is there.
-_FLAGS_SHIFT, _NOT_THERE, _CLEAN = 61, 0b000, 0b101
-# Frameworks that store weights in other layouts than torch's.
+# Flags of a page in /proc/self/pagemap: bit 61 for file pages, 62 for swapped ones, 63 for present ones.
+_FLAGS_SHIFT, _NOT_PRESENT, _CLEAN = 61, 0b000, 0b101
+# Frameworks whose weights have other layouts than torch's.
 _FOREIGN = frozenset({"tf", "flax", "mlx"})
 
 
@@ -55,14 +54,14 @@ class Stored(NamedTuple):
     """A tensor in a file.
 
     Attributes:
-        name: In the file.
-        path: Of the file.
-        dtype: As it is stored.
-        shape: Of the tensor.
-        start: Its first byte in the file.
-        elements: Returns its elements, where they aren't contiguous in the file.
-        made_of: What its elements are made of, where they are several tensors.
-        made_by: How they are made of them.
+        name: Its name in the file.
+        path: The file.
+        dtype: Its stored dtype.
+        shape: Its shape.
+        start: Offset of its first byte in the file.
+        elements: Returns its values, if they aren't contiguous in the file.
+        parts: The stored tensors that it is assembled from, if any.
+        operations: How it is assembled from them, as text.
     """
 
     name: str
@@ -71,22 +70,22 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     start: int
     elements: Callable[[], torch.Tensor] | None = None
-    made_of: tuple[Stored, ...] = ()
-    made_by: str = ""
+    parts: tuple[Stored, ...] = ()
+    operations: str = ""
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Size of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def kind(self) -> str:
-        """Dtype and shape, for people."""
+        """Dtype and shape, for messages."""
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
     @property
     def is_mappable(self) -> bool:
-        """Whether it can be used where it lies: contiguous, and aligned."""
+        """Whether it can be used in place: contiguous and aligned."""
         alignment = self.dtype.itemsize // (2 if self.dtype.is_complex else 1)
         return self.elements is None and self.start % alignment == 0
 
@@ -94,21 +93,21 @@ class Stored(NamedTuple):
         """Map it, see :func:`map_stored`."""
         return map_stored([self])[0]
 
-    def has_bits_of(self, other: Stored) -> bool:
-        """Whether it has the same bytes as another one, or is the same."""
-        places = {(one.path, one.start, one.num_bytes) for one in (self, other)}
-        if len(places) == 1 and self.elements is None and other.elements is None:
+    def equals(self, other: Stored) -> bool:
+        """Check whether two stored tensors have the same bytes."""
+        spans = {(stored.path, stored.start, stored.num_bytes) for stored in (self, other)}
+        if len(spans) == 1 and self.elements is None and other.elements is None:
             return self.dtype == other.dtype
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
-        one, two = self.map(), other.map()
-        alike = torch.equal(*(value.contiguous().view(-1).view(torch.uint8) for value in (one, two)))
-        drop_pages((one, two))
-        return alike
+        tensors = self.map(), other.map()
+        equal = torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors))
+        drop_pages(tensors)
+        return equal
 
 
 class FileId(NamedTuple):
-    """Identity of a file, by which a modification is detected."""
+    """File identity, used to detect modification."""
 
     inode: int
     num_bytes: int
@@ -116,20 +115,20 @@ class FileId(NamedTuple):
 
 
 def file_id_of(status: os.stat_result) -> FileId:
-    """Return the identity of a file from what the system says of it."""
+    """Return the identity of a file."""
     return FileId(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def open_unchanged(path: Path, file_ids: Mapping[Path, FileId]) -> BinaryIO:
-    """Open a file of a checkpoint that is still the one whose header was read.
+    """Open a file of a checkpoint, and check that it is still the one whose header was read.
 
     Raises:
-        DamagedCheckpointError: It isn't.
+        DamagedCheckpointError: It was modified.
     """
     file = open(path, "rb", buffering=0)  # noqa: SIM115 -- the caller closes it
     if file_id_of(os.fstat(file.fileno())) != file_ids[path]:
         file.close()
-        raise DamagedCheckpointError(f"{path} was changed while it was read. Load again.", path.name)
+        raise DamagedCheckpointError(f"{path} was modified while it was read. Load again.", path.name)
     return cast("Any", file)
 
 
@@ -137,15 +136,13 @@ def open_unchanged(path: Path, file_ids: Mapping[Path, FileId]) -> BinaryIO:
 
 
 class _MappedFrom(NamedTuple):
-    """Which bytes of which file a tensor's memory is.
-
-    What was written to the tensor since isn't in the file.
+    """The file range that a tensor's memory is mapped from.
 
     Attributes:
-        path: Of the file.
-        start: First byte, from the file's beginning.
-        address: Of the memory.
-        num_bytes: How many.
+        path: The file.
+        start: Offset of the first byte in the file.
+        address: Address in memory.
+        num_bytes: Size.
     """
 
     path: Path
@@ -157,39 +154,39 @@ class _MappedFrom(NamedTuple):
 def map_stored(some: Sequence[Stored], file_ids: Mapping[Path, FileId] | None = None) -> list[torch.Tensor]:
     """Map tensors of files into memory, without reading them.
 
-    Those of a file share one mapping, which ends with the last of them; but each is a storage of its own, so
-    that pickling or copying one takes its bytes only. What can't be used where it lies comes into memory.
+    Tensors of one file share a mapping, which ends with the last of them, but each has its own storage, so
+    that pickling or copying one doesn't include the others. Tensors that can't be used in place are read.
 
     Ranks: local.
 
     Args:
-        some: What to map; one that is named twice becomes two tensors.
-        file_ids: Of the files when their headers were read; None doesn't ask whether they were changed.
+        some: The tensors; one that is listed twice becomes two tensors.
+        file_ids: Identities of the files when their headers were read; None doesn't check them.
 
     Returns:
-        On the CPU, with the dtypes and shapes that they are stored with.
+        Tensors on the CPU, with their stored dtypes and shapes.
 
     Raises:
-        DamagedCheckpointError: A file was cut off, or isn't what it was.
-        OSError: It can't be opened or mapped.
+        DamagedCheckpointError: A file is truncated or was modified.
+        OSError: A file can't be opened or mapped.
     """
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     by_file: dict[Path, list[int]] = {}
-    for number, one in enumerate(some):
-        by_file.setdefault(one.path, []).append(number)
-    for path, numbers in by_file.items():
+    for index, stored in enumerate(some):
+        by_file.setdefault(stored.path, []).append(index)
+    for path, indices in by_file.items():
         with open(path, "rb") if file_ids is None else open_unchanged(path, file_ids) as file:
-            inside = [some[number] for number in numbers if some[number].elements is None]
-            end = max((one.start + one.num_bytes for one in inside), default=0)
+            in_place = [some[index] for index in indices if some[index].elements is None]
+            end = max((stored.start + stored.num_bytes for stored in in_place), default=0)
             size = os.fstat(file.fileno()).st_size
             if end > size:
                 raise DamagedCheckpointError(
-                    f"{path} has {size} bytes, and its tensors need {end}: it was cut off. Copy it again.",
+                    f"{path} has {size} bytes, but its tensors need {end}: it is truncated. Copy it again.",
                     path.name,
                 )
-            mapping = _map(file) if any(one.num_bytes for one in inside) else None
-        found.update((number, _view(mapping, some[number])) for number in numbers)
-    return [found[number] for number in range(len(some))]
+            mapping = _map(file) if any(stored.num_bytes for stored in in_place) else None
+        tensors.update((index, _view(mapping, some[index])) for index in indices)
+    return [tensors[index] for index in range(len(some))]
 
 
 def _map(file: BinaryIO) -> mmap.mmap:
@@ -199,55 +196,53 @@ def _map(file: BinaryIO) -> mmap.mmap:
     if sys.platform == "linux":
         options["flags"] |= _MAP_NORESERVE
     if sys.version_info >= (3, 13):
-        options["trackfd"] = False  # a mapping of hundreds of files shall not keep them open, too
+        options["trackfd"] = False  # mappings of hundreds of files shouldn't keep them open
     return mmap.mmap(file.fileno(), 0, **options)
 
 
-def _view(mapping: mmap.mmap | None, one: Stored) -> torch.Tensor:
-    if one.elements is not None:
-        return one.elements()
-    if mapping is None or not one.num_bytes:
-        return torch.empty(one.shape, dtype=one.dtype)
-    if not one.is_mappable:
-        misaligned = torch.frombuffer(mapping, dtype=torch.uint8, count=one.num_bytes, offset=one.start)
-        return misaligned.clone().view(one.dtype).view(one.shape)
-    count = one.num_bytes // one.dtype.itemsize
-    flat = torch.frombuffer(mapping, dtype=one.dtype, count=count, offset=one.start)
+def _view(mapping: mmap.mmap | None, stored: Stored) -> torch.Tensor:
+    if stored.elements is not None:
+        return stored.elements()
+    if mapping is None or not stored.num_bytes:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    if not stored.is_mappable:
+        data = torch.frombuffer(mapping, dtype=torch.uint8, count=stored.num_bytes, offset=stored.start)
+        return data.clone().view(stored.dtype).view(stored.shape)
+    count = stored.num_bytes // stored.dtype.itemsize
+    flat = torch.frombuffer(mapping, dtype=stored.dtype, count=count, offset=stored.start)
     storage = flat.untyped_storage()
-    place = Path(os.path.abspath(one.path))
-    setattr(storage, _RECORD, _MappedFrom(place, one.start, storage.data_ptr(), storage.nbytes()))
-    return flat.view(one.shape)
+    path = Path(os.path.abspath(stored.path))
+    setattr(storage, _RECORD, _MappedFrom(path, stored.start, storage.data_ptr(), storage.nbytes()))
+    return flat.view(stored.shape)
 
 
 def mapped_from(tensor: torch.Tensor) -> _MappedFrom | None:
-    """Return which bytes of which file a tensor's memory is.
+    """Return the file range that a tensor's memory is mapped from; None if it isn't.
 
     Args:
-        tensor: Of any kind; a parameter that was made of a mapped tensor counts as well.
-
-    Returns:
-        None if it isn't mapped, or no more: it got other memory, or is a part of a mapped tensor.
+        tensor: Any tensor; also a parameter made from a mapped tensor. A slice of a mapped tensor doesn't
+            count, nor does a tensor that has other memory by now.
     """
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return None
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # subclasses that are made of other tensors have none
+    except (NotImplementedError, RuntimeError):  # subclasses that consist of other tensors have none
         return None
     record = getattr(storage, _RECORD, None)
     if not isinstance(record, _MappedFrom) or tensor.data_ptr() != record.address:
         return None
-    # The storage may have got other memory in place, as by share_memory_.
+    # The storage's memory may have been replaced in place, as by share_memory_.
     return record if (storage.data_ptr(), storage.nbytes()) == (record.address, record.num_bytes) else None
 
 
 def read_in(tensors: Iterable[torch.Tensor]) -> None:
-    """Bring mapped tensors into memory, so that their first use waits for nothing. This does wait.
+    """Read mapped tensors into memory ahead of their use, and wait for it.
 
-    Where the system can't, it is asked to read them ahead.
+    Systems without support for waiting only get a hint to read ahead.
 
     Args:
-        tensors: Those that aren't mapped are left out.
+        tensors: Those that aren't mapped are ignored.
     """
     willneed: int | None = getattr(mmap, "MADV_WILLNEED", None)
     if willneed is None:
@@ -256,23 +251,23 @@ def read_in(tensors: Iterable[torch.Tensor]) -> None:
     for record in _records(tensors):
         start = record.address // mmap.PAGESIZE * mmap.PAGESIZE
         size = record.address + record.num_bytes - start
-        # Linux before 5.14, and other systems, refuse the first.
+        # Linux before 5.14 and other systems refuse the first.
         if sys.platform != "linux" or advise(start, size, _POPULATE_READ) != 0:
             advise(start, size, willneed)
 
 
 def drop_pages(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the memory of mapped tensors back, which are then read again where they are used.
+    """Release the memory of mapped tensors, which are read again when they are used.
 
-    No write is ever lost: a tensor stays in memory as a whole if any page of it isn't the file's any more, or
-    if this can't be found out (on systems other than Linux). No other thread may write to the tensors
-    meanwhile. The kernel keeps the file in its cache for as long as it has memory to spare.
+    Writes are never lost: a tensor with a modified page stays in memory, as do all tensors on systems other
+    than Linux, which don't report modified pages. No other thread may write to the tensors meanwhile. The
+    kernel keeps the file in its page cache while it has memory to spare.
 
     Args:
-        tensors: Those that aren't mapped are left out.
+        tensors: Those that aren't mapped are ignored.
 
     Returns:
-        The bytes of address space that were given back.
+        The bytes of address space that were released.
     """
     if sys.platform != "linux":
         return 0
@@ -283,7 +278,7 @@ def drop_pages(tensors: Iterable[torch.Tensor]) -> int:
     try:
         advise, dropped = advise_memory(), 0
         for record in _records(tensors):
-            # Pages at the ends may have bytes of other tensors.
+            # Pages at the ends may contain other tensors.
             first = -(-record.address // mmap.PAGESIZE)
             last = (record.address + record.num_bytes) // mmap.PAGESIZE
             if first < last and _are_clean(pagemap, first, last - first):
@@ -299,19 +294,19 @@ def _records(tensors: Iterable[torch.Tensor]) -> Iterable[_MappedFrom]:
 
 
 def _are_clean(pagemap: int, first: int, count: int) -> bool:
-    """Whether none of the pages was written by this process: they are the file's, or not there at all."""
+    """Check that this process has modified none of the pages."""
     try:
-        said = os.pread(pagemap, count * 8, first * 8)
+        entries = os.pread(pagemap, count * 8, first * 8)
     except OSError:
         return False
-    if len(said) != count * 8:
+    if len(entries) != count * 8:
         return False
-    flags = (torch.frombuffer(bytearray(said), dtype=torch.int64) >> _FLAGS_SHIFT) & 0b111
-    return bool(((flags == _NOT_THERE) | (flags == _CLEAN)).all())
+    flags = (torch.frombuffer(bytearray(entries), dtype=torch.int64) >> _FLAGS_SHIFT) & 0b111
+    return bool(((flags == _NOT_PRESENT) | (flags == _CLEAN)).all())
 
 
 def advise_memory() -> Any:
-    """Return the system's ``madvise``: address, length, advice -> 0 where it was taken."""
+    """Return the system's ``madvise``: address, length, advice -> 0 on success."""
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     advise.restype = ctypes.c_int
@@ -323,14 +318,14 @@ def advise_memory() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What the files of a checkpoint hold.
+    """The contents of a checkpoint's files.
 
     Attributes:
-        place: Where it is, as given.
-        tensors: By name.
-        tied: Names that aren't stored, each with the stored one that it shares its data with.
-        others: What else stands in pickled files, by name, such as the extra state of modules.
-        file_ids: Of the files, as they were when their headers were read.
+        place: The path of the checkpoint, as given.
+        tensors: Stored tensors by name.
+        tied: Names that aren't stored, each with the stored name that shares its data.
+        others: Other values in pickled files by name, such as the extra state of modules.
+        file_ids: Identities of the files when their headers were read.
     """
 
     place: Path
@@ -341,47 +336,47 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read what a checkpoint holds: headers of safetensors files, or all but the tensors of pickled ones.
+    """Read the headers of a checkpoint's safetensors files, or all but the tensors of pickled ones.
 
-    Pickled files are read as data, so that none can run code, and the checksums of their tensors are verified
-    now. Files of safetensors have none.
+    Pickled files are read as data, so they can't run code, and the checksums of their tensors are verified.
+    Safetensors files have no checksums.
 
     Ranks: local.
 
     Args:
-        path: A directory, the only file, or the index; see :func:`accelfn.checkpoint.find_weights`.
+        path: A directory, a single file, or an index; see :func:`accelfn.checkpoint.find_weights`.
 
     Raises:
         NoCheckpointError: There are no weights.
-        DamagedCheckpointError: A file isn't sound: cut off, not of the others' save, or of an unknown dtype.
-        CheckpointError: A pickled file asks for more than data, or is of the format of torch before 1.6.
-        ValueError: It isn't clear which files are meant, or they are another framework's.
+        DamagedCheckpointError: A file is truncated, doesn't match the index, or has an unknown dtype.
+        CheckpointError: A pickled file requires running code, or has the format of torch before 1.6.
+        ValueError: The directory is ambiguous, or the weights are another framework's.
     """
     files = find_weights(path)
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     tied: dict[str, str] = {}
     file_ids: dict[Path, FileId] = {}
     for file in files.paths:
         file_ids[file] = file_id_of(file.stat())
-        here, metadata = (_read_safetensors if files.is_safe else _read_pickled)(file)
+        contents, metadata = (_read_safetensors if files.is_safe else _read_pickled)(file)
         if files.weight_map is not None:
-            promised = [name for name, inside in files.weight_map.items() if inside == file.name]
-            lost = sorted(set(promised) - here.keys())
-            if lost:
+            indexed = [name for name, file_name in files.weight_map.items() if file_name == file.name]
+            missing = sorted(set(indexed) - contents.keys())
+            if missing:
                 raise DamagedCheckpointError(
-                    f"{file} lacks {', '.join(lost[:5])}, which the index says is in it: the files are not "
-                    "of one save.",
+                    f"{file} lacks {', '.join(missing[:5])}, which the index lists for it. The index and the "
+                    "file aren't from the same save.",
                     file.name,
                 )
-            here = {name: here[name] for name in promised}
-        found.update(here)
+            contents = {name: contents[name] for name in indexed}
+        values.update(contents)
         tied.update(metadata)
-    tensors = {name: one for name, one in found.items() if isinstance(one, Stored)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Stored)}
     return Checkpoint(
         place=Path(path),
         tensors=MappingProxyType(tensors),
-        tied=MappingProxyType({name: one for name, one in tied.items() if one in tensors}),
-        others=MappingProxyType({name: one for name, one in found.items() if name not in tensors}),
+        tied=MappingProxyType({name: first for name, first in tied.items() if first in tensors}),
+        others=MappingProxyType({name: value for name, value in values.items() if name not in tensors}),
         file_ids=MappingProxyType(file_ids),
     )
 
@@ -390,26 +385,26 @@ def stored_in(path: Path) -> Mapping[str, Stored]:
     """Return the tensors of a safetensors file.
 
     Raises:
-        DamagedCheckpointError: It isn't sound, or has a dtype that torch lacks.
+        DamagedCheckpointError: It is damaged, or has a dtype that torch lacks.
     """
     return _read_safetensors(path)[0]
 
 
 def _read_safetensors(path: Path) -> tuple[Mapping[str, Stored], Mapping[str, str]]:
     entries, metadata = read_header(path)
-    unknown = sorted({one.dtype for one in entries.values()} - STORED_DTYPES.keys())
+    unknown = sorted({entry.dtype for entry in entries.values()} - STORED_DTYPES.keys())
     if unknown:
         raise DamagedCheckpointError(
             f"{path} has tensors of {', '.join(unknown)}, which torch lacks.", path.name
         )
     if metadata.get("format") in _FOREIGN:
         raise ValueError(
-            f"{path} was written for {metadata['format']}, whose weights lie otherwise than torch's. Convert "
-            "it with the library that wrote it."
+            f"{path} was written for {metadata['format']}, whose weights have other layouts than torch's. "
+            "Convert it with the library that wrote it."
         )
     tensors = {
-        name: Stored(name, path, STORED_DTYPES[one.dtype], one.shape, one.start)
-        for name, one in entries.items()
+        name: Stored(name, path, STORED_DTYPES[entry.dtype], entry.shape, entry.start)
+        for name, entry in entries.items()
     }
     return tensors, metadata
 
@@ -422,52 +417,52 @@ class _Span(NamedTuple):
 
 def _read_pickled(path: Path) -> tuple[Mapping[str, object], Mapping[str, str]]:
     size = path.stat().st_size
-    whole = Stored("", path, torch.uint8, (size,), 0).map()
+    file_bytes = Stored("", path, torch.uint8, (size,), 0).map()
     spans: list[_Span] = []
 
     def take(start: int, length: int, crc32: int) -> torch.Tensor:
         spans.append(_Span(start, length, crc32))
-        return whole[start : start + length]
+        return file_bytes[start : start + length]
 
-    found: object = read_torch_file(path, take)
-    named = cast("Mapping[object, object]", found) if isinstance(found, Mapping) else None
-    if named is None or not all(isinstance(name, str) for name in named):
-        raise DamagedCheckpointError(f"{path} holds no dict of tensors by name.", path.name)
-    _verify(path, spans)
+    contents: object = read_torch_file(path, take)
+    state = cast("Mapping[object, object]", contents) if isinstance(contents, Mapping) else None
+    if state is None or not all(isinstance(name, str) for name in state):
+        raise DamagedCheckpointError(f"{path} isn't a dict of tensors by name.", path.name)
+    _verify_checksums(path, spans)
 
     def stored(name: str, value: torch.Tensor) -> Stored:
-        start = value.data_ptr() - whole.data_ptr() if value.numel() else 0
+        start = value.data_ptr() - file_bytes.data_ptr() if value.numel() else 0
         elements = None if value.is_contiguous() else lambda: value
         return Stored(name, path, value.dtype, tuple(value.shape), start, elements)
 
-    state = {
+    tensors_and_others = {
         name: stored(name, value) if isinstance(value, torch.Tensor) else value
-        for name, value in cast("Mapping[str, object]", named).items()
+        for name, value in cast("Mapping[str, object]", state).items()
     }
-    return state, {}
+    return tensors_and_others, {}
 
 
-def _verify(path: Path, spans: Sequence[_Span]) -> None:
-    """Compare the bytes of storages with the checksums that the archive has of them."""
+def _verify_checksums(path: Path, spans: Sequence[_Span]) -> None:
+    """Compare storages with their checksums in the archive."""
 
     def differs(span: _Span) -> bool:
-        crc32, at, end = 0, span.start, span.start + span.length
+        crc32, position, end = 0, span.start, span.start + span.length
         with open(path, "rb") as file:
-            file.seek(at)
+            file.seek(position)
             buffer = bytearray(min(PIECE_BYTES, span.length))
-            while at < end:
-                count = file.readinto(memoryview(buffer)[: min(len(buffer), end - at)])
+            while position < end:
+                count = file.readinto(memoryview(buffer)[: min(len(buffer), end - position)])
                 if not count:
                     return True
                 crc32 = zlib.crc32(memoryview(buffer)[:count], crc32)
-                at += count
+                position += count
         return crc32 != span.crc32
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "accelfn-verify") as pool:
         if any(pool.map(differs, spans)):
             raise DamagedCheckpointError(
-                f"{path} is damaged: bytes of a tensor don't match their checksum. Nothing was taken up. "
-                "Copy it again from where it was written.",
+                f"{path} is damaged: a tensor doesn't match its checksum. Nothing was loaded. Copy the file "
+                "again from where it was written.",
                 path.name,
             )
 
@@ -477,20 +472,19 @@ def _verify(path: Path, spans: Sequence[_Span]) -> None:
 PIECE_BYTES = 1 << 23
 """What a thread reads for an accelerator at a time."""
 
-# More than one thread also on one core: while one waits for the disk, another one copies.
+# At least two threads, also on one core: while one waits for the disk, another one copies.
 _MIN_THREADS, _MAX_THREADS = 2, 8
-# At a time: what the system has just cleared is still in the processor's cache when it is filled.
+# Read at a time into host memory: pages that the kernel has just cleared are still in the CPU's cache.
 _STEP_BYTES = 1 << 20
-# Linux has it since 5.14; older ones say that they don't know it.
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; older kernels return an error
 
 
 class Reading(NamedTuple):
     """A tensor to read.
 
     Attributes:
-        source: Where it lies.
-        target: Memory of its shape, on any device; what is read is cast to its dtype.
+        source: The stored tensor.
+        target: Memory of its shape, on any device; values are cast to its dtype.
     """
 
     source: Stored
@@ -502,29 +496,29 @@ def read_tensors(
     file_ids: Mapping[Path, FileId],
     advance: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Read tensors into memory that they have already.
+    """Read tensors into allocated memory.
 
-    Bytes that need no other dtype go from the system straight into the memory of the host. Others pass
-    through a buffer of each of at most eight threads: of 1 MiB where they are cast for the host, and of
-    ``PIECE_BYTES``, pinned, where they go to an accelerator; there they are cast, too.
+    Values that need no cast are read directly into host memory. Others pass through a buffer in each of at
+    most eight threads: 1 MiB for casts on the host; ``PIECE_BYTES``, pinned, for an accelerator, which casts
+    itself.
 
-    Effect: on the targets, also where it fails. Ranks: local.
+    Effect: on the targets, also if reading fails. Ranks: local.
 
     Args:
-        readings: In the order of the files, if disks shall be fast.
-        file_ids: Of the files, as they were when their headers were read.
-        advance: Called in this thread with bytes of the files that are done.
+        readings: In file order, for sequential reads.
+        file_ids: Identities of the files when their headers were read.
+        advance: Called in this thread with the number of bytes read.
 
     Raises:
-        DamagedCheckpointError: A file isn't what it was.
-        OSError: It can't be read.
+        DamagedCheckpointError: A file was modified.
+        OSError: A file can't be read.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = min(_MAX_THREADS, max(_MIN_THREADS, cores)) if REAL_DISK.parallel_reads else 1
     with ExitStack() as closing, torch.no_grad():
         files = {
             path: closing.enter_context(open_unchanged(path, file_ids))
-            for path in dict.fromkeys(one.source.path for one in readings)
+            for path in dict.fromkeys(reading.source.path for reading in readings)
         }
         reader = _Reader(files)
         pool = closing.enter_context(ThreadPoolExecutor(threads, "accelfn-load"))
@@ -533,9 +527,9 @@ def read_tensors(
         for (source, target), done in pieces:
             done.result()
             advance(target.numel() * source.dtype.itemsize)
-        # Last, since each of them takes memory of its own size.
+        # Last, since each of them needs a temporary tensor.
         for source, target in readings:
-            if not _goes_in_pieces(source, target):
+            if not _is_read_in_pieces(source, target):
                 value = torch.empty(source.shape, dtype=source.dtype)
                 if source.elements is None:
                     reader.fill(source, value)
@@ -543,18 +537,17 @@ def read_tensors(
                 advance(source.num_bytes)
 
 
-def _goes_in_pieces(source: Stored, target: torch.Tensor) -> bool:
+def _is_read_in_pieces(source: Stored, target: torch.Tensor) -> bool:
     return source.elements is None and target.is_contiguous()
 
 
 def _pieces(readings: Sequence[Reading]) -> Iterator[Reading]:
-    """Return what is read at a time: contiguous parts of the tensors."""
     for source, target in readings:
-        if _goes_in_pieces(source, target):
-            yield from _parts(source, target.detach().view(-1), PIECE_BYTES)
+        if _is_read_in_pieces(source, target):
+            yield from _split(source, target.detach().view(-1), PIECE_BYTES)
 
 
-def _parts(source: Stored, flat: torch.Tensor, num_bytes: int) -> Iterator[Reading]:
+def _split(source: Stored, flat: torch.Tensor, num_bytes: int) -> Iterator[Reading]:
     size = source.dtype.itemsize
     for first in range(0, flat.numel(), num_bytes // size):
         part = source._replace(start=source.start + first * size)
@@ -562,7 +555,7 @@ def _parts(source: Stored, flat: torch.Tensor, num_bytes: int) -> Iterator[Readi
 
 
 class _Reader(threading.local):
-    """Reads from open files. Each thread has buffers of its own, made when they are needed first."""
+    """Reads from open files, with buffers per thread."""
 
     def __init__(self, files: Mapping[Path, BinaryIO]) -> None:
         self._files = files
@@ -574,21 +567,21 @@ class _Reader(threading.local):
         if target.device.type != "cpu":
             self._read_staged(source, target)
             return
-        for part, memory in _parts(source, target, _STEP_BYTES):
-            self._prepare(memory)
+        for part, memory in _split(source, target, _STEP_BYTES):
+            self._populate(memory)
             if memory.dtype == part.dtype:
                 self.fill(part, memory)
             else:
                 self._read_staged(part, memory)
 
     def fill(self, source: Stored, memory: torch.Tensor) -> None:
-        """Read bytes into memory of the host."""
+        """Read bytes into host memory."""
         with naming(str(source.path)):
             file = self._files[source.path].fileno()
-            whole = read_exactly(REAL_DISK, file, memory_of(memory), source.start)
-        if not whole:
+            is_complete = read_exactly(REAL_DISK, file, memory_of(memory), source.start)
+        if not is_complete:
             raise DamagedCheckpointError(
-                f"{source.path} was cut off while it was read. Load again.", source.path.name
+                f"{source.path} was truncated while it was read. Load again.", source.path.name
             )
 
     def _read_staged(self, source: Stored, target: torch.Tensor) -> None:
@@ -602,11 +595,11 @@ class _Reader(threading.local):
             self.fill(source, staged)
             typed = staged.view(source.dtype)
             if target.device.type != "cpu" and target.dtype != source.dtype:
-                typed = typed.to(target.device)  # it casts faster, and a cast on the host takes more memory
-            target.copy_(typed)  # returns when the buffer is free again
+                typed = typed.to(target.device)  # casts faster there, without another buffer on the host
+            target.copy_(typed)  # returns when the buffer may be reused
 
-    def _prepare(self, memory: torch.Tensor) -> None:
-        """Let the system make new memory real in one go, which it otherwise does page by page."""
+    def _populate(self, memory: torch.Tensor) -> None:
+        """Let the kernel allocate the pages of new memory at once, instead of at each first write."""
         size = memory.numel() * memory.itemsize
         if self._advise is not None and size > mmap.PAGESIZE:
             start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -614,23 +607,23 @@ class _Reader(threading.local):
 
 
 @contextmanager
-def showing(what: str, total: int, progress: bool | None) -> Generator[Callable[[int], None]]:
-    """Show how many bytes are done, and give what is to be called with them.
+def progress_bar(what: str, total: int, progress: bool | None) -> Generator[Callable[[int], None]]:
+    """Show a progress bar, and yield a function that advances it by a number of bytes.
 
     Args:
-        what: Stands before the bar.
+        what: The label of the bar.
         total: Bytes.
-        progress: Whether to show a bar. None: if tqdm is installed, and somebody may be looking (standard
-            error is a terminal). Without standard error, as under ``pythonw``, there is none.
+        progress: Whether to show the bar. None: if tqdm is installed and standard error is a terminal.
+            Without standard error, as under ``pythonw``, there is no bar.
 
     Raises:
-        MissingExtraError: A bar is wanted, and tqdm isn't installed.
+        MissingExtraError: ``progress`` is true and tqdm isn't installed.
     """
     has_tqdm = importlib.util.find_spec("tqdm") is not None
     if progress and not has_tqdm:
         raise MissingExtraError("progress=True needs tqdm: pip install 'accelfn[bigmodel]'.")
-    error: Any = sys.stderr  # None where a process has none
-    if error is None or not (error.isatty() and has_tqdm if progress is None else progress):
+    stderr: Any = sys.stderr  # None in a process without one
+    if stderr is None or not (stderr.isatty() and has_tqdm if progress is None else progress):
         yield lambda _: None
         return
     tqdm: Any = importlib.import_module("tqdm").tqdm

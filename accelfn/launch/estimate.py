@@ -1,4 +1,4 @@
-"""``accelfn estimate-memory``: how much memory a model takes, before anything of it is loaded."""
+"""``accelfn estimate-memory``: estimate the memory of a model without loading it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Estimate the memory of the model that the arguments name. Effect: prints it, or writes a file.
+    """Estimate the memory of a model. Effect: prints the estimate, or writes it to a file.
 
     Nothing is downloaded, and no weight is read.
 
     Returns:
-        The exit status: 0; 1 where a file is damaged or a disk fails; 2 where the model can't be made out.
+        The exit status: 0; 1 if a file is damaged or the disk fails; 2 if an argument is invalid.
     """
     form = choose_format(options.format, options.output)
     refuse_missing_model(options.model, options.output, is_name=options.library_name == "timm")
-    show_text(_drawn(options, form), options.output)
+    show_text(_draw(options, form), options.output)
     return 0
 
 
-def _drawn(options: argparse.Namespace, form: str) -> str:
-    # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
+def _draw(options: argparse.Namespace, form: str) -> str:
+    # Not at the top: accelfn.bigmodel imports torch, which --help and bad input must not wait for.
     from accelfn.bigmodel.drawing import draw_estimate, draw_estimate_html, draw_estimate_svg
     from accelfn.bigmodel.estimate import ESTIMATED_DTYPES, estimate_json, estimate_memory
 
@@ -49,8 +49,8 @@ def _drawn(options: argparse.Namespace, form: str) -> str:
 
 
 def _dtypes(options: argparse.Namespace) -> list[str]:
-    given: list[str] = options.dtypes or []
-    return [name for one in given for name in one.split(",") if name]
+    values: list[str] = options.dtypes or []
+    return [name for value in values for name in value.split(",") if name]
 
 
 def _shape(options: argparse.Namespace) -> ModelShape:
@@ -76,32 +76,32 @@ def _shape(options: argparse.Namespace) -> ModelShape:
 
 
 def make_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+    """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn estimate-memory",
-        description="Estimate how much memory a model takes: its weights, its largest layer, and training "
-        "with Adam, for several dtypes. Nothing is downloaded, and no weight is read.",
+        description="Estimate the memory of a model in several dtypes: all weights, the largest layer, and "
+        "training with Adam. Nothing is downloaded, and no weight is read.",
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a folder with a config.json; a folder, file or index of safetensors; or MODULE:FUNCTION, a "
-        "function that builds the model",
+        help="a folder with a config.json; a folder, file or index of safetensors; or MODULE:FUNCTION, "
+        "which builds the model",
     )
     parser.add_argument(
         "--dtypes",
         metavar="DTYPE",
         nargs="+",
-        help="such as float32 bfloat16 float8 int8 int4 (all usual ones)",
+        help="such as float32 bfloat16 float8 int8 int4 (the common ones)",
     )
-    parser.add_argument("--format", choices=FORMATS, help="the form (table, or by the ending of --output)")
-    parser.add_argument("--output", metavar="FILE", help="write it to this file instead of printing it")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="output format (table, or by the suffix of --output)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write to this file instead of printing")
     parser.add_argument(
         "--library_name",
         choices=("transformers", "timm"),
-        help="what builds MODEL (transformers); with timm MODEL is the name of one of its models",
+        help="the library of MODEL (transformers); for timm MODEL is the name of a timm model",
     )
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="run the Python code that lies in MODEL's folder"
-    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code in MODEL's folder")
     return parser

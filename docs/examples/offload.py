@@ -33,7 +33,7 @@ def main() -> None:
         one(x).square().mean().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     same = [a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs]
-    print("same gradients, on the weights at rest:", all(same))
+    print("same gradients, on the stored weights:", all(same))
 
     for facts in read_offload(model):
         print(f"{facts.num_blocks} blocks, {facts.num_bytes / 1e6:.2f} MB in all")

@@ -52,7 +52,7 @@ def tokens_of(model: Any) -> list[list[int]]:
 
 
 def memory(field: str) -> int:
-    """Give what the kernel says of this process's memory, in bytes."""
+    """Return a field of the kernel's status of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -65,7 +65,7 @@ def budgets_of(total: int) -> dict[int | str, int]:
 
 
 def run(name: str, folder: str) -> dict[str, Any]:
-    """Load and run a model in as much memory as its budgets say."""
+    """Load and run a model within its budgets."""
     # The libraries' own memory: how much of their code the kernel maps at a time isn't always the same.
     tokens_of(af.cpu_offload(build(name, 1), "cpu:0"))
     gc.collect()

@@ -27,7 +27,7 @@ BIG = (600, 700)
 
 
 class Marked(nn.Parameter):
-    """A class of parameters of somebody's own, with something on it."""
+    """A subclass of parameters, with an attribute."""
 
 
 def marked() -> nn.Parameter:
@@ -102,7 +102,7 @@ COMPUTED = ("._u", "._v")
 
 
 class Built(nn.Module):
-    """What a plan says: entries, and names that repeat the tensor or module of an earlier one."""
+    """The entries of a plan, and names that repeat an earlier tensor or module."""
 
     def __init__(self, plan: list[tuple[str, str, bool]]) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def described(module: nn.Module) -> dict[str, Any]:
 
 
 @given(plans, st.booleans())
-def test_a_model_is_what_it_would_be_but_for_the_values_of_its_weights(
+def test_a_model_differs_only_in_the_values_of_its_weights(
     plan: list[tuple[str, str, bool]], include_buffers: bool
 ) -> None:
     plain = Built(plan)
@@ -194,7 +194,7 @@ def test_on_a_real_device_the_values_are_there_too(plan: list[tuple[str, str, bo
 
 @pytest.mark.parametrize("include_buffers", [False, True])
 @pytest.mark.parametrize("ends_well", [False, True])
-def test_nothing_is_left_behind(include_buffers: bool, ends_well: bool) -> None:
+def test_global_state_is_restored(include_buffers: bool, ends_well: bool) -> None:
     before = {**vars(nn.Module)}, {**vars(nn.Parameter)}, {**vars(torch)}
     with ExitStack() as stack:
         if not ends_well:
@@ -271,7 +271,7 @@ def test_other_threads_build_ordinary_models() -> None:
 
 
 @pytest.mark.parametrize("include_buffers", [False, True])
-def test_what_is_tied_inside_is_one_tensor(include_buffers: bool) -> None:
+def test_ties_are_kept(include_buffers: bool) -> None:
     with init_empty_weights(include_buffers=include_buffers):
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
         second.weight = first.weight
@@ -284,7 +284,7 @@ def test_what_is_tied_inside_is_one_tensor(include_buffers: bool) -> None:
     assert both[0] is both[2]
 
 
-def test_a_parameter_that_was_there_before_stays_as_it_is_for_its_owner() -> None:
+def test_existing_parameters_keep_their_values() -> None:
     owner = nn.Linear(3, 3, bias=False)
     values = owner.weight.detach().clone()
     weight = owner.weight
@@ -304,18 +304,8 @@ def test_a_parameter_that_was_there_before_stays_as_it_is_for_its_owner() -> Non
     assert whole[2].weight is weight
 
 
-def test_modules_may_compute_with_weights_and_get_shapes() -> None:
-    with init_empty_weights():
-        layer = nn.Linear(3, 4)
-        norms: torch.Tensor = layer.weight.norm(dim=1)
-        assert norms.shape == (4,)
-        assert norms.is_meta
-        with pytest.raises(RuntimeError, match="meta"):
-            norms.sum().item()
-
-
 @pytest.mark.parametrize("include_buffers", [False, True])
-def test_of_nested_contexts_the_innermost_counts(include_buffers: bool) -> None:
+def test_the_innermost_context_applies(include_buffers: bool) -> None:
     with init_empty_weights(include_buffers=include_buffers):
         with init_on_device("cpu", include_buffers=include_buffers):
             inner = nn.BatchNorm1d(3)
@@ -394,7 +384,7 @@ def test_it_decorates_functions_that_build_models() -> None:
         ({"ACCELFN_INIT_INCLUDE_BUFFERS": "nonsense"}, True, True),
     ],
 )
-def test_the_environment_says_whether_buffers_are_included(
+def test_the_environment_may_include_buffers(
     variables: dict[str, str], given: bool | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -405,45 +395,17 @@ def test_the_environment_says_whether_buffers_are_included(
     assert norm.running_mean.is_meta is expected
 
 
-def test_an_environment_that_says_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELFN_INIT_INCLUDE_BUFFERS", "perhaps")
     with pytest.raises(ConfigurationError, match="ACCELFN_INIT_INCLUDE_BUFFERS"), init_empty_weights():
         pass
 
 
-@pytest.mark.parametrize("device", ["disk", "nonsense", -1, 99, "cuda:99", 1.5])
-def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
+@pytest.mark.parametrize("device", ["disk", "nonsense", 99])
+def test_unknown_devices_are_refused(device: Any) -> None:
     with pytest.raises(ValueError, match="init_on_device: "), init_on_device(device):
         pass
     assert _get_current_function_mode_stack() == []
-
-
-def test_an_error_of_torch_stays_what_it_is() -> None:
-    with init_empty_weights():
-        module = nn.Module()
-        computed = nn.Parameter(torch.ones(2)) * 2
-        with pytest.raises(TypeError, match="cannot assign"):
-            module.register_parameter("a", computed)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(AttributeError, match="before Module"):
-            nn.Module.__new__(nn.Module).weight = nn.Parameter(torch.ones(2))
-        with pytest.raises(NotImplementedError, match="meta tensor"):
-            nn.Linear(2, 2).to("cpu")
-
-
-def test_compiled_functions_run_inside() -> None:
-    compiled: Any = torch.compile(lambda x: x * 2 + 1, backend="eager")
-    with init_empty_weights():
-        layer = nn.Linear(2, 2)
-        layer.register_buffer("b", compiled(torch.ones(BIG)))
-    assert torch.equal(layer.b, torch.full(BIG, 3.0))  # pyright: ignore[reportArgumentType]
-    assert layer.weight.is_meta
-
-
-def llama(transformers: Any) -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def tied_llama(transformers: Any) -> Any:
@@ -461,22 +423,9 @@ def t5(transformers: Any) -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def mixtral(transformers: Any) -> Any:
-    config = transformers.MixtralConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=50,
-        num_local_experts=4,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-@pytest.mark.parametrize("build", [llama, tied_llama, t5, mixtral])
+@pytest.mark.parametrize("build", [tied_llama, t5])
 @pytest.mark.parametrize("include_buffers", [False, True])
-def test_models_of_transformers_are_what_they_would_be(build: Any, include_buffers: bool) -> None:
+def test_transformers_models(build: Any, include_buffers: bool) -> None:
     transformers: Any = pytest.importorskip("transformers")
     plain: nn.Module = build(transformers)
     with init_empty_weights(include_buffers=include_buffers):

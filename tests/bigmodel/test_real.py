@@ -32,7 +32,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, model, folder
 
 
-def test_tokens_are_those_in_memory_and_memory_stays_within_the_bound(saved: Saved) -> None:
+def test_tokens_are_equal_and_memory_stays_within_the_bound(saved: Saved) -> None:
     name, model, folder = saved
     # A simulated device's memory is the C library's, which would keep what is freed, in pieces.
     frugal = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
@@ -55,7 +55,7 @@ def test_tokens_are_those_in_memory_and_memory_stays_within_the_bound(saved: Sav
     assert found["peak"] <= found["streamed"]
 
 
-def test_an_offloaded_model_is_trained_as_the_plain_one(saved: Saved) -> None:
+def test_an_offloaded_model_trains_like_the_plain_one(saved: Saved) -> None:
     name, plain, folder = saved
     plain = copy.deepcopy(plain)
     with af.init_empty_weights():

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,22 +63,21 @@ def test_a_function_builds_on_the_meta_device(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("absent_here:build", "No module named 'absent_here'"),
         ("factory_here:absent", "has no attribute 'absent'"),
-        ("factory_here:other", "the function gave dict, and must give a module"),
-        ("factory_here", "there is no such file or folder"),
-        ("no/such/folder", "there is no such file or folder"),
-        ("models/7B:latest", "there is no such file or folder"),
+        ("factory_here:other", "must return a module, but returned dict"),
+        ("factory_here", "no such file or folder"),
+        ("models/7B:latest", "no such file or folder"),
     ],
 )
-def test_what_is_no_function_that_gives_a_module(source: str, said: str, here: Path) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_sources_are_refused(source: str, message: str, here: Path) -> None:
+    with pytest.raises(ValueError, match=message):
         read_source(source)
 
 
-def test_what_a_function_raises_passes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceptions_of_a_function_are_propagated(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "broken_here.py").write_text("def late():\n    return {}['absent']\n")
     monkeypatch.delitem(sys.modules, "broken_here", raising=False)
     with pytest.raises(KeyError, match="absent"):
@@ -102,7 +100,7 @@ class Words(nn.Module):
         self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
 
 
-def test_files_say_names_sizes_and_ties(tmp_path: Path) -> None:
+def test_names_sizes_and_ties_of_files(tmp_path: Path) -> None:
     model = Words()
     af.save_model(af.Context(), model, tmp_path / "one")
     af.save_model(af.Context(), model, tmp_path / "many", max_shard_size=200)
@@ -121,11 +119,11 @@ def test_files_say_names_sizes_and_ties(tmp_path: Path) -> None:
         assert (dtypes["counts"], dtypes["words.weight"]) == (torch.int64, torch.float32)
 
 
-def test_files_that_are_not_sound_are_refused(tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "one.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
-    with pytest.raises(DamagedCheckpointError, match="lacks b, which the index says is in it"):
+    with pytest.raises(DamagedCheckpointError, match="lacks b, which the index lists"):
         read_source(index)
     index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
     with pytest.raises(DamagedCheckpointError):
@@ -140,7 +138,7 @@ def test_files_that_are_not_sound_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError):
         read_source(tmp_path / "folder")
     (tmp_path / "text.txt").write_text("no")
-    with pytest.raises(ValueError, match="no file of weights by its name"):
+    with pytest.raises(ValueError, match=r"text\.txt"):
         read_source(tmp_path / "text.txt")
     torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="sizes in a pickled file can't be read"):
@@ -179,10 +177,10 @@ def test_a_configuration_names_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", ["{}", '{"model_type": "of nobody"}', "no JSON"])
-def test_a_configuration_of_nothing_known(config: str, tmp_path: Path) -> None:
+def test_unknown_configurations_are_refused(config: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ValueError, match=r"config\.json describes no model that transformers knows"):
+    with pytest.raises(ValueError, match=r"config\.json doesn't describe a model that transformers knows"):
         read_source(tmp_path)
 
 
@@ -191,11 +189,3 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[bigmodel\]'"):
         read_source(tmp_path)
-
-
-def test_reading_files_needs_no_transformers(tmp_path: Path) -> None:
-    af.save_model(af.Context(), Words(), tmp_path)
-    code = "import sys; sys.modules['transformers'] = None; from accelfn.bigmodel import read_source;"
-    code += f"print(read_source({str(tmp_path)!r}).num_bytes)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == read_shape(Words()).num_bytes

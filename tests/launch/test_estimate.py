@@ -29,7 +29,7 @@ Told = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
+def events(capsys: pytest.CaptureFixture[str]) -> Told:
     def run(*argv: object) -> dict[str, Any]:
         assert main(["estimate-memory", *map(str, argv), "--format", "json"]) == 0
         return json.loads(capsys.readouterr().out)
@@ -37,7 +37,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> Told:
     return run
 
 
-def test_a_file_a_folder_and_an_index_of_weights(tmp_path: Path, told: Told) -> None:
+def test_a_file_a_folder_and_an_index_of_weights(tmp_path: Path, events: Told) -> None:
     model = net().half()
     (tmp_path / "one").mkdir()
     save_file(model.state_dict(), tmp_path / "one" / "model.safetensors")
@@ -53,7 +53,7 @@ def test_a_file_a_folder_and_an_index_of_weights(tmp_path: Path, told: Told) -> 
         "int4": 106,
     }
     for place in (tmp_path / "one", tmp_path / "one" / "model.safetensors", tmp_path / "many", index):
-        found = told(place)
+        found = events(place)
         assert found["model"] == str(place)
         assert found["num_parameters"] == 212
         assert {name: one["total"] for name, one in found["dtypes"].items()} == sizes
@@ -78,27 +78,27 @@ def nothing():
 
 
 def test_a_function_that_builds_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Told, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "made_here.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
     try:
-        assert told("made_here:build")["dtypes"]["float32"]["total"] == 4 * (50_000**2 + 5 * 50_000) + 8
-        assert told("made_here:Made.build")["num_parameters"] == 50_000**2 + 3 * 50_000
-        for source, said in (
-            ("made_here:nothing", "the function gave int, and must give a module"),
+        assert events("made_here:build")["dtypes"]["float32"]["total"] == 4 * (50_000**2 + 5 * 50_000) + 8
+        assert events("made_here:Made.build")["num_parameters"] == 50_000**2 + 3 * 50_000
+        for source, message in (
+            ("made_here:nothing", "must return a module, but returned int"),
             ("made_here:absent", "has no attribute 'absent'"),
             ("absent_module:build", "No module named 'absent_module'"),
         ):
             assert main(["estimate-memory", source]) == 2
             errors = capsys.readouterr().err
-            assert errors.startswith(f"accelfn estimate-memory: error: {source}: ")
-            assert said in errors
+            assert errors.startswith(f"accelfn estimate-memory: error: {source}")
+            assert message in errors
     finally:
         sys.modules.pop("made_here", None)
 
 
-def test_a_configuration_of_transformers(tmp_path: Path, told: Told) -> None:
+def test_a_configuration_of_transformers(tmp_path: Path, events: Told) -> None:
     transformers: Any = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
@@ -107,10 +107,10 @@ def test_a_configuration_of_transformers(tmp_path: Path, told: Told) -> None:
     config.save_pretrained(tmp_path / "base")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path / "whole")
-    whole = told(tmp_path / "whole")
+    whole = events(tmp_path / "whole")
     assert whole["num_parameters"] == sum(one.numel() for one in model.parameters())
     assert whole["dtypes"]["float32"]["largest_names"] == ["model.layers.0", "model.layers.1"]
-    base = told(tmp_path / "base", "--library_name", "transformers")
+    base = events(tmp_path / "base", "--library_name", "transformers")
     assert base["num_parameters"] == whole["num_parameters"] - 50 * 16
 
 
@@ -149,7 +149,7 @@ class Model(PreTrainedModel):
 
 
 def test_code_in_the_folder_is_run_where_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Told, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "invented").mkdir()
@@ -161,7 +161,7 @@ def test_code_in_the_folder_is_run_where_it_is_trusted(
     assert "trust_remote_code" in capsys.readouterr().err
     before = set(sys.modules)
     try:
-        assert told(tmp_path / "invented", "--trust-remote-code")["num_parameters"] == 56
+        assert events(tmp_path / "invented", "--trust-remote-code")["num_parameters"] == 56
     finally:
         for name in set(sys.modules) - before:
             if name.startswith("transformers_modules"):
@@ -169,7 +169,7 @@ def test_code_in_the_folder_is_run_where_it_is_trusted(
 
 
 def test_a_model_of_timm(
-    told: Told, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    events: Told, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def create_model(name: str, pretrained: bool) -> nn.Module:
         assert not pretrained
@@ -180,7 +180,7 @@ def test_a_model_of_timm(
     timm: Any = ModuleType("timm")
     timm.create_model = create_model
     monkeypatch.setitem(sys.modules, "timm", timm)
-    assert told("vit_tiny", "--library_name", "timm")["num_parameters"] == 100_010_000
+    assert events("vit_tiny", "--library_name", "timm")["num_parameters"] == 100_010_000
     assert main(["estimate-memory", "vit_huge", "--library-name", "timm"]) == 2
     assert "timm has no model 'vit_huge'" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "timm", None)
@@ -220,7 +220,7 @@ def test_each_format_is_printed_or_written(weights: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ((), "MODEL must be given"),
         (
@@ -240,32 +240,32 @@ def test_each_format_is_printed_or_written(weights: Path, capsys: pytest.Capture
         (("net", "--nonsense"), "--nonsense"),
     ],
 )
-def test_bad_input_is_said_in_one_sentence(
-    argv: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_bad_input_is_refused(
+    argv: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["estimate-memory", *argv]) == 2
     errors = capsys.readouterr().err
     assert "accelfn estimate-memory: error: " in errors
-    assert said in errors
+    assert message in errors
 
 
-def test_what_can_not_be_read_is_said(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_models_are_refused(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({}, weights.parent / "model.pt")
     (weights.parent / "empty").mkdir()
     (weights.parent / "unknown").mkdir()
     (weights.parent / "unknown" / "config.json").write_text('{"model_type": "nonsense"}')
     (weights.parent / "cut.safetensors").write_bytes(weights.read_bytes()[:-5])
-    for name, status, said in (
+    for name, status, message in (
         ("model.pt", 2, "Pass safetensors"),
         ("empty", 2, "empty"),
-        ("unknown", 2, "describes no model that transformers knows"),
+        ("unknown", 2, "doesn't describe a model that transformers knows"),
         ("cut.safetensors", 1, "cut.safetensors"),
     ):
         assert main(["estimate-memory", str(weights.parent / name)]) == status, name
         errors = capsys.readouterr().err
         assert errors.startswith(f"accelfn estimate-memory: {'damaged' if status == 1 else 'error'}: ")
-        assert said in errors
+        assert message in errors
     assert main(["estimate-memory", str(weights), "--dtypes", "float8_e1"]) == 2
     assert "got 'float8_e1'" in capsys.readouterr().err
     (weights.parent / "a.svg").mkdir()

@@ -97,11 +97,11 @@ def test_without_budgets_this_machine_is_planned_for(source: str, capsys: pytest
 
 def test_programs_get_json(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan-memory", source, *BUDGETS, "--format", "json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    message = json.loads(capsys.readouterr().out)
     plan = plan_of()
-    assert said["source"] == source
-    assert said["device_map"] == plan.device_map
-    for found, one in zip(said["places"], plan.places, strict=True):
+    assert message["source"] == source
+    assert message["device_map"] == plan.device_map
+    for found, one in zip(message["places"], plan.places, strict=True):
         tensors = [{"name": leaf.name, "bytes": leaf.num_bytes, "kind": leaf.kind} for leaf in one.leaves]
         assert found == {
             "place": one.place,
@@ -110,13 +110,13 @@ def test_programs_get_json(source: str, capsys: pytest.CaptureFixture[str]) -> N
             "reserved": one.reserved,
             "tensors": tensors,
         }
-    assert (said["ties"], said["copies"]) == ([], [])
-    assert said["warnings"] == list(plan.warnings)
+    assert (message["ties"], message["copies"]) == ([], [])
+    assert message["warnings"] == list(plan.warnings)
 
 
 def test_pictures_are_written_where_that_is_asked(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_of()
-    page = draw_device_plan_html(plan, f"Where {source} lies")
+    page = draw_device_plan_html(plan, f"Device plan of {source}")
     for form, expected in (("svg", draw_device_plan_svg(plan)), ("html", page), ("table", f"{plan}\n")):
         assert main(["plan-memory", source, *BUDGETS, "--format", form]) == 0
         assert capsys.readouterr().out == expected
@@ -144,7 +144,7 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ((), "SOURCE"),
         (("absent:build",), "No module named 'absent'"),
@@ -154,12 +154,15 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             "--max_memory takes PLACE=SIZE, such as 0=10GB or cpu=30GB: got '0'",
         ),
         (("{source}", "--max_memory", "=5GB"), "got '=5GB'"),
-        (("{source}", "--max_memory", "0=5GB", "0=6GB"), "--max_memory gives the place 0 twice"),
-        (("{source}", "--max_memory", "0=5GB", "cuda:0=6GB"), "max_memory gives the place 0 twice"),
-        (("{source}", "--max_memory", "gpu=5GB"), "there is no place 'gpu'"),
-        (("{source}", "--max_memory", "0=-5GB"), "max_memory[0]: a size is"),
+        (("{source}", "--max_memory", "0=5GB", "0=6GB"), "--max_memory specifies the place 0 twice"),
+        (("{source}", "--max_memory", "0=5GB", "cuda:0=6GB"), "max_memory specifies the place 0 twice"),
+        (("{source}", "--max_memory", "gpu=5GB"), "unknown place 'gpu'"),
+        (("{source}", "--max_memory", "0=-5GB"), "max_memory[0]: a size must be"),
         (("{source}", "--max_memory", "0=10"), "got '10'"),
-        (("{source}", "--max_memory", "cpu=1KB", "disk=1B", "--dtype", "float8_x"), "dtype must be a dtype"),
+        (
+            ("{source}", "--max_memory", "cpu=1KB", "disk=1B", "--dtype", "float8_x"),
+            "dtype must be a torch dtype",
+        ),
         (("{source}", "--max_memory", "cpu=100B", "disk=1B"), "the model doesn't fit: 0 needs 236 B"),
         (("{source}", "--device_map", "even"), "--device_map"),
         (("{source}", "--format", "png"), "--format"),
@@ -170,13 +173,13 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("{source}", "--nonsense"), "--nonsense"),
     ],
 )
-def test_bad_input_is_said_in_one_sentence(
-    argv: tuple[str, ...], said: str, source: str, capsys: pytest.CaptureFixture[str]
+def test_bad_input_is_refused(
+    argv: tuple[str, ...], message: str, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan-memory", *(source if one == "{source}" else one for one in argv)]) == 2
     errors = capsys.readouterr().err
     assert "accelfn plan-memory: error: " in errors
-    assert said in errors
+    assert message in errors
 
 
 RANKS_FACTORY = """
@@ -282,8 +285,8 @@ def test_a_batch_of_text_is_that_of_the_model(tmp_path: Path, capsys: pytest.Cap
         batch = {"input_ids": ids, "labels": ids if length == 8 else ids.clone()}
         budget = af.plan_memory(ctx, transformers.LlamaForCausalLM(config), batch=batch)
         assert main(["plan-memory", str(tmp_path), "--mesh", mesh, *flags]) == 0
-        said = json.loads(capsys.readouterr().out)["bytes"]
-        assert (said["activations"], said["moved"]) == (budget.activations, dict(budget.moved))
+        message = json.loads(capsys.readouterr().out)["bytes"]
+        assert (message["activations"], message["moved"]) == (budget.activations, dict(budget.moved))
 
 
 def test_ranks_of_a_configuration_file_are_planned_for(
@@ -304,7 +307,7 @@ def test_ranks_of_a_configuration_file_are_planned_for(
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (
             ("--mesh", "dp_shard"),
@@ -318,33 +321,33 @@ def test_ranks_of_a_configuration_file_are_planned_for(
         (("--mesh", "pp=8"), "stages"),
         (("--mesh", "tp=2", "--optimizer", "adamv"), "no optimizer 'adamv' is known"),
         (("--mesh", "tp=2", "--dtype", "int4"), "--dtype int4: nobody trains in it"),
-        (("--mesh", "tp=2", "--format", "html"), "is drawn as a table, as json or as svg, not as html"),
+        (("--mesh", "tp=2", "--format", "html"), "a plan for ranks can't be drawn as html"),
         (("--mesh", "tp=2", "--batch_size", "2"), "--batch_size and --sequence_length go together"),
         (
             ("--mesh", "tp=2", "--batch_size", "0"),
-            "argument --batch_size: it must be a number from 1, got '0'",
+            "argument --batch_size: must be an integer of at least 1, got '0'",
         ),
         (
             (*TEXT, "--mesh", "tp=2", "--batch", "a:b"),
-            "--batch names a function that makes one. Leave one out",
+            "--batch names a function that makes one. Remove one",
         ),
         ((*TEXT, "--mesh", "tp=2"), "Model says nothing of input_ids. Use --batch MODULE:FUNCTION"),
-        (TEXT, "--batch_size is for ranks that train the model. Add --mesh"),
+        (TEXT, "--batch_size is for ranks. Add --mesh"),
         (("--mesh", "tp=2", "--batch", "absent_module:batch"), "No module named 'absent_module'"),
-        (("--mesh", "tp=2", "--max_memory", "0=1GB"), "--max_memory is for a model that is spread"),
-        (("--optimizer", "sgd"), "--optimizer is for ranks that train the model. Add --mesh"),
+        (("--mesh", "tp=2", "--max_memory", "0=1GB"), "--max_memory is for the device map of one process"),
+        (("--optimizer", "sgd"), "--optimizer is for ranks. Add --mesh"),
         (("--config_file", "absent.yaml"), "absent.yaml"),
         (("--config_file", "empty.yaml"), "says neither num_processes nor a mesh"),
     ],
 )
 def test_ranks_that_can_not_be_planned_for(
-    argv: tuple[str, ...], said: str, ranks: str, capsys: pytest.CaptureFixture[str]
+    argv: tuple[str, ...], message: str, ranks: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("empty.yaml").write_text("mixed_precision: bf16\n")
-    test_bad_input_is_said_in_one_sentence(("{source}", *argv), said, ranks, capsys)
+    test_bad_input_is_refused(("{source}", *argv), message, ranks, capsys)
 
 
-def test_names_in_files_say_nothing_of_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_weights_are_refused_for_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
     assert main(["plan-memory", str(tmp_path), "--mesh", "dp_shard=2"]) == 2
-    assert "don't say of which modules they are" in capsys.readouterr().err
+    assert "doesn't describe the modules" in capsys.readouterr().err

@@ -26,7 +26,7 @@ PLACES = pytest.mark.parametrize("place", ["cpu", "cpu:0"])
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor that says of itself to be on another device until it is moved."""
+    """A tensor that reports another device until it is moved."""
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "Elsewhere":
@@ -95,7 +95,7 @@ def on_meta() -> Scaled:
 # --- moves without offloading --------------------------------------------------------------------
 
 
-def test_arguments_come_and_outputs_go_back() -> None:
+def test_arguments_and_outputs_are_moved() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor, more: Any, kept: Any = None) -> dict[str, Any]:
             assert [type(one) for one in (x, more["y"], more["kept"], kept)] == [
@@ -117,7 +117,7 @@ def test_arguments_come_and_outputs_go_back() -> None:
 
 
 @PLACES
-def test_tensors_are_placed_and_stay_themselves(place: str) -> None:
+def test_moved_parameters_stay_the_same_objects(place: str) -> None:
     module = Scaled()
     parameters = dict(module.named_parameters())
     add_hook_to_module(module, AlignDevicesHook(place, place_submodules=True))
@@ -155,7 +155,7 @@ def offloaded(module: Scaled, place: str, **options: Any) -> Scaled:
 def resident(module: nn.Module) -> tuple[int, ...]:
     hook = hook_of(module)
     assert isinstance(hook, AlignDevicesHook)
-    # In memory on the CPU nothing travels.
+    # Tensors in memory on the CPU need no transfer.
     assert (hook.stream is None) == (hook.place == "cpu")
     return () if hook.stream is None else hook.stream.resident
 
@@ -164,7 +164,7 @@ def resident(module: nn.Module) -> tuple[int, ...]:
 @pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("make", [Scaled, on_meta])
 @pytest.mark.parametrize("given", [None, dict, Fresh])
-def test_an_offloaded_module_computes_what_it_did(
+def test_outputs_of_an_offloaded_module_are_unchanged(
     place: str, buffers: bool, make: Callable[[], Scaled], given: Callable[[Any], Any] | None
 ) -> None:
     plain = Scaled()
@@ -191,7 +191,7 @@ def test_an_offloaded_module_computes_what_it_did(
     assert torch.equal(module(X), plain(X))
 
 
-def test_at_rest_the_parameters_are_themselves() -> None:
+def test_stored_parameters_stay_the_same_objects() -> None:
     module = Scaled()
     parameters = dict(module.named_parameters())
     offloaded(module, "cpu:0")
@@ -205,52 +205,6 @@ def test_at_rest_the_parameters_are_themselves() -> None:
     assert module.seen[1][0] == module.weight.data_ptr()  # in place
 
 
-@PLACES
-@pytest.mark.parametrize("make", [Scaled, on_meta])
-def test_the_tensors_of_a_dict_become_the_parameters(place: str, make: Callable[[], Scaled]) -> None:
-    weights = {name: one.clone() for name, one in Scaled().state_dict().items()}
-    weights["inner.bias"] = weights["inner.bias"].double()
-    module = offloaded(make(), place, weights_map=weights)
-    assert module.weight.data_ptr() == weights["weight"].data_ptr()
-    assert isinstance(module.weight, nn.Parameter)
-    assert module.weight.requires_grad
-    assert module.inner.bias.dtype == torch.float32  # as the module has it
-    assert module.calls.data_ptr() != weights["calls"].data_ptr()  # no weight, and not asked to travel
-    module(X).sum().backward()
-    torch.optim.SGD(module.parameters(), lr=1.0).step()
-    assert torch.equal(weights["weight"], module.weight)
-
-
-@PLACES
-def test_gradients_arrive_and_training_is_the_same(place: str) -> None:
-    def train(module: nn.Module) -> list[torch.Tensor]:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(3):
-            module(X).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [one.detach() for one in (*module.parameters(), *module.buffers())]
-
-    plain = train(Scaled())
-    for buffers in (False, True):
-        ours = train(offloaded(Scaled(), place, offload_buffers=buffers))
-        assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
-
-
-@PLACES
-def test_batch_normalisation_trains_with_buffers_that_travel(place: str) -> None:
-    plain, module = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    add_hook_to_module(module, AlignDevicesHook(place, offload=True, offload_buffers=True))
-    for _ in range(2):
-        for one in (plain, module):
-            one(X).square().sum().backward()
-    assert plain.weight.grad is not None
-    assert module.weight.grad is not None
-    assert torch.equal(plain.weight.grad, module.weight.grad)
-    assert all(torch.equal(one, other) for one, other in zip(plain.buffers(), module.buffers(), strict=True))
-    assert torch.equal(plain.eval()(X), module.eval()(X))
-
-
 @pytest.mark.parametrize("given", [dict, Fresh])
 def test_weights_that_do_not_fit_are_refused(given: Callable[[Any], Any]) -> None:
     state = Scaled().state_dict()
@@ -260,14 +214,14 @@ def test_weights_that_do_not_fit_are_refused(given: Callable[[Any], Any]) -> Non
     module = Scaled()
     wrong = given({**state, "weight": torch.zeros(4)})
     with (
-        pytest.raises(ValueError, match=r"'weight' is .*\(3,\) in the model, and .*\(4,\)"),
+        pytest.raises(ValueError, match=r"'weight' is .*\(3,\) in the model, but .*\(4,\)"),
         torch.no_grad(),
     ):
         offloaded(module, "cpu", weights_map=wrong)(X)
 
 
 @PLACES
-def test_an_exception_lets_everything_go(place: str) -> None:
+def test_an_exception_restores_the_tensors(place: str) -> None:
     module = offloaded(Scaled(), place)
     parameters = dict(module.named_parameters())
     for error in (ValueError, KeyboardInterrupt):
@@ -289,23 +243,7 @@ def interrupt(x: torch.Tensor) -> torch.Tensor:
     raise KeyboardInterrupt
 
 
-@PLACES
-def test_what_had_values_has_them_again_without_the_hook(place: str) -> None:
-    module = offloaded(Scaled(), place, weights_map=Fresh(Scaled().state_dict()))
-    remove_hook_from_module(module)
-    assert torch.equal(module(X), Scaled()(X))
-    module(X).sum().backward()
-    assert module.weight.grad is not None
-
-
-def test_a_buffer_without_values_is_refused() -> None:
-    module = Scaled()
-    module.shift = torch.empty(3, device="meta")
-    with pytest.raises(ValueError, match="'shift' are on the meta device"):
-        offloaded(module, "cpu")
-
-
-def test_buffers_that_stay_get_the_values_of_the_mapping() -> None:
+def test_resident_buffers_get_the_values_of_the_mapping() -> None:
     trained = nn.BatchNorm1d(3)
     trained(X)
     weights = {name: one.clone() for name, one in trained.state_dict().items()}
@@ -347,7 +285,7 @@ def test_a_module_is_known_to_be_offloaded() -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_is_written_on_a_device_stays(offload: bool) -> None:
+def test_writes_on_a_device_are_kept(offload: bool) -> None:
     module = offloaded(Scaled(), "cpu:0") if offload else Scaled()
     weight, at_rest, expected = module.weight, module.weight.data_ptr(), module.weight.detach() * 2
     with align_module_device(module, None if offload else "cpu:0"):

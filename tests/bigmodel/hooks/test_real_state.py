@@ -17,7 +17,7 @@ from accelfn.bigmodel.align_hooks import (
     get_state_dict_offloaded_model,
 )
 from accelfn.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
-from accelfn.bigmodel.hooks import cpu_offload_with_hook, hook_of, remove_hook_from_submodules
+from accelfn.bigmodel.hooks import cpu_offload_with_hook, remove_hook_from_submodules
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
@@ -101,8 +101,8 @@ def test_offloaded_models_are_saved(
         assert torch.equal(model(X), Model()(X))
 
 
-def test_what_has_no_values_is_not_saved_as_nothing() -> None:
-    with pytest.raises(ValueError, match=r"'0\.weight', '0\.bias' have no values"):
+def test_meta_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'0\.weight', '0\.bias' are on the meta device"):
         get_state_dict_offloaded_model(nn.Sequential(nn.Linear(3, 3, device="meta")))
 
 
@@ -118,35 +118,3 @@ def test_named_entries_get_their_values(offload: Callable[[Model, Path], None], 
     assert equal(found, {name: state[name] for name in ("blocks.0.weight", "blocks.0.bias")})
     found = get_state_dict_from_offload(model, "scale", {"scale": ""})
     assert equal(found, {"scale": state["scale"]})
-
-
-def test_named_entries_are_accelerates() -> None:
-    peer: Any = pytest.importorskip("accelerate")
-    modeling: Any = pytest.importorskip("accelerate.utils.modeling")
-    theirs, ours = Model(), Model()
-    peer.cpu_offload(theirs, "cpu")
-    cpu_offload(ours, "cpu")
-    for name in ("blocks.0.weight", "blocks.1.bias", "0", ""):
-        asked = {"blocks.0.weight": "", "blocks.0.bias": "", "blocks.1.bias": ""}
-        inner = 0 if name == "blocks.0.weight" else 1
-        left = modeling.get_state_dict_from_offload(theirs.blocks[inner], name, dict(asked))
-        right = get_state_dict_from_offload(ours.blocks[inner], name, dict(asked))
-        assert [*left] == [*right]
-        for key in left:
-            assert type(left[key]) is type(right[key])
-            assert (
-                left[key] == right[key]
-                if isinstance(left[key], str)
-                else equal({"": left[key]}, {"": right[key]})
-            )
-    left = modeling.get_state_dict_offloaded_model(theirs)
-    right = get_state_dict_offloaded_model(ours)
-    assert {*right} - {*left} == {"scale", "offset"}  # it has none of the root's
-    assert equal(dict(sorted(left.items())), {name: right[name] for name in sorted(left)})
-
-
-def test_a_hook_is_gone_with_the_rest() -> None:
-    model = Model()
-    hooked(model, Path())
-    remove_hook_from_submodules(model)
-    assert all(hook_of(module) is None for module in model.modules())

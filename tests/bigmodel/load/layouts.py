@@ -16,7 +16,7 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 def save(tensors: dict[str, torch.Tensor], folder: Path, layout: Layout) -> Path:
-    """Write tensors, and give what to pass to a loader."""
+    """Write tensors, and return the path to load."""
     folder.mkdir(parents=True, exist_ok=True)
     suffix = ".bin" if layout.startswith("bin") else ".safetensors"
     stem = "pytorch_model" if suffix == ".bin" else "model"
@@ -35,8 +35,8 @@ def save(tensors: dict[str, torch.Tensor], folder: Path, layout: Layout) -> Path
     name = {"flat": "weights.json", "other": f"somebody{suffix}.index.json"}.get(
         layout, f"{stem}{suffix}.index.json"
     )
-    said = weight_map if layout == "flat" else {"metadata": {}, "weight_map": weight_map}
-    (folder / name).write_text(json.dumps(said))
+    message = weight_map if layout == "flat" else {"metadata": {}, "weight_map": weight_map}
+    (folder / name).write_text(json.dumps(message))
     return folder if layout in ("folder", "other", "bin folder") else folder / name
 
 

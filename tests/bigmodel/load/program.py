@@ -1,4 +1,4 @@
-"""A program that loads a model, and says how much memory that took at most, in units of the model.
+"""A program that loads a model, and prints its peak memory, in units of the model.
 
 `python -m tests.bigmodel.load.program FOLDER DTYPE` prints this once for loading, and once for a loading that
 holds everything twice, so that a test knows that it would be seen. DTYPE may be "own".

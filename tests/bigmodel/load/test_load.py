@@ -9,7 +9,6 @@ import copy
 import json
 import os
 import pickle
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -162,7 +161,7 @@ def test_tensors_by_name(layout: Layout, tmp_path: Path) -> None:
         assert int(found["a.y"]) == 5
 
 
-def test_pickled_files_keep_what_is_shared_or_scattered_and_what_is_no_tensor(tmp_path: Path) -> None:
+def test_shared_and_noncontiguous_tensors_and_other_values_of_pickled_files(tmp_path: Path) -> None:
     base = torch.arange(12.0).view(3, 4)
     torch.save(
         {"whole": base, "same": base, "turned": base.t(), "row": base[1], "note": "x"}, tmp_path / "m.bin"
@@ -182,7 +181,7 @@ def test_pickled_files_keep_what_is_shared_or_scattered_and_what_is_no_tensor(tm
     assert all(mapped_from(one) is not None for one in model.parameters())
 
 
-def test_safetensors_come_before_pickled_files(tmp_path: Path) -> None:
+def test_safetensors_take_precedence_over_pickled_files(tmp_path: Path) -> None:
     write(tmp_path / "pytorch_model.bin", {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
     write(tmp_path / "model.safetensors", {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
     model = nn.Linear(2, 2)
@@ -212,7 +211,7 @@ def test_another_dtype_on_the_disk_needs_a_folder_and_is_written_once(tmp_path: 
     path = save({"weight": torch.randn(3, 3), "bias": torch.randn(3)}, tmp_path / "ck", "file")
     model = on_meta(nn.Linear(3, 3))
     with pytest.raises(
-        ValueError, match=r"weight: the file has float32, and bfloat16 is wanted.*\n.*bias.*\nPass off"
+        ValueError, match=r"weight: the file has float32, but bfloat16 is req.*\n.*bias.*\nPass off"
     ):
         load_checkpoint_in_model(model, path, {"": "disk"}, dtype="bfloat16")
     assert model.weight.is_meta
@@ -262,7 +261,7 @@ def test_dtypes_by_name(tmp_path: Path) -> None:
     assert set(found.values()) == {torch.float32, torch.bfloat16}
 
 
-def test_a_map_splits_ties_and_they_stay_one(tmp_path: Path) -> None:
+def test_tied_weights_stay_tied_under_any_map(tmp_path: Path) -> None:
     saved = randomised(Outer(1, 4, True))
     path = save(values(saved), tmp_path, "bin")
     for places, is_mapped in (
@@ -290,7 +289,7 @@ def test_parameters_keep_class_flags_and_attributes(tmp_path: Path) -> None:
     assert model.frozen.why == "mark"
 
 
-def test_memory_that_a_graph_needs_is_not_changed_unnoticed(tmp_path: Path) -> None:
+def test_autograd_detects_that_a_saved_weight_was_loaded(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     path = save(values(model), tmp_path, "file")
     loss: Any = model(torch.ones(1, 2, requires_grad=True)).square().sum()
@@ -300,7 +299,7 @@ def test_memory_that_a_graph_needs_is_not_changed_unnoticed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"device_map": {"": "disk"}}])
-def test_gradients_of_replaced_weights_are_gone(options: dict[str, Any], tmp_path: Path) -> None:
+def test_replaced_weights_lose_their_gradients(options: dict[str, Any], tmp_path: Path) -> None:
     model: Any = nn.Linear(3, 2)
     save(values(model), tmp_path, "file")
     weight = model.weight
@@ -310,14 +309,6 @@ def test_gradients_of_replaced_weights_are_gone(options: dict[str, Any], tmp_pat
     assert model.weight.grad is None
     model(torch.ones(1, 3, dtype=weight.dtype)).sum().backward()
     assert torch.equal(weight.grad, torch.ones(2, 3, dtype=weight.dtype))
-
-
-def test_without_standard_error_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = nn.Linear(3, 2)
-    save(values(model), tmp_path, "file")
-    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw, or in a service
-    for progress in (None, True):
-        load_checkpoint_in_model(model, tmp_path, progress=progress)
 
 
 def test_a_recurrent_layer_uses_the_weights_that_it_got(tmp_path: Path) -> None:
@@ -331,7 +322,7 @@ def test_a_recurrent_layer_uses_the_weights_that_it_got(tmp_path: Path) -> None:
 # --- names ---------------------------------------------------------------------------------------
 
 
-def test_strict_lists_all_that_differs_and_changes_nothing(tmp_path: Path) -> None:
+def test_strict_lists_all_mismatches_and_changes_nothing(tmp_path: Path) -> None:
     tensors = {"weight": torch.zeros(3, 2), "extra": torch.zeros(1)}
     path = save(tensors, tmp_path, "file")
     model = nn.Linear(2, 2)
@@ -357,18 +348,13 @@ def test_names_that_differ_are_warned_of_once(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         load_checkpoint_in_model(model, path)
     (said,) = caught
-    assert "it lacks bias, which stays as it is in the model" in str(said.message)
-    assert "the model lacks extra, which is left out" in str(said.message)
+    assert "the checkpoint lacks bias (kept unchanged); the model lacks extra (ignored)" in str(said.message)
     assert said.filename == __file__
     assert model.weight.eq(1).all()
     assert torch.equal(model.bias, bias)
-    other = nn.BatchNorm1d(2, track_running_stats=False)
-    with pytest.warns(UserWarning, match="it lacks weight, bias, which stay as they are") as more:
-        load_checkpoint_in_model(other, save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path, "file"))
-    assert "the model lacks a, b, which are left out" in str(more[0].message)
 
 
-def test_what_would_stay_without_values_is_an_error(tmp_path: Path) -> None:
+def test_tensors_that_would_stay_on_meta_are_an_error(tmp_path: Path) -> None:
     model = Outer(1, 2, False)
     path = save({name: one for name, one in values(model).items() if "scale" not in name}, tmp_path, "file")
     model = model.to("meta")
@@ -378,7 +364,7 @@ def test_what_would_stay_without_values_is_an_error(tmp_path: Path) -> None:
     assert model.embed.weight.is_meta
 
 
-def test_a_buffer_that_is_not_saved_gets_a_value_if_it_has_none(tmp_path: Path) -> None:
+def test_a_non_persistent_buffer_is_loaded_only_if_it_is_on_meta(tmp_path: Path) -> None:
     model = Outer(1, 2, False)
     tensors = {**values(model), "blocks.0.table": torch.full((2, 2), 3.0)}
     path = save(tensors, tmp_path, "file")
@@ -398,10 +384,10 @@ def test_names_of_the_model_around_or_inside_get_a_hint(strict: bool, tmp_path: 
     of_inner = save(values(inner), tmp_path / "inner", "file")
     of_outer = save(values(outer), tmp_path / "outer", "file")
     with pytest.raises(
-        CheckpointMismatchError, match=r"With 'model\.' before them.*Load into the module 'model'"
+        CheckpointMismatchError, match=r"match with the prefix 'model\.'.*into the module 'model'"
     ):
         load_checkpoint_in_model(on_meta(copy.deepcopy(outer)), of_inner, strict=strict)
-    with pytest.raises(CheckpointMismatchError, match=r"Without 'model\.'.*holds this one as 'model'"):
+    with pytest.raises(CheckpointMismatchError, match=r"without the prefix 'model\.'.*this one as 'model'"):
         load_checkpoint_in_model(on_meta(copy.deepcopy(inner)), of_outer, strict=strict)
 
 
@@ -415,7 +401,7 @@ def test_tied_weights_of_two_values_are_refused(tmp_path: Path) -> None:
         load_checkpoint_in_model(Outer(1, 2, True), path)
 
 
-def test_ties_that_were_lost_come_back(tmp_path: Path) -> None:
+def test_lost_ties_are_restored(tmp_path: Path) -> None:
     model: Any = on_meta(Outer(1, 2, False))
     model.all_tied_weights_keys = {"head.weight": "embed.weight"}  # as transformers 5 has it
     saved = values(Outer(1, 2, True))
@@ -424,21 +410,7 @@ def test_ties_that_were_lost_come_back(tmp_path: Path) -> None:
     assert model.head.weight is model.embed.weight
 
 
-def test_a_model_that_ties_by_itself_is_asked_to(tmp_path: Path) -> None:
-    class Older(Outer):
-        _tied_weights_keys = ("head.weight",)
-
-        def tie_weights(self) -> None:
-            self.head.weight = self.embed.weight
-
-    model = on_meta(Older(1, 2, False))
-    saved = values(Outer(1, 2, True))
-    del saved["head.weight"]
-    load_checkpoint_in_model(model, save(saved, tmp_path, "file"), strict=True)
-    assert model.head.weight is model.embed.weight
-
-
-def test_names_in_metadata_stand_for_what_is_tied(tmp_path: Path) -> None:
+def test_tied_names_in_metadata_are_loaded(tmp_path: Path) -> None:
     model = Outer(1, 2, True)
     cast("Any", safetensors.torch).save_model(model, str(tmp_path / "model.safetensors"))
     apart: Any = on_meta(Outer(1, 2, False))
@@ -477,11 +449,11 @@ def test_hooks_that_compute_are_refused(tmp_path: Path) -> None:
 
     path = save(values(model), tmp_path, "file")
     model._register_load_state_dict_pre_hook(double)
-    with pytest.raises(ValueError, match="hook that computes with the values"):
+    with pytest.raises(ValueError, match="hook that computes with loaded values"):
         load_checkpoint_in_model(model, path)
 
 
-def test_more_state_than_tensors(tmp_path: Path) -> None:
+def test_extra_state(tmp_path: Path) -> None:
     class Counting(nn.Linear):
         seen: object = None
 
@@ -524,32 +496,13 @@ def test_a_pickled_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
     data = (tmp_path / "m.bin").read_bytes()
     at = data.index(bytes(value.view(torch.uint8).tolist()))
     (tmp_path / "m.bin").write_bytes(data[: at + 9] + b"\1" + data[at + 10 :])
-    with pytest.raises(DamagedCheckpointError, match="don't match their checksum"):
+    with pytest.raises(DamagedCheckpointError, match="doesn't match its checksum"):
         load_state_dict(tmp_path / "m.bin")
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize("name", ["m.bin", "m.pt"])
-def test_the_format_of_old_torch_is_named(name: str, protocol: int, tmp_path: Path) -> None:
-    path = tmp_path / name
-    torch.save(
-        {"weight": torch.ones(1, 1)},
-        path,
-        _use_new_zipfile_serialization=False,
-        pickle_protocol=protocol,
-    )
-    with pytest.raises(CheckpointError, match=rf"{name} is of the format .* before torch 1\.6") as caught:
-        load_checkpoint_in_model(nn.Linear(1, 1, bias=False), path)
-    assert not isinstance(caught.value, DamagedCheckpointError)
-    # What it says to do, does.
-    (said,) = re.findall(r"Load it by torch\.load, .*with weights_only=(True|False),", str(caught.value))
-    torch.save(torch.load(path, weights_only=said == "True"), path)
-    assert load_state_dict(path)["weight"].eq(1).all()
 
 
 def test_another_pickle_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(pickle.dumps({"weight": [1.0]}))
-    with pytest.raises(DamagedCheckpointError, match=r"was not written by torch\.save"):
+    with pytest.raises(DamagedCheckpointError, match=r"m\.bin"):
         load_state_dict(tmp_path / "m.bin")
 
 
@@ -559,64 +512,44 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
             return os.abort, ()
 
     torch.save({"weight": torch.ones(1), "x": Evil()}, tmp_path / "m.bin")
-    with pytest.raises(CheckpointError, match="holds more than data"):
+    with pytest.raises(CheckpointError, match=r"m\.bin"):
         load_checkpoint_in_model(nn.Linear(1, 1), tmp_path / "m.bin")
 
 
-def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "secret.safetensors", {"weight": torch.ones(1, 1), "bias": torch.ones(1)})
-    folder = tmp_path / "ck"
-    folder.mkdir()
-    weight_map = {"weight": "../secret.safetensors", "bias": "../secret.safetensors"}
-    for name, said in (("model.safetensors.index.json", {"weight_map": weight_map}), ("w.json", weight_map)):
-        (folder / name).write_text(json.dumps(said))
-        with pytest.raises(DamagedCheckpointError, match="no plain name"):
-            load_checkpoint_in_model(nn.Linear(1, 1), folder / name)
-
-
 @pytest.mark.parametrize(
-    ("index", "said"),
+    "index",
     [
-        (
-            '{"weight_map": {"weight": "/abs.safetensors"}}',
-            "names '/abs.safetensors', which is no plain name",
-        ),
-        ('{"weight_map": {"weight": "absent.safetensors"}}', "absent.safetensors is missing"),
-        ('{"metadata": {"total_size": 5}}', "is no index: it has no weight_map"),
-        ('{"weight_map": {}}', "is no index: it has no weight_map"),
-        ('{"weight_map": ["weight"]}', "is no index: it has no weight_map"),
-        ('{"weight_map": {"weight": 5}}', "the file of 'weight' is 5, and no name"),
-        ("[]", "holds list instead of an object"),
-        ("no JSON", "holds no sound JSON"),
-        ("", "holds no sound JSON"),
+        '{"weight_map": {"weight": "../secret.safetensors"}}',
+        '{"weight_map": {"weight": "absent.safetensors"}}',
+        '{"weight_map": ["weight"]}',
+        "no JSON",
     ],
 )
-def test_an_index_that_is_none_is_refused(index: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(index)
+def test_a_damaged_index_is_refused(index: str, tmp_path: Path) -> None:
+    folder = tmp_path / "ck"
+    write(tmp_path / "secret.safetensors", {"weight": torch.ones(1, 1)})
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(index)
     model = nn.Linear(1, 1, device="meta")
-    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
-        with pytest.raises(DamagedCheckpointError) as caught:
+    for path in (folder, folder / "model.safetensors.index.json"):
+        with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors\.index\.json"):
             load_checkpoint_in_model(model, path)
-        assert said in str(caught.value)
-        assert "model.safetensors.index.json" in str(caught.value)
     assert model.weight.is_meta
+    with pytest.raises(NoCheckpointError):
+        load_checkpoint_in_model(model, tmp_path / "gone")
 
 
-def test_several_indexes_of_other_names(tmp_path: Path) -> None:
-    save({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, tmp_path, "other")
-    (tmp_path / "second.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"second.* and somebody.*: pass the one to read"):
-        load_checkpoint_in_model(nn.Linear(1, 1), tmp_path)
-    with pytest.raises(NoCheckpointError, match="doesn't exist"):
-        load_checkpoint_in_model(nn.Linear(1, 1), tmp_path / "gone")
+def test_a_progress_bar_needs_no_standard_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(values(nn.Linear(3, 2)), tmp_path, "file")
+    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw, or in a service
+    for progress in (None, True):
+        load_checkpoint_in_model(nn.Linear(3, 2), tmp_path, progress=progress)
 
 
-@pytest.mark.parametrize("framework", ["tf", "flax", "mlx"])
-def test_weights_of_other_frameworks_are_refused(framework: str, tmp_path: Path) -> None:
-    safetensors.torch.save_file(
-        {"weight": torch.ones(1, 1)}, tmp_path / "m.safetensors", {"format": framework}
-    )
-    with pytest.raises(ValueError, match=f"written for {framework}"):
+def test_weights_of_other_frameworks_are_refused(tmp_path: Path) -> None:
+    tensors = {"weight": torch.ones(1, 1)}
+    safetensors.torch.save_file(tensors, tmp_path / "m.safetensors", {"format": "flax"})
+    with pytest.raises(ValueError, match="written for flax"):
         load_state_dict(tmp_path / "m.safetensors")
 
 
@@ -640,7 +573,9 @@ def test_a_dtype_that_torch_lacks_is_refused(tmp_path: Path) -> None:
         (torch.float8_e5m2, torch.float32, True),
     ],
 )
-def test_kinds_of_dtypes(stored: torch.dtype, wanted: torch.dtype, fits: bool, tmp_path: Path) -> None:
+def test_dtypes_are_only_cast_within_their_kind(
+    stored: torch.dtype, wanted: torch.dtype, fits: bool, tmp_path: Path
+) -> None:
     value = torch.ones(3).to(stored)
     path = save({"buffer": value}, tmp_path, "file")
     model = nn.Module()
@@ -660,14 +595,12 @@ def test_kinds_of_dtypes(stored: torch.dtype, wanted: torch.dtype, fits: bool, t
         ({"device_map": {"weight": "cpu"}}, ValueError, "no place for bias"),
         ({"device_map": {"": "cpu", "layers": "cpu"}}, ValueError, "doesn't have: 'layers'"),
         ({"device_map": {"": "cuda:99"}}, ValueError, "cuda:99|no accelerator"),
-        ({"device_map": {"": "gpu"}}, ValueError, "no place 'gpu'"),
+        ({"device_map": {"": "gpu"}}, ValueError, "unknown place 'gpu'"),
         ({"device_map": "auto"}, TypeError, "load_checkpoint_and_dispatch"),
-        ({"dtype": "int8"}, ValueError, "must be one of floating-point"),
-        ({"dtype": "float99"}, ValueError, "none called 'float99'"),
-        ({"dtype": 16}, TypeError, "takes a dtype"),
-        ({"device_map": 5}, TypeError, "device_map takes places by names of modules.* got 5"),
-        ({"special_dtypes": {"wieght": "float16"}}, ValueError, "have: 'wieght' .near it: 'weight'"),
-        ({"special_dtypes": {"weight": "float99"}}, ValueError, "none called 'float99'"),
+        ({"dtype": "int8"}, ValueError, "must be a floating dtype"),
+        ({"dtype": "float99"}, ValueError, "no dtype 'float99'"),
+        ({"dtype": 16}, TypeError, "dtype must be a torch dtype"),
+        ({"special_dtypes": {"wieght": "float16"}}, ValueError, "have: 'wieght' .did you mean 'weight'"),
     ],
 )
 def test_arguments(options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:
@@ -679,12 +612,12 @@ def test_arguments(options: dict[str, Any], error: type[Exception], said: str, t
     assert all(equal(one, before[name]) for name, one in model.state_dict().items())
 
 
-def test_what_has_no_shape_or_is_no_module_is_refused(tmp_path: Path) -> None:
+def test_lazy_layers_and_other_objects_are_refused(tmp_path: Path) -> None:
     path = save(values(nn.Linear(2, 2)), tmp_path, "file")
     lazy: Any = nn.Module()
     lazy.weight = nn.UninitializedParameter()
     with pytest.raises(ValueError, match="has no shape yet"):
         load_checkpoint_in_model(lazy, path)
     for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
-        with pytest.raises(TypeError, match=f"{load.__name__}: takes a module, got dict"):
+        with pytest.raises(TypeError, match=load.__name__):
             load(cast("Any", {}), path)

@@ -1,4 +1,4 @@
-"""A checkpoint goes to where a map puts it, and the model runs."""
+"""Checkpoints are loaded as in a device map, and the model runs."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_without_a_map_it_only_loads(tmp_path: Path) -> None:
         assert torch.equal(model(data), plain(data))
 
 
-def test_errors_leave_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_leave_the_model_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, path = saved(tmp_path)
     wrong = on_meta(Small(width=9))
     with pytest.raises(CheckpointMismatchError):
@@ -148,34 +148,26 @@ def test_errors_leave_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(one.is_meta for one in model.parameters())
 
 
-def test_what_is_wrong_names_the_function_that_was_called(tmp_path: Path) -> None:
-    _, checkpoint = saved(tmp_path)
-    for name in ("load_checkpoint_and_dispatch", "load_checkpoint_in_model"):
-        load = getattr(af, name)
-        with pytest.raises(ValueError, match=f"^{name}: dtype must be one of floating-point"):
-            load(on_meta(Small()), checkpoint, {"": "cpu"}, dtype="int8")
-
-
 def test_short_names_of_dtypes_are_known(tmp_path: Path) -> None:
     _, checkpoint = saved(tmp_path)
     model = af.load_checkpoint_and_dispatch(on_meta(Small()), checkpoint, {"": "cpu"}, dtype="bf16")
     assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_folder_that_takes_no_weights_is_named_and_the_model_stays(
+def test_a_folder_that_cannot_be_written_is_named_and_the_model_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, checkpoint = saved(tmp_path)
     (tmp_path / "file").write_text("")
     model = on_meta(Small())
-    with pytest.raises(NotADirectoryError, match=r"offload_folder='.*file' can't take weights: it is a file"):
+    with pytest.raises(NotADirectoryError, match=r"offload_folder='.*file': it is a file"):
         af.load_checkpoint_and_dispatch(model, checkpoint, {"": "disk"}, offload_folder=tmp_path / "file")
-    # Refused though nothing would be written there.
-    with pytest.raises(NotADirectoryError, match=r"offload_folder='.*below' can't .*file is a file"):
+    # Refused although nothing would be written there.
+    with pytest.raises(NotADirectoryError, match=r"offload_folder='.*below': .*file is a file"):
         af.load_checkpoint_and_dispatch(
             model, checkpoint, {"": "cpu"}, offload_folder=tmp_path / "file" / "below"
         )
-    with pytest.raises(ValueError, match="offload_folder: a path has no zero bytes"):
+    with pytest.raises(ValueError, match="offload_folder: a path can't contain zero bytes"):
         af.load_checkpoint_and_dispatch(model, checkpoint, {"": "cpu"}, offload_folder="\0")
 
     def refuse(_: int) -> None:
@@ -183,7 +175,7 @@ def test_a_folder_that_takes_no_weights_is_named_and_the_model_stays(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refuse)
-        with pytest.raises(OSError, match=r"offload_folder='.*new' can't take weights: No space.*Make room"):
+        with pytest.raises(OSError, match=r"offload_folder='.*new': No space.*Free some space"):
             af.load_checkpoint_and_dispatch(
                 model, checkpoint, {"": "disk"}, offload_folder=tmp_path / "new", dtype=torch.bfloat16
             )

@@ -201,7 +201,7 @@ def test_an_error_reaches_all_ranks(kind: str, first: str, second: str, tmp_path
     assert all(is_same for _, is_same in seen)
 
 
-def test_without_a_group_nothing_can_be_broadcast(tmp_path: Path) -> None:
+def test_broadcasting_needs_a_process_group(tmp_path: Path) -> None:
     save(whole(filled()), tmp_path, "folder")
     with pytest.raises(ValueError, match="needs a process group"):
         load_checkpoint_in_model(plain(), tmp_path, broadcast_from_rank0=True)

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from accelfn.bigmodel.offload_folder import (
     offload_state_dict,
     offload_weight,
     save_offload_index,
+    writing_to,
 )
 from accelfn.bigmodel.weight_files import STORED_DTYPES, mapped_from
 from accelfn.context import Context
@@ -59,7 +58,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3).map(tuple))
-def test_a_tensor_comes_back(
+def test_tensors_are_written_and_mapped(
     tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     folder = tmp_path_factory.mktemp("off")
@@ -121,7 +120,7 @@ def test_a_folder_grows_by_its_index(tmp_path: Path) -> None:
 
 
 def test_an_index_that_is_none_and_a_folder_without(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpointError, match="no folder of offloaded weights"):
+    with pytest.raises(NoCheckpointError, match="isn't a folder of offloaded weights"):
         OffloadedWeightsLoader(save_folder=tmp_path)
     for text in ("[]", "{", '{"a": 3}'):
         (tmp_path / "index.json").write_text(text)
@@ -135,21 +134,16 @@ def test_an_index_that_is_none_and_a_folder_without(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "info",
     [
-        *(
-            {"dtype": "float32", "shape": [3]},
-            {"dtype": "float32", "shape": [5]},
-            {"dtype": "float64", "shape": [4]},
-        ),
-        *({"dtype": "float99", "shape": [4]}, {"dtype": "qint8", "shape": [16]}, {"shape": [4]}, {}),
-        *(
-            {"dtype": "float32", "shape": [-4]},
-            {"dtype": "float32", "shape": "4"},
-            {"dtype": 3, "shape": [4]},
-        ),
+        {"dtype": "float32", "shape": [3]},
+        {"dtype": "float64", "shape": [4]},
+        {"dtype": "float99", "shape": [4]},
+        {"shape": [4]},
+        {"dtype": "float32", "shape": [-4]},
+        {"dtype": "float32", "shape": "4"},
     ],
     ids=str,
 )
-def test_what_an_index_says_must_fit_the_file(info: dict[str, Any], tmp_path: Path) -> None:
+def test_entries_must_match_the_file(info: dict[str, Any], tmp_path: Path) -> None:
     offload_weight(torch.ones(4), "w", tmp_path)
     with pytest.raises(DamagedCheckpointError, match=r"w\.dat"):
         load_offloaded_weight(tmp_path / "w.dat", info)
@@ -157,16 +151,16 @@ def test_what_an_index_says_must_fit_the_file(info: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["../w", "a/b", "a\\b", "", "a\0"])
 def test_names_stay_in_the_folder(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no name of a tensor"):
+    with pytest.raises(ValueError, match="can't be the name of a tensor"):
         offload_weight(torch.ones(1), name, tmp_path / "in")
     loader = OffloadedWeightsLoader(save_folder=tmp_path, index={name: {"dtype": "float32", "shape": [1]}})
-    with pytest.raises(ValueError, match="no name of a tensor"):
+    with pytest.raises(ValueError, match="can't be the name of a tensor"):
         loader[name]
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(1, device="meta"), torch.ones(2, 2).to_sparse()])
-def test_what_has_no_bytes_is_refused(tensor: torch.Tensor, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no plain bytes"):
+def test_tensors_without_bytes_are_refused(tensor: torch.Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="can't be written as bytes"):
         offload_weight(tensor, "w", tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -174,7 +168,7 @@ def test_what_has_no_bytes_is_refused(tensor: torch.Tensor, tmp_path: Path) -> N
 # --- mappings ------------------------------------------------------------------------------------
 
 
-def test_tensors_in_memory_win_and_come_first(tmp_path: Path) -> None:
+def test_tensors_in_memory_take_precedence(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"a": torch.ones(1), "c": torch.ones(1)})
     loader = OffloadedWeightsLoader({"b": torch.zeros(1), "a": torch.zeros(1)}, tmp_path)
     assert list(loader) == ["b", "a", "c"]
@@ -186,7 +180,7 @@ def test_tensors_in_memory_win_and_come_first(tmp_path: Path) -> None:
         loader["d"]
     with pytest.raises(ValueError, match="pass a state_dict"):
         OffloadedWeightsLoader()
-    with pytest.raises(ValueError, match="pass save_folder"):
+    with pytest.raises(ValueError, match="Pass save_folder"):
         OffloadedWeightsLoader(index={"a": {"dtype": "float32", "shape": [1]}})["a"]
 
 
@@ -249,7 +243,7 @@ def test_scales_go_to_their_weight(tmp_path: Path) -> None:
 # --- disks ---------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_existing_files(tmp_path: Path) -> None:
     """A limit on the size of files stands for the end of the disk."""
     resource = pytest.importorskip("resource")
     off = tmp_path / "off"
@@ -261,10 +255,10 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
             return
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-        with pytest.raises(OSError, match=r"save_dir='.*off' can't take.*Make room.*w\.dat"):
+        with pytest.raises(OSError, match=r"save_dir='.*off'.*Free some space.*w\.dat"):
             offload_state_dict(off, {"new": torch.ones(1), "w": torch.zeros(1 << 15)})
         model = nn.Linear(300, 300, device="meta")
-        with pytest.raises(OSError, match=r"offload_folder='.*new' can't take.*Make room.*accelfn-"):
+        with pytest.raises(OSError, match=r"offload_folder='.*new'.*Free some space.*accelfn-"):
             load_checkpoint_in_model(
                 model, tmp_path / "m.bin", {"": "disk"}, tmp_path / "new", torch.bfloat16
             )
@@ -276,32 +270,21 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_a_folder_that_can_not_be_one(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = r"save_dir='.*file' can't take weights: it is a file. Pass another folder"
-    with pytest.raises(NotADirectoryError, match=said):
+    message = r"can't write weights to save_dir='.*file': it is a file. Pass another folder"
+    with pytest.raises(NotADirectoryError, match=message):
         offload_state_dict(tmp_path / "file", {"w": torch.ones(1)})
-    with pytest.raises(NotADirectoryError, match=r"save_dir='.*file/below' can't take weights"):
+    with pytest.raises(NotADirectoryError, match=r"can't write weights to save_dir='.*file/below'"):
         offload_state_dict(tmp_path / "file" / "below", {"w": torch.ones(1)})
 
 
-def test_what_failed_on_the_way_leaves_no_new_file(tmp_path: Path) -> None:
-    offload_state_dict(tmp_path, {"old": torch.ones(1)})
-    with pytest.raises(ValueError, match="no plain bytes"):
-        offload_state_dict(tmp_path, {"new": torch.ones(1), "bad": torch.ones(1, device="meta")})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "old.dat"]
-
-
-def test_without_numpy(tmp_path: Path) -> None:
-    """In a process of its own, since this one has imported it."""
-    program = f"""
-        import sys
-        sys.modules["numpy"] = None
-        import torch
-        from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader, offload_state_dict
-        tensors = {{"a": torch.arange(3).bfloat16(), "b": torch.tensor(True)}}
-        offload_state_dict({str(tmp_path)!r}, tensors)
-        found = OffloadedWeightsLoader(save_folder={str(tmp_path)!r})
-        assert all(torch.equal(found[name], one) for name, one in tensors.items())
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+def test_errors_of_other_files_are_left_alone(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError) as caught, writing_to(tmp_path / "folder", "folder"):
+        missing.read_bytes()
+    assert caught.value.strerror == os.strerror(errno.ENOENT)
+    plain = OSError("no number")
+    with pytest.raises(OSError, match="no number") as caught, writing_to(tmp_path, "folder"):
+        raise plain
+    assert caught.value is plain

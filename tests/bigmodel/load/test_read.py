@@ -74,7 +74,7 @@ def test_a_file_that_changed_is_not_read(change: str, tmp_path: Path) -> None:
         write(tmp_path / "other.safetensors", {"w": torch.zeros(100)})
         os.replace(tmp_path / "other.safetensors", path)
     target = torch.empty(100)
-    with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors was changed"):
+    with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors was modified"):
         read_tensors([Reading(opened.tensors["w"], target)], opened.file_ids)
 
 
@@ -88,7 +88,7 @@ def test_the_model_is_in_memory_once(dtype: str, tmp_path: Path) -> None:
     done = subprocess.run(
         (sys.executable, "-m", "tests.bigmodel.load.program", str(tmp_path), dtype),
         cwd=ROOT,
-        # What is freed goes back to the system at once: used again, it wouldn't count.
+        # Freed memory is returned to the system at once; if it were reused, it wouldn't count.
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),

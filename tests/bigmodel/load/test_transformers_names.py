@@ -70,8 +70,8 @@ def test_parts_are_put_together(
     assert (mapped_from(merged) is not None) == (place == "disk")
 
 
-def test_what_is_put_together_needs_a_folder_to_lie_on_the_disk(saved: tuple[Any, Path]) -> None:
-    with pytest.raises(ValueError, match=r"experts\.down_proj: transformers makes it of several tensors"):
+def test_assembled_tensors_on_the_disk_need_a_folder(saved: tuple[Any, Path]) -> None:
+    with pytest.raises(ValueError, match=r"experts\.down_proj: transformers assembles it"):
         load_checkpoint_in_model(on_meta(experts()), saved[1], {"": "disk"})
 
 
@@ -90,7 +90,7 @@ def test_it_is_written_again_when_a_part_changes(saved: tuple[Any, Path], tmp_pa
     assert names() > once
 
 
-def test_what_is_missing_is_named(saved: tuple[Any, Path]) -> None:
+def test_missing_tensors_are_named(saved: tuple[Any, Path]) -> None:
     other = on_meta(experts())
     other.extra = torch.nn.Linear(2, 2, device="meta")
     with pytest.raises(CheckpointMismatchError, match=r"extra\.weight"):
@@ -101,7 +101,7 @@ def test_parts_that_do_not_go_together(saved: tuple[Any, Path], tmp_path: Path) 
     tensors = load_state_dict(saved[1])
     name = next(name for name in tensors if "experts.3.w1" in name)
     write(tmp_path / "model.safetensors", {**tensors, name: torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match=r"gate_up_proj can't be put together of .* and 21 more"):
+    with pytest.raises(ValueError, match=r"gate_up_proj can't be assembled from .* and 21 more"):
         load_checkpoint_in_model(on_meta(experts()), tmp_path)
     write(tmp_path / "model.safetensors", {one: value for one, value in tensors.items() if one != name})
     with pytest.raises(ValueError, match=r"gate_up_proj"):

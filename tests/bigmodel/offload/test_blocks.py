@@ -1,4 +1,4 @@
-"""What travels together: all of it, each once, in pieces that fit."""
+"""Blocks contain each tensor once, and are small."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan(model: nn.Module, *whole: str) -> dict[str, list[str]]:
 
 
 @given(tree=trees(), data=st.data())
-def test_each_tensor_travels_in_one_block_that_is_above_it(tree: Tree, data: st.DataObject) -> None:
+def test_each_tensor_is_in_one_block_above_it(tree: Tree, data: st.DataObject) -> None:
     model = build(tree)
     names = [name for name, _ in refs_of(model)]
     wanted = data.draw(st.lists(st.sampled_from(names), unique=True)) if names else []
@@ -54,16 +54,16 @@ def layered(count: int, head: int = WIDTH) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleList(Layer() for _ in range(count)), Layer(head))
 
 
-def test_layers_travel_as_wholes() -> None:
+def test_layers_are_blocks() -> None:
     names = list(plan(layered(3)))
     assert names == ["0", "1.0", "1.1", "1.2", "2.up", "2.down"]
 
 
-def test_small_modules_travel_as_wholes() -> None:
+def test_small_modules_are_blocks() -> None:
     assert list(plan(layered(9))) == ["0", *(f"1.{number}" for number in range(9)), "2"]
 
 
-def test_named_classes_travel_as_wholes() -> None:
+def test_named_classes_are_blocks() -> None:
     assert list(plan(layered(3), "Layer"))[-1] == "2"
     assert list(plan(layered(3), "Sequential")) == [""]
 
@@ -75,7 +75,7 @@ def test_tensors_of_modules_around_layers_are_a_block_of_their_own() -> None:
     assert set(found) == {"", "layers.0", "layers.1"}
 
 
-def test_tensors_of_what_cannot_be_called_go_with_what_can() -> None:
+def test_tensors_of_uncallable_modules_are_in_the_block_of_their_parent() -> None:
     assert plan(nn.Sequential(Namespace())) == {
         "0": ["some.0", "some.1", "named.a", "space.weight"],
         "0.space.inner": ["weight", "bias"],
@@ -86,18 +86,18 @@ def test_tensors_of_what_cannot_be_called_go_with_what_can() -> None:
 
 
 @pytest.mark.parametrize("module", [nn.MultiheadAttention(8, 2), nn.TransformerEncoderLayer(8, 2)])
-def test_modules_that_read_the_weights_of_others_travel_with_them(module: nn.Module) -> None:
+def test_modules_that_read_weights_below_are_blocks(module: nn.Module) -> None:
     assert list(plan(module)) == [""]
 
 
-def test_what_is_shared_travels_under_its_first_name() -> None:
+def test_shared_tensors_are_in_the_block_of_their_first_name() -> None:
     model: Any = build(Tree("shared", (Tree("linear"),)))
     names = [leaf for block, leaves in plan(model).items() for leaf in (f"{block}.{one}" for one in leaves)]
     assert "0.0.weight" in names
     assert "3.0.weight" not in names
 
 
-def test_recurrent_modules_use_what_was_written() -> None:
+def test_recurrent_modules_use_assigned_weights() -> None:
     module: Any = nn.LSTM(2, 2)
     other = torch.zeros(8, 2)
     TensorRef(module, "weight_ih_l0", True).write(other)

@@ -9,23 +9,19 @@ import io
 import json
 import os
 import pickle
-import re
-import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from accelfn.bigmodel.assign import named_modules, refs_of
 from accelfn.bigmodel.block_stream import BlockPrefetcher
@@ -92,7 +88,7 @@ def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     num_ahead=st.integers(0, 3),
     is_training=st.booleans(),
 )
-def test_every_placement_computes_what_the_plain_model_does(
+def test_every_placement_equals_the_plain_model(
     tree: Tree,
     data: st.DataObject,
     main: str | None,
@@ -178,7 +174,7 @@ def test_copies_are_models_of_their_own(
     assert (num_hooks(model) > 0) == bool(streams_of(model))
 
 
-# --- where things lie ----------------------------------------------------------------------------
+# --- storage ----------------------------------------------------------------------------
 
 
 def small() -> Any:
@@ -189,7 +185,7 @@ def pointers(model: nn.Module) -> dict[str, int]:
     return {name: ref.read().data_ptr() for name, ref in refs_of(model)}
 
 
-def test_what_lies_on_the_disk_is_mapped_and_its_file_has_no_name(tmp_path: Path) -> None:
+def test_weights_on_the_disk_are_mapped_and_their_file_is_unlinked(tmp_path: Path) -> None:
     model = small()
     dispatch_model(
         model, {"": "cpu", "1": "disk", "3": "disk"}, offload_dir=tmp_path / "new", offload_buffers=True
@@ -199,23 +195,14 @@ def test_what_lies_on_the_disk_is_mapped_and_its_file_has_no_name(tmp_path: Path
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_what_is_mapped_already_is_left_there(tmp_path: Path) -> None:
-    model = small()
-    disk_offload(model, tmp_path, offload_buffers=True)
-    before = pointers(model)
-    disk_offload(model, tmp_path / "never", "cpu:0", offload_buffers=True)
-    assert pointers(model) == before
-    assert not (tmp_path / "never").exists()
-
-
-def test_on_the_cpu_nothing_is_attached_to_what_lies_in_memory() -> None:
+def test_on_the_cpu_weights_in_memory_need_no_hooks() -> None:
     model = small()
     assert cpu_offload(model) is model
     assert num_hooks(model) == 0
     assert read_offload(model) == ()
 
 
-def test_weights_on_the_disk_are_used_where_they_lie(tmp_path: Path) -> None:
+def test_weights_on_the_disk_are_used_in_place(tmp_path: Path) -> None:
     model = small()
     disk_offload(model, tmp_path)
     before = pointers(model)
@@ -247,7 +234,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     assert model[0].weight is model[3].weight
 
 
-def test_facts_say_what_travels(tmp_path: Path) -> None:
+def test_facts_of_the_transfers(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     dispatch_model(model, {"0": "cpu:0", "1": "cpu", "2": "cpu", "3": "cpu"}, "cpu:0")
     with torch.no_grad():
@@ -257,7 +244,7 @@ def test_facts_say_what_travels(tmp_path: Path) -> None:
     assert facts == ("cpu:0", 3, 3 * size, 2 * size, 2, 2 * size)
 
 
-def test_the_map_is_kept_with_the_model_and_goes_with_the_rest() -> None:
+def test_undispatch_removes_hooks_and_map() -> None:
     model = small()
     device_map = {"": "cpu", "0": "cpu:0"}
     dispatch_model(model, device_map)
@@ -270,18 +257,7 @@ def test_the_map_is_kept_with_the_model_and_goes_with_the_rest() -> None:
     undispatch(model)
 
 
-def test_dispatching_twice_takes_the_first_away(tmp_path: Path) -> None:
-    plain, model = small(), small()
-    dispatch_model(model, {"": "cpu"}, "cpu:0")
-    count = num_hooks(model)
-    dispatch_model(model, {"": "cpu"}, "cpu:1")
-    assert num_hooks(model) == count
-    assert [facts.place for facts in read_offload(model)] == ["cpu:1"]
-    cpu_offload(disk_offload(model, tmp_path), "cpu:0")
-    assert torch.equal(plain(inputs()), model(inputs()))
-
-
-def test_a_state_dict_gives_the_values_of_what_lies_on_the_host() -> None:
+def test_a_state_dict_provides_values_of_weights_on_the_host() -> None:
     plain, model = small(), small()
     with torch.no_grad():
         for one in plain.parameters():
@@ -328,27 +304,7 @@ def test_a_model_without_values_gets_them_from_a_folder_of_accelerate(how: str, 
     assert same(values(plain), values(model))
 
 
-def test_an_old_index_in_the_folder_is_not_believed(tmp_path: Path) -> None:
-    plain, model = small(), small()
-    offload_state_dict(
-        tmp_path, {name: one + 1 for name, one in plain.state_dict().items() if "num" not in name}
-    )
-    disk_offload(model, tmp_path)
-    assert torch.equal(plain(inputs()), model(inputs()))
-
-
-def test_values_of_a_folder_get_the_dtype_of_the_model(tmp_path: Path) -> None:
-    plain: Any = nn.Linear(WIDTH, WIDTH)
-    offload_state_dict(tmp_path, {name: one.half() for name, one in plain.state_dict().items()})
-    with torch.device("meta"):
-        model: Any = nn.Linear(WIDTH, WIDTH)
-    disk_offload(model, tmp_path)
-    assert model.weight.dtype == torch.float32
-    assert torch.equal(model.weight, plain.weight.half().float())
-    assert mapped_from(model.weight) is not None
-
-
-def test_gradients_come_along_when_weights_move(tmp_path: Path) -> None:
+def test_gradients_are_moved_with_their_weights(tmp_path: Path) -> None:
     model = small()
     model(inputs()).sum().backward()
     before = gradients(model)
@@ -366,35 +322,24 @@ def test_a_buffer_that_is_not_saved_needs_no_place() -> None:
 # --- guards --------------------------------------------------------------------------------------
 
 
-def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("meta")
+MOVES: list[Callable[[Any], Any]] = [
+    lambda model: model.to("meta"),
+    lambda model: model.to("cpu"),
+    lambda model: model.to(torch.device("cpu:0"), torch.float64),
+    lambda model: model.cpu(),
+    lambda model: model.to_empty(device="cpu"),
+]
 
 
-MOVES: dict[str, Callable[[Any], Any]] = {
-    "to('meta')": lambda model: model.to("meta"),
-    "to('cpu')": lambda model: model.to("cpu"),
-    "to('cpu:0')": lambda model: model.to(torch.device("cpu:0"), torch.float64),
-    "to('cpu') ": lambda model: model.to(torch.zeros(1)),
-    "to('cuda')": lambda model: model.to(device="cuda"),
-    "cpu()": lambda model: model.cpu(),
-    "cuda()": lambda model: model.cuda(),
-    "xpu()": lambda model: model.xpu(0),
-    "to_empty()": lambda model: model.to_empty(device="cpu"),
-    "meta": lambda model: model._apply(on_meta),
-}
-
-
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_a_spread_model_is_not_moved(name: str, place: str, tmp_path: Path) -> None:
-    """Wherever to: a program does the same on every machine."""
+def test_a_dispatched_model_is_not_moved(move: Callable[[Any], Any], place: str, tmp_path: Path) -> None:
+    """To no device at all, so that a program behaves the same on every machine."""
     plain, model = small(), small()
     dispatch_model(model, {"": place, "0": "cpu:0"}, offload_dir=tmp_path)
     for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(
-            RuntimeError, match=rf"Sequential's weights.*{re.escape(name.strip())}.*undispatch"
-        ):
-            MOVES[name](one)
+        with pytest.raises(RuntimeError, match=r"Sequential is dispatched to several devices.*undispatch"):
+            move(one)
         assert torch.equal(plain(inputs()), one(inputs()))
     undispatch(model)
     assert model.to("meta")[0].weight.is_meta
@@ -406,38 +351,20 @@ def test_a_model_that_is_in_one_place_is_moved() -> None:
     assert model.to("meta")[0].weight.is_meta
 
 
-def test_dtypes_change_where_nothing_is_on_the_disk(tmp_path: Path) -> None:
+def test_dtypes_may_change_unless_weights_are_on_the_disk(tmp_path: Path) -> None:
     plain, model = small().double(), small()
     dispatch_model(model, {"": "cpu", "0": "cpu:0"}, "cpu:1")
     model.double()
     assert torch.equal(plain(inputs().double()), model(inputs().double()))
     disk_offload(model, tmp_path)
     for change in (model.half, model.float, lambda: model.to(torch.bfloat16)):
-        with pytest.raises(RuntimeError, match="weights on the disk, which can't become"):
+        with pytest.raises(RuntimeError, match=r"weights on the disk, .*would have to be read"):
             change()
     assert model[0].weight.dtype == torch.float64
     assert model.double() is model
     assert model.to(torch.float64) is model
     assert model.share_memory() is model
     assert torch.equal(plain(inputs().double()), model(inputs().double()))
-
-
-class Mine(nn.Linear):
-    """A model with a way of its own to move."""
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        self.was_asked = True
-        return cast("Any", super()).to(*args, **kwargs)
-
-
-def test_a_dtype_goes_by_the_own_way_of_the_class() -> None:
-    model = cpu_offload(Mine(2, 2), "cpu:0")
-    assert model.to(torch.float64) is model
-    assert model.was_asked
-    assert model.weight.dtype == torch.float64
-    with pytest.raises(RuntimeError, match=r"this Mine's weights.*to\('cpu'\)"):
-        model.to("cpu", torch.float32)
-    assert model.weight.dtype == torch.float64
 
 
 def test_a_copy_guards_itself_and_not_its_original() -> None:
@@ -492,29 +419,6 @@ def test_parts_of_a_model_can_be_called_by_themselves(place: str, tmp_path: Path
     assert within_bounds(model)
 
 
-def test_a_frozen_model_with_an_adapter_trains(tmp_path: Path) -> None:
-    class Adapted(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-            self.adapter = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) + self.adapter(x)
-
-    plain: Any = nn.Sequential(*(Adapted(nn.Linear(WIDTH, WIDTH).requires_grad_(False)) for _ in range(4)))
-    model = copy.deepcopy(plain)
-    dispatch_model(model, {"": "disk"}, "cpu:0", offload_dir=tmp_path)
-    for one in (plain, model):
-        optimizer: Any = torch.optim.AdamW([one for one in one.parameters() if one.requires_grad])
-        for seed in range(3):
-            optimizer.zero_grad()
-            step(one, inputs(seed))
-            optimizer.step()
-    assert same(values(plain), values(model))
-    assert model[0].inner.weight.grad is None
-
-
 def test_the_state_dict_has_the_values_and_takes_others(tmp_path: Path) -> None:
     plain, model = small(), small()
     dispatch_model(model, {"": "disk", "1": "cpu", "2": "cpu:0"}, "cpu:1", offload_dir=tmp_path)
@@ -528,7 +432,7 @@ def test_the_state_dict_has_the_values_and_takes_others(tmp_path: Path) -> None:
     assert torch.equal(plain(inputs()), model(inputs()))
 
 
-def test_what_is_written_to_weights_on_the_disk_stays(tmp_path: Path) -> None:
+def test_writes_to_weights_on_the_disk_are_kept(tmp_path: Path) -> None:
     plain: Any = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
     model = copy.deepcopy(plain)
     disk_offload(model, tmp_path, cache_bytes=0)
@@ -546,9 +450,7 @@ def test_what_is_written_to_weights_on_the_disk_stays(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are only let go on Linux")
 @pytest.mark.parametrize("place", ["cpu", "cpu:0"])
 @pytest.mark.parametrize("cached", [None, 0, 1 << 20])
-def test_pages_of_the_disk_stay_in_memory_as_far_as_was_said(
-    place: str, cached: int | None, tmp_path: Path
-) -> None:
+def test_cache_bytes_of_the_disk_stay_in_memory(place: str, cached: int | None, tmp_path: Path) -> None:
     model: Any = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))).requires_grad_(False)
     disk_offload(model, tmp_path, place, cache_bytes=cached)
     for _ in range(3):
@@ -558,7 +460,7 @@ def test_pages_of_the_disk_stay_in_memory_as_far_as_was_said(
     assert abs(resident_bytes(model[0].weight) - expected) < 100_000
 
 
-def test_a_model_that_is_forgotten_frees_its_memory_and_its_threads(tmp_path: Path) -> None:
+def test_a_deleted_model_frees_its_memory_and_its_threads(tmp_path: Path) -> None:
     def threads() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("accelfn-")}
 
@@ -575,25 +477,6 @@ def test_a_model_that_is_forgotten_frees_its_memory_and_its_threads(tmp_path: Pa
     for thread in started:
         thread.join(10)
         assert not thread.is_alive()
-
-
-class Rows(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return inputs(index)[0]
-
-
-def test_workers_may_be_forked_beside_it(tmp_path: Path) -> None:
-    plain: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    model = copy.deepcopy(plain)
-    dispatch_model(model, {"": "cpu", "1": "disk"}, "cpu:0", offload_dir=tmp_path)
-    model(inputs())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads
-        for batch in DataLoader(Rows(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
-            assert torch.equal(plain(batch), model(batch))
 
 
 @posix_only
@@ -627,26 +510,26 @@ def unchanged(model: nn.Module, before: dict[str, int]) -> bool:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device_map": {"": "gpu"}}, "device_map\\[''\\]: there is no place 'gpu'"),
+        ({"device_map": {"": "gpu"}}, "device_map\\[''\\]: unknown place 'gpu'"),
         ({"device_map": {"": 99}}, "no accelerator 99"),
         ({"device_map": {"": "cpu"}, "main_device": 99}, "main_device: this machine has no accelerator 99"),
-        ({"device_map": {"": "cpu"}, "main_device": "disk"}, "nothing is computed on the disk"),
+        ({"device_map": {"": "cpu"}, "main_device": "disk"}, "main_device: the disk can't compute"),
         ({"device_map": {"0": "cpu"}}, "no place for 1.scale"),
-        ({"device_map": {"": "cpu", "9": "cpu"}}, "device_map names what the model doesn't have: '9'"),
-        ({"device_map": {"": "disk"}}, "there is no offload_dir"),
-        ({"device_map": {"": "cpu"}, "num_ahead": -1}, "num_ahead must not be negative, got -1"),
-        ({"device_map": {"": "cpu"}, "cache_bytes": -1}, "cache_bytes must not be negative, got -1"),
+        ({"device_map": {"": "cpu", "9": "cpu"}}, "that the model doesn't have: '9'"),
+        ({"device_map": {"": "disk"}}, "Pass offload_dir"),
+        ({"device_map": {"": "cpu"}, "num_ahead": -1}, "num_ahead must be at least 0, got -1"),
+        ({"device_map": {"": "cpu"}, "cache_bytes": -1}, "cache_bytes must be at least 0, got -1"),
         (
             {"device_map": {"": "cpu"}, "state_dict": {"0.weight": torch.zeros(2)}},
-            "'0.weight' is torch.float32 of shape \\(4, 4\\) in the model, and .*\\(2,\\)",
+            "'0.weight' is torch.float32 of shape \\(4, 4\\) in the model, but .*\\(2,\\)",
         ),
         (
             {"device_map": {"": "cpu"}, "state_dict": {"0.bias": torch.zeros(4, dtype=torch.int64)}},
-            "'0.bias' is torch.float32 of .* in the model, and torch.int64",
+            "'0.bias' is torch.float32 of .* in the model, but .* torch.int64",
         ),
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_is_changed(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused_and_nothing_is_changed(options: dict[str, Any], message: str) -> None:
     model = small()
     before = pointers(model)
     with pytest.raises(ValueError, match=message):
@@ -663,19 +546,18 @@ def partly_onto_disk(model: nn.Module, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("offload", [onto_disk, partly_onto_disk])
-def test_a_folder_that_takes_no_weights_is_named_and_nothing_is_changed(
+def test_a_folder_that_cannot_be_written_is_named_and_nothing_is_changed(
     offload: Callable[[nn.Module, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, model = small(), small()
     before = pointers(model)
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match=r"offload_dir='.*file' can't take weights: it is a file"):
+    with pytest.raises(NotADirectoryError, match=r"weights to offload_dir='.*file': it is a file"):
         offload(model, tmp_path / "file")
-    with pytest.raises(NotADirectoryError, match=r"offload_dir='.*file/below' can't take weights"):
+    with pytest.raises(NotADirectoryError, match=r"can't write weights to offload_dir='.*file/below'"):
         offload(model, tmp_path / "file" / "below")
     refusals = {
-        errno.ENOSPC: "No space left on device. Make room there, or pass a folder on another disk",
-        errno.EACCES: "Permission denied. Pass a folder that you may write to",
+        errno.ENOSPC: "No space left on device. Free some space, or pass a folder on another disk",
         errno.EROFS: "Read-only file system. Pass a folder that you may write to",
     }
     for number, said in refusals.items():
@@ -685,7 +567,7 @@ def test_a_folder_that_takes_no_weights_is_named_and_nothing_is_changed(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", refuse)  # when all but that is written
-            with pytest.raises(OSError, match=rf"offload_dir='.*new' can't take weights: {said}") as caught:
+            with pytest.raises(OSError, match=rf"weights to offload_dir='.*new': {said}") as caught:
                 offload(model, tmp_path / "new")
         assert caught.value.errno == number
         assert list((tmp_path / "new").iterdir()) == []
@@ -699,24 +581,9 @@ def test_weights_without_values_are_named() -> None:
     model[3].to("meta")
     for place in ("cpu", "cpu:0"):
         with pytest.raises(
-            ValueError, match=r"'3.weight', '3.bias' have no values.*load_checkpoint_and_dispatch"
+            ValueError, match=r"'3.weight', '3.bias' are on the meta.*load_checkpoint_and_dispatch"
         ):
             dispatch_model(model, {"": place}, "cpu:0")
-    assert num_hooks(model) == 0
-
-
-def test_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:
-    number: Any = 5
-    model = nn.Linear(2, 2)
-    calls: dict[str, Callable[[], object]] = {
-        "dispatch_model: takes a module, got int": lambda: dispatch_model(number, {}),
-        "cpu_offload: takes a module, got int": lambda: cpu_offload(number),
-        "disk_offload: takes a module, got int": lambda: disk_offload(number, tmp_path),
-        "device_map takes places by names .* got 5": lambda: dispatch_model(model, number),
-    }
-    for said, call in calls.items():
-        with pytest.raises(TypeError, match=said):
-            call()
     assert num_hooks(model) == 0
 
 
@@ -724,10 +591,10 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Linear(WIDTH, WIDTH)
     offload_state_dict(tmp_path, {"weight": torch.zeros(WIDTH, WIDTH)})
-    with pytest.raises(ValueError, match="'bias' have no values"):
+    with pytest.raises(ValueError, match="'bias' are on the meta device"):
         disk_offload(model, tmp_path)
     offload_state_dict(tmp_path, {"bias": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"'bias' is .*\(4,\) in the model, and .*\(1,\)"):
+    with pytest.raises(ValueError, match=r"'bias' is .*\(4,\) in the model, but .*\(1,\)"):
         disk_offload(model, tmp_path)
     (tmp_path / "weight.dat").write_bytes(b"short")
     with pytest.raises(DamagedCheckpointError, match=r"weight\.dat has 5 bytes"):
@@ -735,39 +602,12 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert model.weight.is_meta
 
 
-def test_what_has_no_plain_bytes_cannot_lie_on_the_disk(tmp_path: Path) -> None:
+def test_tensors_that_are_not_plain_bytes_cannot_be_on_the_disk(tmp_path: Path) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(WIDTH, dtype=torch.complex128))
-    with pytest.raises(ValueError, match=r"'weight' can't lie on the disk.*complex128"):
+    with pytest.raises(ValueError, match=r"'weight' can't be on the disk.*complex128"):
         disk_offload(model, tmp_path)
     sparse = nn.Module()
     sparse.register_buffer("some", torch.eye(3).to_sparse())
-    with pytest.raises(ValueError, match=r"'some' can't lie on the disk.*sparse"):
+    with pytest.raises(ValueError, match=r"'some' can't be on the disk.*sparse"):
         disk_offload(sparse, tmp_path, offload_buffers=True)
-
-
-@posix_only
-def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
-    program = """
-        import resource, signal, sys, torch
-        from torch import nn
-        from accelfn.bigmodel import disk_offload
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, resource.RLIM_INFINITY))
-        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
-        before = [one.data_ptr() for one in model.parameters()]
-        try:
-            disk_offload(model, sys.argv[1])
-        except OSError as error:
-            assert before == [one.data_ptr() for one in model.parameters()]
-            print(error.filename or error)
-    """
-    ran = subprocess.run(
-        (sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "full")),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )
-    assert "full" in ran.stdout
-    assert list((tmp_path / "full").iterdir()) == []

@@ -14,10 +14,10 @@ from accelfn.bigmodel import transfer as links
 from accelfn.bigmodel.offload_folder import write_mapped
 from accelfn.bigmodel.transfer import (
     Link,
-    let_pages_go,
     mapped_link,
     open_link,
     plan_packing,
+    release_pages,
     thread_link,
     unpack,
 )
@@ -64,7 +64,7 @@ def test_links_of_places() -> None:
 
 @on_linux
 @pytest.mark.parametrize("make", [thread_link, mapped_link])
-def test_mapped_weights_give_their_memory_back(make: Any, tmp_path: Path) -> None:
+def test_mapped_weights_release_their_memory(make: Any, tmp_path: Path) -> None:
     link: Link = make()
     weight = write_mapped(tmp_path, {"w": torch.randn(1 << 18)})["w"]
     expected = weight.clone()
@@ -73,33 +73,31 @@ def test_mapped_weights_give_their_memory_back(make: Any, tmp_path: Path) -> Non
     link.begin([weight], packing)()
     hosts = [weight, torch.zeros(3)]
     link.release(hosts)
-    let_pages_go(hosts)
+    release_pages(hosts)
     assert resident_bytes(weight) < 20_000
     assert torch.equal(weight, expected)
 
 
 @on_linux
-def test_what_was_written_to_is_not_let_go(tmp_path: Path) -> None:
+def test_modified_pages_are_not_released(tmp_path: Path) -> None:
     weight = write_mapped(tmp_path, {"w": torch.zeros(1 << 18)})["w"]
     weight[100_000] = 7
-    let_pages_go([weight])
+    release_pages([weight])
     assert weight[100_000] == 7
     assert mapped_from(weight) is not None
 
 
 @on_linux
-def test_mapped_weights_come_into_memory_before_they_are_used(tmp_path: Path) -> None:
+def test_mapped_weights_are_read_ahead(tmp_path: Path) -> None:
     weight = write_mapped(tmp_path, {"w": torch.randn(1 << 18)})["w"]
-    let_pages_go([weight])
+    release_pages([weight])
     assert resident_bytes(weight) < 20_000
     read_in([weight, torch.zeros(3)])
     assert resident_bytes(weight) >= weight.nbytes
 
 
 @on_linux
-def test_what_goes_before_it_has_come_does_not_come_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_released_weights_are_not_read_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, begun = threading.Event(), threading.Event()
     read: list[int] = []
 
@@ -119,6 +117,6 @@ def test_what_goes_before_it_has_come_does_not_come_afterwards(
     threading.Timer(0.05, gate.set).start()
     link.release([torch.zeros(1), first])
     assert read == [1]
-    let_pages_go([first, second])
+    release_pages([first, second])
     assert resident_bytes(first) < 20_000
     assert resident_bytes(second) < 20_000

@@ -1,4 +1,4 @@
-"""Inputs and outputs come to a device; what is there already stays the same object."""
+"""Inputs and outputs are moved to a device; those that are there already stay the same objects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_trees_are_moved() -> None:
     assert found["b"][1:] == [3, "text", None]
 
 
-def test_what_is_there_is_given_back_itself() -> None:
+def test_values_on_the_device_are_returned_unchanged() -> None:
     value: Any = {"a": torch.zeros(1), "b": (torch.zeros(2), 3, Cache())}
     assert moved(value, CPU) is value
     assert moved(value["a"], CPU) is value["a"]
@@ -59,7 +59,7 @@ class Seeing(nn.Module):
 
 def test_outputs_go_back_to_where_the_inputs_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     def place(value: Any, device: torch.device, skip_keys: tuple[str, ...]) -> Any:
-        """Move like a real device does; nothing can come back from meta."""
+        """Move as to a real device, since meta tensors can't be moved."""
 
         def move(leaf: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(leaf, device=device)
@@ -98,7 +98,7 @@ class Copies(TorchFunctionMode):
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize(("source", "target", "waits"), [(META, CPU, True), (CPU, META, False)])
-def test_what_comes_to_the_host_has_arrived(
+def test_moves_to_the_host_are_synchronous(
     source: torch.device, target: torch.device, waits: bool, tree: bool
 ) -> None:
     tensor = torch.zeros(2, device=source)

@@ -50,7 +50,7 @@ def compiled(one: Any, backend: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", ["model", "in place", "blocks", "blocks in place", "before", "whole graphs"])
-def test_what_is_compiled_computes_and_trains_as_before(how: str, backend: str) -> None:
+def test_compiled_models_compute_and_train_unchanged(how: str, backend: str) -> None:
     plain, model = layers(), layers()
     with torch.no_grad():
         for parameter in plain.parameters():

@@ -139,7 +139,7 @@ class Attention(nn.Module):
 
 
 class Falsy(nn.Linear):
-    """A module that says that it is empty."""
+    """A module that reports to be empty."""
 
     def __len__(self) -> int:
         return 0
@@ -277,7 +277,7 @@ def inputs(seed: int = 0, rows: int = 5) -> torch.Tensor:
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all tensors of a model at rest, also of those that aren't saved."""
+    """Return copies of all tensors of a model, also of non-persistent buffers."""
     return {name: ref.read().detach().clone() for name, ref in refs_of(model)}
 
 
@@ -301,7 +301,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def copies_of(link: Link, change: Callable[[torch.Tensor], object]) -> Link:
-    """A link whose device holds other values than the host: no weight at rest can be used by mistake."""
+    """A link that doubles values, so that using a stored weight by mistake is detected."""
 
     def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
         arrival = link.begin(hosts, packing)

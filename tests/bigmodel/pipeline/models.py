@@ -73,7 +73,7 @@ class Tied(nn.Module):
 
 
 class Skipping(nn.Module):
-    """The last layer gets what comes out of the first one."""
+    """The last layer also gets the output of the first one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def test_schedules_of_torch_run_the_stages() -> None:
     run_ranks(run, 2, "processes")
 
 
-def test_alone_the_model_stays_what_it_is() -> None:
+def test_with_one_process_the_model_is_unchanged() -> None:
     model = seeded(Tied())
     found = af.prepare_pippy(model, example_args=(IDS,), ctx=Context())
     assert found is model

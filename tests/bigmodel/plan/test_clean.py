@@ -23,14 +23,14 @@ def maps(draw: st.DrawFn) -> dict[str, int]:
 
 
 @given(maps(), st.sampled_from(["", "a", "a.b"]))
-def test_it_is_what_accelerate_gives(given_: dict[str, int], name: str) -> None:
-    before = dict(given_)
-    assert clean_device_map(given_, name) == PEER.clean_device_map(dict(given_), name)
-    assert given_ == before
+def test_cleaned_maps_are_those_of_accelerate(value: dict[str, int], name: str) -> None:
+    before = dict(value)
+    assert clean_device_map(value, name) == PEER.clean_device_map(dict(value), name)
+    assert value == before
 
 
 @pytest.mark.parametrize(
-    ("given_", "expected"),
+    ("value", "expected"),
     [
         ({}, {}),
         ({"a": 0}, {"a": 0}),
@@ -42,5 +42,5 @@ def test_it_is_what_accelerate_gives(given_: dict[str, int], name: str) -> None:
         ({"a": 0, "a.x": 1}, {"a": 0, "a.x": 1}),
     ],
 )
-def test_examples(given_: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert clean_device_map(given_) == expected
+def test_examples(value: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert clean_device_map(value) == expected

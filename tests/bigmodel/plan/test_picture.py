@@ -34,16 +34,16 @@ def plans(draw: st.DrawFn) -> DevicePlan:
 
 
 @given(plans())
-def test_the_table_has_a_row_for_each_place_and_names_what_is_there(plan: DevicePlan) -> None:
+def test_the_table_has_a_row_and_the_modules_of_each_place(plan: DevicePlan) -> None:
     text = draw_device_plan(plan)
     assert text == str(plan)
     head, *rows = text.splitlines()
     assert head.split("  ")[0] == "place"
     for row, one in zip(rows, plan.places, strict=False):
         assert row.split()[0] == str(one.place)
-        said = [size_text(one.used), size_text(one.reserved)]
-        said.append("none" if one.budget is None else size_text(one.budget))
-        assert re.split(r" {2,}", row)[1:4] == said
+        message = [size_text(one.used), size_text(one.reserved)]
+        message.append("none" if one.budget is None else size_text(one.budget))
+        assert re.split(r" {2,}", row)[1:4] == message
         bar = row.split()[-1] if one.budget is not None else ""
         assert len(bar) == (30 if one.budget is not None else 0)
         assert ("#" in bar) == (one.budget is not None and one.used > 0)
@@ -55,13 +55,13 @@ def test_the_table_has_a_row_for_each_place_and_names_what_is_there(plan: Device
 
 
 @given(plans())
-def test_the_image_shows_what_each_place_has(plan: DevicePlan) -> None:
+def test_the_image_shows_each_place(plan: DevicePlan) -> None:
     root = ElementTree.fromstring(draw_device_plan_svg(plan))
-    told = [text.text for text in root.iter(f"{SVG}text")]
+    events = [text.text for text in root.iter(f"{SVG}text")]
     for one in plan.places:
         budget = "no limit" if one.budget is None else size_text(one.budget)
-        assert str(one.place) in told
-        assert f"{size_text(one.used)} of {budget}" in told
+        assert str(one.place) in events
+        assert f"{size_text(one.used)} of {budget}" in events
 
 
 class Cells(HTMLParser):
@@ -97,7 +97,7 @@ def test_the_page_lists_every_tensor(plan: DevicePlan) -> None:
     assert cells.cells == expected
 
 
-def test_runs_parts_ties_and_copies_are_told() -> None:
+def test_ranges_parts_and_ties() -> None:
     sizes = {
         **{f"layers.{number}.w": 10 for number in range(12)},
         "layers.12.a": 5,
@@ -112,26 +112,25 @@ def test_runs_parts_ties_and_copies_are_told() -> None:
     lines = draw_device_plan(plan).splitlines()
     assert "1      end<&>, layers.0..10" in lines
     assert "disk   layers.11..12" in lines
-    assert "one tensor: layers.0.w = layers.1.w" in lines
+    assert "tied: layers.0.w = layers.1.w" in lines
     assert "end&lt;&amp;&gt;" in draw_device_plan_html(plan)
-    # A module that is in two places is in each a part.
     split = nn.ModuleDict({"block": nn.ModuleList([nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))])})
     plan = plan_device_map(read_shape(split), {0: 0, 1: 64})
     assert "1      block.0 (part)" in draw_device_plan(plan)
     assert "disk   block.0 (part)" in draw_device_plan(plan)
 
 
-def test_warnings_and_copies_stand_below() -> None:
+def test_warnings_and_copies() -> None:
     model = nn.ModuleDict({"a": nn.Linear(1, 10), "b": nn.Linear(1, 20), "c": nn.Linear(1, 20)})
     for name in "bc":
         model.get_submodule(name).weight = model.get_submodule("a").weight
     plan = plan_device_map(read_shape(model), {0: 0, 1: 160, "disk": 160})
     text = draw_device_plan(plan)
-    assert "copies of 40 B each: a.weight on 1, b.weight on 1, c.weight on disk" in text
-    assert "warning: nothing fits unless" in text
+    assert "copies (40 B each): a.weight on 1, b.weight on 1, c.weight on disk" in text
+    assert "warning: the model only fits with independent copies" in text
 
 
-def test_places_without_anything_and_a_model_without_tensors() -> None:
+def test_empty_places_and_models() -> None:
     for plan in (
         plan_device_map(read_shape(nn.Module()), {}),
         plan_device_map(read_shape(nn.Module()), {0: 0}),

@@ -17,9 +17,7 @@ from accelfn.bigmodel import (
     get_max_layer_size,
     get_module_leaves,
     get_non_persistent_buffers,
-    read_shape,
 )
-from tests.bigmodel.plan.documented import sizes_of_names
 from tests.bigmodel.plan.trees import M3, Tree, build, trees
 
 PEER: Any = importlib.import_module("accelerate.utils.modeling")
@@ -48,8 +46,8 @@ def test_bytes_of_an_element(dtype: Any, expected: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float17", "weight", 16, None])
-def test_what_is_no_dtype_is_refused(dtype: Any) -> None:
-    with pytest.raises(ValueError, match="dtype must be a dtype of torch or its name"):
+def test_unknown_dtypes_are_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="dtype must be a torch dtype or its name"):
         dtype_byte_size(dtype)
 
 
@@ -83,9 +81,6 @@ def test_sizes_are_those_of_accelerate(tree: Tree) -> None:
     model = build(tree)
     ours, theirs = compute_module_sizes(model), PEER.compute_module_sizes(model)
     assert ours == theirs
-    assert {name: size for name, size in sizes_of_names(read_shape(model)).items() if size} == {
-        name: size for name, size in ours.items() if size
-    }
     buffers = PEER.compute_module_sizes(model, buffers_only=True)
     assert compute_module_sizes(model, buffers_only=True) == buffers
     assert sorted(get_module_leaves(ours)) == sorted(PEER.get_module_leaves(theirs))
@@ -100,7 +95,7 @@ def test_sizes_are_those_of_accelerate(tree: Tree) -> None:
             assert get_non_persistent_buffers(model, recurse, fqns) == plain
 
 
-def test_integers_and_what_is_quantised_keep_their_size() -> None:
+def test_only_floating_tensors_are_cast() -> None:
     model: Any = nn.Module()
     model.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
     model.register_buffer("waves", torch.zeros(3, dtype=torch.complex64))
@@ -109,12 +104,7 @@ def test_integers_and_what_is_quantised_keep_their_size() -> None:
     assert (sizes["counts"], sizes["waves"], sizes["numbers"]) == (24, 24, 6)
 
 
-def test_no_layer_at_all() -> None:
-    assert get_max_layer_size([], {}, []) == (0, [])
-    assert calculate_maximum_sizes(nn.Module()) == (0, (0, []))
-
-
-def test_what_a_model_says_of_its_blocks_is_a_layer() -> None:
+def test_no_split_modules_are_layers() -> None:
     model: Any = nn.Sequential(M3(), nn.Linear(10, 5))
     model._no_split_modules = ["M3"]
     assert calculate_maximum_sizes(model) == (456, (236, ["0"]))

@@ -57,7 +57,7 @@ def test_the_first_with_values_becomes_all_of_them() -> None:
     assert model["a"].bias.is_meta
 
 
-def test_without_values_nothing_is_changed() -> None:
+def test_meta_parameters_are_not_retied() -> None:
     model = three().to("meta")
     before = [model[name].weight for name in "abc"]
     retie_parameters(model, [["a.weight", "b.weight", "c.weight"]])
@@ -65,7 +65,7 @@ def test_without_values_nothing_is_changed() -> None:
 
 
 @pytest.mark.parametrize("name", ["d.weight", "a.other", "weight", "a.b.c"])
-def test_a_name_that_the_model_lacks_is_told(name: str) -> None:
+def test_unknown_names_are_refused(name: str) -> None:
     model = three()
     before = model["b"].weight
     with pytest.raises(ValueError, match=f"no tensor '{name}'"):

@@ -29,7 +29,7 @@ def three_blocks() -> nn.Module:
 
 
 class A(nn.Module):
-    """A class that may stay whole."""
+    """A class that may not be split."""
 
 
 class B(nn.Module):

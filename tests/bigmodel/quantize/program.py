@@ -1,4 +1,4 @@
-"""A program that quantises a model while it loads it, and says how much memory that took.
+"""A program that quantises a model while loading it, and prints its peak memory.
 
 `python -m tests.bigmodel.quantize.program FOLDER` prints two numbers: bytes at most, and bytes that are held.
 """

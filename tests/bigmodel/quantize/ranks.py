@@ -1,10 +1,10 @@
 """A program in which adapters of quantised models train on two real processes.
 
-`python -m tests.bigmodel.quantize.ranks NAME...` quantises as `CONFIGS[NAME]` says, and prints for each name
-the loss before and after, and the largest difference between the ranks' adapters.
+`python -m tests.bigmodel.quantize.ranks NAME...` quantises with `CONFIGS[NAME]`, and prints for each name the
+loss before and after, and the largest difference between the ranks' adapters.
 
-It is a program, because the kernels of bitsandbytes and torchao start threads of their own: a fork of a
-process that has used them waits for threads that it doesn't have. Here only the ranks use them.
+A separate program, since the kernels of bitsandbytes and torchao start threads: a fork of a process that has
+used them hangs. Here only the ranks use them.
 """
 
 from __future__ import annotations

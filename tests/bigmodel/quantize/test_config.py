@@ -36,10 +36,10 @@ def test_names_are_settled_and_records_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
-        ({}, "exactly one of load_in_8bit and load_in_4bit must be True, and neither is"),
-        ({"load_in_8bit": True, "load_in_4bit": True}, "and both are"),
+        ({}, "exactly one of load_in_8bit and load_in_4bit must be True, but neither is"),
+        ({"load_in_8bit": True, "load_in_4bit": True}, "but both are"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "must be one of fp4, nf4, got 'int4'"),
         (
             {"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp8"},
@@ -52,13 +52,13 @@ def test_names_are_settled_and_records_are_frozen() -> None:
         ),
     ],
 )
-def test_bad_fields_are_refused(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
+def test_bad_fields_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         BnbQuantizationConfig(**fields)
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"weights": "int2"}, "weights must be one of int8, int4, got 'int2'"),
         ({"weights": "int4", "group_size": 48}, r"must be one of \(32, 64, 128, 256\) for int4, got 48"),
@@ -66,8 +66,8 @@ def test_bad_fields_are_refused(fields: dict[str, Any], says: str) -> None:
         ({"torch_dtype": "fp7"}, "torch_dtype must be one of .*, got 'fp7'"),
     ],
 )
-def test_bad_fields_of_torchao_are_refused(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
+def test_bad_fields_of_torchao_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         TorchaoQuantizationConfig(**fields)
 
 

@@ -89,7 +89,7 @@ def test_a_quantised_model_computes_nearly_the_same_in_less_memory(
 
 
 @EACH
-def test_gradients_come_through_and_adapters_train(config: QuantizationConfig) -> None:
+def test_adapters_of_quantised_models_train(config: QuantizationConfig) -> None:
     torch.random.manual_seed(0)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
     model = af.load_and_quantize_model(made(), config)
     model.requires_grad_(False)
@@ -130,7 +130,7 @@ def test_copies_and_pickles_compute_the_same(config: QuantizationConfig) -> None
 
 
 @EACH
-def test_a_state_dict_stays_the_same_and_fits_another_model(config: QuantizationConfig) -> None:
+def test_state_dicts_are_stable_and_loadable(config: QuantizationConfig) -> None:
     model = af.load_and_quantize_model(made(), config)
     before = copy.deepcopy(model.state_dict())
     expected = result(model)
@@ -151,7 +151,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @SAVABLE
-def test_a_saved_model_is_loaded_as_it_was(config: QuantizationConfig, tmp_path: Path) -> None:
+def test_saved_quantised_models_are_loaded_directly(config: QuantizationConfig, tmp_path: Path) -> None:
     model = af.load_and_quantize_model(made(), config)
     af.save_model(Context(), model, tmp_path)
     again = af.load_and_quantize_model(empty(), config, tmp_path)
@@ -160,16 +160,16 @@ def test_a_saved_model_is_loaded_as_it_was(config: QuantizationConfig, tmp_path:
     assert size < 0.8 * compute_module_sizes(made())[""]
 
 
-def test_what_was_quantised_in_another_way_is_refused(tmp_path: Path) -> None:
+def test_other_quantisations_are_refused(tmp_path: Path) -> None:
     four = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     af.save_model(Context(), af.load_and_quantize_model(made(), four), tmp_path)
     fp4 = BnbQuantizationConfig(load_in_4bit=True)
     twice = BnbQuantizationConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     )
-    for config, says in ((fp4, "isn't in fp4"), (twice, "isn't one of bnb_4bit_use_double_quant=True")):
+    for config, message in ((fp4, "isn't fp4"), (twice, "wasn't saved with bnb_4bit_use_double_quant=True")):
         model = empty()
-        with pytest.raises(CheckpointMismatchError, match=says):
+        with pytest.raises(CheckpointMismatchError, match=message):
             af.load_and_quantize_model(model, config, tmp_path)
         assert model.head.weight.is_meta
     for config in (BnbQuantizationConfig(load_in_8bit=True), TorchaoQuantizationConfig()):
@@ -202,7 +202,7 @@ def test_one_layer_at_a_time_is_in_memory(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_memory_is_that_of_the_quantised_layers_and_of_one(tmp_path: Path) -> None:
+def test_peak_memory_of_loading(tmp_path: Path) -> None:
     """In a process of its own (some seconds), where nothing else takes memory."""
     af.save_model(Context(), program.build(), tmp_path)
     done = subprocess.run(
@@ -221,22 +221,6 @@ def test_memory_is_that_of_the_quantised_layers_and_of_one(tmp_path: Path) -> No
     slack = 2_000_000
     assert held < whole / 4 + layer + slack
     assert most < whole / 4 + 6 * layer + slack  # what quantising a layer takes
-
-
-def test_dtypes_of_what_is_not_quantised(folder: Path) -> None:
-    config = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="bf16", keep_in_fp32_modules=["norm"])
-    for model in (
-        af.load_and_quantize_model(made(), config),
-        af.load_and_quantize_model(empty(), config, folder),
-    ):
-        block = cast("Any", model.blocks[0])
-        assert block.norm.weight.dtype == torch.float32
-        assert block.up.bias.dtype == model.head.weight.dtype == torch.bfloat16
-        assert model.bn.weight.dtype == torch.bfloat16
-        # As `to` does it: a half-precision layer can't have statistics in float32 on the CPU.
-        assert cast("torch.Tensor", model.bn.running_mean).dtype == torch.bfloat16
-        assert cast("torch.Tensor", model.bn.num_batches_tracked).dtype == torch.int64
-        assert model.mask.dtype == torch.float32  # in no state dict
 
 
 class Tied(nn.Module):
@@ -267,29 +251,6 @@ def test_tied_weights(skip_modules: list[str] | None, tmp_path: Path) -> None:
         assert now.body.weight.dtype == torch.int8
         assert (now.head.weight.dtype == torch.int8) == (skip_modules is not None)
     assert torch.equal(model(IDS), in_place(IDS))
-
-
-def test_hooks_and_modes_stay_with_a_layer() -> None:
-    model = made().train()
-    seen: list[str] = []
-
-    def see(module: Any, args: Any, output: Any) -> None:
-        seen.append("up")
-
-    model.get_submodule("blocks.0.up").register_forward_hook(see)
-    af.load_and_quantize_model(model, CONFIGS["nf4"])
-    assert model.get_submodule("blocks.0.up").training
-    model(IDS)
-    assert seen == ["up"]
-
-
-def test_a_layer_that_stands_at_two_places_stays_one() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model.append(model[0])
-    model.append(nn.Linear(8, 2))
-    af.load_and_quantize_model(model, CONFIGS["int8 of bitsandbytes"])
-    assert model[0] is model[2]
-    assert type(model[0]).__name__ == "Linear8bitLt"
 
 
 # --- places --------------------------------------------------------------------------------------
@@ -333,7 +294,7 @@ def _with_skipped(config: QuantizationConfig, *names: str) -> QuantizationConfig
     return dataclasses.replace(config, skip_modules=names)
 
 
-def test_a_layer_that_travels_leaves_nothing_on_the_device(folder: Path) -> None:
+def test_offloaded_layers_release_device_memory(folder: Path) -> None:
     places = {"": "cpu:0", "blocks.1": "cpu"}
     model = af.load_and_quantize_model(empty(), CONFIGS["int8 of bitsandbytes"], folder, device_map=places)
     result(model)
@@ -343,7 +304,7 @@ def test_a_layer_that_travels_leaves_nothing_on_the_device(folder: Path) -> None
     assert travelling.weight.CB is not None
 
 
-def test_what_lies_on_the_disk_is_used_where_it_lies(folder: Path) -> None:
+def test_weights_on_the_disk_are_used_in_place(folder: Path) -> None:
     places = {"": "cpu", "blocks.1": "disk"}
     model = af.load_and_quantize_model(empty(), TorchaoQuantizationConfig(), folder, device_map=places)
     assert kinds(model) == ["Int8Tensor", "Int8Tensor", "Parameter", "Parameter"]
@@ -351,7 +312,7 @@ def test_what_lies_on_the_disk_is_used_where_it_lies(folder: Path) -> None:
         empty(), TorchaoQuantizationConfig(skip_modules=["blocks.1", "head"]), folder
     )
     assert torch.equal(result(model), result(expected))
-    with pytest.raises(ValueError, match=r"on the disk that lie in memory now\. Pass offload_folder"):
+    with pytest.raises(ValueError, match=r"on the disk that are in memory\. Pass offload_folder"):
         af.load_and_quantize_model(made(), TorchaoQuantizationConfig(), device_map=places)
 
 
@@ -366,7 +327,7 @@ def test_inferred_maps_count_quantised_sizes(folder: Path) -> None:
     )
     assert cast("Any", model).hf_device_map == {"": "cpu:0"}
     four = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="fp32")
-    with pytest.raises(ValueError, match=r"device where they lie: .* on cpu\. Pass"):
+    with pytest.raises(ValueError, match=r"4-bit layers can't be offloaded.* on cpu\. Pass"):
         af.load_and_quantize_model(
             empty(), four, folder, "sequential", max_memory={"cpu:0": 30_000, "cpu": 10_000_000}
         )
@@ -382,13 +343,11 @@ def test_inferred_maps_count_quantised_sizes(folder: Path) -> None:
 def test_bad_input_is_refused_before_anything_is_changed(folder: Path, tmp_path: Path) -> None:
     eight = BnbQuantizationConfig(load_in_8bit=True)
     model = empty()
-    with pytest.raises(ValueError, match=r"embed\.weight, .* have no values: .* Pass weights_location"):
+    with pytest.raises(ValueError, match=r"embed\.weight, .* have no values\. Pass weights_location"):
         af.load_and_quantize_model(model, eight)
-    with pytest.raises(TypeError, match=r"takes a BnbQuantizationConfig or a .*, got str"):
+    with pytest.raises(TypeError, match=r"must be a BnbQuantizationConfig or .*, got str"):
         af.load_and_quantize_model(model, cast("Any", "int8"))
-    with pytest.raises(TypeError, match="takes a module, got str"):
-        af.load_and_quantize_model(cast("Any", "net"), eight)
-    with pytest.raises(ValueError, match="skip_modules names lm_head, and no module is called so"):
+    with pytest.raises(ValueError, match="skip_modules has lm_head, but the model has no such module"):
         af.load_and_quantize_model(made(), BnbQuantizationConfig(load_in_8bit=True, skip_modules=["lm_head"]))
     with pytest.raises(ValueError, match=r"nowhere"):
         af.load_and_quantize_model(model, eight, folder, device_map={"nowhere": "cpu"})
@@ -402,13 +361,13 @@ def test_bad_input_is_refused_before_anything_is_changed(folder: Path, tmp_path:
         af.load_and_quantize_model(quantized, eight)
 
 
-def test_layers_of_unfit_shapes_are_named() -> None:
+def test_layers_that_cannot_be_quantised_are_named() -> None:
     model = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 20), nn.Linear(20, 2))
-    with pytest.raises(ValueError, match="can't be quantised so") as caught:
+    with pytest.raises(ValueError, match="can't be quantised as configured") as caught:
         af.load_and_quantize_model(model, TorchaoQuantizationConfig(weights="int4", group_size=64))
-    assert "0: its 48 inputs are no multiple of group_size=64" in str(caught.value)
-    assert "1: its 20 outputs are no multiple of 16" in str(caught.value)
-    assert "Name them in skip_modules" in str(caught.value)
+    assert "0: its 48 inputs aren't a multiple of group_size=64" in str(caught.value)
+    assert "1: its 20 outputs aren't a multiple of 16" in str(caught.value)
+    assert "Add them to skip_modules" in str(caught.value)
     with pytest.raises(ValueError, match="on the CPU group_size must be at most 128"):
         af.load_and_quantize_model(
             nn.Sequential(nn.Linear(256, 16), nn.Linear(16, 16)),
@@ -474,7 +433,7 @@ def test_adapters_of_a_quantised_model_train_on_processes() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    # bitsandbytes says things there, too.
+    # bitsandbytes prints there too.
     lines = re.findall(r"^([\d.]+) ([\d.]+) ([\d.e-]+)$", done.stdout, re.MULTILINE)
     assert len(lines) == len(names)
     for before, after, difference in lines:
@@ -483,8 +442,8 @@ def test_adapters_of_a_quantised_model_train_on_processes() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8 of bitsandbytes", "nf4", "int8 of torchao"])
-def test_ranks_with_other_weights_are_told(name: str) -> None:
-    """Nobody brings quantised weights to the same values, so they have to be."""
+def test_ranks_with_different_weights_are_refused(name: str) -> None:
+    """Quantised weights aren't broadcast, so they must be equal."""
 
     def run(ctx: Context) -> None:
         model = made()
