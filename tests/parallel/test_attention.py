@@ -227,7 +227,7 @@ def test_a_ring_gives_what_one_process_does_and_refuses_what_it_has_not() -> Non
                 "outside of",
                 "never came to",
                 "attention_mask",
-                "whole sequences, which nobody has sharded",
+                "sequences that weren't sharded",
             ),
             strict=True,
         ):
@@ -286,9 +286,9 @@ def test_a_plan_says_who_computes_attention_together() -> None:
 @pytest.mark.parametrize(
     ("model", "axis", "size", "message"),
     [
-        (nn.Linear(2, 2), "cp", 2, "Linear has no module of attention"),
+        (nn.Linear(2, 2), "cp", 2, "Linear has no attention module"),
         (nn.TransformerEncoderLayer(8, 2), "cp", 2, "self_attn is torch's nn.MultiheadAttention"),
-        (GPT(), "sp", 3, rf"num_heads={HEADS} on each rank, and sp_size=3. Fitting: 1, 2, 4"),
+        (GPT(), "sp", 3, rf"num_heads={HEADS} on each rank, got sp_size=3. Use 1 or 2 or 4"),
     ],
 )
 def test_a_model_that_can_not_share_sequences_is_refused_when_it_is_planned(

@@ -267,9 +267,9 @@ def test_a_budget_prints_as_a_table() -> None:
         "parameters      144.0 kB  of 144.0 MB\n"
         "gradients       144.0 kB\n"
         "optimizer       288.0 kB  states of adamw\n"
-        "held            576.0 kB  on each of 1,000 ranks at most; activations come on top\n"
-        "gathered         36.0 MB  whole units at a time, while they compute\n"
-        "unreduced       144.0 MB  whole gradients, until the last batch of a window\n"
+        "held            576.0 kB  on each of 1,000 ranks at most; activations not included\n"
+        "gathered         36.0 MB  gathered units, while they compute\n"
+        "unreduced       144.0 MB  unsharded gradients, until the last batch of a window\n"
         "along dp_shard  431.6 MB  received in an optimizer step"
     )
     text = str(af.plan_memory(af.plan_context(7, fsdp_plugin=offloaded), model, optimizer="sgd"))

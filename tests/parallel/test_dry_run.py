@@ -288,7 +288,7 @@ class Deciding(nn.Linear):
 
 def test_what_depends_on_values_is_refused() -> None:
     x = torch.ones(2, 3)
-    with pytest.raises(ConfigurationError, match=r"Deciding or loss_fn computes depends on the values"):
+    with pytest.raises(ConfigurationError, match=r"the computation of Deciding or loss_fn depends on values"):
         af.plan_memory(Context(), Deciding(3, 3), batch=x)
     with pytest.raises(ConfigurationError, match="facts have no forward"):
         af.plan_memory(Context(), read_facts(Deciding(3, 3)), batch=x)

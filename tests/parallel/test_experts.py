@@ -231,7 +231,7 @@ def test_a_rank_whose_experts_see_no_row_takes_part() -> None:
         counts = [[0, 6, 0, 0], [6, 0, 0, 0]]
         with pytest.raises(ConfigurationError, match=r"experts: counts must be .* \[4\].* got \[2\]"):
             model(x, [3, 3])
-        with pytest.raises(ConfigurationError, match="experts: counts add up to 5, and x has 6 rows"):
+        with pytest.raises(ConfigurationError, match="experts: counts add up to 5, but x has 6 rows"):
             model(x, [5, 0, 0, 0])
         rows = af.gather(ctx, x).view(2, 6, WIDTH)
         losses = [plain(one, of).square().sum() for one, of in zip(rows, counts, strict=True)]

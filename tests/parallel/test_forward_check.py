@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import io
 import pickle
@@ -169,32 +168,6 @@ def test_a_rank_that_accumulates_where_others_average_is_an_error_of_all(on: Whe
     assert "gather" in seen[0].text
 
 
-@pytest.mark.parametrize("on", WORLDS)
-def test_a_rank_that_accumulates_and_ends_is_missed(on: Where) -> None:
-    seen = run_ranks(meets(1, lambda ctx: None), 3, on, timeout_s=PATIENCE_S)
-    assert [one.error for one in seen] == ["MissingRankError", "", "MissingRankError"]
-    assert "forward: rank 1 has ended its work after " in seen[0].text
-
-
-@pytest.mark.parametrize("on", WORLDS)
-def test_windows_of_other_lengths_are_an_error_of_all(on: Where) -> None:
-    def run(ctx: Context) -> Seen:
-        steps = 2 if ctx.rank == 1 else 1
-        own = ctx.replace(gradient_accumulation_steps=steps)
-        model = af.prepare(ctx, nn.Linear(3, 1))
-
-        def train() -> None:
-            for data, micro in af.microbatches(own, [batch(ctx)] * 4):
-                with af.accumulate(own, micro, model):
-                    model(data).sum().backward()
-
-        return look(train)
-
-    seen = run_ranks(run, 2, on, timeout_s=PATIENCE_S)
-    assert [one.error for one in seen] == ["MismatchError"] * 2
-    assert seen[0].text == seen[1].text
-
-
 class Promises:
     """Batches, of which there are fewer than its length says."""
 
@@ -326,27 +299,6 @@ def test_the_verdict_is_heard_at_once_where_gradients_may_start_unseen(on: Where
         assert at_gradient
 
 
-@pytest.mark.parametrize("on", GOES_ON)
-def test_a_parameter_among_the_outputs_is_heard_of_at_once(on: Where) -> None:
-    class Tells(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 1)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.inner(x), self.inner.weight
-
-    def run(ctx: Context) -> bool:
-        model = af.prepare(ctx, Tells())
-        for _ in range(WARM):
-            result, weight = model(batch(ctx))
-            (result.sum() + weight.sum()).backward()
-        model(batch(ctx))
-        return is_open(ctx)
-
-    assert run_ranks(run, 2, on) == [False, False]
-
-
 @pytest.mark.parametrize("on", WORLDS)
 def test_a_forward_pass_without_a_backward_is_no_error(on: Where) -> None:
     def run(ctx: Context) -> tuple[list[float], list[float]]:
@@ -364,18 +316,6 @@ def test_a_forward_pass_without_a_backward_is_no_error(on: Where) -> None:
         return listed(gathered), listed(bias)
 
     assert run_ranks(run, 2, on, timeout_s=PATIENCE_S) == [([0.0, 1.0], [2.0])] * 2
-
-
-def test_a_last_forward_pass_of_one_rank_alone_is_told_to_nobody_who_has_no_use_for_it() -> None:
-    def run(ctx: Context) -> str:
-        model = af.prepare(ctx, nn.Linear(3, 1))
-        step(ctx, model, WARM)
-        if ctx.rank == 0:
-            model(batch(ctx))
-        return "done"
-
-    for on in GOES_ON:
-        assert run_ranks(run, 2, on, timeout_s=PATIENCE_S) == ["done", "done"]
 
 
 # --- kinds of models -----------------------------------------------------------------------------
@@ -428,21 +368,6 @@ def test_ranks_that_train_stay_equal_and_meet_once_for_each_pass(on: Where, name
     assert first[0] != first[1]
     if on == "processes":  # where gradients and buffers go by torch's own reductions
         assert first[2] == second[2] == [1] * (WARM + 2)
-
-
-@pytest.mark.parametrize("on", GOES_ON)
-def test_a_copy_of_a_prepared_model_is_checked_too(on: Where) -> None:
-    def run(ctx: Context) -> tuple[Seen, int]:
-        counted = Counted(ctx)
-        twin = copy.deepcopy(af.prepare(counted.ctx, nn.Linear(3, 1)))
-        step(ctx, twin, WARM + 1)
-        count = counted.during(lambda: twin(batch(ctx)))
-        return look(lambda: step(ctx, twin) if ctx.rank else af.gather(ctx, batch(ctx))), count
-
-    for seen, count in run_ranks(run, 2, on, timeout_s=PATIENCE_S):
-        assert count == 1
-        assert seen.error == "MismatchError"
-        assert "forward" in seen.text
 
 
 def by_pickle(model: nn.Module) -> nn.Module:
@@ -510,15 +435,6 @@ def test_a_pass_that_reduces_nothing_makes_no_exchange(
         return counts
 
     assert run_ranks(run, 2, on) == [[0, 1] * (WARM + 1)] * 2
-
-
-def test_buffers_are_met_for_without_gradients_too() -> None:
-    def run(ctx: Context) -> int:
-        counted = Counted(ctx)
-        model = af.prepare(counted.ctx, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-        return counted.during(lambda: without_gradients(model, ctx))
-
-    assert run_ranks(run, 2, "processes") == [1, 1]
 
 
 def test_without_a_guard_no_pass_is_checked() -> None:

@@ -149,7 +149,7 @@ def test_outer_units_are_recomputed_and_a_single_one_is_refused() -> None:
         plan_recompute(facts, ("",))
     own: Any = Nested()
     own.first.gradient_checkpointing = True  # as models of transformers say it
-    with pytest.raises(ConfigurationError, match="first has gradient_checkpointing on"):
+    with pytest.raises(ConfigurationError, match="first has its own gradient_checkpointing on"):
         plan_recompute(facts, ("first", ""), own)
 
 

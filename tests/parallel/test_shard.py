@@ -275,7 +275,7 @@ def test_a_loss_over_bare_shards_is_refused_by_name() -> None:
     def on_rank(ctx: Context) -> None:
         model, _ = prepared(ctx)
         penalty = model.blocks[1].up.weight.square().sum().full_tensor()
-        with pytest.raises(ConfigurationError, match=r"the loss has used blocks\.1\.up\.weight, a shard"):
+        with pytest.raises(ConfigurationError, match=r"the loss used blocks\.1\.up\.weight, a shard"):
             af.backward(ctx, penalty, af.init_scaler(ctx))
 
     sharded(on_rank)
@@ -312,11 +312,11 @@ def test_a_module_is_sharded_once() -> None:
     def on_rank(ctx: Context) -> None:
         model = lm.make()
         fully_shard(model.blocks[1])
-        with pytest.raises(ConfigurationError, match=r"its module blocks\.1 is sharded by FSDP already"):
+        with pytest.raises(ConfigurationError, match=r"its module blocks\.1 is already sharded by FSDP"):
             af.prepare_model(ctx, model)
         first = lm.make()
         af.prepare_model(ctx, first)
-        with pytest.raises(ConfigurationError, match=r"1\.weight of the Sequential is a shard"):
+        with pytest.raises(ConfigurationError, match=r"1\.weight of the Sequential is already a shard"):
             af.prepare_model(ctx, nn.Sequential(nn.ReLU(), first.norm))
 
     sharded(on_rank)
@@ -327,7 +327,7 @@ def test_an_optimizer_over_no_prepared_model_is_refused() -> None:
         prepared(ctx)
         stranger = nn.Linear(2, 2)
         optimizer = af.prepare_optimizer(ctx, lm.sgd(stranger.parameters()))
-        with pytest.raises(ConfigurationError, match="no parameter of the SGD is one of a prepared model"):
+        with pytest.raises(ConfigurationError, match="no parameter of the SGD is in a prepared model"):
             af.optimizer_step(ctx, optimizer, af.init_scaler(ctx))
 
     sharded(on_rank)
@@ -358,7 +358,7 @@ def test_a_rank_that_is_lost_is_named_in_the_forward_pass() -> None:
 
 def test_exact_mode_and_threads_have_no_shards() -> None:
     def in_order(ctx: Context) -> None:
-        with pytest.raises(ConfigurationError, match='reduction="canonical" needs the whole model'):
+        with pytest.raises(ConfigurationError, match='reduction="canonical" needs the full model'):
             plan_model(ctx, lm.make(), engine="shard")
 
     run_ranks(in_order, 2, reduction="canonical")
@@ -404,11 +404,11 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_is_changed() -> 
         choose_units(plugin_of(transformer_cls_names_to_wrap=["Blok"]), facts)
     with pytest.raises(ConfigurationError, match=r"embed\.weight and head\.weight are one tied parameter"):
         choose_units(plugin_of(), facts, ["embed"])
-    with pytest.raises(ConfigurationError, match=r"holds blocks\.1\..*, which is trained"):
+    with pytest.raises(ConfigurationError, match=r"has blocks\.1\..*, which is trained"):
         names_of_ignored(r"blocks\.1", model, facts)
     with pytest.raises(ConfigurationError, match="matches no module"):
         names_of_ignored("layers", model, facts)
-    with pytest.raises(ConfigurationError, match="holds a Linear that is not in the Model"):
+    with pytest.raises(ConfigurationError, match="has a Linear that is not in the Model"):
         names_of_ignored([nn.Linear(1, 1)], model, facts)
 
 

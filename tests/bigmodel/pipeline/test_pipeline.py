@@ -143,9 +143,9 @@ def test_split_points_and_classes_are_kept_to() -> None:
     said = plan_pipeline(Net(), 3, split_points=["blocks.1", "last"])
     assert said.split == ("blocks.1", "last")
     assert said.stages[2].parameters == ("last.weight", "last.bias")
-    with pytest.raises(ValueError, match=r"names blocks\.1\.norm; what it can name is"):
+    with pytest.raises(ValueError, match=r"names blocks\.1\.norm, but it can name"):
         plan_pipeline(Net(), 2, split_points=["blocks.1.norm"])
-    with pytest.raises(ValueError, match="Net has 3 blocks, and 7 stages need at least one each"):
+    with pytest.raises(ValueError, match="Net has 3 blocks, but 7 stages need at least one each"):
         plan_pipeline(Net(), 7)
     with pytest.raises(ValueError, match=r'must be "auto" or names of modules, got \'even\''):
         plan_pipeline(Net(), 2, split_points="even")
@@ -156,7 +156,7 @@ def test_split_points_and_classes_are_kept_to() -> None:
 @pytest.mark.parametrize(
     ("model", "example", "options", "says"),
     [
-        (nn.Linear(4, 4), torch.ones(4, 4), {}, "Linear has 0 blocks, and 2 stages need"),
+        (nn.Linear(4, 4), torch.ones(4, 4), {}, "Linear has 0 blocks, but 2 stages need"),
         (seeded(Tied()), torch.tensor(1.0), {}, "no such dimension"),
         (seeded(Tied()), (), {}, "no such dimension"),
         (
