@@ -108,11 +108,13 @@ def dry_run(
             apply_tensor(twin, tensor, tp.mesh)
             retie(before, twin)
         if attention is not None and seq is not None:
-            names = (name for p in plans if p.attention is not None for name in p.attention.modules)
+            names = (
+                name for other in plans if other.attention is not None for name in other.attention.modules
+            )
             everywhere = attention._replace(modules=tuple(dict.fromkeys(names)))
             apply_attention(twin, everywhere, seq.group, ring=traffic.attend_in_ring)
         _set_precision(ctx, twin, plans)
-        recomputed = {name for p in plans for name in p.recomputed}
+        recomputed = {name for other in plans for name in other.recomputed}
         recorder = _Recorder(twin, plan.pipeline, recomputed, traffic)
         fake_batch = _without_memory(batch, ctx.device)
         try:
@@ -160,7 +162,7 @@ def _differentiate(result: Any) -> None:
     """Run the backward pass of all tensors of a tree that require gradients."""
     leaves: list[Any] = _pytree.tree_leaves(result)
     roots = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
+    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 def _copy(model: nn.Module, plans: Sequence[ModelPlan], device: torch.device) -> nn.Module:
@@ -187,10 +189,10 @@ def _merge_tensor_plans(plans: Sequence[ModelPlan]) -> TensorPlan | None:
     if not found:
         return None
     return found[0]._replace(
-        styles={name: style for one in found for name, style in one.styles.items()},
-        heads={name: counts for one in found for name, counts in one.heads.items()},
-        logits=frozenset(name for one in found for name in one.logits),
-        follows={name: leader for one in found for name, leader in one.follows.items()},
+        styles={name: style for plan in found for name, style in plan.styles.items()},
+        heads={name: counts for plan in found for name, counts in plan.heads.items()},
+        logits=frozenset(name for plan in found for name in plan.logits),
+        follows={name: leader for plan in found for name, leader in plan.follows.items()},
     )
 
 
@@ -308,8 +310,8 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         traffic, size = ctx.settings
         query, key, value, _, _ = ctx.saved_tensors
-        for one in (key, value):
-            traffic.moved[traffic.stage]["cp"] += (size - 1) * one.nbytes + size * 4 * one.numel()
+        for tensor in (key, value):
+            traffic.moved[traffic.stage]["cp"] += (size - 1) * tensor.nbytes + size * 4 * tensor.numel()
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
@@ -353,7 +355,7 @@ class _Recorder:
         self._traffic = traffic
         num_stages = 1 if pipeline is None else len(pipeline.stages)
         traffic.moved = [Counter() for _ in range(num_stages)]
-        self._own = {_storage(parameter)._cdata for parameter in (*model.parameters(), *model.buffers())}
+        self._own = {_storage(tensor)._cdata for tensor in (*model.parameters(), *model.buffers())}
         self._block = ""
         self._saved: list[tuple[weakref.ref[_Saved], int, str]] = []
         self._given: list[dict[int, Any]] = [{} for _ in range(num_stages)]
@@ -415,7 +417,7 @@ class _Recorder:
 
     def read(self) -> list[tuple[int, int, int]]:
         """Return kept, recomputed and received bytes by stage, while the result is alive."""
-        kept = [{key: one.nbytes() for key, one in given.items()} for given in self._given]
+        kept = [{key: storage.nbytes() for key, storage in given.items()} for given in self._given]
         blocks: list[dict[str, dict[int, int]]] = [{} for _ in kept]
         for reference, stage, block in self._saved:
             saved = reference()
@@ -429,7 +431,7 @@ class _Recorder:
             (
                 sum(held.values()),
                 max(
-                    (sum(size for key, size in one.items() if key not in held) for one in own.values()),
+                    (sum(size for key, size in block.items() if key not in held) for block in own.values()),
                     default=0,
                 ),
                 received,

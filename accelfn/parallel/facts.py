@@ -127,7 +127,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
     for name, parameter in named.items():
         by_parameter.setdefault(id(parameter), []).append(name)
     modules = modules_of(model)
-    first = {id(one): name for name, one in modules.items()}
+    first = {id(module): name for name, module in modules.items()}
     with_aliases = cast(
         "dict[str, nn.Module]", dict(cast("Any", model).named_modules(remove_duplicate=False))
     )
@@ -149,8 +149,6 @@ def read_facts(model: nn.Module) -> ModelFacts:
             name: "linear" if isinstance(module, nn.Linear) else "embedding"
             for name, module in modules.items()
             if isinstance(module, (nn.Linear, nn.Embedding))
-            for name, one in modules.items()
-            if isinstance(one, (nn.Linear, nn.Embedding))
         },
         heads={name: heads for name, module in modules.items() if (heads := _heads(module)) is not None},
         experts=_experts(modules),
@@ -210,7 +208,7 @@ def table_text(rows: Mapping[str, str]) -> str:
 
 def _blocks(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     listed = {kind for module in modules.values() for kind in _no_split(module)}
-    named = tuple(name for name, one in modules.items() if name and type(one).__name__ in listed)
+    named = tuple(name for name, module in modules.items() if name and type(module).__name__ in listed)
     return named or repeated_blocks(model)
 
 
@@ -219,7 +217,7 @@ def _no_split(module: nn.Module) -> tuple[str, ...]:
     found: object = getattr(module, "_no_split_modules", None)
     if not isinstance(found, (list, tuple, set, frozenset)):
         return ()
-    return tuple(one for one in cast("list[object]", found) if isinstance(one, str))
+    return tuple(name for name in cast("list[object]", found) if isinstance(name, str))
 
 
 def _order(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
@@ -239,7 +237,7 @@ def _order(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
             if child is not None:
                 place = children[-1][0] if children else (0, 0)  # unknown: with the child registered before
                 children.append((places.get(key, place), key, child))
-        for _, key, child in sorted(children, key=lambda one: one[0]):
+        for _, key, child in sorted(children, key=lambda child: child[0]):
             visit(child, f"{name}.{key}" if name else key)
 
     visit(model, "")

@@ -225,7 +225,9 @@ def is_replicated(model: nn.Module) -> bool:
 
 def is_kept_equal(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is of a model that is replicated: complete and equal on all ranks."""
-    return any(one.is_alive and one.has_whole_parameters for one in vars(parameter).get(_HANDLES, ()))
+    return any(
+        handle.is_alive and handle.has_whole_parameters for handle in vars(parameter).get(_HANDLES, ())
+    )
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -238,25 +240,25 @@ def register(handle: Handle, parameters: Iterable[torch.Tensor], *, instead_of: 
     alone = (handle,)
     for parameter in parameters:
         known: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
-        before = tuple(name for name in known if name.is_alive and name is not instead_of)
+        before = tuple(other for other in known if other.is_alive and other is not instead_of)
         setattr(parameter, _HANDLES, (*before, handle) if before else alone)
-        for one in before:
-            one.is_shared = handle.is_shared = True
+        for other in before:
+            other.is_shared = handle.is_shared = True
 
 
 @contextmanager
 def swapped(name: str, value: object, owners: Iterable[object]) -> Generator[None, None, None]:
     """Set an attribute of objects inside, and restore it afterwards."""
     states = [vars(owner) for owner in owners]
-    before = [{name: one[name]} if name in one else {} for one in states]
+    before = [{name: state[name]} if name in state else {} for state in states]
     for state in states:
         state[name] = value
     try:
         yield
     finally:
-        for one, was in zip(states, before, strict=True):
-            del one[name]
-            one.update(was)
+        for state, old in zip(states, before, strict=True):
+            del state[name]
+            state.update(old)
 
 
 def raise_explained(error: Exception, translate_error: Callable[[Exception], Exception]) -> NoReturn:
@@ -329,14 +331,14 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
         handles: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
         if handles and handles is checked:  # the same for nearly all
             continue
-        together = together and not any(one.is_local or one.is_joined for one in handles)
-        if parameter.grad is None and not any(one.holds_gradients for one in handles):
+        together = together and not any(handle.is_local or handle.is_joined for handle in handles)
+        if parameter.grad is None and not any(handle.holds_gradients for handle in handles):
             continue
         checked = handles
         alive = [handle for handle in handles if handle.is_alive]
-        if any(one.is_local and not one.holds_gradients for one in alive):
+        if any(handle.is_local and not handle.holds_gradients for handle in alive):
             continue
-        reasons = [one.why_unreduced() for one in alive]
+        reasons = [handle.why_unreduced() for handle in alive]
         if alive and None not in reasons:
             raise ConfigurationError(
                 f"{operation}: the current gradients were not averaged over the {ctx.num_processes} ranks, "
@@ -369,11 +371,11 @@ def follow_optimizers(operation: str, ctx: Context, optimizers: Iterable[Optimiz
         if vars(optimizer).get(_SETTLED) == sizes:
             continue
         repoint(optimizer)
-        parameters: list[torch.Tensor] = [name for group in groups for name in group["params"]]
+        parameters: list[torch.Tensor] = [parameter for group in groups for parameter in group["params"]]
         known = [_HANDLES in vars(parameter) for parameter in parameters]
         if all(known):
             setattr(optimizer, _SETTLED, tuple([len(group["params"]) for group in groups]))
-        elif not any(known) and not any(is_dtensor(one) for one in parameters):
+        elif not any(known) and not any(is_dtensor(parameter) for parameter in parameters):
             raise ConfigurationError(
                 f"{operation}: no parameter of the {type(optimizer).__name__} is in a prepared model, so its "
                 f"gradients are not averaged over the {ctx.num_processes} ranks. Prepare the model, and make "

@@ -226,11 +226,11 @@ def release(ctx: Context, model: nn.Module) -> Values:
         ConfigurationError: Another rank has values that rank 0 lacks. Nothing was changed.
     """
     found = (*model.named_parameters(), *model.named_buffers())
-    tensors = {name: one.detach() for name, one in found if not is_made_of_others(one)}
-    verify_structure(ctx, {name: torch.empty_like(one, device="meta") for name, one in tensors.items()})
-    bits = sum(1 << place for place, one in enumerate(tensors.values()) if one.is_meta)
+    tensors = {name: tensor.detach() for name, tensor in found if not is_made_of_others(tensor)}
+    verify_structure(ctx, {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()})
+    bits = sum(1 << place for place, tensor in enumerate(tensors.values()) if tensor.is_meta)
     of_ranks = gather_bytes(ctx, Call("prepare_model", "meta"), bits.to_bytes(len(tensors) // 8 + 1, "big"))
-    first, *others = (int.from_bytes(one, "big") for one in of_ranks)
+    first, *others = (int.from_bytes(blob, "big") for blob in of_ranks)
     for rank, other in enumerate(others, 1):
         lost = first & ~other
         if lost:

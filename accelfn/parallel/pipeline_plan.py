@@ -108,13 +108,13 @@ class SchedulePlan(NamedTuple):
         needs more of them, it is replaced by one with the same stages that doesn't.
 
         >>> plan = SchedulePlan("1f1b", 2, 1, 4)
-        >>> [(one.name, one.num_microbatches) for one in map(plan.fit, (8, 6, 1))]
+        >>> [(fitted.name, fitted.num_microbatches) for fitted in map(plan.fit, (8, 6, 1))]
         [('1f1b', 4), ('1f1b', 3), ('gpipe', 1)]
 
         Raises:
             ConfigurationError: There is none: a "dualpipev" needs as many microbatches as stages.
         """
-        count = next(one for one in range(min(rows, self.num_microbatches), 0, -1) if rows % one == 0)
+        count = next(n for n in range(min(rows, self.num_microbatches), 0, -1) if rows % n == 0)
         fitted = self._replace(num_microbatches=count)
         if self.name == "1f1b" and count < self.num_stages:
             return fitted._replace(name="gpipe")
@@ -215,7 +215,7 @@ class PipelinePlan(NamedTuple):
     def elsewhere(self, own: Sequence[int]) -> set[str]:
         """Return the names of the blocks and other modules that are only on other stages than ``own``."""
         by_stage = [{*stage.blocks, *stage.modules} for stage in self.stages]
-        return {name for one in by_stage for name in one}.difference(*(by_stage[index] for index in own))
+        return {name for names in by_stage for name in names}.difference(*(by_stage[index] for index in own))
 
     def local(self, facts: ModelFacts, own: Sequence[int]) -> ModelFacts:
         """Return the facts of a rank's model, with the stages ``own``."""
@@ -341,7 +341,7 @@ def _describe(
         first = facts.aliases.get(name, name)
         # A module may be called under each of its names; a block is called once.
         group = [first] if first in blocks else all_names.get(first, [first])
-        owners = {owner_of(one, units) for one in group}
+        owners = {owner_of(alias, units) for alias in group}
         homes[first] = {stage_of[owner] for owner in owners if owner is not None}
     of_slots: dict[str, set[int]] = {}
     for name, unit in unit_of.items():
@@ -408,7 +408,7 @@ def _with_named(facts: ModelFacts, blocks: tuple[str, ...], split: Sequence[str]
 
 
 def _items(facts: ModelFacts, name: str) -> tuple[str, ...]:
-    return tuple(kind for kind in facts.kinds if kind and kind.rpartition(".")[0] == name)
+    return tuple(child for child in facts.kinds if child and child.rpartition(".")[0] == name)
 
 
 def _unit_of(parameter: str, containers: set[str]) -> str | None:

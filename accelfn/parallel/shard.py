@@ -333,11 +333,13 @@ def plan_shard(
         ignored=ignored,
         unshared=unshared,
         shard_bytes=0,
-        gathered_bytes=max(sum(facts.numel(one) * width(one) for one in names) for names in of_unit.values()),
+        gathered_bytes=max(
+            sum(facts.numel(name) * width(name) for name in names) for names in of_unit.values()
+        ),
         unreduced_bytes=sum(
-            facts.numel(one) * (grad_dtype or facts.dtypes[one]).itemsize
-            for one in sharded
-            if one in facts.trainable
+            facts.numel(name) * (grad_dtype or facts.dtypes[name]).itemsize
+            for name in sharded
+            if name in facts.trainable
         ),
         num_expert_shards=num_expert_shards,
         expert_dims={} if experts is None else _expert_dims(experts, facts, num_expert_shards),
@@ -566,8 +568,8 @@ class ShardHandle(Handle):
         with self._syncing(True):
             # As torch's pipelines do it; there is no public function. A test checks these names.
             state = model._get_fsdp_state()
-            for one in state._state_ctx.all_states:
-                for group in one._fsdp_param_groups:
+            for unit_state in state._state_ctx.all_states:
+                for group in unit_state._fsdp_param_groups:
                     group.post_backward()
             state._root_post_backward_final_callback()
 

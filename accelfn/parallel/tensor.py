@@ -538,7 +538,11 @@ class StyledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped forward."""
-        registers = [cast("dict[str, Any]", vars(owner)["_parameters"]) for owner in _owners(self.module)]
+        # Not vars(), which torch.compile can't follow.
+        registers: list[dict[str, Any]] = [
+            owner._parameters  # pyright: ignore[reportPrivateUsage]
+            for owner in _owners(self.module)
+        ]
         kept = [dict(register) for register in registers]
         try:
             for register in registers:

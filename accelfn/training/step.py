@@ -258,8 +258,8 @@ def optimizer_step(
     if max_norm is not None:
         clip_norm_(ctx, parameters_in(optimizers), max_norm)
     if not scales:
-        for one in optimizers:
-            cast("Any", one).step()
+        for item in optimizers:
+            cast("Any", item).step()
         scaler_state = scaler_state._replace(unscaled=(), weight=None)
     else:
         _step_if_finite(optimizers, scaler_state.found_inf)
@@ -267,14 +267,14 @@ def optimizer_step(
     if before.weight is not None:
         scaler_state.weight_is_used = True
     supersede("optimizer_step", before)
-    for one in schedulers:
-        scheduler_step(ctx, one, scaler_state)
+    for moved in schedulers:
+        scheduler_step(ctx, moved, scaler_state)
     every = ctx.guard.check_replicas_every
-    for one in optimizers:
+    for item in optimizers:
         if clear_gradients:
-            one.zero_grad(set_to_none=True)
-        if every is not None and ctx.num_processes > 1 and _count_step(one) % every == 0:
-            parameters, name = named_parameters(one)
+            item.zero_grad(set_to_none=True)
+        if every is not None and ctx.num_processes > 1 and _count_step(item) % every == 0:
+            parameters, name = named_parameters(item)
             check_replicas(ctx, parameters, name=name)
     return scaler_state
 

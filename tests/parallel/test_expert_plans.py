@@ -75,10 +75,7 @@ def test_what_holds_no_experts_is_refused() -> None:
     said = refused(ExpertParallelConfig(experts="blocks.*.moe"), SparseGPT(), 2)
     assert "'blocks.*.moe' matches no module of SparseGPT" in said
     said = refused(ExpertParallelConfig(experts="experts"), Listed(), 2)
-    assert (
-        "experts (ModuleList) isn't one: it has modules with parameters inside, such as experts.0.weight"
-        in said
-    )
+    assert "experts (ModuleList) isn't a module of experts: it has modules with parameters inside" in said
     said = refused(ExpertParallelConfig(experts="blocks.0.router"), SparseGPT(), 2)
     assert "its forward takes neither two nor three arguments" in said
     wrong = Experts(4)

@@ -145,7 +145,7 @@ class Nested(nn.Module):
 def test_outer_units_are_recomputed_and_a_single_one_is_refused() -> None:
     facts = read_facts(Nested())
     assert plan_recompute(facts, ("second", "first.1", "first", "")) == ("first", "second")
-    with pytest.raises(ConfigurationError, match="Nested is a single one"):
+    with pytest.raises(ConfigurationError, match="Nested is a single unit"):
         plan_recompute(facts, ("",))
     own: Any = Nested()
     own.first.gradient_checkpointing = True  # as models of transformers say it

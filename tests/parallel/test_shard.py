@@ -49,52 +49,46 @@ def rows(ctx: Context) -> lm.BATCH:
 # --- as one process ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_weighted", [False, True], ids=["means", "tokens"])
-@pytest.mark.parametrize("make_optimizer", [lm.adamw, lm.sgd])
-@pytest.mark.parametrize("size", [1, 3])
-def test_shards_train_as_one_process(size: int, make_optimizer: lm.MakeOptimizer, is_weighted: bool) -> None:
-    def on_rank(ctx: Context) -> lm.Trained:
-        return lm.train(ctx, *prepared(ctx, make_optimizer), size, is_weighted)
+@pytest.mark.parametrize(("ranks", "config"), [(2, None), (4, HSDP)], ids=["shards", "replicas of shards"])
+def test_shards_train_as_one_process(ranks: int, config: ParallelismConfig | None) -> None:
+    cases = [
+        (size, make, weighted) for size in (1, 3) for make, weighted in ((lm.adamw, True), (lm.sgd, False))
+    ]
 
-    plain = lm.train_plain(make_optimizer, size, is_weighted)
-    assert max(one.distance(plain) for one in sharded(on_rank)) < TOLERANCE
+    def on_rank(ctx: Context) -> list[lm.Trained]:
+        return [lm.train(ctx, *prepared(ctx, make), size, weighted) for size, make, weighted in cases]
 
-
-@pytest.mark.parametrize(
-    ("size", "make_optimizer", "is_weighted"), [(3, lm.adamw, True), (1, lm.sgd, False), (3, lm.sgd, True)]
-)
-def test_replicas_of_shards_train_as_one_process(
-    size: int, make_optimizer: lm.MakeOptimizer, is_weighted: bool
-) -> None:
-    def on_rank(ctx: Context) -> lm.Trained:
-        return lm.train(ctx, *prepared(ctx, make_optimizer), size, is_weighted)
-
-    plain = lm.train_plain(make_optimizer, size, is_weighted)
-    found = sharded(on_rank, size=4, parallelism_config=HSDP)
-    assert max(one.distance(plain) for one in found) < TOLERANCE
+    plain = [lm.train_plain(make, size, weighted) for size, make, weighted in cases]
+    for found in sharded(on_rank, size=ranks, parallelism_config=config):
+        for trained, expected, case in zip(found, plain, cases, strict=True):
+            assert trained.distance(expected) < TOLERANCE, case
 
 
-@pytest.mark.parametrize(
-    "plugin",
-    [
-        FullyShardedDataParallelPlugin(),
-        FullyShardedDataParallelPlugin(
-            sharding_strategy="SHARD_GRAD_OP", forward_prefetch=True, backward_prefetch="BACKWARD_PRE"
-        ),
-        FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False),
-        FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP"),
-        FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=300
-        ),
-        FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True, activation_checkpointing=True),
-    ],
-    ids=["version 1", "prefetch", "no reshard", "one unit", "by size", "offload, recomputed"],
-)
-def test_no_option_changes_the_numbers(plugin: FullyShardedDataParallelPlugin) -> None:
-    def on_rank(ctx: Context) -> lm.Trained:
-        return lm.train(ctx, *prepared(ctx), 2, True)
+PLUGINS = {
+    "version 1": FullyShardedDataParallelPlugin(),
+    "prefetch": FullyShardedDataParallelPlugin(
+        sharding_strategy="SHARD_GRAD_OP", forward_prefetch=True, backward_prefetch="BACKWARD_PRE"
+    ),
+    "no reshard": FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False),
+    "one unit": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP"),
+    "by size": FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=300
+    ),
+    "offload, recomputed": FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_offload=True, activation_checkpointing=True
+    ),
+}
 
-    assert max(one.distance(lm.train_plain(lm.sgd, 2, True)) for one in sharded(on_rank, plugin)) < TOLERANCE
+
+def test_no_option_changes_the_numbers() -> None:
+    def on_rank(ctx: Context) -> dict[str, lm.Trained]:
+        variants = {name: ctx.replace(fsdp_plugin=plugin) for name, plugin in PLUGINS.items()}
+        return {name: lm.train(own, *prepared(own), 2, True) for name, own in variants.items()}
+
+    plain = lm.train_plain(lm.sgd, 2, True)
+    for found in sharded(on_rank):
+        for name, trained in found.items():
+            assert trained.distance(plain) < TOLERANCE, name
 
 
 def test_gradients_that_are_reduced_in_each_batch_are_the_same() -> None:
