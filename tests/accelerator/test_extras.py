@@ -103,7 +103,7 @@ def test_debugging_is_asked_for_by_argument_or_variable(monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             patch.setenv(name, "1")
             assert [found(), found(debug=False), found(guard="sampled")] == [True, False, False]
-    with pytest.raises(ConfigurationError, match="options from the context, got debug too"):
+    with pytest.raises(ConfigurationError, match="options from the context, but got debug too"):
         Accelerator(context=Context(), debug=True)
 
 

@@ -225,7 +225,7 @@ def test_a_ring_gives_what_one_process_does_and_refuses_what_it_has_not() -> Non
                 "is causal",
                 "no dropout",
                 "outside of",
-                "never came to",
+                "never called",
                 "attention_mask",
                 "sequences that weren't sharded",
             ),
@@ -266,7 +266,7 @@ def test_exchanged_heads_give_what_one_process_does_with_masks_too() -> None:
         for found in (by_keys, by_whole):
             torch.testing.assert_close(found, outputs(None, 4, whole_mask(), is_causal=False))
         torch.testing.assert_close(by_rows, outputs(None, 4, rows, is_causal=False))
-        assert "4 by 4 says nothing" in messages[0]
+        assert "4 by 4 doesn't cover" in messages[0]
         assert "got 1 heads of keys and values" in messages[1]
 
 

@@ -279,7 +279,7 @@ def test_a_budget_prints_as_a_table() -> None:
 
 
 def test_what_can_not_be_planned_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"no optimizer 'rmsprob'.*Did you mean 'rmsprop'"):
+    with pytest.raises(ConfigurationError, match=r"unknown optimizer 'rmsprob'.*Did you mean 'rmsprop'"):
         af.plan_memory(Context(), Odd(), optimizer="rmsprob")
     with pytest.raises(ConfigurationError, match="num_processes=9"):
         af.plan_context(9, parallelism_config=ParallelismConfig(dp_shard_size=2))

@@ -150,6 +150,6 @@ def test_what_is_not_there_yet_is_refused() -> None:
         af.plan_model(compiled, SparseGPT())
     odd = nn.Sequential(Nameless())
     config = af.ParallelismConfig(dp_shard_size=6, ep_size=2, ep_handler=ExpertParallelConfig(experts="0"))
-    message = re.escape("0.weight can't be sharded over the 3 ranks that have the same experts")
+    message = re.escape("0.weight can't be sharded over the 3 ranks with the same experts")
     with pytest.raises(ConfigurationError, match=message):
         af.plan_model(af.plan_context(6, parallelism_config=config), odd)

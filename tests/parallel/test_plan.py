@@ -91,7 +91,7 @@ def test_a_model_can_have_another_plan_than_the_context_says() -> None:
         )
         return plan_model(ctx, model, engine="ddp").engine, str(plan_model(other, model).rows()["units"])
 
-    assert run_ranks(on_rank, 2, fsdp_plugin=PLUGIN) == [("ddp", "the whole model")] * 2
+    assert run_ranks(on_rank, 2, fsdp_plugin=PLUGIN) == [("ddp", "the complete model")] * 2
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at each parameter's
@@ -158,11 +158,21 @@ SHARDED = ParallelismConfig(dp_shard_size=4)
 @pytest.mark.parametrize(
     ("config", "engine", "options", "message"),
     [
-        (stages("zbvzerobubble", dp_shard_size=2), None, {}, "apart, .* that is sharded or replicated"),
-        (stages("zbvzerobubble", dp_replicate_size=2), None, {}, "apart, .* that is sharded or replicated"),
-        (stages("zbvzerobubble", tp_size=2), None, {"dynamo_backend": "eager"}, "apart, .* that is compiled"),
+        (stages("zbvzerobubble", dp_shard_size=2), None, {}, "separately, .* that is sharded or replicated"),
+        (
+            stages("zbvzerobubble", dp_replicate_size=2),
+            None,
+            {},
+            "separately, .* that is sharded or replicated",
+        ),
+        (
+            stages("zbvzerobubble", tp_size=2),
+            None,
+            {"dynamo_backend": "eager"},
+            "separately, .* that is compiled",
+        ),
         (stages("gpipe", tp_size=2), "ddp", {}, 'engine="ddp" keeps the full .* along tp and pp have parts'),
-        (None, "shard", {"reduction": "canonical"}, "needs the whole model on every rank"),
+        (None, "shard", {"reduction": "canonical"}, "needs the full model on every rank"),
         (SHARDED, None, {"auto_wrap_policy": wraps_all}, "auto_wrap_policy needs the model's modules"),
         (SHARDED, None, {"ignored_modules": "out"}, "ignored_modules needs the model's modules"),
     ],

@@ -295,7 +295,7 @@ def test_what_nobody_averages_is_let_through_and_what_ddp_cannot_do_is_refused()
         for name, handler in handlers.items():
             model = replicate(ctx.replace(kwargs_handlers=[handler]), Twice())
             with (
-                pytest.raises(ConfigurationError, match=f"with {name} Dist"),
+                pytest.raises(ConfigurationError, match=f"with {name}, Dist"),
                 syncing(True, model),
             ):
                 raise AssertionError
