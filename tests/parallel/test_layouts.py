@@ -295,7 +295,7 @@ def check(
     def work(ctx: af.Context) -> list[Seen]:
         return [train(ctx.replace(mixed_precision=precision), case, way) for precision, way, case in runs]
 
-    plugin = {"fsdp_plugin": _PLUGIN if layout.shard > 1 else None}
+    chosen: dict[str, Any] = {"fsdp_plugin": _PLUGIN if layout.shard > 1 else None, **options}
     ranks = run_ranks(
         work,
         layout.size,
@@ -303,7 +303,7 @@ def check(
         timeout_s=300.0,
         parallelism_config=layout.config(),
         dataloader_config=af.DataLoaderConfiguration(sequence={0: 1, 1: 1, 2: 1}),
-        **{**plugin, **options},
+        **chosen,
     )
     references = {case: plain(case) for case in cases}
     for index, (precision, way, case) in enumerate(runs):
