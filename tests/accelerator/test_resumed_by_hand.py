@@ -1,4 +1,4 @@
-"""Programs as Accelerate's examples have them, which load a state and skip batches by hand."""
+"""Programs like Accelerate's examples, which load a state and skip batches by hand."""
 
 # torch leaves DataLoader partly untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false

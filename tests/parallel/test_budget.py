@@ -1,4 +1,4 @@
-"""What is planned for a mesh is what ranks hold and receive, byte by byte."""
+"""The budget of a mesh is what ranks really hold and receive, to the byte."""
 
 # torch leaves backward and its optimizers partly untyped.
 # pyright: reportUnknownMemberType=false
@@ -64,7 +64,7 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def gathered(groups: list[Any]) -> int:
-    """Return the bytes of the whole parameters that are there, and of those that are on their way."""
+    """Return the bytes of gathered parameters, and of those still being gathered."""
     found = [tensor for group in groups for one in group.fsdp_params for tensor in one.all_gather_outputs]
     coming = [group._all_gather_result for group in groups if group._all_gather_result is not None]
     return held([*found, *(one.all_gather_output for one in coming)])

@@ -102,7 +102,7 @@ class Saved:
         self._hooks.__exit__(*cast("Any", error))
 
     def beside(self, own: list[torch.Tensor]) -> int:
-        """Return the bytes that are kept, but for storages of ``own``."""
+        """Return the bytes that autograd keeps, except storages of ``own``."""
         alive = [token.tensor for one in self._tokens if (token := one()) is not None]
         return held([*alive, *own]) - held(own)
 

@@ -313,7 +313,7 @@ def test_backward_outside_of_accumulate_comes_together_at_once() -> None:
 
 
 class Asking(torch.autograd.Function):
-    """Gives its input, and in its backward asks for the gradient of a parameter."""
+    """Returns its input; its backward asks for the gradient of a parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, asked: list[nn.Parameter]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which modules hold experts is planned without ranks; what doesn't fit is refused before it changes."""
+"""The plan finds the modules that hold experts; a model that doesn't fit is refused unchanged."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_whatever_computed_the_loss_ranks_train_the_model_of_one_process(on: Whe
 
 
 def refusal(ctx: Context, optimizer: torch.optim.Optimizer, **step: Any) -> str:
-    """Step, and return why that is refused; "" where it isn't."""
+    """Step, and return the error; "" if there is none."""
     try:
         af.optimizer_step(ctx, optimizer, af.init_scaler(ctx), **step)
     except ConfigurationError as error:

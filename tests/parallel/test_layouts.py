@@ -112,7 +112,7 @@ def weight_of(case: Case, labels: torch.Tensor) -> torch.Tensor | None:
 
 
 def summed_or_mean(case: Case, model: nn.Module, batch: Any) -> af.Loss:
-    """Return the loss of a batch, with its weight where it is a sum."""
+    """Return the loss of a batch, with its weight if it is a sum."""
     return af.Loss(loss_of(model, case, batch), weight_of(case, batch[-1]))
 
 

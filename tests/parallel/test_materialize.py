@@ -24,7 +24,7 @@ UNFILLED = r"embed\.weight, positions\.weight, .* never got values\. Load them f
 
 
 class Model(tm.GPT):
-    """One with tied embeddings, a buffer in its state dict, and one that no file has."""
+    """A model with tied embeddings, a buffer in its state dict, and one that no file has."""
 
     scale: torch.Tensor
     shift: torch.Tensor

@@ -171,7 +171,7 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name_on_every_rank() -> None:
 
 
 def test_what_is_beside_a_step_is_as_without_stages() -> None:
-    """Evaluation, frozen stages, means with more to average, windows that sync each batch, another order."""
+    """Evaluation, frozen stages, weighted means, windows that sync each batch, another schedule."""
 
     def work(ctx: af.Context) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Blocks that are computed again in the backward give the same gradients, and keep their inputs alone."""
+"""Recomputed blocks give the same gradients and keep only their inputs."""
 
 # torch leaves backward and manual_seed partly untyped, and transformers much.
 # pyright: reportUnknownMemberType=false

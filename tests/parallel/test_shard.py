@@ -1,4 +1,4 @@
-"""Models under FSDP train as one plain process does, and what would make ranks drift apart is refused."""
+"""Models under FSDP train as one process does; anything that would make ranks drift apart is refused."""
 
 # torch leaves backward, fully_shard and its modules partly untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false

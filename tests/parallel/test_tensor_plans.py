@@ -1,4 +1,4 @@
-"""A plan for tensor parallelism: from patterns to styles, and everything that is wrong at once."""
+"""A plan for tensor parallelism: patterns become styles, and one error lists everything wrong."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def taken(model: nn.Module) -> list[torch.Tensor]:
 
 
 def at_once(case: Case, world: int, weighted: bool) -> list[list[torch.Tensor]]:
-    """Train on one rank, a whole window in one batch; give the gradients of each step, and the weights."""
+    """Train on one rank with each window as one batch; return each step's gradients, and the weights."""
     x, y, weights = make_data(case)
     model = make_model(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

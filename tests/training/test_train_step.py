@@ -118,7 +118,7 @@ def same(found: Any, expected: Any) -> None:
 
 
 def plain(loss_fn: Any, rows: Rows, seed: int, max_norm: float | None = None, steps: int = 2) -> Any:
-    """Train one model on whole batches, without anything of the library."""
+    """Train a model on complete batches with plain torch."""
     model = make_model(seed)
     optimizer = sgd(model, 0.1)
     told: list[Any] = []
