@@ -1,7 +1,7 @@
-"""The Accelerator: a convenience over the functions for people who know Hugging Face Accelerate.
+"""The Accelerator: the functions behind the API of Hugging Face Accelerate.
 
-It holds a Context and the newest states, and each method is a call of a public function. Nothing in the
-library depends on it.
+It holds a Context and the newest states; each method calls a public function. Nothing else in the library
+depends on it.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ T = TypeVar("T")
 
 
 def _loading(config: DataLoaderConfiguration | None, **fields: bool | None) -> DataLoaderConfiguration | None:
-    """Map arguments of older Accelerate versions to their current places."""
-    given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+    """Merge arguments of older Accelerate versions into the loaders' configuration."""
+    fields_set: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if config is None:
-        return DataLoaderConfiguration(**given) if given else None
-    for name, value in given.items():
+        return DataLoaderConfiguration(**fields_set) if fields_set else None
+    for name, value in fields_set.items():
         if getattr(config, name) != value:
             raise ConfigurationError(
-                f"{name}={value} contradicts dataloader_config.{name}={getattr(config, name)}. Give one of "
+                f"{name}={value} contradicts dataloader_config.{name}={getattr(config, name)}. Pass one of "
                 "the two."
             )
     return config
@@ -78,10 +78,10 @@ def _check_compat(compat: object) -> None:
         raise ConfigurationError(f'compat must be "accelerate" or None: got {compat!r}.')
     if compat is not None:
         warnings.warn(
-            'compat="accelerate": for each step of an optimizer its schedule moves as many times as there '
-            "are ranks (unless split_batches is set), and the loss in a short last window is divided by the "
-            "number of batches of a full one. On 4 ranks a schedule ends after a quarter of its steps; with "
-            "windows of 4, a last window of one batch has a quarter of its gradient.",
+            'compat="accelerate": for each step of an optimizer its scheduler steps once per rank (unless '
+            "split_batches is set), and the loss in a short last window is divided by the number of batches "
+            "of a full one. On 4 ranks a schedule ends after a quarter of its steps; with windows of 4, a "
+            "last window of one batch has a quarter of its gradient.",
             stacklevel=3,
         )
 
@@ -89,33 +89,32 @@ def _check_compat(compat: object) -> None:
 class Accelerator(Extras, Saving):
     """Train with Accelerate's method names.
 
-    Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
-    the one that ``accelfn.testing.run_ranks`` passes to a rank. Any number of Accelerators live side by side.
+    Takes the arguments of :func:`accelfn.init_context`; ``context`` uses an existing one, such as the one
+    that ``accelfn.testing.run_ranks`` passes to a rank. Any number of Accelerators can coexist.
 
     Attributes:
-        context: The frozen Context behind it, for use with the functions.
-        loops: The current batch of each loop over a prepared loader, the innermost one last.
-        ended: The last batch of each of the latest passes that have ended or were left.
-        window: The batch of the ``accumulate`` block that is open; None outside of one.
-        sync_gradients: Whether the current batch closes its window, so that optimizers step. May be set.
-        last_micro: The current batch; or, if a loop has ended or was left since, the last batch of that one.
-        models: Prepared models that somebody holds, in the order in which they came.
-        optimizers: The same of optimizers: those inside of what ``prepare`` returned.
-        schedulers: The same of schedules: those inside of what ``prepare`` returned.
-        loaders: The same of loaders.
-        step: Blocks of ``accumulate`` so far, in a program that has prepared no loader.
-        compat: ``"accelerate"`` where Accelerate's arithmetic was asked for, else None.
+        context: The frozen Context, for use with the functions.
+        loops: The current batch of each loop over a prepared loader, innermost last.
+        ended: The last batch of each of the latest passes that ended or were left.
+        window: The batch of the open ``accumulate`` block; None outside of one.
+        sync_gradients: Whether the current batch closes its window, so that optimizers step. Can be set.
+        last_micro: The current batch; or, after a loop ended or was left, its last batch.
+        models: Prepared models that are alive, in order of preparation.
+        optimizers: The same for optimizers: those inside the proxies that ``prepare`` returned.
+        schedulers: The same for schedulers: those inside the proxies that ``prepare`` returned.
+        loaders: The same for loaders.
+        step: Number of ``accumulate`` blocks, in a program without prepared loaders.
+        compat: ``"accelerate"`` for Accelerate's arithmetic, else None.
         uneven: What loops over prepared loaders do when ranks have different numbers of batches, as in
             :func:`accelfn.microbatches`.
 
-    Accelerate moves a schedule once for each rank, and divides the loss in a short last window by the number
-    of batches of a full one, so both the learning rate and the gradient depend on how many ranks and batches
-    there are. Here they don't, unless ``compat="accelerate"`` asks for that arithmetic, which a warning
-    explains.
+    Accelerate steps a scheduler once for each rank, and divides the loss in a short last window by the number
+    of batches of a full one, so learning rate and gradients depend on the number of ranks and batches. Here
+    they don't, unless ``compat="accelerate"`` requests that arithmetic, which a warning explains.
 
     Raises:
         ConfigurationError: As :func:`accelfn.init_context` and :func:`accelfn.tracking.plan_trackers`.
-        MissingExtraError: The package of a tracker that ``log_with`` names isn't installed.
+        MissingExtraError: The package of a tracker in ``log_with`` isn't installed.
     """
 
     step: int
@@ -152,11 +151,11 @@ class Accelerator(Extras, Saving):
         context: Context | None = None,
         reduction: str | CanonicalReduction | None = None,
     ) -> None:
-        """Start a context, or take the one given."""
-        given = locals()
-        asked: dict[str, Any] = {name: given[name] for name in ContextOptions.__annotations__}
-        asked["cpu"] = cpu or None
-        asked["dataloader_config"] = _loading(
+        """Start a context, or use an existing one."""
+        arguments = locals()
+        options: dict[str, Any] = {name: arguments[name] for name in ContextOptions.__annotations__}
+        options["cpu"] = cpu or None
+        options["dataloader_config"] = _loading(
             dataloader_config,
             split_batches=split_batches,
             dispatch_batches=dispatch_batches,
@@ -165,19 +164,18 @@ class Accelerator(Extras, Saving):
         )
         _check_compat(compat)
         defaults = {"device_placement": True, "step_scheduler_with_optimizer": True}
-        extra = [name for name, value in asked.items() if value is not defaults.get(name)]
+        extra = [name for name, value in options.items() if value is not defaults.get(name)]
         if context is not None and extra:
             raise ConfigurationError(
-                "Accelerator(context=...) takes its options from the context, got "
-                f"{', '.join(extra)} "
-                "too. Use context=ctx.replace(...) for a variant."
+                "Accelerator(context=...) takes its options from the context, but got "
+                f"{', '.join(extra)} too. Use context=ctx.replace(...) for a variant."
             )
-        super().__init__(context if context is not None else init_context(**asked))
+        super().__init__(context if context is not None else init_context(**options))
         self.compat = compat
         try:
             self._check_trackers()
         except Exception:
-            if context is None:  # it is ours, and nobody else will close it
+            if context is None:  # it was started here, so close it here
                 self.close()
             raise
 
@@ -194,9 +192,9 @@ class Accelerator(Extras, Saving):
         """Prepare models, optimizers, loaders and schedulers; see :func:`accelfn.prepare`.
 
         Args:
-            *args: What to prepare. Anything else is returned as it is.
-            device_placement: One for each object: whether it is brought to the device.
-            **named: The same, with a name: what it is called in checkpoints.
+            *args: What to prepare. Any other object is returned unchanged.
+            device_placement: One for each object: whether to move it to the device.
+            **named: Objects with their names in checkpoints.
 
         Returns:
             The object itself for one, a tuple for several, in the order given.
@@ -204,7 +202,7 @@ class Accelerator(Extras, Saving):
         prepared = [*args, *named.values()]
         self._check_to_prepare(prepared, named, device_placement)
         places = device_placement or [None] * len(prepared)
-        # Schedules last, since their optimizers may stand behind them.
+        # Schedulers last, since their optimizers may come after them.
         for index in sorted(range(len(prepared)), key=lambda index: isinstance(prepared[index], LRScheduler)):
             prepared[index] = self._prepare_one(prepared[index], places[index])
         self.checkpoint_names(**dict(zip(named, prepared[len(args) :], strict=True)))
@@ -224,8 +222,8 @@ class Accelerator(Extras, Saving):
         for name, item in named.items():
             if not isinstance(item, kinds) and not self._is_loader(item):
                 raise TypeError(
-                    f"prepare: {name} is of {type(item).__name__}, and names are for models, optimizers, "
-                    "loaders and schedules. If it is to be saved, pass it to register_for_checkpointing."
+                    f"prepare: {name} is of type {type(item).__name__}, but names are for models, "
+                    "optimizers, loaders and schedulers. To save it, pass it to register_for_checkpointing."
                 )
         check_parameters(items)
 
@@ -272,7 +270,7 @@ class Accelerator(Extras, Saving):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> AcceleratedDataLoader[T]:
-        """Share a loader out between the ranks; see :func:`accelfn.prepare_data_loader`."""
+        """Shard a loader over the ranks; see :func:`accelfn.prepare_data_loader`."""
         if is_loader_of(self, data_loader):
             return cast("AcceleratedDataLoader[T]", data_loader)
         return AcceleratedDataLoader(
@@ -283,7 +281,7 @@ class Accelerator(Extras, Saving):
         )
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
-        """Return a schedule that moves only when its optimizer steps."""
+        """Return a scheduler that steps only when its optimizer does."""
         if isinstance(scheduler, AcceleratedScheduler):
             if scheduler.belongs_to(self):
                 return scheduler
@@ -312,12 +310,12 @@ class Accelerator(Extras, Saving):
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Run forward and backward of one batch of a window; see :func:`accelfn.accumulate`.
 
-        The window is that of the prepared loader whose batch is current. In a program that has prepared no
-        loader, each block counts as one batch of windows of full length.
+        The window is that of the prepared loader with the current batch. In a program without prepared
+        loaders, each block counts as one batch of full windows.
 
         Raises:
-            ConfigurationError: Several batches make a window, loaders were prepared, and no batch of theirs
-                is present.
+            ConfigurationError: A window has several batches, and there are prepared loaders, but no current
+                batch.
         """
         micro = self.micro or self._count_batch()
         return AccumulateBlock(self, micro, training.accumulate(self.context, micro, *models))
@@ -326,29 +324,30 @@ class Accelerator(Extras, Saving):
         steps = self.gradient_accumulation_steps
         if steps > 1 and any(True for _ in self.loaders):
             raise ConfigurationError(
-                "accumulate: no prepared loader has a current batch, so it is unknown where the window of "
-                f"{steps} batches ends. Use it inside of the loop over the loader that prepare returned."
+                "accumulate: no prepared loader has a current batch, so the end of the window of "
+                f"{steps} batches is unknown. Call it inside of the loop over the loader that prepare "
+                "returned."
             )
         index = self.step
         self.step += 1
-        # With a number of its own: exact mode distinguishes batches by it.
+        # With its own index: exact mode distinguishes batches by it.
         return plan_microbatch(index % steps, 0, steps, steps)._replace(index=index)
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Leave gradients unaveraged inside, of all prepared models when none is given."""
+        """Don't average gradients inside; of all prepared models if none is passed."""
         return training.no_sync(self.context, *(models or self.models))
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
-        """Compute gradients of a loss, in ``accumulate`` its window's part; see :func:`accelfn.backward`.
+        """Compute gradients of a loss, divided for its ``accumulate`` window; see :func:`accelfn.backward`.
 
-        With ``learning_rate=`` it is ``lomo_backward``.
+        With ``learning_rate=`` it calls ``lomo_backward``.
         """
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, **kwargs)
             return
         state = self._scaling.begin_loss(self.context)
         micro = self.window
-        if self.compat is not None:  # a short last window is divided by the number of a full one
+        if self.compat is not None:  # a short last window is divided by the length of a full one
             steps = self.gradient_accumulation_steps
             micro = plan_microbatch(0, 0, steps, steps)
         self._scaling.end_loss(training.backward(self.context, loss, state, micro, weight, **kwargs))
@@ -356,9 +355,9 @@ class Accelerator(Extras, Saving):
     def forward_backward(
         self, model: Any, loss_fn: Callable[[Any, Any], torch.Tensor | training.Loss], batch: Any
     ) -> torch.Tensor:
-        """Compute the loss of the batch at hand and its gradients; see :func:`accelfn.forward_backward`.
+        """Compute the loss of the current batch and its gradients; see :func:`accelfn.forward_backward`.
 
-        In the place of ``accumulate``, a call of the model and ``backward``. Returns the loss.
+        Replaces ``accumulate``, the call of the model and ``backward``. Returns the loss.
         """
         micro = self.micro or self._count_batch()
         with AccumulateBlock(self, micro, nullcontext()):
@@ -370,7 +369,7 @@ class Accelerator(Extras, Saving):
         return loss
 
     def forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of a model, also of one that is cut into stages; see :func:`accelfn.forward`."""
+        """Return the output of a model, which may be pipelined; see :func:`accelfn.forward`."""
         return training.forward(self.context, model, *args, **kwargs)
 
     def autocast(
@@ -408,10 +407,10 @@ class Accelerator(Extras, Saving):
         return listed, self._scaling.unscale_for(self.context, listed)
 
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Let a prepared optimizer step if the window closes; its proxy calls this."""
+        """Step a prepared optimizer if the window closes; its proxy calls this."""
         if not self.sync_gradients:
             return None
-        if training.is_lomo(optimizer):  # it has stepped in backward
+        if training.is_lomo(optimizer):  # it stepped in backward
             return None
         if closure is None:
             return self._scaling.step(self.context, optimizer)
@@ -426,7 +425,7 @@ class Accelerator(Extras, Saving):
         return self._scaling.was_skipped(self.context, unwrap_optimizer(optimizer))
 
     def scheduler_steps(self, scheduler: LRScheduler) -> int:
-        """Return how often a schedule moves for one step of its optimizer; its proxy calls this."""
+        """Return how often a scheduler steps for one step of its optimizer; its proxy calls this."""
         if self.compat is None or self.context.loading.split_batches:
             return 1
         total = getattr(scheduler, "total_steps", None)
@@ -436,8 +435,8 @@ class Accelerator(Extras, Saving):
     def _require_closing_window(self) -> None:
         if not self.sync_gradients:
             raise ConfigurationError(
-                "gradients are unscaled and clipped only where the accumulation window closes: before, they "
-                "are neither whole nor averaged over the ranks. Put it under "
+                "gradients can only be unscaled and clipped where the accumulation window closes: before, "
+                "they are neither complete nor averaged over the ranks. Put the call under "
                 "`if accelerator.sync_gradients:`."
             )
 
@@ -447,9 +446,12 @@ class Accelerator(Extras, Saving):
     ) -> Generator[None, None, None]:
         """Let ranks without batches join collectives; see :func:`accelfn.join_uneven_inputs`.
 
-        ``even_batches`` is for all prepared loaders that somebody holds.
+        ``even_batches`` applies to all prepared loaders that are alive.
         """
-        items = [unwrap_optimizer(one) if isinstance(one, Optimizer) else one for one in joinables]
+        items = [
+            unwrap_optimizer(joinable) if isinstance(joinable, Optimizer) else joinable
+            for joinable in joinables
+        ]
         before = self.uneven
         with training.join_uneven_inputs(self.context, items, [*self.loaders], even_batches) as joined:
             self.uneven = "join" if joined else before
@@ -460,7 +462,7 @@ class Accelerator(Extras, Saving):
 
     @property
     def micro(self) -> MicroBatch | None:
-        """The batch that a prepared loader yielded last; None outside of such a loop."""
+        """The batch that a prepared loader yielded last; None outside of such loops."""
         return next(reversed(self.loops.values())) if self.loops else None
 
     # --- across ranks ----------------------------------------------------------------------------
@@ -472,22 +474,22 @@ class Accelerator(Extras, Saving):
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, micro: MicroBatch | None = None
     ) -> Any:
-        """Join over all ranks, without rows that are padding; see :func:`accelfn.gather_for_metrics`.
+        """Gather from all ranks, without rows that are padding; see :func:`accelfn.gather_for_metrics`.
 
-        In a loop over a prepared loader, what has as many rows as the current batch, or as the pass so far,
-        belongs to it. Outside of one, what has as many rows as all batches of a pass that ended or was left
-        lately belongs to that pass: ``gather_for_metrics(torch.cat(rows))`` after a loop. So it does in a
-        loop around that pass, until that loop's next batch. Nothing else is cut. Where several of these have
-        that many rows and differ in what is padding, it is an error that asks for ``micro``.
+        In a loop over a prepared loader, trees with as many rows as the current batch, or as the pass so far,
+        belong to it. Outside of one, and in a loop around a pass until its next batch, trees with as many
+        rows as all batches of a recent pass belong to that pass: ``gather_for_metrics(torch.cat(rows))``
+        after a loop. Other trees keep all rows. If several of these match and differ in their padding, an
+        error asks for ``micro``.
 
         Args:
             input_data: Any tree, as for the function.
-            use_gather_object: Take it as Python objects: a list with one for each row, or one for each rank.
-            micro: The batch that it was computed from, such as ``accelerator.micro`` of an earlier time;
-                nothing else counts then.
+            use_gather_object: Gather Python objects: a list with one for each row, or one for each rank.
+            micro: The batch that it was computed from, such as an earlier ``accelerator.micro``; then no
+                other batch is considered.
 
         Raises:
-            ValueError: What has these rows can't be told.
+            ValueError: The batch of the rows is ambiguous.
         """
         earlier: list[MicroBatch] = []
         if micro is None:
@@ -517,32 +519,32 @@ class Accelerator(Extras, Saving):
 
     @contextmanager
     def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Generator[T, None, None]:
-        """Yield this rank's part in a ``with`` block; see :func:`accelfn.split_between_processes`."""
+        """Yield this rank's part; see :func:`accelfn.split_between_processes`."""
         yield comm.split_between_processes(self.context, inputs, apply_padding)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Run a function on the main process alone; see :func:`accelfn.on_main_process`."""
+        """Run a function on the main process only; see :func:`accelfn.on_main_process`."""
         decorate = comm.on_main_process(self.context)
         return decorate if function is None else decorate(function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Run a function on the first process of each node alone."""
+        """Run a function on the first process of each node only."""
         decorate = comm.on_local_main_process(self.context)
         return decorate if function is None else decorate(function)
 
     def on_last_process(self, function: F) -> F:
-        """Run a function on the last rank alone."""
+        """Run a function on the last rank only."""
         return comm.on_last_process(self.context)(function)  # pyright: ignore[reportReturnType]
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Any:
-        """Run a function on one rank alone; also as ``@on_process(process_index=1)``."""
+        """Run a function on one rank only; also as ``@on_process(process_index=1)``."""
         decorate = comm.on_process(self.context, process_index)
         return decorate if function is None else decorate(function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int = 0
     ) -> Any:
-        """Run a function on one local rank of each node alone."""
+        """Run a function on one local rank of each node only."""
         decorate = comm.on_local_process(self.context, local_process_index)
         return decorate if function is None else decorate(function)
 
@@ -551,22 +553,22 @@ class Accelerator(Extras, Saving):
         comm.print_once(self.context, *args, **kwargs)
 
     def set_trigger(self) -> None:
-        """Set the flag that ``check_trigger`` asks all ranks for."""
+        """Set this rank's flag, which ``check_trigger`` checks on all ranks."""
         self._trigger = comm.set_trigger(self._trigger)
 
     def check_trigger(self) -> bool:
-        """Ask whether any rank has set the flag, and clear it."""
+        """Return whether any rank has set its flag, and clear it."""
         self._trigger, fired = comm.check_trigger(self.context, self._trigger)
         return fired
 
     # --- ending ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End what the constructor started; see :func:`accelfn.close_context`."""
+        """Close the context if the constructor started it; see :func:`accelfn.close_context`."""
         close_context(self.context)
 
     def end_training(self) -> None:
-        """End the trackers, and what the constructor started."""
+        """End the trackers, and close the context if the constructor started it."""
         try:
             self._end_run()
         finally:

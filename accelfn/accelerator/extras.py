@@ -1,4 +1,4 @@
-"""The methods of an Accelerator beside the training step: memory, profiles, LOMO, trackers."""
+"""Methods of an Accelerator besides the training step: memory, profiles, LOMO, trackers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accelfn.parallel.handle import syncing
 
 
 class Extras(Holdings):
-    """What an Accelerator does beside the training step."""
+    """Methods of an Accelerator besides the training step."""
 
     step: int
     last_micro: MicroBatch | None
@@ -34,22 +34,22 @@ class Extras(Holdings):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[torch.Tensor] | None = None,
     ) -> Generator[None, None, None]:
-        """Cut the sequences of ``buffers`` inside, where ranks along ``cp`` share them. Writes into them.
+        """Shard the sequences of ``buffers`` inside, where ranks along ``cp`` share them. Writes into them.
 
-        Where nobody shares sequences it does nothing, which a warning says once. A prepared model takes
-        pieces of sequences in any case, inside and outside; so the loaders can give pieces instead, by
-        ``DataLoaderConfiguration(sequence={...})``, which is less to write.
+        Does nothing, with one warning, where no ranks share sequences. A prepared model always takes shards
+        of sequences, inside and outside; the loaders can return these directly, with
+        ``DataLoaderConfiguration(sequence={...})``, which is simpler.
 
         Args:
-            buffers: Tensors whose sequences every rank along ``cp`` has whole, such as the batch's ids,
-                labels and positions.
-            buffer_seq_dims: The sequence's dimension of each of them.
-            no_restore_buffers: Those that stay cut behind it; the others get their values back.
+            buffers: Tensors with complete sequences, equal on every rank along ``cp``, such as the batch's
+                ids, labels and positions.
+            buffer_seq_dims: The sequence dimension of each of them.
+            no_restore_buffers: Those that stay sharded afterwards; the others get their values back.
 
         Raises:
-            ConfigurationError: The loaders cut sequences already.
-            ValueError: Numbers of ``buffers`` and ``buffer_seq_dims`` differ, a length can't be cut into
-                equal pieces, or a buffer isn't there to be left cut.
+            ConfigurationError: The loaders shard sequences already.
+            ValueError: Numbers of ``buffers`` and ``buffer_seq_dims`` differ, a length can't be split
+                equally, or ``no_restore_buffers`` has another tensor.
         """
         tensors, dims = tuple(buffers or ()), tuple(buffer_seq_dims or ())
         left = {id(one) for one in no_restore_buffers or ()}
@@ -66,21 +66,21 @@ class Extras(Holdings):
         if self.context.axis_size("cp") == 1:
             self._warn_once(
                 "sequences",
-                "maybe_context_parallel does nothing, since no ranks share sequences by context "
-                "parallelism (said once). They do with ParallelismConfig(cp_size=...).",
+                "maybe_context_parallel does nothing, since no ranks share sequences by context parallelism "
+                "(this warning is shown once). They do with ParallelismConfig(cp_size=...).",
             )
             yield
             return
         if self.context.loading.sequence:
             raise ConfigurationError(
-                "maybe_context_parallel: DataLoaderConfiguration.sequence lets the loaders cut sequences, "
-                "and they would be cut twice. Leave one of the two out."
+                "maybe_context_parallel: with DataLoaderConfiguration.sequence the loaders shard sequences "
+                "already. Leave one of the two out."
             )
-        whole = {str(place): tensor.detach() for place, tensor in enumerate(tensors)}
-        pieces = shard_sequence(self.context, whole, dict(zip(whole, dims, strict=True)))
-        kept = [None if id(one) in left else one.detach().clone() for one in tensors]
-        for tensor, piece in zip(tensors, pieces.values(), strict=True):
-            _overwrite(tensor, piece)
+        sequences = {str(index): tensor.detach() for index, tensor in enumerate(tensors)}
+        shards = shard_sequence(self.context, sequences, dict(zip(sequences, dims, strict=True)))
+        kept = [None if id(tensor) in left else tensor.detach().clone() for tensor in tensors]
+        for tensor, shard in zip(tensors, shards.values(), strict=True):
+            _overwrite(tensor, shard)
         try:
             yield
         finally:
@@ -90,27 +90,27 @@ class Extras(Holdings):
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether an optimizer was prepared that steps inside of backward."""
-        return any(training.is_lomo(one) for one in self.optimizers)
+        """Whether a prepared optimizer steps inside of backward."""
+        return any(training.is_lomo(optimizer) for optimizer in self.optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Change parameters while backward runs; see :func:`accelfn.lomo_backward`.
+        """Step a LOMO optimizer during backward; see :func:`accelfn.lomo_backward`.
 
         Raises:
             ValueError: Not exactly one LOMO optimizer was prepared.
         """
-        found = [one for one in self.optimizers if training.is_lomo(one)]
+        found = [optimizer for optimizer in self.optimizers if training.is_lomo(optimizer)]
         if len(found) != 1:
             raise ValueError(
-                f"lomo_backward: needs one prepared optimizer that is Lomo or AdaLomo, got {len(found)}. "
-                "Prepare it, and keep what prepare returns; for several use accelfn.lomo_backward, which "
-                "takes the optimizer."
+                f"lomo_backward: needs one prepared Lomo or AdaLomo optimizer, got {len(found)}. Prepare it, "
+                "and keep what prepare returns; for several use accelfn.lomo_backward, which takes the "
+                "optimizer."
             )
         training.lomo_backward(self.context, loss, learning_rate, found[0], self.window)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
-        """Average gradients in a backward pass although its forward pass was under ``no_sync``.
+        """Average gradients in a backward pass whose forward pass was under ``no_sync``.
 
         See :func:`accelfn.trigger_sync_in_backward`.
         """
@@ -127,7 +127,7 @@ class Extras(Holdings):
         return tracking.profile(self.context, profile_handler)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all that was prepared, and free memory; see :func:`accelfn.release_memory`."""
+        """Forget all prepared objects, and free memory; see :func:`accelfn.release_memory`."""
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
         self.loops.clear()
@@ -138,14 +138,14 @@ class Extras(Holdings):
         return training.release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """Do what ``free_memory`` does."""
+        """Call ``free_memory``."""
         return self.free_memory(*objects)
 
     # --- trackers --------------------------------------------------------------------------------
 
     @property
     def trackers(self) -> list[tracking.GeneralTracker]:
-        """Trackers that act on this rank: none before ``init_trackers``, and none on most other ranks."""
+        """Active trackers of this rank: none before ``init_trackers``, and none on most other ranks."""
         return [] if self._run is None else list(self._run.active)
 
     def init_trackers(
@@ -154,12 +154,12 @@ class Extras(Holdings):
         config: object = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start the trackers; see :func:`accelfn.init_trackers`. Those at work are ended first.
+        """Start the trackers; see :func:`accelfn.init_trackers`. Ends running ones first.
 
         Args:
-            project_name: What the run belongs to.
+            project_name: Project of the run.
             config: Configuration of the run.
-            init_kwargs: Further arguments for the constructors, by the name of the tracker.
+            init_kwargs: Further arguments of the constructors, by the name of the tracker.
         """
         self._end_run()
         self._run = tracking.init_trackers(
@@ -174,31 +174,31 @@ class Extras(Holdings):
     ) -> None:
         """Log values of a step; see :func:`accelfn.log`."""
         if self._run is None:
-            self._say_not_started("log")
+            self._warn_not_started("log")
         else:
             tracking.log(self._run, values, step, log_kwargs=log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name, or what is behind it; see :func:`accelfn.get_tracker`.
+        """Return a tracker by its name, or its underlying object; see :func:`accelfn.get_tracker`.
 
-        Without trackers it is a stand-in, on which any call does nothing.
+        Without trackers it is a stand-in, whose calls do nothing.
         """
         if self._run is None or not self.context.log_with:
-            self._say_not_started("get_tracker")
+            self._warn_not_started("get_tracker")
             return tracking.BlankTracker(name)
         return tracking.get_tracker(self._run, name, unwrap)
 
     def _check_trackers(self) -> None:
-        """Refuse what can't be started, before there is anything to lose."""
+        """Refuse trackers that can't be started, before training."""
         tracking.plan_trackers(self.context.log_with, self.context.project.logging_dir)
 
-    def _say_not_started(self, method: str) -> None:
-        # Programs may start trackers on the main process alone, and log on all.
+    def _warn_not_started(self, method: str) -> None:
+        # Programs may start trackers on the main process only, and log on all.
         if self.context.log_with and self.context.is_main_process:
             self._warn_once(
                 "trackers",
-                f"Accelerator.{method}: trackers were asked for by log_with and none is at work, so this "
-                "goes nowhere (said once). Call init_trackers first.",
+                f"Accelerator.{method}: log_with names trackers, but none was started, so this does nothing "
+                "(this warning is shown once). Call init_trackers first.",
             )
 
     def _warn_once(self, topic: str, text: str) -> None:
@@ -214,5 +214,5 @@ class Extras(Holdings):
 
 @torch.no_grad()
 def _overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Overwrite a tensor with values that may have another shape. An expanded one gets memory of its own."""
+    """Overwrite a tensor with values of any shape. An expanded one gets memory of its own."""
     cast("Any", tensor).set_(values.clone(memory_format=torch.contiguous_format))

@@ -31,9 +31,9 @@ class LocalSGD:
                     optimizer.zero_grad()
                     local_sgd.step()
 
-    Gradients are not averaged inside. At the end the parameters are averaged once more; after an exception
-    they aren't, as other ranks may be elsewhere. The functions behind it are :func:`accelfn.local_sgd_step`
-    and :func:`accelfn.average_parameters`.
+    Gradients are not averaged inside. The parameters are averaged once more at the end, but not after an
+    exception, where other ranks may be elsewhere. The functions are :func:`accelfn.local_sgd_step` and
+    :func:`accelfn.average_parameters`.
 
     Ranks: every rank of the accelerator's world.
     """
@@ -41,24 +41,24 @@ class LocalSGD:
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int = 8, enabled: bool = True
     ) -> None:
-        """Train ``model`` so, unless ``enabled`` is False.
+        """Set up local SGD for ``model``; does nothing if ``enabled`` is False.
 
         Args:
-            accelerator: Prepared the model.
-            model: What prepare returned.
+            accelerator: The accelerator that prepared the model.
+            model: The prepared model.
             local_sgd_steps: Optimizer steps between two averages.
-            enabled: Whether anything is done.
+            enabled: Whether to do anything.
 
         Raises:
             ValueError: ``local_sgd_steps`` is below 1.
-            ConfigurationError: ``Guard.check_replicas_every`` is set, and would find that the ranks differ;
-                or the accelerator is in exact mode.
+            ConfigurationError: ``Guard.check_replicas_every`` is set, which would fail as ranks differ; or
+                the accelerator is in exact mode.
         """
         check_local_sgd("LocalSGD", accelerator.context if enabled else Context(), local_sgd_steps)
         if enabled and accelerator.context.guard.check_replicas_every is not None:
             raise ConfigurationError(
-                "LocalSGD: check_replicas_every compares parameters after optimizer steps, and here they are "
-                "meant to differ. Use a guard without it, and check_replicas behind the block."
+                "LocalSGD: check_replicas_every compares parameters after optimizer steps, and here they "
+                "differ on purpose. Use a guard without it, and check_replicas after the block."
             )
         self.enabled: bool = enabled and accelerator.num_processes > 1
         self.local_sgd_steps = local_sgd_steps
@@ -68,7 +68,7 @@ class LocalSGD:
         self._without_sync = ExitStack()
 
     def __enter__(self) -> Self:
-        """Leave gradients unaveraged from now on."""
+        """Stop averaging gradients."""
         if self.enabled:
             self._state = training.LocalSGDState()
             self._without_sync.enter_context(self._accelerator.no_sync(self._model))
@@ -77,7 +77,7 @@ class LocalSGD:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Average the parameters, unless an exception has come, and average gradients again."""
+        """Average the parameters, unless there is an exception, and average gradients again."""
         self._without_sync.close()
         if self.enabled and error is None:
             training.average_parameters(self._accelerator.context, self._model)

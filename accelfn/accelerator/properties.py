@@ -1,4 +1,4 @@
-"""What an Accelerator knows of its context, under Accelerate's names."""
+"""Properties of an Accelerator that it reads from its context, under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class _Read(Generic[T_co]):
 
 
 class ContextProperties:
-    """Questions that the context answers, and the few settings of it that may be changed.
+    """Properties of the context, and its few settings that may be changed.
 
     Attributes:
-        context: The frozen Context behind it. To change a setting puts another one in its place.
-        state: The context: what Accelerate keeps in its state objects.
+        context: The frozen Context. Changing a setting replaces it.
+        state: The context, in place of Accelerate's state objects.
         device: Device of this rank.
         distributed_type: Kind of world.
         num_processes: Number of ranks.
@@ -70,30 +70,30 @@ class ContextProperties:
         use_distributed: Whether there is more than one rank.
         multi_device: Whether there are several ranks on accelerators.
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
-        native_amp: Whether torch's autocast is at work.
-        fp8_backend: Engine of 8-bit matrix products: None, as this version has none.
+        native_amp: Whether torch's autocast is used.
+        fp8_backend: Engine of 8-bit matrix products: None, since there is none yet.
         dataloader_config: How loaders are sharded.
-        split_batches: Whether each batch of a loader is cut into one part for each rank.
-        dispatch_batches: Whether rank 0 reads for all.
-        use_seedable_sampler: What was asked for; a shuffled order is always a function of seed and epoch.
+        split_batches: Whether each batch of a loader is split into one part for each rank.
+        dispatch_batches: Whether rank 0 reads for all ranks.
+        use_seedable_sampler: The option's value; a shuffled order is always a function of seed and epoch.
         non_blocking: Whether copies to the device are asynchronous.
         use_stateful_dataloader: Whether loaders are torchdata's.
         device_placement: Whether models and batches are moved to the device.
         rng_types: Random states that a loader synchronises at the start of an epoch.
-        step_scheduler_with_optimizer: Whether a schedule moves only when its optimizer does.
-        project_configuration: Where outputs go.
+        step_scheduler_with_optimizer: Whether a scheduler only steps when its optimizer does.
+        project_configuration: Where outputs are written.
         project_dir: Directory for outputs.
         logging_dir: Directory for logs.
-        log_with: Trackers that were asked for: names, trackers and classes of these.
-        should_save_model: Whether this rank is the one of its node that writes a model's weights.
-        parallelism_config: Sizes of the mesh's axes; None where nobody asked for a mesh.
-        data_parallel_rank: Which copy of the model this rank works on.
-        data_parallel_shard_rank: Place among the ranks that share the parameters of one copy.
-        tensor_parallel_rank: Place among the ranks that share each layer.
-        pipeline_parallel_rank: Stage that this rank works on.
-        context_parallel_rank: Place among the ranks that share each sequence by context parallelism.
-        is_fsdp2: Whether models are sharded by FSDP2, which runs version 1's plugin too.
-        is_composable_parallelism_enabled: The same: FSDP2 goes with every other axis.
+        log_with: Configured trackers: names, trackers and classes of these.
+        should_save_model: Whether this rank writes a model's weights for its node.
+        parallelism_config: Sizes of the mesh's axes; None without a configured mesh.
+        data_parallel_rank: Index of this rank's copy of the model.
+        data_parallel_shard_rank: Index among the ranks that share the parameters of one copy.
+        tensor_parallel_rank: Index among the ranks that share each layer.
+        pipeline_parallel_rank: Index among the ranks with different pipeline stages.
+        context_parallel_rank: Index among the ranks that share each sequence by context parallelism.
+        is_fsdp2: Whether models are sharded by FSDP2, which also supports version 1's plugin.
+        is_composable_parallelism_enabled: The same: FSDP2 can be combined with every other axis.
     """
 
     context: Context
@@ -145,7 +145,7 @@ class ContextProperties:
 
     @property
     def even_batches(self) -> bool:
-        """Whether all ranks get equally many batches. May be set, for loaders that are prepared then."""
+        """Whether all ranks get equally many batches. Can be set, for loaders prepared later."""
         return self.context.loading.even_batches
 
     @even_batches.setter
@@ -166,10 +166,10 @@ class ContextProperties:
 
 
 class Holdings(ContextProperties):
-    """All that an Accelerator holds. Its public attributes are explained there."""
+    """The state of an Accelerator, whose docstring describes its public attributes."""
 
     def __init__(self, context: Context) -> None:
-        """Hold ``context``, and nothing that was prepared."""
+        """Start with ``context``, and no prepared objects."""
         self.context = context
         self.loops: dict[Loop, MicroBatch] = {}
         self.ended: list[MicroBatch] = []

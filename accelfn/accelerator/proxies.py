@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` returns for optimizers, schedulers and loaders: they follow the window."""
+"""The optimizers, schedulers and loaders that ``Accelerator.prepare`` returns: they follow the window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Whose rows may still be gathered when other loops have followed.
+# Finished passes whose rows can still be gathered.
 _REMEMBERED_PASSES = 8
 
 
@@ -29,7 +29,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __init__(self, accelerator: Accelerator, optimizer: Optimizer) -> None:
         """Use ``Accelerator.prepare`` instead."""
-        # Not Optimizer.__init__: the parameters have their groups and state already, in `optimizer`.
+        # Not Optimizer.__init__: `optimizer` has the parameters' groups and state.
         self.optimizer = optimizer
         self._accelerator = accelerator
 
@@ -49,7 +49,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Options of groups that don't have their own."""
+        """Default options of groups."""
         return self.optimizer.defaults
 
     @property
@@ -67,15 +67,15 @@ class AcceleratedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def train(self) -> None:
-        """Put a schedule-free optimizer into training mode; others have none."""
-        self._tell("train")
+        """Put a schedule-free optimizer into training mode; does nothing for others."""
+        self._call_if_present("train")
 
     def eval(self) -> None:
-        """Put a schedule-free optimizer into evaluation mode; others have none."""
-        self._tell("eval")
+        """Put a schedule-free optimizer into evaluation mode; does nothing for others."""
+        self._call_if_present("eval")
 
-    def _tell(self, what: str) -> None:
-        method = getattr(self.optimizer, what, None)
+    def _call_if_present(self, name: str) -> None:
+        method = getattr(self.optimizer, name, None)
         if callable(method):
             method()
 
@@ -95,7 +95,7 @@ class AcceleratedOptimizer(Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("optimizer", "_accelerator"):  # not set yet: copy and pickle look before __init__ has run
+        if name in ("optimizer", "_accelerator"):  # copy and pickle look them up before they are set
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -103,16 +103,15 @@ class AcceleratedOptimizer(Optimizer):
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Not Optimizer's, which would put its profiling hooks around this class's step, for all proxies.
+        # Not Optimizer's, which would wrap this class's step with profiling hooks, for all proxies.
         self.__dict__.update(state)
-        self._accelerator.optimizers.add(self.optimizer)  # a copied accelerator knows no optimizers yet
+        self._accelerator.optimizers.add(self.optimizer)  # a copied accelerator has none yet
 
 
 class AcceleratedScheduler:
-    """A learning rate schedule that moves once for each step that its optimizer really makes.
+    """A learning rate scheduler that steps once with each real step of its optimizer.
 
-    Where the accelerator was asked for Accelerate's arithmetic, it moves as many times as there are ranks.
-    Attributes other than those below are passed through to the scheduler.
+    With Accelerate's arithmetic it steps once for each rank. Other attributes are the scheduler's.
     """
 
     def __init__(self, accelerator: Accelerator, scheduler: LRScheduler) -> None:
@@ -125,9 +124,9 @@ class AcceleratedScheduler:
         return self._accelerator is accelerator
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move on by one, unless the optimizer did not step.
+        """Step once, unless the optimizer didn't step.
 
-        Of ``ReduceLROnPlateau`` every rank calls it: its metric is averaged over them.
+        With ``ReduceLROnPlateau`` every rank must call it: its metric is averaged over them.
         """
         accelerator = self._accelerator
         if accelerator.context.step_scheduler_with_optimizer:
@@ -154,15 +153,15 @@ class AcceleratedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("scheduler", "_accelerator"):  # not set yet: copy and pickle look before __init__ has run
+        if name in ("scheduler", "_accelerator"):  # copy and pickle look them up before they are set
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
 
 class AccumulateBlock:
-    """The block of ``Accelerator.accumulate``: a ``with`` statement that each batch goes through.
+    """The context manager of ``Accelerator.accumulate``, entered for each batch.
 
-    A class, since a generator would cost more.
+    A class, since a generator would be slower.
     """
 
     __slots__ = ("_accelerator", "_before", "_inner", "_micro")
@@ -193,18 +192,18 @@ class Loop:
     """One loop over a prepared loader.
 
     Attributes:
-        num_before: Passes that the accelerator remembered as it began.
+        num_before: Number of remembered passes when it began.
     """
 
     __slots__ = ("num_before",)
 
     def __init__(self, num_before: int) -> None:
-        """Begin with as many."""
+        """Start with the number of remembered passes."""
         self.num_before: int = num_before
 
 
 class AcceleratedDataLoader(PreparedDataLoader[T]):
-    """A prepared loader that tells its accelerator which batch is being worked on."""
+    """A prepared loader that sets its accelerator's current batch."""
 
     _accelerator: Accelerator
 
@@ -229,7 +228,7 @@ class AcceleratedDataLoader(PreparedDataLoader[T]):
                 del accelerator.ended[loop.num_before :]
                 accelerator.last_micro = accelerator.loops[loop] = micro
                 yield batch
-        finally:  # also after a break: an evaluation inside a loop must not change what that one sees
+        finally:  # also after a break: a nested evaluation must not change the outer loop's batch
             if loop in accelerator.loops:
                 accelerator.last_micro = accelerator.loops.pop(loop)
                 accelerator.ended.append(accelerator.last_micro)

@@ -1,4 +1,4 @@
-"""What an Accelerator has prepared and somebody still holds, and how it is called in checkpoints."""
+"""The prepared objects of an Accelerator that are still alive, and their names in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ T = TypeVar("T")
 
 
 class WeakRegistry(Generic[T]):
-    """Things in the order in which they came, and their names. None of them is kept alive by it."""
+    """Objects in order of registration, with names. They are held weakly."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start empty."""
         self._things: dict[int, tuple[weakref.ref[Any], str | None]] = {}
 
     def add(self, thing: T, name: str | None = None) -> None:
-        """Remember a thing until nobody else holds it. With ``name``, it is called so from now on."""
+        """Add an object, or name it."""
         number, things = id(thing), self._things
 
         def forget(reference: weakref.ref[T]) -> None:
-            # The name goes with the thing: the next one may get the same number.
+            # Also drops the name: another object may get the same id.
             if number in things and things[number][0] is reference:
                 del things[number]
 
         things[number] = weakref.ref(thing, forget), name or self.name_of(thing)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all objects."""
         self._things.clear()
 
     def name_of(self, thing: T) -> str | None:
-        """Return the name of a thing that is here; None where it has none."""
+        """Return the name of an object; None without one."""
         return self._things[id(thing)][1] if thing in self else None
 
     def __contains__(self, thing: object) -> bool:
@@ -53,23 +53,23 @@ class WeakRegistry(Generic[T]):
         return iter([thing for thing in found if thing is not None])
 
     def __reduce__(self) -> tuple[type[WeakRegistry[T]], tuple[()]]:
-        """Copy and pickle without the things: a copied thing adds itself."""
+        """Copy and pickle without the objects: copied objects add themselves."""
         return WeakRegistry, ()
 
 
 def _name_things(
     kind: str, things: Iterable[T], given: Callable[[T], str | None], describe: Callable[[T], str]
 ) -> dict[str, T]:
-    """Name each of some things: as it was named, else by its kind, else by what it is. Pure.
+    """Choose names for objects: the given name, else the kind, else the kind with a description. Pure.
 
     Args:
-        kind: Such as ``"model"``: the name of the only one that has none.
+        kind: Such as ``"model"``: the name of the only unnamed object.
         things: In any order.
-        given: Returns the name that a thing was given, or None.
-        describe: Says what a thing is, in a way that doesn't depend on when it was prepared.
+        given: Returns the given name of an object, or None.
+        describe: Describes an object independently of the order of preparation.
 
     Raises:
-        ConfigurationError: Two would have one name.
+        ConfigurationError: Two objects would have one name.
 
     >>> _name_things("loader", [[1, 2], [3]], lambda loader: None, lambda loader: str(len(loader)))
     {'loader.2': [1, 2], 'loader.1': [3]}
@@ -82,9 +82,9 @@ def _name_things(
             name = kind if is_alone else f"{kind}.{describe(thing)}"
         if name in named:
             raise ConfigurationError(
-                f"Two prepared objects ({kind}) would both be saved as {name!r}, and nothing but their order "
-                "distinguishes them. Name them where they are prepared, as in prepare(teacher=..., "
-                "student=...), or with checkpoint_names(teacher=..., student=...)."
+                f"Two prepared objects ({kind}) would both be saved as {name!r}, and only their order "
+                "distinguishes them. Name them in prepare(teacher=..., student=...), or with "
+                "checkpoint_names(teacher=..., student=...)."
             )
         named[name] = thing
     return named
@@ -96,7 +96,7 @@ def name_all(
     schedulers: WeakRegistry[LRScheduler],
     loaders: WeakRegistry[Any],
 ) -> dict[str, dict[str, Any]]:
-    """Return all that was prepared, by kind and name.
+    """Return all prepared objects, by kind and name.
 
     Raises:
         ConfigurationError: Two objects would have one name.
@@ -116,7 +116,7 @@ def name_all(
         found = [name for name, optimizer in named_optimizers.items() if optimizer is inner]
         return "+".join(found) or type(scheduler).__name__
 
-    # What skips batches of another loader has that one's place.
+    # A loader that skips batches of another one shares its position.
     places: list[Any] = []
     for one in loaders:
         if not any(passes_of(one).is_shared_with(passes_of(other)) for other in places):

@@ -1,4 +1,4 @@
-"""The methods of an Accelerator that write and read checkpoints."""
+"""Checkpoint methods of an Accelerator."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
 class Saving(Holdings):
-    """What an Accelerator does with checkpoints.
+    """Checkpoint methods of an Accelerator.
 
-    What is saved goes by names: the keyword that an object was prepared or registered with, else its kind
-    (``model``, ``optimizer``, ...) where it is the only one of it, else what distinguishes it.
+    Objects are saved by name: the keyword that they were prepared or registered with, else their kind
+    (``model``, ``optimizer``, ...) if there is only one, else the kind with a description.
     """
 
     step: int
 
     @property
     def save_iteration(self) -> int:
-        """Number of the next checkpoint that is named by itself, unless there are later ones already."""
+        """Number of the next automatically named checkpoint, unless there are later ones already."""
         return self._next_number
 
     # --- what is saved ---------------------------------------------------------------------------
 
     def checkpoint_names(self, **objects: Any) -> None:
-        """Return how prepared objects are called in checkpoints, where several are of one kind.
+        """Name prepared objects in checkpoints, where several are of one kind.
 
-        ``prepare`` takes objects by keyword, too, and names them so. A name goes with its object.
+        ``prepare`` also takes objects by keyword, and names them so. Names belong to the objects.
 
         Raises:
-            ValueError: One of them was not prepared. None of them is named then.
+            ValueError: One of them was not prepared. No name was set.
         """
         found: list[tuple[WeakRegistry[Any], Any, str]] = []
         for name, thing in objects.items():
@@ -60,36 +60,34 @@ class Saving(Holdings):
             held = next((held for held in self._all_held() if inner in held), None)
             if held is None:
                 raise ValueError(
-                    f"checkpoint_names: {name} was not prepared. Pass what prepare returned; what needs no "
-                    "preparing has its name from register_for_checkpointing(name=object)."
+                    f"checkpoint_names: {name} was not prepared. Pass an object that prepare returned; other "
+                    "objects get their names in register_for_checkpointing(name=object)."
                 )
             found.append((held, inner, name))
         for held, inner, name in found:
             held.add(inner, name)
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Let ``save_state`` and ``load_state`` take further objects, by keyword or by their class's name.
-
-        They are kept alive by it.
+        """Save and load further objects, named by keyword or by their class. They are kept alive.
 
         Raises:
-            ValueError: Objects without ``state_dict`` and ``load_state_dict``, all of which are named; or two
-                would have one name. Nothing is registered then.
+            ValueError: Objects without ``state_dict`` and ``load_state_dict``; or two would have one name.
+                Nothing is registered then.
         """
-        asked = [*((type(one).__name__, one) for one in objects), *named.items()]
+        items = [*((type(item).__name__, item) for item in objects), *named.items()]
         wrong = [
-            f"{name} ({one!r:.60})"
-            for name, one in asked
-            if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict"))
+            f"{name} ({item!r:.60})"
+            for name, item in items
+            if not all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict"))
         ]
         if wrong:
             raise ValueError(
-                "register_for_checkpointing: objects need state_dict and load_state_dict, and these lack "
-                f"one: {', '.join(wrong)}. Nothing was registered."
+                "register_for_checkpointing: objects need state_dict and load_state_dict, but these have no "
+                f"such methods: {', '.join(wrong)}. Nothing was registered."
             )
         registered = dict(self._registered)
-        for name, one in asked:
-            if registered.setdefault(name, one) is not one:
+        for name, item in items:
+            if registered.setdefault(name, item) is not item:
                 raise ValueError(
                     f"register_for_checkpointing: two objects would be saved as {name!r}. Name them, as in "
                     "register_for_checkpointing(first=..., second=...). Nothing was registered."
@@ -99,22 +97,22 @@ class Saving(Holdings):
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes.
 
-        ``output_dir`` is a directory beside the checkpoint to be. What hooks put into it, also in directories
-        of its own, becomes part of the checkpoint. ``weights`` are the state dicts of the models. A model is
-        not saved when the hook takes its state dict out of the list on the main process.
+        ``output_dir`` is a directory next to the future checkpoint; everything that hooks write into it
+        becomes part of the checkpoint. ``weights`` has the models' state dicts. A model isn't saved if the
+        hook removes its state dict from the list on the main process.
 
         Returns:
-            A handle; ``remove()`` takes the hook away.
+            A handle, whose ``remove()`` removes the hook.
         """
         return _add_hook(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
 
-        The files in ``input_dir`` are verified. A model that the hook takes out of the list isn't loaded.
+        The files in ``input_dir`` are verified. A model that the hook removes from the list isn't loaded.
 
         Returns:
-            A handle; ``remove()`` takes the hook away.
+            A handle, whose ``remove()`` removes the hook.
         """
         return _add_hook(self._load_hooks, hook)
 
@@ -158,21 +156,21 @@ class Saving(Holdings):
         allow_drift: bool = False,
         **save_model_func_kwargs: Any,
     ) -> Path | checkpoint.SaveHandle:
-        """Save all that was prepared or registered, as one checkpoint; see :func:`accelfn.save_state`.
+        """Save all prepared and registered objects as one checkpoint; see :func:`accelfn.save_state`.
 
         Ranks: every rank.
 
         Args:
-            output_dir: The checkpoint. With ``automatic_checkpoint_naming`` None: the next one in
+            output_dir: The checkpoint. None with ``automatic_checkpoint_naming``: the next one in
                 ``checkpoints`` of the project's folder, of which ``total_limit`` are kept.
-            safe_serialization: False puts the models' weights into it once more, for other programs, pickled:
-                ``pytorch_model.bin``, or ``pytorch_model_NAME.bin`` where there are several.
+            safe_serialization: False also writes the models' weights as pickles, for other programs:
+                ``pytorch_model.bin``, or ``pytorch_model_NAME.bin`` for several.
             asynchronous: Write in the background.
-            step: What you count. With automatic naming it is the checkpoint's number.
-            metric: What you measure, for keeping the best.
-            keep: Which other checkpoints stay; instead of ``total_limit``.
+            step: Your step count. With automatic naming it is the checkpoint's number.
+            metric: Your metric, to keep the best checkpoints.
+            keep: Which other checkpoints stay; overrides ``total_limit``.
             allow_drift: Save replicas of a model that differ between ranks, each rank's own.
-            **save_model_func_kwargs: Nothing takes any: an error that names them.
+            **save_model_func_kwargs: Not supported: an error that names them.
 
         Returns:
             The checkpoint's path, on every rank; a handle with ``asynchronous``.
@@ -181,7 +179,7 @@ class Saving(Holdings):
             ConfigurationError: Neither a directory nor automatic naming, or both; nothing was prepared; or
                 objects need names.
             TypeError: Other keywords.
-            Exception: As :func:`accelfn.save_state` does, and whatever a hook raises.
+            Exception: As :func:`accelfn.save_state`, or raised by a hook.
         """
         phases = CollectivePhases(self.context, "save_state")
 
@@ -190,11 +188,11 @@ class Saving(Holdings):
             return self._choose_number(output_dir, step), self._tree()
 
         chosen, error = catch(prepare)
-        said = phases.gather("number", json.dumps(chosen and chosen[0]), error)
+        numbers_by_rank = phases.gather("number", json.dumps(chosen and chosen[0]), error)
         number, tree = cast("tuple[int, dict[str, Any]]", chosen)
         if output_dir is None:
             # The disk may look different from other ranks.
-            numbers = [json.loads(one) for one in said]
+            numbers = [json.loads(text) for text in numbers_by_rank]
             number = max(numbers) if self.context.project.save_on_each_node else numbers[0]
             limit = self.context.project.total_limit
             target, step = self._folder("save_state") / f"checkpoint_{number}", number
@@ -228,30 +226,30 @@ class Saving(Holdings):
         map_location: str | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load all that was prepared or registered; see :func:`accelfn.load_state`.
+        """Load all prepared and registered objects; see :func:`accelfn.load_state`.
 
-        Prepared loaders go on where they were, so nothing is to be skipped by hand. Current gradients, which
+        Prepared loaders continue where they were, so don't skip batches yourself. Current gradients, which
         are of other weights, are cleared.
 
         Ranks: every rank.
 
         Args:
-            input_dir: A checkpoint, or a directory of checkpoints for the newest in it. With
-                ``automatic_checkpoint_naming`` None: the newest of the project.
-            load_kwargs: For torch.load, which isn't used: ``{"weights_only": ...}`` or nothing.
+            input_dir: A checkpoint, or a directory of checkpoints for the newest in it. None with
+                ``automatic_checkpoint_naming``: the newest of the project.
+            load_kwargs: Options of torch.load, which isn't used: ``{"weights_only": ...}`` or nothing.
             strict: Refuse models whose state dict has other names.
             random_state: Whether to restore random states.
-            partial: What of the checkpoint needn't be prepared here: True for all of it, or paths such as
-                ``["optimizers", "models/critic"]``.
-            map_location: ``"cpu"``, ``"on_device"`` or None. Everything is read to the CPU and put where it
-                belongs in any case.
-            **load_model_func_kwargs: Nothing takes any: an error that names them.
+            partial: Parts of the checkpoint that needn't be prepared here: True for all of it, or paths such
+                as ``["optimizers", "models/critic"]``.
+            map_location: ``"cpu"``, ``"on_device"`` or None. In any case everything is read to the CPU and
+                moved to its device.
+            **load_model_func_kwargs: Not supported: an error that names them.
 
         Raises:
             ConfigurationError: Neither a directory nor automatic naming, or objects need names.
             TypeError: Another ``map_location``, or other keywords.
-            Exception: As :func:`accelfn.load_state` does, and whatever a hook raises. Nothing was changed,
-                but by hooks.
+            Exception: As :func:`accelfn.load_state`, or raised by a hook. Nothing was changed, except by
+                hooks.
         """
         phases = CollectivePhases(self.context, "load_state")
 
@@ -284,8 +282,8 @@ class Saving(Holdings):
         loaded = checkpoint.load_state(
             self.context, place, tree, strict=strict, random_state=random_state, partial=partial
         )
-        for one in (*self.models, *self.optimizers):
-            one.zero_grad()
+        for item in (*self.models, *self.optimizers):
+            item.zero_grad()
         loop = loaded["loop"]
         self.step, self._next_number = loop["step"], loop["next_number"]
         if loop["scales_loss"] and self.context.precision.scales_loss:
@@ -306,7 +304,7 @@ class Saving(Holdings):
         return checkpoint.save_model(self.context, model, save_directory, max_shard_size, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return the whole state of a model, also of one that is cut over ranks.
+        """Return the complete state of a model, which may be sharded or pipelined.
 
         See :func:`accelfn.checkpoint.get_state_dict`.
         """
@@ -322,17 +320,17 @@ class Saving(Holdings):
         return self.models, self.optimizers, self.schedulers, self.loaders
 
     def _tree(self, *, is_to_load: bool = False) -> dict[str, Any]:
-        """Return all that is saved, by name."""
+        """Return the tree to save, by name."""
         if not self._registered and not any(thing for held in self._all_held() for thing in [*held]):
             raise ConfigurationError(
-                f"{'load' if is_to_load else 'save'}_state: nothing was prepared or registered, or nobody "
-                "holds it any more. Keep what prepare returned."
+                f"{'load' if is_to_load else 'save'}_state: no prepared or registered object is alive. Keep "
+                "the objects that prepare returned."
             )
         named: dict[str, dict[str, Any]] | None = None
         with suppress(ConfigurationError):
             named = name_all(*self._all_held())
         if named is None:
-            gc.collect()  # objects that nobody holds any more may still wait for it
+            gc.collect()  # dead objects in reference cycles may still have names
             named = name_all(*self._all_held())
         return {
             **named,
@@ -355,7 +353,7 @@ class Saving(Holdings):
         return Path(folder).expanduser() / "checkpoints"
 
     def _choose_number(self, output_dir: object, step: int | None) -> int:
-        """Choose the next number: above all that there are, so that a run that resumes can go on saving."""
+        """Choose the next number, above all existing ones, so that a resumed run can save."""
         if not self.context.project.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ConfigurationError(
@@ -365,8 +363,8 @@ class Saving(Holdings):
             return self._next_number
         if output_dir is not None or step is not None:
             raise ConfigurationError(
-                "save_state: automatic_checkpoint_naming chooses the directory and its number, and "
-                f"{'step' if output_dir is None else 'output_dir'} was given too. Leave one of the two out."
+                "save_state: automatic_checkpoint_naming chooses the directory and its number, but "
+                f"{'step' if output_dir is None else 'output_dir'} was passed too. Leave one of the two out."
             )
         folder = self._folder("save_state")
         names = os.listdir(folder) if folder.is_dir() else []
@@ -377,9 +375,9 @@ class Saving(Holdings):
     def _files(
         self, target: Path, models: dict[str, nn.Module], is_safe: bool
     ) -> Generator[Path | None, None, None]:
-        """Return the directory of what hooks write and of pickled weights; None where there is nothing.
+        """Yield the directory for files of hooks and pickled weights; None if there are none.
 
-        Models that hooks don't want to be saved are taken out of ``models``.
+        Models that hooks exclude are removed from ``models``.
         """
         if is_safe and not self._save_hooks:
             yield None
@@ -387,7 +385,7 @@ class Saving(Holdings):
         phases = CollectivePhases(self.context, "save_state")
         with checkpoint.folder_for_files(self.context, target) as folder:
             kept, error = catch(lambda: _run_save_hooks(self._save_hooks, models, folder))
-            # Many hooks take weights out on the main process alone, where they save them.
+            # Many hooks remove weights on the main process only, where they save them.
             names = json.loads(phases.gather("hooks", json.dumps(kept), error)[0])
             for name in models.keys() - set(names):
                 del models[name]
@@ -399,14 +397,14 @@ class Saving(Holdings):
 
 
 def _add_hook(hooks: Hooks, hook: Callable[..., None]) -> RemovableHandle:
-    """Add a hook behind the others, and return what removes it."""
+    """Append a hook, and return the handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
 
 
 def _run_save_hooks(hooks: Hooks, models: Mapping[str, nn.Module], folder: Path) -> list[str]:
-    """Call ``hook(models, weights, folder)``, and return the names of the models that are left to be saved.
+    """Call ``hook(models, weights, folder)``, and return the names of the models to save.
 
     Raises:
         ConfigurationError: A hook has changed weights.
@@ -421,7 +419,7 @@ def _run_save_hooks(hooks: Hooks, models: Mapping[str, nn.Module], folder: Path)
     left = list(states.values())
     for hook in tuple(hooks.values()):
         hook(list(models.values()), left, str(folder))
-    kept = [name for name, state in states.items() if any(one is state for one in left)]
+    kept = [name for name, state in states.items() if any(item is state for item in left)]
     are_same = all(
         states[name].keys() == before[name].keys()
         and all(states[name][key] is value for key, value in before[name].items())
@@ -429,20 +427,20 @@ def _run_save_hooks(hooks: Hooks, models: Mapping[str, nn.Module], folder: Path)
     )
     if not are_same or len(kept) != len(left):
         raise ConfigurationError(
-            "save_state: a hook has changed the weights, and what is saved is the model itself. Take the "
-            "whole entry out of weights, and write the weights that you want to output_dir."
+            "save_state: a hook has changed the weights, but the model itself is saved. Remove the entry "
+            "from weights, and write your own weights to output_dir."
         )
     return kept
 
 
 def _run_load_hooks(hooks: Hooks, models: Mapping[str, nn.Module], place: Path) -> dict[str, nn.Module]:
-    """Call ``hook(models, place)``, and return the models that are left to be loaded."""
+    """Call ``hook(models, place)``, and return the models to load."""
     left = list(models.values())
     for hook in tuple(hooks.values()):
         hook(left, str(place))
-    return {name: model for name, model in models.items() if any(one is model for one in left)}
+    return {name: model for name, model in models.items() if any(item is model for item in left)}
 
 
 def _refuse_unknown(operation: str, options: Mapping[str, Any]) -> None:
     if options:
-        raise TypeError(f"{operation}: nothing here takes {', '.join(sorted(options))}.")
+        raise TypeError(f"{operation}: unknown arguments: {', '.join(sorted(options))}.")

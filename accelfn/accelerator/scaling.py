@@ -1,4 +1,4 @@
-"""The newest scaler states of an Accelerator: one loss scale serves all its optimizers."""
+"""The scaler states of an Accelerator: one loss scale for all its optimizers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from accelfn.training.prepare import parameters_of
 
 
 class Scaling:
-    """Keeps what the functions take and return, for optimizers that may step at different times.
+    """Keeps the states of the functions, for optimizers that may step at different times.
 
-    As in torch's GradScaler, the losses of all are multiplied by one scale, each optimizer skips its own
-    steps, and the scale moves once for all steps that were made since the latest loss.
+    As in torch's GradScaler, all losses are multiplied by one scale, each optimizer skips its own steps, and
+    the scale is updated once for all steps since the latest loss.
     """
 
     def __init__(self, ctx: Context, optimizers: WeakRegistry[Optimizer]) -> None:
-        """Begin for what ``optimizers`` holds."""
+        """Start for the optimizers of a registry."""
         self._optimizers = optimizers
         self._state = training.init_scaler(ctx)
-        # By optimizer: the state of its gradients, after its steps since the latest loss, and after its
+        # By optimizer: the state of its unscaled gradients, of its steps since the latest loss, and of its
         # latest step.
         self._unscaled: dict[int, ScalerState] = {}
         self._stepped: dict[int, ScalerState] = {}
@@ -35,11 +35,11 @@ class Scaling:
 
     @property
     def state(self) -> ScalerState:
-        """The state that the next loss is scaled by."""
+        """The state of the next loss."""
         return self._state
 
     def settled(self, ctx: Context) -> ScalerState:
-        """Return the state for another loss, as the steps since the latest one make it. Changes nothing."""
+        """Return the state for the next loss, updated by the steps since the latest one. Changes nothing."""
         if not self._stepped:
             return self._state
         state = self._state
@@ -49,21 +49,25 @@ class Scaling:
         return state._replace(weight=None)
 
     def restore(self, state: ScalerState) -> None:
-        """Go on from a state that was saved. What is known of current gradients is forgotten."""
+        """Continue from a saved state, and forget the current gradients."""
         self._state = state
         self._unscaled, self._stepped, self._latest = {}, {}, {}
 
     def begin_loss(self, ctx: Context) -> ScalerState:
-        """Follow the steps since the latest loss, and give the state for another one."""
-        if self._stepped:  # only where there is something to divide by
+        """Update the state by the steps since the latest loss, and return it for the next one."""
+        if self._stepped:
             before = self._state
-            # Others may be in a window, with gradients at the old scale.
-            waiting = [one for one in self._optimizers if not {id(one)} & {*self._stepped, *self._unscaled}]
+            # Other optimizers may be inside a window, with gradients at the old scale.
+            waiting = [
+                optimizer
+                for optimizer in self._optimizers
+                if not {id(optimizer)} & {*self._stepped, *self._unscaled}
+            ]
             if before.weight is not None and any(map(_has_gradients, waiting)):
                 raise ConfigurationError(
-                    "backward: an optimizer has stepped, and another one still waits with gradients of "
-                    "losses that have weights, which are divided once for all. Let all step before the next "
-                    "loss, or use the functions, with a ScalerState for each optimizer."
+                    "backward: an optimizer has stepped while another one still has gradients of losses with "
+                    "weights, which are divided once for all. Step all optimizers before the next loss, or "
+                    "use the functions, with a ScalerState for each optimizer."
                 )
             self._state = self.settled(ctx)
             if ctx.precision.scales_loss:
@@ -73,33 +77,33 @@ class Scaling:
 
     def end_loss(self, state: ScalerState) -> None:
         """Store the state that ``backward`` returned."""
-        # Where a window is open, the proxies of optimizers do nothing.
+        # While a window is open, the proxies of optimizers do nothing.
         self._state = state._replace(is_open=None)
 
     def reset(self) -> None:
-        """Forget the weight of losses, and what is known of the current gradients, which are gone."""
+        """Forget the losses' weight and the current gradients, which were cleared."""
         self.restore(self._state._replace(weight=None))
 
     def unscale(self, ctx: Context, optimizers: Iterable[Optimizer]) -> ScalerState:
-        """Divide the gradients of some optimizers, each once, and give a state that says so."""
-        # Each optimizer continues from the state of the losses by itself: a copy of it.
+        """Divide the gradients of optimizers, each once; return the last state."""
+        # Each optimizer continues from its own copy of the losses' state.
         state = self._state
-        for one in optimizers:
-            state = self._unscaled.get(id(one), self._state)._replace()
-            self._unscaled[id(one)] = state = training.unscale_gradients(ctx, one, state)
+        for optimizer in optimizers:
+            state = self._unscaled.get(id(optimizer), self._state)._replace()
+            self._unscaled[id(optimizer)] = state = training.unscale_gradients(ctx, optimizer, state)
         return state
 
     def unscale_for(self, ctx: Context, parameters: Sequence[torch.Tensor]) -> ScalerState:
-        """Divide the gradients of the optimizers that some parameters belong to."""
+        """Divide the gradients of the optimizers that have some of the parameters."""
         if not ctx.precision.scales_loss and self._state.weight is None:
             return self._state
         wanted = {id(parameter) for parameter in parameters}
-        owners = [one for one in self._optimizers if parameters_of(one) & wanted]
-        # Without an optimizer, these are nobody's gradients, and taken as they are.
+        owners = [optimizer for optimizer in self._optimizers if parameters_of(optimizer) & wanted]
+        # Gradients of parameters without an optimizer are not divided.
         return self.unscale(ctx, owners)._replace(unscaled=(id(self),))
 
     def step(self, ctx: Context, optimizer: Optimizer) -> None:
-        """Let an optimizer step unless its gradients overflowed; they stay."""
+        """Step an optimizer unless its gradients overflowed; its gradients stay."""
         if not ctx.precision.scales_loss and self._state.weight is None:
             training.optimizer_step(ctx, optimizer, self._state._replace(), clear_gradients=False)
             return
@@ -113,7 +117,7 @@ class Scaling:
         return state is not None and training.step_was_skipped(ctx, state)
 
     def welcome(self, optimizer: Optimizer) -> None:
-        """Forget what is stored under an optimizer's id: another one may have had it."""
+        """Forget states under an optimizer's id, which another optimizer may have had."""
         for states in (self._unscaled, self._stepped, self._latest):
             states.pop(id(optimizer), None)
 

@@ -1,8 +1,8 @@
-"""Attention over sequences that several ranks share: ring attention (``cp``), and by heads (``sp``).
+"""Attention over sequences that ranks share: ring attention (``cp``), or by exchanging heads (``sp``).
 
-Modules of attention call ``F.scaled_dot_product_attention`` with this rank's piece of the sequence. Inside of
-their ``forward`` that call is answered over the ranks, by a mode of the thread: nothing is patched, and where
-a block is computed again in the backward, so is the mode.
+Attention modules call ``F.scaled_dot_product_attention`` with this rank's part of the sequence. Inside their
+``forward``, a thread-local function mode computes that call over the ranks: nothing is patched, and a block
+that is recomputed in the backward pass enters the mode again.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _DIM = 2  # of the sequence, in (rows, heads, length, features)
-_WIDEST = 256  # features of a head that flash attention takes
+_MAX_FEATURES = 256  # of a head, in flash attention
 
 
 class _Kernel(NamedTuple):
-    """Attention inside of one piece, and its backward.
+    """A torch operator for attention within one part of the sequence, and its backward.
 
     Attributes:
-        name: Of torch's operator; that of its backward is the same with ``_backward``.
-        grad_name: What the backward calls the gradient of the output.
-        rest: What the forward gives beside output and logsumexp, as the backward calls it.
-        forward_options: More arguments of the forward.
-        backward_options: More arguments of the backward.
+        name: Name of torch's operator; its backward has the suffix ``_backward``.
+        grad_name: The backward's argument for the gradient of the output.
+        rest: The forward's results after output and logsumexp, as the backward's arguments.
+        forward_options: Further arguments of the forward.
+        backward_options: Further arguments of the backward.
     """
 
     name: str
@@ -80,24 +80,24 @@ def ring_attention(
     rotation: str = "allgather",
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return causal attention over the sequence that the ranks of ``group`` have in head-tail pieces.
+    """Return causal attention over a sequence that the ranks of ``group`` hold in head-tail parts.
 
-    Of ``2 * P`` equal chunks rank ``r`` of ``P`` has the chunks ``r`` and ``2 * P - 1 - r``, so that ranks
-    have equal work. Differentiable once.
+    Of ``2 * P`` equal chunks, rank ``r`` of ``P`` has the chunks ``r`` and ``2 * P - 1 - r``, so that all
+    ranks do equal work. Differentiable once.
 
     Ranks: every rank of ``group``, forward and backward.
 
     Args:
-        query: Shape ``(rows, heads, length, features)``, with the length of this rank's piece.
-        key: The same shape, dtype and device.
-        value: Likewise.
-        group: Over real processes.
-        rotation: How keys and values reach other ranks: "allgather", all at once, or "alltoall", one rank's
-            at a time.
-        scale: Of the scores; None for one over the root of ``features``.
+        query: Shape ``(rows, heads, length, features)``, with the length of this rank's part.
+        key: Same shape, dtype and device.
+        value: Same shape, dtype and device.
+        group: Of processes.
+        rotation: How keys and values reach other ranks: "allgather", all at once, or "alltoall", from one
+            rank at a time.
+        scale: Of the scores; None for ``features ** -0.5``.
 
     Returns:
-        This rank's piece, as ``query``.
+        This rank's part, shaped like ``query``.
     """
     return cast("torch.Tensor", cast("Any", _Ring).apply(query, key, value, group, rotation, scale))
 
@@ -107,12 +107,12 @@ def _kernel_for(query: torch.Tensor) -> _Kernel:
         return _ON_CPU
     features = query.shape[-1]
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    return _FLASH if is_half and features % 8 == 0 and features <= _WIDEST else _EFFICIENT
+    return _FLASH if is_half and features % 8 == 0 and features <= _MAX_FEATURES else _EFFICIENT
 
 
 @contextmanager
 def _rotating(rotation: str) -> Generator[Any, None, None]:
-    """Yield torch's private module, with the options of the process set for one call."""
+    """Yield torch's private module, with its process-wide options set for one call."""
     from torch.distributed.tensor.experimental import _context_parallel
 
     torchs: Any = _context_parallel._attention  # pyright: ignore[reportPrivateUsage]
@@ -128,7 +128,7 @@ def _rotating(rotation: str) -> Generator[Any, None, None]:
 
 
 class _Ring(torch.autograd.Function):
-    """The loop over the ranks, and the loop back."""
+    """The loop over the ranks, and its backward."""
 
     @staticmethod
     def forward(
@@ -155,7 +155,7 @@ class _Ring(torch.autograd.Function):
                 **kernel.forward_options,
             )
         named = dict(zip(kernel.rest, rest, strict=False))
-        ctx.tensors = [name for name, one in named.items() if isinstance(one, torch.Tensor)]
+        ctx.tensors = [name for name, tensor in named.items() if isinstance(tensor, torch.Tensor)]
         ctx.others = {name: one for name, one in named.items() if name not in ctx.tensors}
         ctx.save_for_backward(query, key, value, output, logsumexp, *(named[name] for name in ctx.tensors))
         ctx.settings = kernel, group, rotation, scale
@@ -190,9 +190,9 @@ class _Ring(torch.autograd.Function):
 
 _NAMED = re.compile("attention|attn", re.IGNORECASE)
 _MASK = "attention_mask"
-# What modules of transformers that look at a part of the sequence alone call its length.
+# Attributes of transformers modules that only attend to a part of the sequence.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-_HINT = "a module of attention is one whose class or name has attn or attention in it, or that says num_heads"
+_HINT = "attention modules are those with attn or attention in their class or name, or with num_heads"
 
 
 class AttentionPlan(NamedTuple):
@@ -201,8 +201,8 @@ class AttentionPlan(NamedTuple):
     Attributes:
         axis: "cp", by passing keys and values from rank to rank; or "sp", by exchanging heads.
         size: Ranks that share a sequence.
-        rotation: How keys and values travel along "cp": "allgather" or "alltoall"; "" along "sp".
-        modules: Names of the modules of attention.
+        rotation: How keys and values are exchanged along "cp": "allgather" or "alltoall"; "" along "sp".
+        modules: Names of the attention modules.
     """
 
     axis: Literal["cp", "sp"]
@@ -218,32 +218,30 @@ def plan_attention(
     size: int,
     model: nn.Module | None = None,
 ) -> AttentionPlan:
-    """Return how attention is computed over ranks that share sequences. Pure.
+    """Plan attention over ranks that share sequences. Pure.
 
     Args:
-        config: How keys and values travel along "cp"; None for the default.
+        config: How keys and values are exchanged along "cp"; None for the default.
         facts: Of the model, with the heads that each rank has.
-        axis: That the ranks are along.
-        size: Their number.
-        model: That of the facts; None where there are facts alone.
+        axis: The axis that the ranks are along.
+        size: Number of ranks.
+        model: The model of the facts, if there is one.
 
     Raises:
-        ConfigurationError: The model has no module of attention, or one that can't share a sequence: one
-            whose heads don't divide, that looks at a window, or that isn't computed by torch's
-            ``scaled_dot_product_attention``.
+        ConfigurationError: The model has no attention module, or one that can't share a sequence: its heads
+            don't divide, it attends to a window, or it doesn't use torch's ``scaled_dot_product_attention``.
     """
     if "MultiheadAttention" in facts.kinds.values():
         name = next(name for name, kind in facts.kinds.items() if kind == "MultiheadAttention")
         raise ConfigurationError(
-            f"{axis}_size: {name} is torch's nn.MultiheadAttention, which doesn't let a sequence be shared. "
-            "Write attention with F.scaled_dot_product_attention, or leave "
-            f"{axis}_size out."
+            f"{axis}_size: {name} is torch's nn.MultiheadAttention, which can't share a sequence over ranks. "
+            f"Write attention with F.scaled_dot_product_attention, or leave {axis}_size out."
         )
     names = tuple(name for name in facts.kinds if name and _is_attention(name, facts))
     if not names:
         raise ConfigurationError(
-            f"{axis}_size: {facts.kinds['']} has no module of attention to share sequences in: {_HINT}. "
-            f"Rename it, or leave {axis}_size out."
+            f"{axis}_size: {facts.kinds['']} has no attention module: {_HINT}. Rename it, or leave "
+            f"{axis}_size out."
         )
     if axis == "sp":
         _check_heads(facts, names, size)
@@ -256,11 +254,11 @@ def plan_attention(
 def _is_attention(name: str, facts: ModelFacts) -> bool:
     if name in facts.containers or name in facts.layers:
         return False
-    own = name.rpartition(".")[2]
-    if "norm" in f"{own} {facts.kinds[name]}".lower():  # such as post_attention_layernorm
+    leaf = name.rpartition(".")[2]
+    if "norm" in f"{leaf} {facts.kinds[name]}".lower():  # such as post_attention_layernorm
         return False
-    states = name in facts.heads and bool(facts.heads[name].counts)
-    return states or bool(_NAMED.search(own)) or bool(_NAMED.search(facts.kinds[name]))
+    has_heads = name in facts.heads and bool(facts.heads[name].counts)
+    return has_heads or bool(_NAMED.search(leaf)) or bool(_NAMED.search(facts.kinds[name]))
 
 
 def _check_heads(facts: ModelFacts, names: Sequence[str], size: int) -> None:
@@ -268,30 +266,29 @@ def _check_heads(facts: ModelFacts, names: Sequence[str], size: int) -> None:
         for key, count in facts.heads[name].counts.items() if name in facts.heads else ():
             if count % size:
                 raise ConfigurationError(
-                    f"sp_size: ranks exchange heads, so sp_size must divide their number: {name} has "
-                    f"{key}={count} on each rank, and sp_size={size}. Fitting: {_divisors(count)}; or use "
-                    "cp_size."
+                    f"sp_size must divide the number of heads, which ranks exchange: {name} has "
+                    f"{key}={count} on each rank, got sp_size={size}. Use {_divisors(count)}, or use cp_size."
                 )
 
 
 def _divisors(count: int) -> str:
-    return ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+    return " or ".join(str(size) for size in range(1, count + 1) if count % size == 0)
 
 
 def _check_kind(model: nn.Module, axis: str, names: Sequence[str]) -> None:
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind is not None and kind != "sdpa":
         raise ConfigurationError(
-            f"{axis}_size: {type(model).__name__} computes attention by {kind!r}, which doesn't let a "
-            'sequence be shared. Load it with attn_implementation="sdpa".'
+            f"{axis}_size: {type(model).__name__} computes attention by {kind!r}, which can't share a "
+            'sequence over ranks. Load it with attn_implementation="sdpa".'
         )
     for name in names:
         for key in _WINDOWS:
             window = vars(model.get_submodule(name)).get(key)
             if window is not None:
                 raise ConfigurationError(
-                    f"{axis}_size: {name} has {key}={window}: from a piece of a sequence its mask can't be "
-                    f"built. Set {key} to None in the model's configuration, or leave {axis}_size out."
+                    f"{axis}_size: {name} has {key}={window}, whose mask can't be built from a part of a "
+                    f"sequence. Set {key} to None in the model's configuration, or leave {axis}_size out."
                 )
 
 
@@ -309,7 +306,7 @@ class _Call(NamedTuple):
 
 
 class _Sharing:
-    """The ranks that share a sequence, as modules of attention know them; those of a copy share them too."""
+    """The ranks that share a sequence; copies of a model share one instance."""
 
     def __init__(
         self, plan: AttentionPlan, group: dist.ProcessGroup, ring: Callable[..., torch.Tensor]
@@ -318,7 +315,7 @@ class _Sharing:
         self.group = group
         self.ring = ring
         self.has_answered: bool = False
-        self.is_checked: bool = False  # a whole forward pass had all its attention answered
+        self.is_checked: bool = False  # whether a first forward pass used the modules' attention only
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Sharing:
         return self
@@ -327,26 +324,26 @@ class _Sharing:
         return ConfigurationError(f"attention with {self.plan.axis}_size={self.plan.size}: {what}. {advice}")
 
     def refuse(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Refuse a call of attention that nobody answers over the ranks."""
+        """Refuse a call of attention outside of the attention modules."""
         raise self.refusal(
-            "the model calls attention outside of what was taken for modules of attention "
-            f"({', '.join(self.plan.modules)}), where it would see this rank's piece alone",
-            f"Put it into a module of its own: {_HINT}.",
+            f"the model calls attention outside of its attention modules ({', '.join(self.plan.modules)}), "
+            "where it would only attend to this rank's part of the sequence",
+            f"Move it into a module of its own: {_HINT}.",
         )
 
     def answer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return this rank's piece of attention over the whole sequence."""
+        """Return this rank's part of attention over the complete sequence."""
         call = _Call(*args, **kwargs)
         query, key, value = call[:3]
         if query.dim() != 4 or query.shape[2] != key.shape[2] or key.shape[2] != value.shape[2]:
             raise self.refusal(
-                "queries, keys and values must have one shape (rows, heads, length, features) but for heads, "
-                f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}",
-                "Attention to another sequence, or to a cache of keys, needs whole sequences.",
+                "queries, keys and values must have one shape (rows, heads, length, features) except for the "
+                f"number of heads, got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}",
+                "Cross-attention and caches of keys can't be used.",
             )
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = (one.to(dtype) for one in (query, key, value))
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         call = call._replace(query=query, key=key, value=value)
         output = self._ring(call) if self.plan.axis == "cp" else self._by_heads(call)
         self.has_answered = True
@@ -356,8 +353,8 @@ class _Sharing:
         if call.attn_mask is not None:
             raise self.refusal(
                 "ring attention takes no mask",
-                "Pad at the end, where causal attention never looks, and leave padding out of the labels; or "
-                "use sp_size.",
+                "Pad at the end, which causal attention never attends to, and ignore padding in the labels; "
+                "or use sp_size.",
             )
         if not call.is_causal:
             raise self.refusal("ring attention is causal, got is_causal=False", "Use sp_size instead.")
@@ -367,23 +364,25 @@ class _Sharing:
                 "Set it to 0, or use sp_size.",
             )
         query, key, value = call[:3]
-        if key.shape[1] != query.shape[1]:  # torch's loop exchanges what the kernel sees
+        if key.shape[1] != query.shape[1]:  # torch's loop exchanges keys and values as the kernel takes them
             times = query.shape[1] // key.shape[1]
-            key, value = (one.repeat_interleave(times, 1) for one in (key, value))
+            key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
         rotation = self.plan.rotation
         return self.ring(query, key, value, self.group, rotation=rotation, scale=call.scale)
 
     def _by_heads(self, call: _Call) -> torch.Tensor:
         query, key, value = call[:3]
-        for what, one in (("queries", query), ("keys and values", key)):
-            if one.shape[1] % self.plan.size:
+        for what, tensor in (("queries", query), ("keys and values", key)):
+            if tensor.shape[1] % self.plan.size:
                 raise self.refusal(
-                    "ranks exchange heads, and their number must divide them, got "
-                    f"{one.shape[1]} heads of {what}",
-                    f"Use sp_size of {_divisors(one.shape[1])}, or cp_size.",
+                    f"the number of heads must be divisible by sp_size, got {tensor.shape[1]} heads of "
+                    f"{what}",
+                    f"Use sp_size of {_divisors(tensor.shape[1])}, or cp_size.",
                 )
-        mask = None if call.attn_mask is None else self._whole_mask(call.attn_mask, query)
-        query, key, value = self._exchange([_by_rank(one, 1, self.plan.size) for one in (query, key, value)])
+        mask = None if call.attn_mask is None else self._gathered_mask(call.attn_mask, query)
+        query, key, value = self._exchange(
+            [_by_rank(tensor, 1, self.plan.size) for tensor in (query, key, value)]
+        )
         output = F.scaled_dot_product_attention(
             _joined(query, 2),
             _joined(key, 2),
@@ -398,35 +397,35 @@ class _Sharing:
         return _joined(output, 1)
 
     def _exchange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Send slice ``r`` of each tensor to rank ``r``; return what came, by rank. Differentiable."""
+        """Send slice ``r`` of each tensor to rank ``r``; return the received ones. Differentiable."""
         from torch.distributed import _functional_collectives as functional
 
-        flat = [one.flatten(1) for one in tensors]
+        flat = [tensor.flatten(1) for tensor in tensors]
         packed = torch.cat(flat, 1)
         lengths = [packed.shape[1]] * len(packed)
         exchange = cast("Any", functional).all_to_all_single_autograd
-        came: torch.Tensor = exchange(packed.flatten(), lengths, lengths, self.group).view(packed.shape)
-        pieces = torch.split(came, [one.shape[1] for one in flat], 1)
-        return [piece.reshape(one.shape) for piece, one in zip(pieces, tensors, strict=True)]
+        received: torch.Tensor = exchange(packed.flatten(), lengths, lengths, self.group).view(packed.shape)
+        parts = torch.split(received, [tensor.shape[1] for tensor in flat], 1)
+        return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
-    def _whole_mask(self, mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """Return a mask over the whole sequence, with the heads that this rank will have."""
+    def _gathered_mask(self, mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """Return the mask of the complete sequence, for the heads that this rank will have."""
         from torch.distributed import _functional_collectives as functional
 
         gather = cast("Any", functional).all_gather_single
         local, size = query.shape[2], self.plan.size
-        whole = local * size
+        total = local * size
         mask = mask[(None,) * (4 - mask.dim())]
         rows, columns = mask.shape[2:]
-        if columns == local and rows == 1:  # of keys alone
-            mask, columns = gather(mask.contiguous(), 3, self.group), whole
-        elif rows == local and columns in (1, whole):
-            mask, rows = gather(mask.contiguous(), 2, self.group), whole
-        if columns not in (1, whole) or rows not in (1, whole):
+        if columns == local and rows == 1:  # of keys only
+            mask, columns = gather(mask.contiguous(), 3, self.group), total
+        elif rows == local and columns in (1, total):
+            mask, rows = gather(mask.contiguous(), 2, self.group), total
+        if columns not in (1, total) or rows not in (1, total):
             raise self.refusal(
-                f"a mask of {rows} by {columns} says nothing of queries here and keys on other ranks; the "
-                f"sequence has {whole} tokens, {local} of them here",
-                "Pass one with the keys of the whole sequence, or of keys alone (one row).",
+                f"a mask of {rows} by {columns} doesn't cover keys on other ranks; the sequence has {total} "
+                f"tokens, {local} of them on this rank",
+                "Pass a mask over the keys of the complete sequence, or of keys only (one row).",
             )
         if mask.shape[1] == query.shape[1] > 1:
             mask = mask.chunk(size, 1)[self.group.rank()]
@@ -434,18 +433,18 @@ class _Sharing:
 
 
 def _by_rank(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Cut a dimension into ``size`` parts, and bring their number to the front."""
+    """Split a dimension into ``size`` parts, and move the parts to the front."""
     parts: torch.Tensor = cast("Any", tensor).unflatten(dim, (size, -1))
     return torch.movedim(parts, dim, 0)
 
 
 def _joined(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Join the parts at the front along a dimension of the rest."""
+    """Join the parts at the front along another dimension."""
     return torch.movedim(tensor, 0, dim).flatten(dim, dim + 1)
 
 
 class _Answered(TorchFunctionMode):
-    """Lets ``answer`` be called in the place of some functions of torch."""
+    """Calls ``answer`` in the place of some functions of torch."""
 
     def __init__(self, functions: Sequence[Any], answer: Callable[..., Any]) -> None:
         super().__init__()
@@ -457,33 +456,33 @@ class _Answered(TorchFunctionMode):
     ) -> Any:
         if func not in self._functions:
             return func(*args, **(kwargs or {}))
-        # A module of attention may be inside of another one, whose mode isn't asked.
+        # Attention modules may be nested: the outer one's mode must not run.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             return self._answer(*args, **(kwargs or {}))
 
 
 class AttentionForward(WrappedForward):
-    """A module's ``forward``, in which attention is over sequences that ranks share."""
+    """A module's ``forward``, with attention over sequences that ranks share."""
 
     def __init__(self, forward: Any, sharing: _Sharing, *, builds_mask: bool) -> None:
-        """Wrap ``forward``; with ``builds_mask``, what it gets as a mask was built from positions."""
+        """Wrap ``forward``; with ``builds_mask``, masks that it gets were built from positions."""
         super().__init__(forward)
         self._sharing = sharing
         self._builds_mask = builds_mask
 
-    # Not compiled, with what is around it: the compiler would trace the mode at each call of torch.
+    # Not compiled, nor are the modules around it: the compiler would trace the mode at each call of torch.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is wrapped."""
+        """Call the wrapped forward."""
         if self._builds_mask and _MASK in kwargs:
-            # Transformers takes positions that jump, from head to tail, for several sequences in one row.
+            # Transformers takes positions that jump, from head to tail, for packed sequences.
             kwargs[_MASK] = None
         with _Answered((F.scaled_dot_product_attention,), self._sharing.answer):
             return self.__wrapped__(*args, **kwargs)
 
 
 class SequenceForward(WrappedForward):
-    """The ``forward`` of a model that takes this rank's pieces of sequences; checks the first one."""
+    """The ``forward`` of a model on parts of sequences; checks the first call."""
 
     def __init__(self, forward: Any, sharing: _Sharing) -> None:
         """Wrap ``forward``."""
@@ -493,14 +492,14 @@ class SequenceForward(WrappedForward):
         self._mask_place = parameters.index(_MASK) if _MASK in parameters else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is wrapped."""
+        """Call the wrapped forward."""
         if self._sharing.plan.axis == "cp" and self._mask_place is not None:
             has_place = len(args) > self._mask_place
             if (args[self._mask_place] if has_place else kwargs.get(_MASK)) is not None:
                 raise self._sharing.refusal(
                     f"ring attention takes no mask, and the model was called with {_MASK}",
-                    "Leave it out of the batch. Pad at the end, where causal attention never looks, and "
-                    "leave padding out of the labels; or use sp_size.",
+                    "Leave it out of the batch. Pad at the end, which causal attention never attends to, and "
+                    "ignore padding in the labels; or use sp_size.",
                 )
         if self._sharing.is_checked or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
@@ -509,8 +508,8 @@ class SequenceForward(WrappedForward):
             output = self.__wrapped__(*args, **kwargs)
         if not self._sharing.has_answered:
             raise self._sharing.refusal(
-                "the model's forward never came to F.scaled_dot_product_attention, so that ranks have seen "
-                "their pieces alone",
+                "the model's forward never called F.scaled_dot_product_attention, so ranks attended only to "
+                "their own parts of the sequence",
                 "Compute attention by it.",
             )
         self._sharing.is_checked = True
@@ -523,16 +522,17 @@ def apply_attention(
     group: dist.ProcessGroup,
     ring: Callable[..., torch.Tensor] = ring_attention,
 ) -> None:
-    """Let ranks that share sequences compute attention together. Writes into ``model``; all names stay.
+    """Make ranks that share sequences compute attention together. Writes into ``model``; names don't change.
 
-    From then on the model takes this rank's pieces of sequences, as :func:`accelfn.shard_sequence` cuts them.
+    From then on the model takes this rank's parts of sequences, as :func:`accelfn.shard_sequence` returns
+    them.
 
     Ranks: every rank of ``group``; nothing is communicated.
 
     Args:
-        model: As ``plan`` was made for; neither recomputed nor compiled by accelfn yet.
+        model: The planned model; not recomputed or compiled by accelfn yet.
         plan: From :func:`plan_attention`.
-        group: The ranks that share a sequence, as processes.
+        group: The processes that share a sequence.
         ring: Attention along "cp", called as :func:`accelfn.parallel.attention.ring_attention`.
     """
     sharing = _Sharing(plan, group, ring)

@@ -1,4 +1,4 @@
-"""What a rank holds of a model in training, and what it receives: from the plan and a batch, in bytes."""
+"""Memory that each rank needs to train a model, and bytes that it receives: from the plan and a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accelfn.tree.structure import size_text
 
 
 class _States(NamedTuple):
-    """What an optimizer of torch keeps for a parameter: tensors like it, and a float32 count of its steps."""
+    """States of a torch optimizer per parameter: tensors like it, and a float32 count of its steps."""
 
     likes: int
     counts: bool
@@ -40,11 +40,11 @@ OPTIMIZERS: Mapping[str, _States] = MappingProxyType(
         "sgd": _States(0, counts=False),
     }
 )
-"""Optimizers that a budget knows; "momentum" is SGD with it."""
+"""The supported optimizers; "momentum" is SGD with momentum."""
 
 _COUNT_BYTES = 4
 
-# Of the picture: names and colors.
+# Names and colors of the SVG.
 _PARTS = (
     ("parameters", "#14407a"),
     ("gradients", "#f3c9a5"),
@@ -56,32 +56,32 @@ _PARTS = (
 
 
 class Budget(NamedTuple):
-    """What a rank holds in training, and what it receives, in bytes. Prints as a table.
+    """Memory of a rank in training, and what it receives, in bytes. Prints as a table.
 
-    No rank holds more: where rows don't divide evenly, the first ranks have more of them; of a pipeline it is
-    the rank that needs the most in all. A model's buffers, what single operations need while they run, and
-    what torch keeps for a collective that is underway come on top, and without a batch activations.
+    An upper bound for all ranks: where rows don't divide evenly, the first ranks have more of them; of a
+    pipeline it is the rank with the largest total. Not included are the model's buffers, temporary memory of
+    single operations, torch's memory for collectives in flight, and without a batch activations.
 
     Attributes:
-        num_ranks: Of the mesh.
-        whole: Of the parameters of the whole model, once.
-        parameters: That the rank keeps of them, ``padding`` included.
-        padding: What fills up uneven shards to equal sizes.
-        gradients: Of the trained ones, as the optimizer finds them.
+        num_ranks: Ranks of the mesh.
+        whole: All parameters of the model, once.
+        parameters: Parameters on the rank, including ``padding``.
+        padding: Padding of uneven shards to equal sizes.
+        gradients: Gradients of the trained ones, as the optimizer gets them.
         optimizer: States of the optimizer.
-        optimizer_name: Of it.
-        buckets: In which ``DistributedDataParallel`` averages gradients; 0 where they are views of them.
-        gathered: Whole parameters of sharded units at most at a time: the rest of the model, one unit that
-            computes, and the next one. All of them where units aren't freed after their forward pass.
-        unreduced: Whole gradients that are held until the last batch of an accumulation window; 0 where each
-            batch is reduced.
-        activations: That wait for the backward pass: what autograd saves of a batch, in a pipeline of those
-            microbatches that the schedule has underway at once. With activation checkpointing the inputs of
-            recomputed blocks stand for what is in them. None where no batch was given.
-        recomputed: Activations of the largest recomputed block, on top while the backward passes it.
-        moved: What the rank receives in an optimizer step, by axis: parameters and gradients, and with a
-            batch activations and their gradients. Rows of experts, along ``ep``, aren't counted.
-        offload: Whether parameters, gradients and states rest in host memory.
+        optimizer_name: Name of the optimizer.
+        buckets: Buffers in which ``DistributedDataParallel`` averages gradients; 0 if gradients are views.
+        gathered: Most bytes of gathered units at once: the rest of the model, the unit that computes, and the
+            next one. All units if they aren't freed after their forward pass.
+        unreduced: Unsharded gradients until the last batch of an accumulation window; 0 if each batch is
+            reduced.
+        activations: Tensors that autograd saves of a batch; in a pipeline those of the microbatches that the
+            schedule has in flight at once. With activation checkpointing only the inputs of recomputed blocks
+            count. None without a batch.
+        recomputed: Activations of the largest recomputed block, additional in its backward pass.
+        moved: Bytes that the rank receives in an optimizer step, by axis: parameters and gradients, and with
+            a batch activations and their gradients. Rows of experts, along ``ep``, aren't counted.
+        offload: Whether parameters, gradients and states are in host memory.
     """
 
     num_ranks: int
@@ -101,12 +101,12 @@ class Budget(NamedTuple):
 
     @property
     def held(self) -> int:
-        """What stays from step to step, and the gradients."""
+        """Memory between steps, and the gradients."""
         return self.parameters + self.gradients + self.optimizer + self.buckets
 
     @property
     def total(self) -> int:
-        """All of it at once, which no moment of a step exceeds."""
+        """The sum of all parts: an upper bound at any moment of a step."""
         return self.held + self.gathered + self.unreduced + (self.activations or 0) + self.recomputed
 
     def rows(self) -> dict[str, str]:
@@ -120,14 +120,17 @@ class Budget(NamedTuple):
             "gradients": (self.gradients, where.removeprefix(", ")),
             "optimizer": (self.optimizer, f"states of {self.optimizer_name}{where}"),
             "buckets": (self.buckets, "in which gradients are averaged"),
-            "held": (self.held, f"on {self._each}{'; activations come on top' * (self.activations is None)}"),
-            "gathered": (self.gathered, "whole units at a time, while they compute"),
-            "unreduced": (self.unreduced, "whole gradients, until the last batch of a window"),
+            "held": (
+                self.held,
+                f"on {self._each}{'; activations not included' * (self.activations is None)}",
+            ),
+            "gathered": (self.gathered, "gathered units, while they compute"),
+            "unreduced": (self.unreduced, "unsharded gradients, until the last batch of a window"),
         }
         if self.activations is not None:
             rows["activations"] = (self.activations, "of a batch, until its backward pass")
             rows["recomputed"] = (self.recomputed, "activations of a block, in the backward pass")
-            rows["in all"] = (self.total, "at most, at once")
+            rows["total"] = (self.total, "at most")
         table = {title: (size_text(size), text) for title, (size, text) in rows.items() if size}
         for axis, size in self.moved.items():
             table[f"along {axis}"] = (size_text(size), "received in an optimizer step")
@@ -139,22 +142,22 @@ class Budget(NamedTuple):
         return table_text(self.rows())
 
     def svg(self) -> str:
-        """Return a picture, as a whole SVG document: bars of what is there at once, and of what moves."""
-        once = (
+        """Return a complete SVG document: bars of the memory and of the traffic."""
+        memory = (
             self.parameters,
             self.gradients + self.buckets + self.unreduced,
             self.optimizer,
             self.gathered,
             (self.activations or 0) + self.recomputed,
         )
-        bars = [Bar("at once", "", once)]
-        bars += [Bar(f"along {axis}", "", (*[0] * len(once), size)) for axis, size in self.moved.items()]
-        about = f"{self._each}: what is there at once, and what comes in an optimizer step"
+        bars = [Bar("memory", "", memory)]
+        bars += [Bar(f"along {axis}", "", (*[0] * len(memory), size)) for axis, size in self.moved.items()]
+        about = f"{self._each}: memory, and bytes received in an optimizer step"
         return draw_bars_svg([about[0].upper() + about[1:]], bars, _PARTS)
 
     @property
     def _each(self) -> str:
-        return f"each of {self.num_ranks:,} ranks at most" if self.num_ranks > 1 else "the one rank"
+        return f"each of {self.num_ranks:,} ranks at most" if self.num_ranks > 1 else "a single rank"
 
 
 def plan_memory(
@@ -166,40 +169,40 @@ def plan_memory(
     batch: Any = None,
     loss_fn: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Budget:
-    """Return what each rank will hold of a model in training, and what it receives. Pure.
+    """Return the memory that each rank needs to train a model, and what it receives. Pure.
 
-    ``ctx`` may be one of :func:`accelfn.plan_context`, whose ranks aren't there.
+    ``ctx`` may be one of :func:`accelfn.plan_context`, for ranks that don't exist yet.
 
-    With a batch the loss function is run once, on a copy of the model whose tensors have no memory: what it
-    does must not depend on values of tensors. That takes seconds for a large model, wherever it is planned.
+    With a batch the loss function runs once, on a copy of the model whose tensors have no memory, so it must
+    not depend on values of tensors. That takes seconds for a large model, on any machine.
 
     Ranks: local; the same on every rank.
 
     Args:
-        ctx: The mesh, what was asked for, and how long accumulation windows are.
+        ctx: The mesh, the options, and the length of accumulation windows.
         model: Not prepared yet; its parameters may be on the meta device. Or its facts.
-        plan: What is done with it, if it has a plan of its own, which in a pipeline is of this rank's stages
-            alone; None for that of :func:`accelfn.plan_model`.
-        optimizer: "adamw", "adam", "adagrad", "rmsprop", "momentum" or "sgd", as torch has them; its states
-            have the dtypes of the parameters.
-        batch: One batch of a rank, as its loss function gets it, on any device: shapes and dtypes are used.
-            Where sequences are shared, this rank's piece of them, as of :func:`accelfn.shard_sequence`. None
-            for what doesn't depend on it.
-        loss_fn: As of :func:`accelfn.forward_backward`: called with the model and the batch, returns the
+        plan: The model's own plan, which in a pipeline covers this rank's stages only; None for that of
+            :func:`accelfn.plan_model`.
+        optimizer: "adamw", "adam", "adagrad", "rmsprop", "momentum" or "sgd", as in torch; states have the
+            dtypes of the parameters.
+        batch: One batch of a rank, as passed to the loss function, on any device: only shapes and dtypes
+            count. Where sequences are shared, this rank's shards, as of :func:`accelfn.shard_sequence`. None
+            to leave activations out.
+        loss_fn: As in :func:`accelfn.forward_backward`: called with the model and the batch, returns the
             loss, or the loss and its weight. None to call the model with the batch: ``model(**batch)`` if it
             is a mapping, ``model(*batch)`` if it is a list or tuple, else ``model(batch)``.
 
     Raises:
-        ConfigurationError: There is no such optimizer, or what was asked for doesn't fit the model; or with a
-            batch, what is computed depends on values, or experts are spread over ranks.
-        ValueError: In a pipeline, the batch can't be cut along its rows.
-        Exception: As the model and the loss function.
+        ConfigurationError: The optimizer is unknown, or the options don't fit the model; or with a batch, the
+            computation depends on values, or experts are spread over ranks.
+        ValueError: In a pipeline, the batch can't be split along its rows.
+        Exception: Raised by the model or the loss function.
 
     >>> print(plan_memory(Context(), nn.Linear(1000, 250)))
     parameters  1.0 MB  of 1.0 MB
     gradients   1.0 MB
     optimizer   2.0 MB  states of adamw
-    held        4.0 MB  on the one rank; activations come on top
+    held        4.0 MB  on a single rank; activations not included
     >>> import torch
     >>> batch = torch.empty(64, 1000, device="meta")
     >>> plan_memory(Context(), nn.Sequential(nn.Linear(1000, 250), nn.Sigmoid()), batch=batch).activations
@@ -209,7 +212,7 @@ def plan_memory(
     if optimizer not in OPTIMIZERS:
         close = get_close_matches(optimizer, OPTIMIZERS, 1)
         raise ConfigurationError(
-            f"plan_memory: no optimizer {optimizer!r} is known. "
+            f"plan_memory: unknown optimizer {optimizer!r}. "
             f"{f'Did you mean {close[0]!r}? ' if close else ''}Use one of {', '.join(OPTIMIZERS)}."
         )
     facts = model if isinstance(model, ModelFacts) else read_facts(model)
@@ -221,11 +224,11 @@ def plan_memory(
     if batch is not None:
         if isinstance(model, ModelFacts):
             raise ConfigurationError(
-                "plan_memory: what a batch takes is found by a run of the model, and facts have no forward. "
-                "Pass the model, whose parameters may be on the meta device."
+                "plan_memory: a batch needs a run of the model, and facts have no forward. Pass the model, "
+                "whose parameters may be on the meta device."
             )
         if schedule is not None:
-            rows = count_rows(batch, "batch", "plan_memory: in a pipeline a batch is cut into microbatches")
+            rows = count_rows(batch, "batch", "plan_memory: in a pipeline a batch is split into microbatches")
             schedule = schedule.fit(rows)
             size = rows // schedule.num_microbatches
             batch = slice_tensors(batch, slice(size))
@@ -248,7 +251,7 @@ def _with_batch(
     runs: Sequence[StageCost],
     schedule: SchedulePlan | None,
 ) -> Budget:
-    """Return a budget with what batches take."""
+    """Add activations and their traffic to a budget."""
     num_batches = ctx.accumulation.num_steps
     if schedule is None or plan.pipeline is None:
         (run,) = runs
@@ -262,7 +265,7 @@ def _with_batch(
     for stage in stages:
         for axis, size in runs[stage].moved.items():
             moved[axis] += count * size
-        # Of the stage before what it sends, and of the one behind the gradient of what it was sent.
+        # The activations of the stage before, and the gradients of the stage after.
         of_others = {
             stage - 1: runs[stage].received,
             stage + 1: runs[stage + 1].received if stage + 1 < len(runs) else 0,
@@ -278,7 +281,7 @@ def _with_batch(
 
 
 def _budget(ctx: Context, facts: ModelFacts, plan: ModelPlan, place: int, optimizer: str) -> Budget:
-    """Return what the ranks at a place along "pp" hold."""
+    """Return the budget of the ranks at a place along "pp", without a batch."""
     states = OPTIMIZERS[optimizer]
     own = facts
     if plan.pipeline is not None and plan.schedule is not None:
@@ -317,7 +320,7 @@ def _budget(ctx: Context, facts: ModelFacts, plan: ModelPlan, place: int, optimi
 
 
 def _whole_units(plan: ShardPlan, facts: ModelFacts) -> dict[str, int]:
-    """Return the bytes of each unit while it is gathered; the last is the rest of the model."""
+    """Return the gathered bytes of each unit; the last is the rest of the model."""
     units = frozenset(plan.units)
     sizes = dict.fromkeys(plan.units, 0)
     for name in facts.own_names:
@@ -334,7 +337,7 @@ def _gathered(plan: ShardPlan, facts: ModelFacts) -> int:
 
 
 def _moved(ctx: Context, plan: ModelPlan, facts: ModelFacts, gradients: int) -> dict[str, int]:
-    """Return what a rank receives in a step, by axis: of all there is, what others have."""
+    """Return the bytes of parameters and gradients that a rank receives in a step, by axis."""
     window = ctx.accumulation
     reductions = window.num_steps if window.sync_each_batch else 1
     if plan.shard is None:
@@ -354,7 +357,7 @@ def _moved(ctx: Context, plan: ModelPlan, facts: ModelFacts, gradients: int) -> 
             if (name in shard.expert_dims) == are_experts
         )
         own = {name: size for name, size in units.items() if (name in shard.expert_units) == are_experts}
-        # The rest of the model, "", stays until its backward pass.
+        # The rest of the model, "", stays gathered until its backward pass.
         gathers = sum((2 if name and shard.reshard else 1) * size for name, size in own.items())
         received = _received(window.num_steps * gathers + reductions * reduced, shards)
         axes = " x ".join(plan.mesh.parts("eshard") if are_experts else plan.mesh.active("shard"))
@@ -367,7 +370,7 @@ def _moved(ctx: Context, plan: ModelPlan, facts: ModelFacts, gradients: int) -> 
 
 
 def _shared(ctx: Context, plan: ModelPlan, gradients: Mapping[str, int]) -> dict[str, int]:
-    """Return what is received of the gradients of parameters that stages on other ranks have too."""
+    """Return the bytes received for gradients of parameters that other pipeline ranks hold too."""
     if plan.pipeline is None or plan.schedule is None:
         return {}
     reductions = ctx.accumulation.num_steps if ctx.accumulation.sync_each_batch else 1

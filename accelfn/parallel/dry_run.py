@@ -1,7 +1,7 @@
-"""A forward and backward pass of a model on ranks that aren't there: what it keeps, and what it sends.
+"""Simulate a forward and backward pass on ranks that don't exist: saved activations and traffic.
 
 A copy of the model, of tensors without memory, is spread over ranks by the functions that spread a real one.
-It is run once, and collectives are counted in the place of being done.
+It runs once, and collectives are counted instead of performed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class StageCost(NamedTuple):
-    """What one stage of a model keeps and receives in the forward and backward pass of a batch, in bytes.
+    """Activations and traffic of one stage in the forward and backward pass of a batch, in bytes.
 
     Attributes:
-        kept: From the forward until the backward: what autograd saves, parameters and buffers left out, and
-            what recomputed blocks and other stages are given.
-        recomputed: Of the largest recomputed block on top, while the backward passes it.
-        received: Of the stage before; as much comes back to that one as the gradient.
-        moved: Received by collectives, by axis.
+        kept: Tensors that autograd saves until the backward pass, without parameters and buffers; and the
+            inputs of recomputed blocks and stages.
+        recomputed: Additional activations of the largest recomputed block, in its backward pass.
+        received: Activations from the stage before, which get as many bytes of gradients back.
+        moved: Bytes received by collectives, by axis.
     """
 
     kept: int
@@ -59,24 +59,24 @@ def dry_run(
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], Any] | None,
 ) -> tuple[StageCost, ...]:
-    """Return what each stage keeps and receives in the forward and backward pass of a batch. Pure.
+    """Return the activations and traffic of each stage for a batch. Pure.
 
     Ranks: local.
 
     Args:
         ctx: The mesh, the device and the precision.
-        model: Not prepared yet, and not changed; in train mode here whatever its own mode is.
-        plans: Of the model, at each place along "pp" that is planned for.
-        batch: Of the loss function; tensors of any device, of which shapes and dtypes are used.
-        loss_fn: Called with the model and the batch, returns a tree of tensors, of which those that have a
-            gradient are differentiated; None to call the model with the batch.
+        model: Not prepared yet; not changed. Simulated in train mode.
+        plans: Plans of the model for each place along "pp".
+        batch: Argument of the loss function, with tensors of any device; only shapes and dtypes count.
+        loss_fn: Called with the model and the batch, returns a tree of tensors; those with a gradient are
+            differentiated. None to call the model with the batch.
 
     Returns:
-        A record for each stage; one, where there is no pipeline.
+        A record for each stage; one without a pipeline.
 
     Raises:
-        ConfigurationError: What the model computes depends on values, or experts are spread over ranks.
-        Exception: As the loss function and the model.
+        ConfigurationError: The computation depends on values, or experts are spread over ranks.
+        Exception: Raised by the loss function or the model.
     """
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -86,8 +86,8 @@ def dry_run(
 
     if any(plan.experts is not None for plan in plans):
         raise ConfigurationError(
-            "plan_memory: how many rows reach the experts of a rank is known in each step alone, and with it "
-            "what a batch takes. Leave batch out where ep_size is above 1."
+            "plan_memory: the rows that reach a rank's experts depend on values, and so does the memory of a "
+            "batch. Leave batch out where ep_size is above 1."
         )
     plan = plans[0]
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -95,7 +95,7 @@ def dry_run(
     tensor = _merge_tensor_plans(plans)
     attention = plan.attention
     with ExitStack() as stack:
-        # Before tensors have no memory: a device mesh looks at its own.
+        # Before the fake mode: a device mesh reads its own tensor.
         tp = None if tensor is None else stack.enter_context(_absent_ranks("tp", tensor.size, traffic))
         seq = None
         if attention is not None:
@@ -108,24 +108,27 @@ def dry_run(
             apply_tensor(twin, tensor, tp.mesh)
             retie(before, twin)
         if attention is not None and seq is not None:
-            names = (name for one in plans if one.attention is not None for name in one.attention.modules)
+            names = (
+                name for other in plans if other.attention is not None for name in other.attention.modules
+            )
             everywhere = attention._replace(modules=tuple(dict.fromkeys(names)))
             apply_attention(twin, everywhere, seq.group, ring=traffic.attend_in_ring)
         _set_precision(ctx, twin, plans)
-        recorder = _Recorder(twin, plan.pipeline, {name for one in plans for name in one.recomputed}, traffic)
-        given = _without_memory(batch, ctx.device)
+        recomputed = {name for other in plans for name in other.recomputed}
+        recorder = _Recorder(twin, plan.pipeline, recomputed, traffic)
+        fake_batch = _without_memory(batch, ctx.device)
         try:
             with traffic, _FusedAttention():
                 with recorder.recording():
-                    result = _call(twin, given) if loss_fn is None else loss_fn(twin, given)
+                    result = _call(twin, fake_batch) if loss_fn is None else loss_fn(twin, fake_batch)
                 kept = recorder.read()
                 if traffic.axes:
                     _differentiate(result)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigurationError(
-                f"plan_memory: what {type(model).__name__} or loss_fn computes depends on the values of "
+                f"plan_memory: the computation of {type(model).__name__} or loss_fn depends on values of "
                 f"tensors ({error}), which a plan doesn't have. Leave batch out, or pass a loss_fn that "
-                "calls the model without what depends on them."
+                "calls the model without that."
             ) from error
     return tuple(
         StageCost(held, again, received, moved)
@@ -134,14 +137,14 @@ def dry_run(
 
 
 def _without_memory(batch: Any, device: torch.device) -> Any:
-    """Return a batch of new tensors; what is one tensor in several places is one here too."""
-    made: dict[int, torch.Tensor] = {}
+    """Return a batch of fake tensors; a tensor in several places stays one tensor."""
+    fakes: dict[int, torch.Tensor] = {}
 
-    def make(one: torch.Tensor) -> torch.Tensor:
-        if id(one) not in made:
-            new = torch.empty(one.shape, dtype=one.dtype, device=device)
-            made[id(one)] = new.requires_grad_(one.requires_grad)
-        return made[id(one)]
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+        return fakes[id(tensor)]
 
     return map_tensors(make, batch)
 
@@ -156,45 +159,45 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _differentiate(result: Any) -> None:
-    """Run the backward pass of all tensors in a tree that have one."""
+    """Run the backward pass of all tensors of a tree that require gradients."""
     leaves: list[Any] = _pytree.tree_leaves(result)
-    roots = [one for one in leaves if isinstance(one, torch.Tensor) and one.requires_grad]
-    torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
+    roots = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 def _copy(model: nn.Module, plans: Sequence[ModelPlan], device: torch.device) -> nn.Module:
-    """Return a copy of a model, in the dtypes in which it computes, of tensors that have no memory.
+    """Return a copy of a model with fake tensors, in the dtypes in which it computes. Keeps ties and strides.
 
-    Inside of a mode that makes no others. Ties and strides stay.
+    Runs inside of the fake mode.
     """
     shards = [plan.shard for plan in plans if plan.shard is not None]
-    whole = {name for one in shards for name in one.ignored}
+    whole = {name for shard in shards for name in shard.ignored}
     memo: dict[int, Any] = {}
-    for name, one in (*model.named_parameters(), *model.named_buffers()):
-        dtype = one.dtype
-        is_parameter = isinstance(one, nn.Parameter)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        dtype = tensor.dtype
+        is_parameter = isinstance(tensor, nn.Parameter)
         if shards and is_parameter and name not in whole and dtype.is_floating_point:
             dtype = shards[0].param_dtype or dtype
-        made = torch.empty_strided(one.shape, one.stride(), dtype=dtype, device=device)
-        memo[id(one)] = nn.Parameter(made, requires_grad=one.requires_grad) if is_parameter else made
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+        memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
     return copy.deepcopy(model, memo).train()
 
 
 def _merge_tensor_plans(plans: Sequence[ModelPlan]) -> TensorPlan | None:
-    """Return the plan of all stages together."""
+    """Merge the plans of all stages."""
     found = [plan.tensor for plan in plans if plan.tensor is not None]
     if not found:
         return None
     return found[0]._replace(
-        styles={name: style for one in found for name, style in one.styles.items()},
-        heads={name: counts for one in found for name, counts in one.heads.items()},
-        logits=frozenset(name for one in found for name in one.logits),
-        follows={name: leader for one in found for name, leader in one.follows.items()},
+        styles={name: style for plan in found for name, style in plan.styles.items()},
+        heads={name: counts for plan in found for name, counts in plan.heads.items()},
+        logits=frozenset(name for plan in found for name in plan.logits),
+        follows={name: leader for plan in found for name, leader in plan.follows.items()},
     )
 
 
 def _set_precision(ctx: Context, model: nn.Module, plans: Sequence[ModelPlan]) -> None:
-    """Compute under autocast, or cast inputs and outputs as FSDP does."""
+    """Compute under autocast, or with the casts of FSDP."""
     shards = [plan.shard for plan in plans if plan.shard is not None]
     if not shards:
         if ctx.precision.mode != "no":
@@ -203,14 +206,14 @@ def _set_precision(ctx: Context, model: nn.Module, plans: Sequence[ModelPlan]) -
     policy = shards[0]
 
     def cast_to(tree: Any, dtype: torch.dtype) -> Any:
-        return map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, tree)
+        return map_tensors(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
     def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtype = cast("torch.dtype", policy.param_dtype)
         return cast_to(args, dtype), cast_to(kwargs, dtype)
 
     if policy.cast_inputs and policy.param_dtype is not None:
-        for name in {name for one in shards for name in one.units}:
+        for name in {name for shard in shards for name in shard.units}:
             model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
     if policy.output_dtype is not None:
         dtype = policy.output_dtype
@@ -218,7 +221,7 @@ def _set_precision(ctx: Context, model: nn.Module, plans: Sequence[ModelPlan]) -
 
 
 class _Ranks(NamedTuple):
-    """Ranks along one axis, as torch knows them."""
+    """The ranks along one axis, as mesh and process group."""
 
     mesh: Any
     group: dist.ProcessGroup
@@ -228,10 +231,10 @@ class _Ranks(NamedTuple):
 def _absent_ranks(
     axis: Literal["tp", "cp", "sp"], size: int, traffic: _Traffic
 ) -> Generator[_Ranks, None, None]:
-    """Yield ranks that aren't there: collectives between them are to be counted.
+    """Yield ranks that don't exist; collectives between them are counted.
 
-    Torch knows a group by its name alone. The mesh must be equal to no other one, since torch keeps what it
-    has found out for equal meshes.
+    Torch identifies a group by its name. The mesh must differ from all others, since torch caches results for
+    equal meshes.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -239,7 +242,7 @@ def _absent_ranks(
     torchs = cast("Any", torch)._C._distributed_c10d
     name = f"planned {axis} {uuid.uuid4().hex}"
     group = cast("Any", dist.ProcessGroup)(0, size)
-    backend = torchs.FakeProcessGroup._create_internal(0, size)  # a group without any has no name
+    backend = torchs.FakeProcessGroup._create_internal(0, size)  # a group without backends has no name
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_group_name(name)
     torchs._register_process_group(name, group)
@@ -255,12 +258,12 @@ def _absent_ranks(
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts what collectives along planned axes bring, by the stage that runs.
+    """Counts the bytes that collectives receive along planned axes, by the running stage.
 
     Attributes:
         axes: Name and size of the axis, by the name of its group.
         moved: Bytes by axis, for each stage.
-        stage: That runs now.
+        stage: The running stage.
     """
 
     def __init__(self) -> None:
@@ -272,8 +275,8 @@ class _Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(hasattr(one, "_local_tensor") or one.__name__ == "DTensor" for one in types):
-            return NotImplemented  # and come back with what is in it
+        if any(hasattr(kind, "_local_tensor") or kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # called again with the local tensors
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and args and args[-1] in self.axes:
             axis, size = self.axes[args[-1]]
@@ -284,18 +287,18 @@ class _Traffic(TorchDispatchMode):
     def attend_in_ring(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, **options: Any
     ) -> torch.Tensor:
-        """Stand in for :func:`accelfn.parallel.attention.ring_attention`, which needs processes."""
+        """Replace :func:`accelfn.parallel.attention.ring_attention`, which needs processes."""
         return cast("torch.Tensor", cast("Any", _Ring).apply(query, key, value, self, group.size()))
 
 
 class _Ring(torch.autograd.Function):
-    """What ring attention keeps and receives: keys and values twice, and their gradients in float32."""
+    """Memory and traffic of ring attention: keys and values twice, and their gradients in float32."""
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, traffic: _Traffic, size: int
     ) -> torch.Tensor:
-        # Contiguous, as on all ranks but the last one, so that to join the heads is a copy.
+        # Contiguous, as on all ranks except the last one, so that joining the heads copies.
         output = query.new_empty(query.shape)
         logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, logsumexp)
@@ -307,13 +310,13 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         traffic, size = ctx.settings
         query, key, value, _, _ = ctx.saved_tensors
-        for one in (key, value):
-            traffic.moved[traffic.stage]["cp"] += (size - 1) * one.nbytes + size * 4 * one.numel()
+        for tensor in (key, value):
+            traffic.moved[traffic.stage]["cp"] += (size - 1) * tensor.nbytes + size * 4 * tensor.numel()
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
 def _received(collective: str, size: int, num_ranks: int) -> int:
-    """Return the bytes that a rank receives in a collective of tensors of ``size`` bytes, by rings."""
+    """Return the bytes that a rank receives in a ring collective of tensors of ``size`` bytes."""
     others = num_ranks - 1
     if collective.startswith("all_gather"):
         return size * others
@@ -321,7 +324,7 @@ def _received(collective: str, size: int, num_ranks: int) -> int:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention without dropout: with it, the CPU has no kernel that keeps what those of accelerators do."""
+    """Removes dropout from attention: with it, no CPU kernel saves the tensors that GPU kernels do."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -335,7 +338,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class _Saved:
-    """A tensor that autograd keeps; gone as soon as autograd lets go of it."""
+    """A tensor saved by autograd; dead as soon as autograd releases it."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -344,7 +347,7 @@ class _Saved:
 
 
 class _Recorder:
-    """Writes down what is kept in a forward pass, for each stage."""
+    """Records the tensors that a forward pass saves, for each stage."""
 
     def __init__(
         self, model: nn.Module, pipeline: PipelinePlan | None, recomputed: set[str], traffic: _Traffic
@@ -352,12 +355,12 @@ class _Recorder:
         self._traffic = traffic
         num_stages = 1 if pipeline is None else len(pipeline.stages)
         traffic.moved = [Counter() for _ in range(num_stages)]
-        self._own = {_storage(one)._cdata for one in (*model.parameters(), *model.buffers())}
+        self._own = {_storage(tensor)._cdata for tensor in (*model.parameters(), *model.buffers())}
         self._block = ""
         self._saved: list[tuple[weakref.ref[_Saved], int, str]] = []
         self._given: list[dict[int, Any]] = [{} for _ in range(num_stages)]
         self._received = [0] * num_stages
-        # In front of what other hooks do with inputs: what a stage before sends.
+        # Before hooks that change the inputs: these are the tensors that the stage before sends.
         for stage in range(1, num_stages):
             first = model.get_submodule(cast("PipelinePlan", pipeline).stages[stage].blocks[0])
             first.register_forward_pre_hook(self._enter_stage(stage), with_kwargs=True, prepend=True)
@@ -387,9 +390,9 @@ class _Recorder:
     def _enter_block(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._block = name
-            for one in _pytree.tree_leaves((args, kwargs)):
-                if isinstance(one, torch.Tensor):
-                    self._keep(one, self._traffic.stage)
+            for leaf in _pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self._keep(leaf, self._traffic.stage)
 
         return enter
 
@@ -413,8 +416,8 @@ class _Recorder:
             yield
 
     def read(self) -> list[tuple[int, int, int]]:
-        """Return bytes that are kept, computed again and received, by stage, while the result lives."""
-        kept = [{key: one.nbytes() for key, one in given.items()} for given in self._given]
+        """Return kept, recomputed and received bytes by stage, while the result is alive."""
+        kept = [{key: storage.nbytes() for key, storage in given.items()} for given in self._given]
         blocks: list[dict[str, dict[int, int]]] = [{} for _ in kept]
         for reference, stage, block in self._saved:
             saved = reference()
@@ -428,7 +431,7 @@ class _Recorder:
             (
                 sum(held.values()),
                 max(
-                    (sum(size for key, size in one.items() if key not in held) for one in own.values()),
+                    (sum(size for key, size in block.items() if key not in held) for block in own.values()),
                     default=0,
                 ),
                 received,

@@ -1,11 +1,11 @@
-"""Exact mode: the gradients of a step are summed over its microbatches in one order, at any number of ranks.
+"""Exact mode: gradients are summed over microbatches in one fixed order, at any number of ranks.
 
-A microbatch is one batch of one rank. In the window of a loop the batch at place ``p`` of rank ``r`` is
-microbatch ``p * ranks + r``: since a step of the loaders covers consecutive samples in rank order, the same
-microbatch holds the same samples at any number of ranks. One rank adds the gradients of its batches one after
-the other; several must come to the same bits, so they add the same tensors in the same order, after every
-backward pass. In a train step, whose batch is cut into pieces, the batch at place ``p`` of rank ``r`` is
-microbatch ``r * window + p``, so all are added where the window closes.
+A microbatch is one batch of one rank. In the window of a loop, the batch at place ``p`` of rank ``r`` is
+microbatch ``p * ranks + r``: a step of the loaders covers consecutive samples in rank order, so that the same
+microbatch has the same samples at any number of ranks. One rank adds the gradients of its batches one after
+the other. Several ranks add the same tensors in the same order, after every backward pass, and get the same
+bits. In a train step, which splits its batch, the batch at place ``p`` of rank ``r`` is microbatch
+``r * window + p``, so all are added where the window closes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _Microbatch = Sequence[torch.Tensor | None]
 
 
 class OrderedSum:
-    """Sums of tensors over microbatches, formed in one order; between two calls, this rank's part of them.
+    """Sums tensors over microbatches, in one order; in between, each rank holds a part of the sums.
 
-    All tensors are end to end in one buffer for each dtype and device, which is cut into one part for each
-    rank. What a microbatch gave is sent in parts to the ranks that sum them, and the sums come together when
-    they are closed. What a microbatch has no tensor for is left out: minus zero, which changes no sum.
+    All tensors of one dtype and device share a flat buffer, which is split into one part per rank. Each
+    microbatch is sent in parts to the ranks that sum them, and the sums are gathered by :meth:`close`. A
+    tensor that a microbatch lacks counts as minus zero, which changes no sum.
     """
 
     def __init__(self, ctx: Context, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin with no sums, of tensors like ``tensors``, which are of the same kinds on all ranks."""
+        """Start without sums, for tensors like ``tensors``, which are of the same kinds on all ranks."""
         self._ctx = ctx
         self._tensors = list(tensors)
         self._groups = plan_layout(self._tensors, flatten(self._tensors)[1]).groups
@@ -48,7 +48,7 @@ class OrderedSum:
 
     @property
     def is_open(self) -> bool:
-        """Whether something was added and not closed."""
+        """Whether tensors were added since the last :meth:`close`."""
         return bool(self._touched)
 
     def add(
@@ -63,14 +63,13 @@ class OrderedSum:
         Ranks: every rank of the context, with equally many microbatches.
 
         Args:
-            call: What is compared between the ranks.
-            microbatches: Of this rank; left as they are.
-            before: Gives what the sum of a tensor without one begins with; None for nothing. Equal on all
-                ranks.
-            error: Why this rank has no microbatches.
+            call: Compared between the ranks.
+            microbatches: This rank's; unchanged.
+            before: Returns the initial sum of a tensor, or None; the same on all ranks.
+            error: The exception that left this rank without microbatches.
 
         Returns:
-            Indices of the tensors that some rank's microbatch has given something for.
+            Indices of the tensors that some rank's microbatch has.
 
         Raises:
             Exception: ``error`` itself, and RemoteRankError on the other ranks; nothing has changed then.
@@ -80,18 +79,18 @@ class OrderedSum:
         flats: list[torch.Tensor] | None = None
         if error is None:
             flats, error = catch(lambda: [self._pack(group, microbatches) for group in self._groups])
-        given = bytes([any(one[index] is not None for one in microbatches) for index in range(number)])
+        present = bytes([any(row[index] is not None for row in microbatches) for index in range(number)])
         if size > 1:
-            masks = gather_bytes(self._ctx, call, given, error)
+            masks = gather_bytes(self._ctx, call, present, error)
         elif error is not None:
             raise error
         else:
-            masks = [given]
+            masks = [present]
         found = frozenset(index for index in range(number) if any(mask[index] for mask in masks))
         first = [before(index) if index in found - self._touched else None for index in range(number)]
         for place, (group, flat) in enumerate(zip(self._groups, flats or (), strict=True)):
             rows = flat
-            if size > 1:  # each rank gets its part of the microbatches of all
+            if size > 1:  # each rank gets its part of everybody's microbatches
                 sent = flat.view(size, len(microbatches), -1).reshape(-1).view(torch.uint8)
                 rows = self._ctx.collectives.all_to_all(sent).view(flat.dtype)
             rest = list(rows.view(size * len(microbatches), -1).unbind())
@@ -100,21 +99,21 @@ class OrderedSum:
             total = self._parts[place]
             if total is None:
                 total = self._parts[place] = rest.pop(0).clone()
-            for row in rest:  # never torch.sum over the rows, whose order isn't said
+            for row in rest:  # not torch.sum over the rows, whose order is unspecified
                 total.add_(row)
         self._touched |= found
         return found
 
     def _pack(self, group: Buffer, microbatches: Sequence[_Microbatch]) -> torch.Tensor:
-        """Return what microbatches hold of a group, of shape ``(ranks, microbatches, length)``."""
+        """Return the microbatches' tensors of a group, of shape ``(ranks, microbatches, length)``."""
         size, total = self._ctx.num_processes, sum(group.sizes)
         nothing = self._tensors[group.leaves[0]].detach().new_zeros(max(size, *group.sizes)).neg_()
         flats: list[torch.Tensor] = []
         for microbatch in microbatches:
-            given = [microbatch[index] for index in group.leaves]
+            tensors = [microbatch[index] for index in group.leaves]
             parts = [
-                nothing[:number] if one is None else flatten_tensor(one)
-                for one, number in zip(given, group.sizes, strict=True)
+                nothing[:number] if tensor is None else flatten_tensor(tensor)
+                for tensor, number in zip(tensors, group.sizes, strict=True)
             ]
             flats.append(torch.cat([*parts, nothing[: -total % size]]).view(size, -1))
         return torch.stack(flats, 1)
@@ -125,7 +124,7 @@ class OrderedSum:
         Ranks: every rank of the context.
 
         Returns:
-            Of each tensor its sum, laid out in memory as the tensor is; None where nothing was added.
+            The sum of each tensor, with the tensor's memory layout; None where nothing was added.
         """
         result: list[torch.Tensor | None] = [None] * len(self._tensors)
         for group, part in zip(self._groups, self._parts, strict=True) if self._touched else ():
@@ -135,15 +134,15 @@ class OrderedSum:
             flats = torch.split(joined[: sum(group.sizes)], list(group.sizes))
             for index, flat in zip(group.leaves, flats, strict=True):
                 if index in self._touched:
-                    # A tensor of its own, laid out as torch would: what is computed from a gradient, such as
-                    # its norm, may depend on where it is.
+                    # A tensor of its own with torch's layout: results such as its norm may depend on where
+                    # it is in memory.
                     like = self._tensors[index]
                     result[index] = torch.empty_like(like, requires_grad=False).copy_(flat.view(like.shape))
         self.drop()
         return result
 
     def drop(self) -> None:
-        """Forget what was added."""
+        """Drop the sums."""
         self._touched: frozenset[int] = frozenset()
         self._parts: list[torch.Tensor | None] = [None] * len(self._groups)
 
@@ -151,8 +150,8 @@ class OrderedSum:
         """Multiply the sums of some of the tensors."""
         wanted = {id(tensor) for tensor in tensors}
         factors = [
-            (factor if id(one) in wanted else torch.ones(())).to(one).expand(one.shape)
-            for one in self._tensors
+            (factor if id(tensor) in wanted else torch.ones(())).to(tensor).expand(tensor.shape)
+            for tensor in self._tensors
         ]
         for group, part in zip(self._groups, self._parts, strict=True):
             if part is not None:
@@ -162,20 +161,24 @@ class OrderedSum:
 class ThreadDDP(Handle):
     """Averages the gradients of one model over ranks that are threads.
 
-    Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on
-    the parameters and not on the module's call.
+    It hooks the parameters, so it works however a gradient arises: from ``forward``, another method, or a
+    free function.
     """
 
     def __init__(self, ctx: Context, model: nn.Module) -> None:
         """Broadcast the model from rank 0, and hook its parameters."""
         self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
-        self._backward: int | None = None  # torch's number of the latest one
+        self._backward: int | None = None  # torch's id of the latest backward pass
         self._unreduced: str | None = BY_HAND
         watched = {name: item for name, item in model.named_parameters() if item.requires_grad}
         with torch.no_grad():
             buffers = dict(model.named_buffers()) if ctx.strategy.ddp.broadcast_buffers else {}
-            own = {name: one for name, one in model.named_parameters() if not is_made_of_others(one)}
-            self._take({**own, **buffers})
+            parameters = {
+                name: parameter
+                for name, parameter in model.named_parameters()
+                if not is_made_of_others(parameter)
+            }
+            self._take({**parameters, **buffers})
         super().__init__(model, watched.values())
         self._watch(watched)
         if ctx.strategy.ddp.broadcast_buffers:
@@ -197,7 +200,7 @@ class ThreadDDP(Handle):
                 tensor.copy_(received[name])
 
     def will_sync_buffers(self, module: nn.Module) -> bool:
-        """Return whether the next forward pass brings the buffers to rank 0's values."""
+        """Return whether the next forward pass broadcasts rank 0's buffers."""
         options = self._ctx.strategy.ddp
         return (
             options.broadcast_buffers
@@ -214,15 +217,15 @@ class ThreadDDP(Handle):
 
     def _on_grad(self, parameter: torch.Tensor) -> None:
         del parameter
-        # By number and not by a flag, which would stay up for ever after a backward that failed half-way.
+        # By id and not by a flag, which would stay set after a backward pass that failed half-way.
         number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         if self._backward == number:
             return
         self._backward = number
         self._unreduced = IN_NO_SYNC
         if self._syncs:
-            self._unreduced = "the latest backward pass has failed. Clear the gradients, and repeat it"
-            # Runs once, when the whole backward is done, on the thread that called it.
+            self._unreduced = "the latest backward pass failed. Clear the gradients and repeat it"
+            # Runs once, after the backward pass, on the thread that called it.
             engine = cast("Any", torch.autograd.Variable)._execution_engine
             engine.queue_callback(self._average)
 
@@ -230,27 +233,27 @@ class ThreadDDP(Handle):
         grads = {name: item.grad for name, item in self._parameters.items() if item.grad is not None}
         with torch.no_grad():
             for name, grad in reduce(self._ctx, grads, "mean").items():
-                own = self._parameters[name].grad
-                assert own is not None
-                own.copy_(grad)
+                current = self._parameters[name].grad
+                assert current is not None
+                current.copy_(grad)
         self._unreduced = None
 
     def communicates(self) -> Communication:
-        """Return what the next forward pass and its backward pass send."""
+        """Return what the next forward pass and its backward pass communicate."""
         model = self._model()
         buffers = model is not None and self.will_sync_buffers(model)
         return Communication(self._syncs and torch.is_grad_enabled(), buffers, at_once=buffers)
 
     def why_unreduced(self) -> str | None:
-        """Return why the current gradients are those of this rank alone; None where they are averaged."""
+        """Return why the current gradients are only this rank's own; None where they are averaged."""
         return self._unreduced
 
 
 class ExactReplica(ThreadDDP):
     """Sums the gradients of one model over all microbatches of a window, in one order on any number of ranks.
 
-    Works for any way that a gradient arises, as :class:`ThreadDDP` does. While a window is open, ``.grad`` of
-    what has got a gradient is None on several ranks: the sums are elsewhere.
+    Works however a gradient arises, as :class:`ThreadDDP` does. While a window is open on several ranks, the
+    sums are here and ``.grad`` of these parameters is None.
     """
 
     def __init__(self, ctx: Context, model: nn.Module) -> None:
@@ -259,7 +262,7 @@ class ExactReplica(ThreadDDP):
         for name, parameter in model.named_parameters():
             if isinstance(vars(parameter).get(HANDLE), ExactReplica):
                 raise ConfigurationError(
-                    f"the parameter {name} is that of another prepared model too, and its gradients would be "
+                    f"the parameter {name} is already in another prepared model, so its gradients would be "
                     'summed twice. With reduction="canonical", prepare one model that holds all parameters.'
                 )
         super().__init__(ctx, model)
@@ -267,13 +270,13 @@ class ExactReplica(ThreadDDP):
     def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = parameters
         self._items = list(parameters.values())
-        self._sum = OrderedSum(self._ctx, self._items)  # of the window that is open
-        self._pass: list[Callable[[], None]] | None = None  # by which a backward pass is told from others
-        self._got: set[int] = set()  # what got a gradient in it
-        self._kept: dict[int, torch.Tensor] = {}  # what was in .grad before it
+        self._sum = OrderedSum(self._ctx, self._items)  # of the open window
+        self._pass: list[Callable[[], None]] | None = None  # identifies the backward pass
+        self._got: set[int] = set()  # parameters with a gradient from that pass
+        self._kept: dict[int, torch.Tensor] = {}  # their .grad before that pass
         self._batch: object = None  # the current batch
-        self._seen: set[int] | None = None  # what got a gradient from it; None outside of `accumulate`
-        self._held: list[list[torch.Tensor | None]] | None = None  # of the batches of a train step so far
+        self._seen: set[int] | None = None  # parameters with a gradient from it; None outside `accumulate`
+        self._held: list[list[torch.Tensor | None]] | None = None  # the batches of a train step so far
         self._forms = {
             name: f"{str(item.dtype).removeprefix('torch.')} {tuple(item.shape)}"
             for name, item in self._parameters.items()
@@ -285,15 +288,15 @@ class ExactReplica(ThreadDDP):
             cast("Any", item).register_post_accumulate_grad_hook(partial(self._after_gradient, index))
 
     def will_sync_buffers(self, module: nn.Module) -> bool:
-        """Return False: what could change buffers in training is refused, so they stay as prepared."""
+        """Return False: modules that change buffers in training are refused, so buffers stay equal."""
         del module
         return False
 
     @contextmanager
     def batch(self, batch: object, place: int, window: int, is_held: bool) -> Generator[None, None, None]:
-        """Count the gradients inside as those of a batch; see :func:`exact_batch`.
+        """Count the gradients inside as those of one batch; see :func:`exact_batch`.
 
-        What was left of a window that never closed is dropped with the first batch of the next one.
+        The sums of a window that never closed are dropped with the first batch of the next one.
         """
         seen = self._seen
         if batch is not self._batch or window == 1:
@@ -312,22 +315,22 @@ class ExactReplica(ThreadDDP):
                 self._add("make_train_step", held)
                 self._close()
         except BaseException:
-            self._held = None  # what a window that failed has held goes with it
+            self._held = None  # drop the gradients of the failed window
             raise
         finally:
             self._seen = seen
 
     def scale_sums(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-        """Multiply the sums that ``parameters`` have in a window that is open."""
+        """Multiply the open window's sums of ``parameters``."""
         self._sum.scale(parameters, factor)
 
     def _before_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Hook before a gradient is added to ``.grad``: put away what is there, so that it comes alone."""
+        """Hook before a gradient is added to ``.grad``: set the current value aside."""
         del gradient
         pending = self._ctx.collectives.call_log.after_backward
-        if pending is None:  # torch.autograd.grad, which adds nothing
+        if pending is None:  # torch.autograd.grad, which doesn't accumulate
             return
-        if pending is not self._pass:  # what a pass that failed has left is dropped with it
+        if pending is not self._pass:  # also drops what a failed pass left
             self._pass, self._got, self._kept = pending, set(), {}
             pending.append(self._finish_pass)
         item = self._items[index]
@@ -341,20 +344,20 @@ class ExactReplica(ThreadDDP):
             raise ConfigurationError(
                 'with reduction="canonical", call accelfn.backward(ctx, loss, scaler, micro) instead of '
                 "loss.backward(): it divides the loss by the number of microbatches, and sums their "
-                "gradients when the backward pass is over."
+                "gradients at the end of the backward pass."
             )
         self._got.add(index)
 
     def _finish_pass(self) -> None:
-        """Add what a backward pass has given to the sums."""
+        """Add the gradients of a backward pass to the sums."""
         got, kept = self._got, self._kept
         self._pass, self._got, self._kept = None, set(), {}
-        given: dict[int, torch.Tensor] = {index: cast("Any", self._items[index].grad) for index in got}
-        for index in (*got, *kept):  # what was put away and got nothing, torch.autograd.grad has asked for
+        new: dict[int, torch.Tensor] = {index: cast("Any", self._items[index].grad) for index in got}
+        for index in (*got, *kept):  # torch.autograd.grad may have set aside some that got nothing
             self._items[index].grad = kept.get(index)
         if not got:
             return
-        _, error = catch(lambda: self._check(given))
+        _, error = catch(lambda: self._check(new))
         if self._seen is not None:
             self._seen |= got
         if self._ctx.num_processes == 1:
@@ -362,44 +365,46 @@ class ExactReplica(ThreadDDP):
                 raise error
             both = [index for index in got if index in kept]
             if both:
-                torch._foreach_add_([kept[index] for index in both], [given[index] for index in both])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+                torch._foreach_add_([kept[index] for index in both], [new[index] for index in both])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             for index in got - kept.keys():
-                self._items[index].grad = given[index]
+                self._items[index].grad = new[index]
             return
-        gradients = [given.get(index) for index in range(len(self._items))]
+        gradients = [new.get(index) for index in range(len(self._items))]
         if self._held is not None:
             if error is not None:
-                check(self._ctx, Call("backward"), error)  # the others learn of it where the window closes
+                check(self._ctx, Call("backward"), error)  # other ranks raise where the window closes
             before = self._held[-1]
-            self._held[-1] = [new if old is None else old for old, new in zip(before, gradients, strict=True)]
+            self._held[-1] = [
+                grad if old is None else old for old, grad in zip(before, gradients, strict=True)
+            ]
             return
         for index in self._add("backward", [gradients], error):
             self._items[index].grad = None
         if self._syncs:
             self._close()
 
-    def _check(self, given: Mapping[int, torch.Tensor]) -> None:
+    def _check(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Refuse gradients that can't be summed."""
-        for index, gradient in sorted(given.items()):
+        for index, gradient in sorted(gradients.items()):
             name, item = [*self._parameters.items()][index]
             if index in (self._seen or ()):
                 raise ConfigurationError(
                     f"the parameter {name} got a second gradient from one batch. With "
-                    'reduction="canonical" the order of sums would depend on the number of ranks: add the '
-                    "losses of a batch up, and call backward once."
+                    'reduction="canonical" the order of sums would depend on the number of ranks: add up the '
+                    "losses of a batch, and call backward once."
                 )
             if gradient.layout != torch.strided or gradient.dtype != item.dtype:
                 raise ConfigurationError(
-                    f"the gradient of {name} is of layout {gradient.layout} and {gradient.dtype}. With "
-                    'reduction="canonical" it must be dense and of the dtype of its parameter '
-                    f"({item.dtype}): use no sparse embeddings."
+                    f"the gradient of {name} has layout {gradient.layout} and dtype {gradient.dtype}. With "
+                    'reduction="canonical" it must be dense and of its parameter\'s dtype '
+                    f"({item.dtype}): don't use sparse embeddings."
                 )
 
     @torch.no_grad()
     def _add(
         self, operation: str, microbatches: Sequence[_Microbatch], error: Exception | None = None
     ) -> frozenset[int]:
-        """Add gradients to the sums, which begin with what is in ``.grad``."""
+        """Add gradients to the sums, which start from ``.grad``."""
         window = f"closes={self._syncs} open={self._sum.is_open}"
         text = f"{self._digest} {window} {len(microbatches)}"
         call = Call(operation, text, lambda: {"window": window, **self._forms})
@@ -407,7 +412,7 @@ class ExactReplica(ThreadDDP):
 
     @torch.no_grad()
     def _close(self) -> None:
-        """Gather the sums of all ranks in ``.grad``."""
+        """Gather the sums of all ranks into ``.grad``."""
         for item, total in zip(self._items, self._sum.close(), strict=True):
             if total is not None:
                 item.grad = total
@@ -415,11 +420,11 @@ class ExactReplica(ThreadDDP):
 
 
 def scale_open_sums(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply the gradients that ``parameters`` have in windows that are open, and so not in ``.grad`` yet.
+    """Multiply the gradients that ``parameters`` have in open windows, outside of ``.grad``.
 
     Ranks: all in the same way; doesn't communicate.
     """
-    replicas = {id(one): one for one in (vars(parameter).get(HANDLE) for parameter in parameters)}
+    replicas = {id(handle): handle for handle in (vars(item).get(HANDLE) for item in parameters)}
     for replica in replicas.values():
         if isinstance(replica, ExactReplica):
             replica.scale_sums(parameters, factor)
@@ -427,7 +432,7 @@ def scale_open_sums(parameters: Sequence[torch.Tensor], factor: torch.Tensor) ->
 
 @contextmanager
 def exact_backward(ctx: Context) -> Generator[None, None, None]:
-    """Let models in exact mode sum the gradients of the backward pass inside when it is over.
+    """Let models in exact mode sum the gradients of the backward pass inside, after it ends.
 
     Ranks: every rank of ``ctx``, where the gradients of a prepared model are computed inside.
 
@@ -448,17 +453,17 @@ def exact_backward(ctx: Context) -> Generator[None, None, None]:
 def exact_batch(
     model: nn.Module, batch: object, place: int, window: int, is_held: bool
 ) -> AbstractContextManager[None]:
-    """Take the gradients of a model inside as those of one batch.
+    """Count the gradients of a model inside as those of one batch.
 
-    Ranks: every rank of the model's context; with ``is_held``, where a window ends the gradients are summed.
+    Ranks: every rank of the model's context; with ``is_held``, the gradients are summed where a window ends.
 
     Args:
         model: Prepared in exact mode, or not prepared at all.
-        batch: Tells the batch from others, by identity.
-        place: Of the batch in its window; at 0 a window begins anew.
-        window: Batches in it.
+        batch: Identifies the batch.
+        place: Place of the batch in its window; 0 starts a new window.
+        window: Number of batches in the window.
         is_held: The batches of a rank are consecutive microbatches, whose gradients are held until the window
-            closes; otherwise each step is one microbatch of each rank, whose gradients are added at once.
+            closes. Otherwise each step is one microbatch of each rank, whose gradients are added at once.
 
     Raises:
         ConfigurationError: The model was prepared without exact mode.
@@ -475,14 +480,14 @@ def exact_batch(
 
 
 def _refuse_statistics(model: nn.Module) -> None:
-    """Refuse modules whose running statistics would depend on which rank has seen which samples."""
+    """Refuse modules whose running statistics would depend on how samples are distributed over ranks."""
     modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
     for name, module in modules.items():
         if not isinstance(module, _NormBase) or not module.track_running_stats:
             continue
         if module.training:
             raise _statistics_error(name, module)
-        # It may be that it is frozen. Should it be trained after all, this is found out then.
+        # It may be frozen; if it is trained after all, the hook refuses it.
         module.register_forward_pre_hook(partial(_refuse_training, name))
 
 
@@ -494,8 +499,8 @@ def _refuse_training(name: str, module: nn.Module, arguments: Any) -> None:
 
 def _statistics_error(name: str, module: nn.Module) -> ConfigurationError:
     return ConfigurationError(
-        f'with reduction="canonical", {name or "the model"} ({type(module).__name__}) can\'t be trained: it '
-        "keeps running statistics of the samples that its own rank sees, which depend on the number of "
-        "ranks. Use GroupNorm or LayerNorm, build it with track_running_stats=False, or freeze it: call its "
-        "eval() before prepare, and after each model.train()."
+        f'with reduction="canonical", {name or "the model"} ({type(module).__name__}) can\'t be trained: its '
+        "running statistics are those of its own rank's samples, which depend on the number of ranks. Use "
+        "GroupNorm or LayerNorm, build it with track_running_stats=False, or freeze it: call its eval() "
+        "before prepare, and after each model.train()."
     )

@@ -1,9 +1,9 @@
-"""Expert parallelism: ranks hold different experts, and send each other the rows that these are to see.
+"""Expert parallelism: ranks hold different experts, and exchange the rows that these process.
 
-Which modules hold experts is planned first (:func:`plan_experts`, which is pure), and then done.
+:func:`plan_experts`, which is pure, chooses the modules; :func:`apply_experts` spreads them.
 
-No row is dropped and none is padded: ranks tell each other how many rows each expert gets, and torch's
-all-to-all moves as many.
+No row is dropped or padded: ranks first exchange the number of rows of each expert, and torch's all-to-all
+moves exactly these.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _PROTOCOL = (
     "A module of experts has parameters of its own, each with a row for each expert (num_experts, ...), and "
-    "its forward is (x, counts), where rows of x are sorted by expert and counts says how many each of "
-    "them has, or (hidden, index, weights) as in transformers"
+    "its forward is (x, counts), where rows of x are sorted by expert and counts has the number of rows of "
+    "each, or (hidden, index, weights) as in transformers"
 )
 
 
@@ -34,9 +34,9 @@ class HeldExperts(NamedTuple):
     """The experts of one module.
 
     Attributes:
-        num_experts: Of all ranks together.
-        takes: What the module's ``forward`` takes: "counts" for ``(x, counts)``, or "routes" for ``(hidden,
-            index, weights)``.
+        num_experts: Number of experts on all ranks.
+        takes: Arguments of the module's ``forward``: "counts" for ``(x, counts)``, or "routes" for
+            ``(hidden, index, weights)``.
     """
 
     num_experts: int
@@ -44,12 +44,12 @@ class HeldExperts(NamedTuple):
 
 
 class ExpertPlan(NamedTuple):
-    """How experts are spread over ranks: each rank has as many of each module, the first ones on the first.
+    """How experts are spread over ranks: equally many of each module, in rank order.
 
     Attributes:
         size: Ranks that experts are spread over.
-        modules: What each module holds, by its name.
-        names: Of the parameters of these modules; each rank has a part of their rows.
+        modules: The experts of each module, by its name.
+        names: Names of the parameters of these modules; each rank has some of their rows.
     """
 
     size: int
@@ -57,7 +57,7 @@ class ExpertPlan(NamedTuple):
     names: tuple[str, ...]
 
     def local(self, facts: ModelFacts) -> ModelFacts:
-        """Return the facts of what one rank holds: parameters with the rows of its experts."""
+        """Return the facts of one rank's model: parameters with the rows of its experts."""
         spread = frozenset(self.names)
         shapes = {
             name: (shape[0] // self.size, *shape[1:]) if name in spread else shape
@@ -66,7 +66,7 @@ class ExpertPlan(NamedTuple):
         return facts._replace(shapes=shapes)
 
     def only(self, facts: ModelFacts) -> ExpertPlan | None:
-        """Return the plan of those modules that ``facts`` have, a stage's; None where it has no experts."""
+        """Return the plan of the modules of ``facts``, a pipeline stage's; None without experts."""
         modules = {name: held for name, held in self.modules.items() if name in facts.kinds}
         names = tuple(name for name in self.names if name in facts.shapes)
         return self._replace(modules=modules, names=names) if modules else None
@@ -75,25 +75,29 @@ class ExpertPlan(NamedTuple):
 def plan_experts(record: ExpertParallelConfig, facts: ModelFacts, size: int) -> ExpertPlan:
     """Choose the modules whose experts are spread over ranks. Pure: no model, no device, no process.
 
-    Without a pattern they are those that say ``num_experts`` and whose parameters all have as many rows:
-    such as Mixtral's and Qwen-MoE's in transformers.
+    Without a pattern they are those with ``num_experts`` and as many rows in all of their parameters: such as
+    Mixtral's and Qwen-MoE's in transformers.
 
     Args:
-        record: Holds the pattern.
+        record: Has the pattern.
         facts: Of the model, from :func:`accelfn.parallel.read_facts`.
         size: Ranks that experts are spread over, the mesh's ``ep``.
 
     Raises:
-        ConfigurationError: There are no experts, a module that the pattern names holds none, ``size`` doesn't
+        ConfigurationError: There are no experts, a module that the pattern names has none, ``size`` doesn't
             divide their number, or an expert's parameter is tied to one of another module. The message lists
-            all that is wrong.
+            all problems.
     """
     by_owner: dict[str, list[str]] = {}
     for name in facts.shapes:
         by_owner.setdefault(name.rpartition(".")[0], []).append(name)
     pattern = record.experts
     if pattern is None:
-        known = [name for name, one in facts.experts.items() if name and one.num_experts is not None]
+        known = [
+            name
+            for name, module_experts in facts.experts.items()
+            if name and module_experts.num_experts is not None
+        ]
         chosen = [name for name in known if _rows(name, by_owner[name], facts)]
     else:
         chosen = [name for name in facts.kinds if name and fnmatchcase(name, pattern)]
@@ -101,7 +105,7 @@ def plan_experts(record: ExpertParallelConfig, facts: ModelFacts, size: int) -> 
         raise ConfigurationError(
             f"ep_size={size}: "
             + (
-                f"no module of {facts.kinds['']} is known to hold experts. "
+                f"no module of {facts.kinds['']} is recognised as a module of experts. "
                 if pattern is None
                 else f"ExpertParallelConfig.experts={pattern!r} matches no module of {facts.kinds['']}. "
             )
@@ -117,16 +121,17 @@ def plan_experts(record: ExpertParallelConfig, facts: ModelFacts, size: int) -> 
         inner = [one for owner, names in by_owner.items() if owner.startswith(f"{name}.") for one in names]
         if takes is None or count is None or inner:
             problems.append(
-                f"{name} ({facts.kinds[name]}) isn't one: {_why_not(name, facts, by_owner, inner)}."
+                f"{name} ({facts.kinds[name]}) isn't a module of experts: "
+                f"{_why_not(name, facts, by_owner, inner)}."
             )
         elif count % size:
-            fitting = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
-            problems.append(f"{name} has {count} experts, which don't divide by {size}. Fitting: {fitting}.")
+            fitting = ", ".join(str(divisor) for divisor in range(1, count + 1) if count % divisor == 0)
+            problems.append(f"{name} has {count} experts, which {size} doesn't divide. Use one of {fitting}.")
         else:
             modules[name] = HeldExperts(count, takes.takes)
     problems += _torn_ties(facts, frozenset(chosen))
     if problems:
-        about = f" {_PROTOCOL}." if any("isn't one" in one for one in problems) else ""
+        about = f" {_PROTOCOL}." if any("isn't a module of" in problem for problem in problems) else ""
         raise ConfigurationError(
             f"ep_size={size} doesn't fit the experts of {facts.kinds['']}:\n"
             + "\n".join(f"  - {one}" for one in problems)
@@ -136,11 +141,11 @@ def plan_experts(record: ExpertParallelConfig, facts: ModelFacts, size: int) -> 
 
 
 def _rows(name: str, parameters: list[str], facts: ModelFacts) -> int | None:
-    """Return how many rows all parameters of a module have; None where it can't hold experts.
+    """Return the number of rows that all parameters of a module have; None if it can't hold experts.
 
-    A module that doesn't say ``num_experts`` may: only the user knows. One that says another number doesn't.
+    A module without ``num_experts`` may, if the user names it; one with another number can't.
     """
-    counts = {facts.shapes[one][0] if facts.shapes[one] else 0 for one in parameters}
+    counts = {facts.shapes[parameter][0] if facts.shapes[parameter] else 0 for parameter in parameters}
     if name not in facts.experts or len(counts) != 1:
         return None
     (count,) = counts
@@ -164,22 +169,22 @@ def _torn_ties(facts: ModelFacts, modules: frozenset[str]) -> Iterator[str]:
     for group in facts.ties:
         owners = {name: owner_of(name, modules) for name in group}
         if len(set(owners.values())) > 1:
-            yield f"{' and '.join(group)} are one tied parameter, and experts share none. Untie them."
+            yield f"{' and '.join(group)} are one tied parameter, which experts can't have. Untie them."
 
 
 Exchange = Callable[[torch.Tensor, "list[int] | None", "list[int] | None"], torch.Tensor]
-"""``exchange(rows, receive, send)`` sends each rank its rows, in the order of ranks, and gives those that
-came, in the same order: so many as the lists say, by rank; as many to each where they are None."""
+"""``exchange(rows, receive, send)`` sends each rank its rows, in rank order, and returns the received rows,
+in rank order; the lists have their numbers by rank. None means equally many for each."""
 
 
 class Route(NamedTuple):
-    """Which rows go where, seen from one rank.
+    """The routing of rows, seen from one rank.
 
     Attributes:
-        send: How many rows go to each rank.
-        receive: How many come from each rank.
-        order: Places of the rows that came, sorted by the experts of this rank; shape ``(sum(receive),)``.
-        counts: How many rows each expert of this rank has; shape ``(experts of this rank,)``, int64.
+        send: Number of rows for each rank.
+        receive: Number of rows from each rank.
+        order: Order of the received rows that sorts them by this rank's experts; shape ``(sum(receive),)``.
+        counts: Number of rows of each of this rank's experts; shape ``(local experts,)``, int64.
     """
 
     send: list[int]
@@ -189,17 +194,17 @@ class Route(NamedTuple):
 
 
 def plan_route(counts: torch.Tensor, size: int, exchange: Exchange) -> Route:
-    """Agree with the other ranks on how many rows go where.
+    """Exchange the number of rows between ranks.
 
     Ranks: the ``size`` ranks that experts are spread over.
 
     Args:
-        counts: How many of this rank's rows each expert is to see; shape ``(experts of all ranks,)``, int64.
+        counts: Number of this rank's rows for each expert; shape ``(all experts,)``, int64.
         size: Number of ranks; they have equally many experts each.
         exchange: Between these ranks.
     """
-    received = exchange(counts, None, None).view(size, -1)  # by rank that sends, and own expert
-    # Both in one go: what is asked of a device waits for it.
+    received = exchange(counts, None, None).view(size, -1)  # by sending rank, and local expert
+    # In one transfer, since reading from a device waits for it.
     both = cast("Any", torch.stack([counts.view(size, -1).sum(1), received.sum(1)])).tolist()
     send, receive = cast("list[list[int]]", both)
     experts = torch.arange(received.shape[1], device=counts.device).repeat(size)
@@ -216,23 +221,23 @@ def dispatch(rows: torch.Tensor, route: Route, exchange: Exchange) -> torch.Tens
         exchange: Between the ranks of the route.
 
     Returns:
-        What came, sorted by the experts of this rank; shape ``(sum(route.receive), ...)``.
+        The received rows, sorted by this rank's experts; shape ``(sum(route.receive), ...)``.
     """
     return exchange(rows, route.receive, route.send)[route.order]
 
 
 def combine(rows: torch.Tensor, route: Route, exchange: Exchange) -> torch.Tensor:
-    """Send rows back to where they came from: the inverse of :func:`dispatch`."""
+    """Send rows back to their ranks: the inverse of :func:`dispatch`."""
     came = torch.empty_like(rows).index_copy(0, route.order, rows)
     return exchange(came, route.send, route.receive)
 
 
 def apply_experts(model: nn.Module, plan: ExpertPlan, device_mesh: DeviceMesh) -> None:
-    """Spread the experts of a model over ranks. Writes into ``model``; names of parameters stay.
+    """Spread the experts of a model over ranks. Writes into ``model``; names of parameters don't change.
 
-    Their parameters become new ones, ``DTensor`` split along dim 0. Each rank takes its part of the values
-    that it has, which must be equal on all of them. Nothing is communicated, and the parameters may be on the
-    meta device. ``num_experts`` of the modules becomes the number of each rank's own.
+    Their parameters become new ones, ``DTensor`` split along dim 0. Each rank takes its rows of its own
+    values, which must be equal on all ranks; the parameters may be on the meta device. ``num_experts`` of the
+    modules becomes the number of each rank.
 
     Each gradient is that of the sum of the losses of all ranks of ``device_mesh``, divided by their number:
     to be averaged over the ranks that have the same experts, as those of other parameters are over all ranks.
@@ -240,9 +245,9 @@ def apply_experts(model: nn.Module, plan: ExpertPlan, device_mesh: DeviceMesh) -
     Ranks: every rank of ``device_mesh``; nothing is communicated.
 
     Args:
-        model: As ``plan`` was made for.
+        model: The planned model.
         plan: From :func:`plan_experts`.
-        device_mesh: Of one dim, of ``plan.size`` ranks.
+        device_mesh: With one dim, of ``plan.size`` ranks.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -259,7 +264,7 @@ def apply_experts(model: nn.Module, plan: ExpertPlan, device_mesh: DeviceMesh) -
 
 
 class _ExpertForward(StyledForward):
-    """Stands in for the ``forward`` of a module of experts: each rank computes with its own, for all."""
+    """Replaces the ``forward`` of a module of experts: each rank computes with its own, for all ranks."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, name: str, count: int) -> None:
         """Wrap the ``forward`` of ``module``, which takes the arguments of one with ``count`` experts."""
@@ -275,8 +280,8 @@ class _ExpertForward(StyledForward):
         return part
 
     def _average(self, gradient: torch.Tensor) -> torch.Tensor:
-        # Not FSDP's divide factor: torch 2.13 takes none on gloo, divides twice by it where one rank has the
-        # shards, and loses small float16 numbers by dividing after the sum.
+        # Not FSDP's divide factor: torch 2.13 supports none on gloo, divides twice by it where one rank has
+        # the shards, and loses small float16 numbers by dividing after the sum.
         return gradient / self.mesh.size()
 
     def _exchange(
@@ -289,37 +294,37 @@ class _ExpertForward(StyledForward):
         return torchs.wait_tensor(sent)
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return what this rank's experts make of rows that are sorted by them."""
+        """Return the output of this rank's experts for rows sorted by expert."""
         raise NotImplementedError
 
     def _route(self, counts: torch.Tensor) -> Route:
         return plan_route(counts, self.mesh.size(), self._exchange)
 
     def _send(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
-        """Return what the experts of all ranks make of rows that are sorted by them."""
+        """Return the output of all ranks' experts for rows sorted by expert."""
         if len(rows) != sum(route.send):
             raise ConfigurationError(
-                f"{self.name}: counts add up to {sum(route.send)}, and x has {len(rows)} rows. Pass each row "
+                f"{self.name}: counts add up to {sum(route.send)}, but x has {len(rows)} rows. Pass each row "
                 "once for each of its experts, sorted by expert."
             )
-        came, counts = dispatch(rows, route, self._exchange), route.counts
-        # A rank whose experts see no row computes with one of zeros: FSDP reduces the gradients of what took
-        # part in the loss, and has to find the same parameters on each rank.
-        is_idle = not len(came)
+        received, counts = dispatch(rows, route, self._exchange), route.counts
+        # A rank whose experts get no row computes with one of zeros: FSDP reduces the gradients of the
+        # parameters in the loss, which must be the same on each rank.
+        is_idle = not len(received)
         if is_idle:
-            came = torch.cat([came, came.new_zeros(1, *came.shape[1:])])
+            received = torch.cat([received, received.new_zeros(1, *received.shape[1:])])
             counts = torch.cat([torch.ones_like(counts[:1]), counts[1:]])
-        made = self._compute(came, counts)
-        if len(made) != len(came):
+        output = self._compute(received, counts)
+        if len(output) != len(received):
             raise ConfigurationError(
-                f"{self.name}: forward was given {len(came)} rows, and returned {len(made)}. Experts give a "
-                "row for each row."
+                f"{self.name}: forward returned {len(output)} rows for {len(received)} rows. Experts must "
+                "return a row for each row."
             )
-        return combine(made[:0] if is_idle else made, route, self._exchange)
+        return combine(output[:0] if is_idle else output, route, self._exchange)
 
 
 class _CountedForward(_ExpertForward):
-    """Of a module that takes rows sorted by expert, and how many each expert has."""
+    """The forward of a module that takes rows sorted by expert, and the number of rows of each expert."""
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return StyledForward.__call__(self, rows, counts)
@@ -329,10 +334,10 @@ class _CountedForward(_ExpertForward):
 
         Args:
             x: This rank's rows, sorted by expert; shape ``(rows, ...)``.
-            counts: How many each expert of all ranks has; shape ``(experts,)``, of integers.
+            counts: Number of rows of each expert of all ranks; shape ``(experts,)``, of integers.
 
         Raises:
-            ConfigurationError: ``counts`` isn't that.
+            ConfigurationError: ``counts`` has another shape or type.
         """
         if not isinstance(counts, torch.Tensor) or tuple(counts.shape) != (self.count,):  # pyright: ignore[reportUnnecessaryIsInstance]
             given = list(counts.shape) if isinstance(counts, torch.Tensor) else type(counts).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -344,21 +349,21 @@ class _CountedForward(_ExpertForward):
 
 
 class _RoutedForward(_ExpertForward):
-    """Of a module that takes rows, the experts of each and their weights, and gives weighted sums."""
+    """The forward of a module that takes rows, their experts and weights, and returns weighted sums."""
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         index = torch.arange(len(counts), device=counts.device)
         index = index.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
-        # In float32, as routers have it: weights aren't to lower what the experts give.
+        # In float32, like routers' weights, so that they don't lower the output's precision.
         return StyledForward.__call__(self, rows, index, torch.ones_like(index, dtype=torch.float32))
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return what the experts make of ``hidden``, with its shape and dtype.
+        """Return the weighted output of the experts for ``hidden``, with its shape and dtype.
 
         Args:
             hidden: This rank's rows; shape ``(..., features)``.
-            index: The experts of each row; shape ``(rows, experts of a row)``, of integers. One that is no
-                expert's gives nothing.
+            index: The experts of each row; shape ``(rows, experts of a row)``, of integers. An index of no
+                expert contributes nothing.
             weights: Of each expert of a row; shape of ``index``.
 
         Raises:
@@ -372,9 +377,9 @@ class _RoutedForward(_ExpertForward):
             )
         experts = index.flatten()
         route = self._route(experts.bincount(minlength=self.count + 1)[: self.count])
-        order = experts.argsort(stable=True)[: sum(route.send)]  # those of no expert are the last
-        made = self._send(flat[order // index.shape[1]], route)
-        each = made.new_zeros(len(experts), *made.shape[1:]).index_copy(0, order, made)
-        # In the shape of the result from here on: it mustn't be a view, on which FSDP's hook could be lost.
+        order = experts.argsort(stable=True)[: sum(route.send)]  # rows of no expert are last
+        output = self._send(flat[order // index.shape[1]], route)
+        each = output.new_zeros(len(experts), *output.shape[1:]).index_copy(0, order, output)
+        # Reshaped before the sum: the result mustn't be a view, on which FSDP's hook could be lost.
         shape = (*hidden.shape[:-1], index.shape[1], -1)
         return (each.view(shape) * weights.reshape(shape)).sum(-2).to(hidden.dtype)

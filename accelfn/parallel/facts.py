@@ -1,4 +1,4 @@
-"""What a plan has to know of a model: names, shapes and blocks, read from real or meta parameters."""
+"""The facts of a model that plans need: names, shapes and blocks, of real or meta parameters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import nn
 
-# CPython counts the depth of parses for all threads together: a SystemError where two overlap.
+# CPython counts the depth of parses for all threads together; overlapping ones raise SystemError.
 _PARSING = Lock()
 
-# What modules of attention call their counts of heads, and the features of one head.
+# Attributes of attention modules: numbers of heads, and features of one head.
 _COUNTS = (
     "num_heads",
     "n_heads",
@@ -31,11 +31,11 @@ _DIMS = ("head_dim", "head_size", "attention_head_size")
 
 
 class Heads(NamedTuple):
-    """What a module says of its heads.
+    """The heads of an attention module.
 
     Attributes:
-        counts: Its counts of heads, by the attribute's name.
-        dim: Features of one head; None where it doesn't say.
+        counts: Its numbers of heads, by the attribute's name.
+        dim: Features of one head; None if no attribute has it.
     """
 
     counts: Mapping[str, int]
@@ -43,11 +43,11 @@ class Heads(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """What a module that may hold experts says of them.
+    """A module that may hold experts.
 
     Attributes:
-        num_experts: Its attribute ``num_experts``; None where it has none.
-        takes: What its ``forward`` takes, by the number of its arguments: "counts" for ``(x, counts)``, or
+        num_experts: Its attribute ``num_experts``; None without one.
+        takes: Arguments of its ``forward``, by their number: "counts" for ``(x, counts)``, or
             "routes" for ``(hidden, index, weights)``.
     """
 
@@ -56,25 +56,25 @@ class Experts(NamedTuple):
 
 
 class ModelFacts(NamedTuple):
-    """The outline of a model. A value: it holds neither modules nor tensors.
+    """The outline of a model. A value without modules and tensors.
 
     Attributes:
-        shapes: Of each parameter, by its name; a tied parameter has an entry for each of its names.
-        dtypes: Of each parameter.
+        shapes: Shape of each parameter, by its name; a tied parameter has an entry for each of its names.
+        dtypes: Dtype of each parameter.
         trainable: Names of the parameters that require a gradient.
-        ties: Names of one and the same parameter, the first that ``named_parameters`` gives first.
+        ties: Names of each tied parameter, in the order of ``named_parameters``.
         kinds: Class of each module, by its name; the model itself has the name "".
-        order: Names of the modules in the order in which they are called, as far as the source of the
-            forwards around the blocks shows it, and else in that in which they are registered. A module with
-            several names is here under each of them.
-        aliases: First name of a module that has several, by each of its others.
-        blocks: Names of the modules that repeat: those whose classes the model lists in
-            ``_no_split_modules``, else the items of lists of modules of one class. In the model's order.
+        order: Names of the modules in the order of their calls, as far as the source of the forwards around
+            the blocks shows it, and else in the order of registration. A module with several names is listed
+            under each of them.
+        aliases: First name of a module with several names, by each of the others.
+        blocks: Names of the modules that repeat, in the model's order: those whose classes the model lists in
+            ``_no_split_modules``, else the items of lists of modules of one class.
         containers: Names of the modules without a ``forward`` of their own, such as ``nn.ModuleList``.
-        tp_plan: How the model's authors split it by tensors: style by pattern; None where they don't say.
-        layers: "linear" or "embedding" for each module of these classes and those derived from them.
-        heads: What modules say of their heads, by their names.
-        experts: Modules with parameters of their own whose ``forward`` takes what one of experts does.
+        tp_plan: The tensor parallel plan of the model's authors: style by pattern; None without one.
+        layers: "linear" or "embedding" for each module of these classes and their subclasses.
+        heads: Heads of attention modules, by their names.
+        experts: Modules with parameters of their own whose ``forward`` has the arguments of experts.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -103,16 +103,16 @@ class ModelFacts(NamedTuple):
         return tuple(name for name in self.shapes if name not in others)
 
     def numel(self, *names: str) -> int:
-        """Number of elements of the parameters of these names."""
+        """Return the number of elements of the named parameters."""
         return sum(prod(self.shapes[name]) for name in names)
 
     def size_bytes(self, *names: str) -> int:
-        """Bytes of the parameters of these names."""
+        """Return the bytes of the named parameters."""
         return sum(prod(self.shapes[name]) * self.dtypes[name].itemsize for name in names)
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
-    """Return the outline of a model, whose parameters may be on the meta device.
+    """Read the facts of a model, whose parameters may be on the meta device.
 
     Ranks: local.
 
@@ -127,26 +127,30 @@ def read_facts(model: nn.Module) -> ModelFacts:
     for name, parameter in named.items():
         by_parameter.setdefault(id(parameter), []).append(name)
     modules = modules_of(model)
-    first = {id(one): name for name, one in modules.items()}
-    every = cast("dict[str, nn.Module]", dict(cast("Any", model).named_modules(remove_duplicate=False)))
+    first = {id(module): name for name, module in modules.items()}
+    with_aliases = cast(
+        "dict[str, nn.Module]", dict(cast("Any", model).named_modules(remove_duplicate=False))
+    )
     blocks = _blocks(model, modules)
     return ModelFacts(
-        shapes={name: tuple(one.shape) for name, one in named.items()},
-        dtypes={name: one.dtype for name, one in named.items()},
-        trainable=frozenset(name for name, one in named.items() if one.requires_grad),
+        shapes={name: tuple(parameter.shape) for name, parameter in named.items()},
+        dtypes={name: parameter.dtype for name, parameter in named.items()},
+        trainable=frozenset(name for name, parameter in named.items() if parameter.requires_grad),
         ties=tuple(tuple(names) for names in by_parameter.values() if len(names) > 1),
-        kinds={name: type(one).__name__ for name, one in modules.items()},
+        kinds={name: type(module).__name__ for name, module in modules.items()},
         order=_order(model, blocks),
-        aliases={name: first[id(one)] for name, one in every.items() if first[id(one)] != name},
+        aliases={
+            name: first[id(module)] for name, module in with_aliases.items() if first[id(module)] != name
+        },
         blocks=blocks,
-        containers=frozenset(name for name, one in modules.items() if _is_container(one)),
+        containers=frozenset(name for name, module in modules.items() if _is_container(module)),
         tp_plan=_tp_plan(model),
         layers={
-            name: "linear" if isinstance(one, nn.Linear) else "embedding"
-            for name, one in modules.items()
-            if isinstance(one, (nn.Linear, nn.Embedding))
+            name: "linear" if isinstance(module, nn.Linear) else "embedding"
+            for name, module in modules.items()
+            if isinstance(module, (nn.Linear, nn.Embedding))
         },
-        heads={name: found for name, one in modules.items() if (found := _heads(one)) is not None},
+        heads={name: heads for name, module in modules.items() if (heads := _heads(module)) is not None},
         experts=_experts(modules),
     )
 
@@ -177,7 +181,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def owner_of(name: str, modules: frozenset[str] | set[str]) -> str | None:
-    """Return the innermost of ``modules`` that a parameter (or module) is in, by its name; None for none.
+    """Return the innermost of ``modules`` that contains a parameter or module, by its name; None for none.
 
     >>> owner_of("layers.0.mlp.weight", {"", "layers.0", "layers.1"})
     'layers.0'
@@ -190,7 +194,7 @@ def owner_of(name: str, modules: frozenset[str] | set[str]) -> str | None:
 
 
 def table_text(rows: Mapping[str, str]) -> str:
-    r"""Return lines of text by title, which may have several, as a table.
+    r"""Format lines of text by title, which may have several, as a table.
 
     >>> print(table_text({"model": "Linear", "mesh": "dp 2\ntp 2"}))
     model  Linear
@@ -203,21 +207,21 @@ def table_text(rows: Mapping[str, str]) -> str:
 
 
 def _blocks(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    listed = {kind for one in modules.values() for kind in _no_split(one)}
-    named = tuple(name for name, one in modules.items() if name and type(one).__name__ in listed)
+    listed = {kind for module in modules.values() for kind in _no_split(module)}
+    named = tuple(name for name, module in modules.items() if name and type(module).__name__ in listed)
     return named or repeated_blocks(model)
 
 
 def _no_split(module: nn.Module) -> tuple[str, ...]:
-    """List the classes that an author of transformers names; a wrapper such as peft's passes the list on."""
+    """Return the classes in transformers' ``_no_split_modules``, which wrappers such as peft's pass on."""
     found: object = getattr(module, "_no_split_modules", None)
     if not isinstance(found, (list, tuple, set, frozenset)):
         return ()
-    return tuple(one for one in cast("list[object]", found) if isinstance(one, str))
+    return tuple(name for name in cast("list[object]", found) if isinstance(name, str))
 
 
 def _order(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """List the names of all modules in the order of their calls, as far as that is known."""
+    """Return the names of all modules in the order of their calls, as far as it is known."""
     around = {""}
     for name in blocks:
         while name := name.rpartition(".")[0]:
@@ -229,11 +233,11 @@ def _order(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
         places = _places_of_calls(type(module)) if name in around and not _is_container(module) else {}
         children: list[tuple[tuple[int, int], str, nn.Module]] = []
         registered = cast("dict[str, nn.Module | None]", vars(module)["_modules"])
-        for key, child in registered.items():  # not named_children(), which has each once
+        for key, child in registered.items():  # unlike named_children(), with aliases
             if child is not None:
-                place = children[-1][0] if children else (0, 0)  # beside the one that is registered before
+                place = children[-1][0] if children else (0, 0)  # unknown: with the child registered before
                 children.append((places.get(key, place), key, child))
-        for _, key, child in sorted(children, key=lambda one: one[0]):
+        for _, key, child in sorted(children, key=lambda child: child[0]):
             visit(child, f"{name}.{key}" if name else key)
 
     visit(model, "")
@@ -241,27 +245,31 @@ def _order(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _places_of_calls(kind: type[nn.Module]) -> dict[str, tuple[int, int]]:
-    """Return line and column where a class's ``forward`` calls a child, or loops over it, if in one place."""
+    """Return where a class's ``forward`` calls a child, or loops over it: line and column, if only once."""
     try:
         source = dedent(getsource(kind.forward))
         with _PARSING:
             tree = ast.parse(source)
-    except (OSError, TypeError, SyntaxError):  # there is no source
+    except (OSError, TypeError, SyntaxError):  # no source
         return {}
     places: dict[str, set[tuple[int, int]]] = {}
 
     for node in ast.walk(tree):
         place: tuple[int, int] = (0, 0)
         used: Iterable[ast.AST | None] = ()
-        if isinstance(node, ast.Call):  # at its end: what is computed for it comes before
+        if isinstance(node, ast.Call):  # at its end, after its arguments
             place = (node.end_lineno or 0, node.end_col_offset or 0)
             used = (node.func, getattr(node.func, "value", None))  # self.norm(x), or self.norms[0](x)
         elif isinstance(node, (ast.For, ast.comprehension)):
             place = (node.iter.lineno, node.iter.col_offset)
             used = ast.walk(node.iter)
-        for one in used:
-            if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id == "self":
-                places.setdefault(one.attr, set()).add(place)
+        for item in used:
+            if (
+                isinstance(item, ast.Attribute)
+                and isinstance(item.value, ast.Name)
+                and item.value.id == "self"
+            ):
+                places.setdefault(item.attr, set()).add(place)
     return {name: next(iter(found)) for name, found in places.items() if len(found) == 1}
 
 
@@ -284,13 +292,13 @@ def _heads(module: nn.Module) -> Heads | None:
 def _experts(modules: Mapping[str, nn.Module]) -> Mapping[str, Experts]:
     numbers: dict[type, int | None] = {}
     found: dict[str, Experts] = {}
-    for name, one in modules.items():
-        kind = type(one)
-        if next(one.parameters(recurse=False), None) is None:
+    for name, module in modules.items():
+        kind = type(module)
+        if next(module.parameters(recurse=False), None) is None:
             continue
         if kind not in numbers:
             numbers[kind] = _num_arguments(kind)
-        count = getattr(one, "num_experts", None)
+        count = getattr(module, "num_experts", None)
         if numbers[kind] in (2, 3):
             takes: Literal["counts", "routes"] = "counts" if numbers[kind] == 2 else "routes"
             found[name] = Experts(count if type(count) is int else None, takes)
@@ -298,9 +306,11 @@ def _experts(modules: Mapping[str, nn.Module]) -> Mapping[str, Experts]:
 
 
 def _num_arguments(kind: type[nn.Module]) -> int | None:
-    """Return how many arguments the ``forward`` of a class takes by place; None where torch doesn't say."""
+    """Return the number of positional arguments of a class's ``forward``; None if it is unknown."""
     try:
         taken = [*signature(kind.forward).parameters.values()][1:]
     except ValueError:
         return None
-    return sum(one.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for one in taken)
+    return sum(
+        argument.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for argument in taken
+    )

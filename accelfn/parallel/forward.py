@@ -1,7 +1,7 @@
-"""Forward passes of prepared modules: what stands in for a module's ``forward``, and how ranks agree on them.
+"""Forward passes of prepared modules: wrappers of a module's ``forward``, and how ranks agree on calls.
 
-A prepared module keeps its class, its attributes and the keys of its state dict; only what its call does
-differs. Its hooks run around it as ever.
+A prepared module keeps its class, its attributes and the keys of its state dict; its hooks run around the
+wrapped ``forward``.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class WrappedForward:
-    """Stands in for a module's ``forward``. ``inspect.signature`` sees the one that it wraps."""
+    """Replaces a module's ``forward``; ``inspect.signature`` sees the wrapped one."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         """Wrap ``forward``."""
         self.__wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is wrapped."""
+        """Call the wrapped forward."""
         return self.__wrapped__(*args, **kwargs)
 
     def around(self, forward: Callable[..., Any]) -> Self:
-        """Return the same around another ``forward``."""
+        """Return a copy around another ``forward``."""
         other = copy.copy(self)
         other.__wrapped__ = forward
         return other
 
 
 def plain_forward(model: nn.Module) -> Callable[..., Any]:
-    """Return the ``forward`` of a module without anything of accelfn's around it."""
+    """Return the ``forward`` of a module without accelfn's wrappers."""
     forward: Any = model.forward
     while isinstance(forward, WrappedForward):
         forward = forward.__wrapped__
@@ -62,20 +62,20 @@ def plain_forward(model: nn.Module) -> Callable[..., Any]:
 
 
 def _own_class(model: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, without what ``fully_shard`` puts in front of it."""
+    """Return the class of a module, without the one that ``fully_shard`` adds."""
     kinds = type(model).__mro__
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has loaded it, nothing is sharded
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it isn't loaded, nothing is sharded
     if fsdp is None or fsdp.FSDPModule not in kinds:
         return kinds[0]
     return kinds[kinds.index(fsdp.FSDPModule) + 1]
 
 
 def copied_without(model: M, kind: type[WrappedForward], modules: dict[str, Any] | None = None) -> M:
-    """Return a shallow copy of a module, whose ``forward`` is its own and not wrapped in ``kind``.
+    """Return a shallow copy of a module, without wrappers of a kind around its ``forward``.
 
     Args:
         model: Shares its parameters, buffers and (unless ``modules`` is given) submodules with the copy.
-        kind: What to leave out.
+        kind: The class of wrappers to remove.
         modules: The copy's submodules.
     """
     other = cast("M", object.__new__(_own_class(model)))
@@ -103,7 +103,7 @@ def copied_without(model: M, kind: type[WrappedForward], modules: dict[str, Any]
 def autocast_in(
     precision: Precision, device_type: str, handler: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Return a block that computes in a precision, with other options where there is a handler."""
+    """Return a context manager that computes in a precision, with the handler's options if there is one."""
     if precision.mode == "no":
         return nullcontext()
     options = precision.autocast if handler is None else handler
@@ -116,14 +116,10 @@ def autocast_in(
 
 
 class MixedPrecisionForward(WrappedForward):
-    """A module's ``forward`` under autocast, with float32 results.
-
-    It stands in for the method on the instance, so that the module keeps its class and the keys of its state
-    dict.
-    """
+    """A module's ``forward`` under autocast, with float32 results."""
 
     def __init__(self, forward: Callable[..., Any], precision: Precision, device_type: str) -> None:
-        """Keep what to call, and how."""
+        """Wrap ``forward``."""
         super().__init__(forward)
         self._precision = precision
         self._device_type = device_type
@@ -138,18 +134,18 @@ class MixedPrecisionForward(WrappedForward):
 class CompiledForward(WrappedForward):
     """A module's ``forward``, compiled.
 
-    What stands around it (hooks, autocast, DistributedDataParallel, the agreement of ranks) runs as ordinary
+    Everything around it (hooks, autocast, DistributedDataParallel, the agreement of ranks) runs as ordinary
     Python and breaks no graph.
     """
 
     def __init__(self, forward: Callable[..., Any], options: TorchDynamoPlugin) -> None:
-        """Compile ``forward``, when it is called."""
+        """Compile ``forward`` at its first call."""
         super().__init__(forward)
         self._options = options
         self._compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what was compiled."""
+        """Call the compiled forward."""
         return self._compiled(*args, **kwargs)
 
     def around(self, forward: Callable[..., Any]) -> CompiledForward:
@@ -161,20 +157,20 @@ class CompiledForward(WrappedForward):
         self._compiled: Callable[..., Any] = compiler(self.__wrapped__, **self._options.to_kwargs())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without what was compiled."""
+        """Copy and pickle without the compiled code."""
         return {"__wrapped__": self.__wrapped__, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Compile anew, when it is called."""
+        """Compile again at the first call."""
         self.__dict__.update(state)
         self._compile()
 
 
 def plan_regions(model: nn.Module) -> tuple[str, ...]:
-    """Return which modules of a model are compiled one by one: blocks that repeat, and so compile once. Pure.
+    """Return the modules of a model to compile one by one: repeated blocks, which compile once. Pure.
 
-    Repeated blocks are the items of a ``ModuleList`` that are all of one class. Where there are none it is
-    the model itself, by the name "".
+    Repeated blocks are the items of a ``ModuleList`` that are all of one class. Without any it is the model
+    itself, by the name "".
 
     >>> plan_regions(nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), nn.ReLU()))
     ('0.0', '0.1')
@@ -185,41 +181,37 @@ def plan_regions(model: nn.Module) -> tuple[str, ...]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a module or one inside of it is compiled, by accelfn or by the user."""
-    return any(
-        isinstance(vars(module).get("forward"), CompiledForward)
-        or isinstance(getattr(vars(module).get("forward"), "__wrapped__", None), CompiledForward)
-        or _is_compiled_by_user(module)
-        for module in model.modules()
+    """Return whether a module or one inside it is compiled, by accelfn or by the user."""
+    return any(_has_compiled_forward(module) or _is_compiled_by_user(module) for module in model.modules())
+
+
+def _has_compiled_forward(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return isinstance(forward, CompiledForward) or isinstance(
+        getattr(forward, "__wrapped__", None), CompiledForward
     )
 
 
 def _is_compiled_by_user(module: nn.Module) -> bool:
-    return vars(module).get("_compiled_call_impl") is not None or _original(module) is not module
-
-
-def _original(module: nn.Module) -> nn.Module:
-    """Return the module inside ``torch.compile(module)``."""
-    inner = vars(module).get("_modules", {}).get("_orig_mod")
-    return inner if isinstance(inner, nn.Module) else module
+    return vars(module).get("_compiled_call_impl") is not None or uncompiled(module) is not module
 
 
 def compile_(model: M, options: TorchDynamoPlugin, names: Iterable[str]) -> M:
-    """Let modules of a model compute by what torch.compile makes of them. Writes into the modules.
+    """Compile modules of a model with torch.compile. Writes into the modules.
 
-    A model that is compiled already, or has a compiled module inside, stays as it is.
+    A model that is compiled already, or has a compiled module inside, isn't changed.
 
     Ranks: local.
 
     Args:
         model: Not prepared yet.
-        options: How to compile.
-        names: Of the modules, "" for the model itself; none compiles nothing.
+        options: Options of the compiler.
+        names: Names of the modules to compile, "" for the model itself.
     """
-    wanted = tuple(names)
-    if not wanted or is_compiled(model):
+    chosen = tuple(names)
+    if not chosen or is_compiled(model):
         return model
-    for name in wanted:
+    for name in chosen:
         module = model.get_submodule(name)
         module.forward = CompiledForward(module.forward, options)
     return model
@@ -227,51 +219,47 @@ def compile_(model: M, options: TorchDynamoPlugin, names: Iterable[str]) -> M:
 
 def without_compile(model: M) -> M:
     """Return a module that shares everything with ``model`` and has nothing compiled in it."""
-    original = _original(model)
+    original = uncompiled(model)
     if original is not model:
         return cast("M", without_compile(original))
     before = cast("dict[str, nn.Module | None]", vars(model)["_modules"])
     modules = {name: None if one is None else without_compile(one) for name, one in before.items()}
-    forward = vars(model).get("forward")
-    own = isinstance(forward, CompiledForward) or isinstance(
-        getattr(forward, "__wrapped__", None), CompiledForward
-    )
-    if not own and not _is_compiled_by_user(model) and all(modules[name] is before[name] for name in before):
+    is_own = _has_compiled_forward(model) or _is_compiled_by_user(model)
+    if not is_own and all(modules[name] is before[name] for name in before):
         return model
     return copied_without(model, CompiledForward, modules)
 
 
-# What models of transformers call the keys and values that a block appends to.
+# Names of transformers' caches, to which a block appends keys and values.
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
 def plan_recompute(
     facts: ModelFacts, units: Iterable[str], model: nn.Module | None = None
 ) -> tuple[str, ...]:
-    """Return the names of the modules whose activations are computed again in the backward. Pure.
+    """Return the names of the modules whose activations are recomputed in the backward pass. Pure.
 
     Args:
         facts: Of the model.
-        units: Those that FSDP gathers one by one, or would on several ranks. Of units inside of each other
-            the outer one is recomputed, as a whole.
-        model: That of the facts; None where there are facts alone.
+        units: The units that FSDP gathers, or would gather on several ranks. Of nested units the outermost
+            is recomputed.
+        model: The model of the facts, if there is one.
 
     Raises:
-        ConfigurationError: The model itself is the only unit: recomputed at once, all of its activations
-            would be held in the backward, and nothing be saved. Or it recomputes already, by its own
-            ``gradient_checkpointing``.
+        ConfigurationError: The model itself is the only unit: recomputing it at once would save nothing. Or
+            it recomputes already, by its own ``gradient_checkpointing``.
     """
     for name, module in () if model is None else modules_of(model).items():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ConfigurationError(
-                f"fsdp_plugin: activation_checkpointing is asked for, and {name or 'the model'} has "
-                "gradient_checkpointing on: blocks would be computed three times. Leave one of the two out."
+                f"fsdp_plugin: activation_checkpointing is set, and {name or 'the model'} has its own "
+                "gradient_checkpointing on: blocks would be computed three times. Turn one of them off."
             )
     chosen = set(units) - {""}
     if not chosen:
         raise ConfigurationError(
-            f"fsdp_plugin: activation_checkpointing computes units again one by one, and {facts.kinds['']} "
-            "is a single one. Pass transformer_cls_names_to_wrap or another auto_wrap_policy, or leave "
+            f"fsdp_plugin: activation_checkpointing recomputes units one by one, and {facts.kinds['']} is a "
+            "single unit. Pass transformer_cls_names_to_wrap or another auto_wrap_policy, or leave "
             "activation_checkpointing out."
         )
     return tuple(
@@ -280,85 +268,86 @@ def plan_recompute(
 
 
 class RecomputedForward(WrappedForward):
-    """A module's ``forward``, of which the backward keeps the inputs alone.
+    """A module's ``forward``, recomputed in the backward pass from its inputs.
 
-    It stands in for ``forward`` and not for the call, so that the module's hooks run once: FSDP has gathered
-    the parameters when the backward computes it again.
+    It replaces ``forward`` and not the call, so that the module's hooks run once: FSDP has gathered the
+    parameters when the backward pass recomputes it.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is wrapped; it is called again in the backward, with the same random numbers."""
+        """Call the wrapped forward; the backward pass calls it again, with the same random numbers."""
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
         for name in _CACHES:
             if kwargs.get(name) is not None:
                 kwargs[name] = _empty(name, kwargs[name])
-        # By its own name, by which torch.compile knows it.
+        # By this name torch.compile knows it.
         return cast("Any", checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs))
 
 
 def _empty(name: str, cache: Any) -> None:
-    """Return None in the place of a cache, to which the backward would append a second time.
+    """Replace an empty cache by None: the recomputation would append to it a second time.
 
     Raises:
-        ConfigurationError: It isn't empty: without it the block would compute something else.
+        ConfigurationError: It isn't empty, and without it the block would compute something else.
     """
     count = getattr(cache, "get_seq_length", None)
     if count is None or count() != 0:
         raise ConfigurationError(
-            f"activation_checkpointing: a block got {name} with keys and values in it, to which the backward "
-            "pass, which computes the block again, would append a second time. Compute without gradients "
-            "(torch.no_grad), or without activation_checkpointing."
+            f"activation_checkpointing: a block got {name} with keys and values in it, to which recomputing "
+            "the block in the backward pass would append again. Compute without gradients (torch.no_grad), "
+            "or without activation_checkpointing."
         )
 
 
 def recompute(model: nn.Module, names: Iterable[str]) -> None:
-    """Let modules of a model compute again in the backward. Writes into the modules; all names stay.
+    """Recompute modules of a model in the backward pass. Writes into the modules; names don't change.
 
     Ranks: local.
 
     Args:
         model: Neither compiled by accelfn nor sharded yet.
-        names: Of the modules, from :func:`plan_recompute`.
+        names: Names of the modules, from :func:`plan_recompute`.
     """
     for name in names:
         module = model.get_submodule(name)
         module.forward = RecomputedForward(module.forward)
 
 
-# Where in the data its forward passes are now.
+# Attribute of a model: the place in the data of its current forward passes.
 _PLACE = "_accelfn_place"
 
-# Anything else that is no known container may hold the tensor that a backward pass begins with.
+# Leaves without tensors. Any other unknown object may contain the tensor where a backward pass begins.
 _WITHOUT_TENSORS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
 
 
 class ForwardAgreement:
-    """Lets ranks agree on each forward pass of a model that communicates in it or in its backward.
+    """Makes ranks agree on each forward pass of a model that communicates in it or in its backward pass.
 
-    Torch's reductions have no names: a rank that is elsewhere would leave the others waiting inside them, or
-    would be taken for one that is here.
+    Torch's reductions have no names: a rank elsewhere in the program would leave the others waiting, or would
+    be taken for one that is here.
     """
 
     def __init__(self, ctx: Context | None) -> None:
-        """Check in the world of ``ctx``, or nothing without one."""
+        """Check in the world of ``ctx``; None checks nothing."""
         self._ctx = ctx
         self._batches = None if ctx is None else _batches_by_rank(ctx)
-        self._drops = False  # whether dropout draws in training
-        # Whether the ranks that share sequences may have whole ones: until a first pass has shown shards.
+        self._drops = False  # whether dropout draws random numbers in training
+        # Whether ranks that share sequences may have passed unsharded ones: until the first pass is checked.
         self._is_unsharded = ctx is not None and ctx.axis_size("seq") > 1
-        self._is_first = True  # the next pass may compile kernels, on one rank longer than on others
+        self._is_first = True  # the next pass may compile kernels, which takes some ranks longer
 
     def watch(self, model: nn.Module) -> None:
         """Check each forward pass of ``model`` from now on."""
-        self._drops = any(isinstance(one, _DropoutNd) and one.p > 0 for one in model.modules())
+        self._drops = any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
+        # Before FSDP's own hook, which begins to gather.
         # FSDP's own begins to gather.
         model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         model.register_forward_hook(self.after)
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Hook before a forward pass: notify the others that this rank is here."""
-        if self._ctx is None or torch.compiler.is_compiling():  # no Python runs in what is compiled
+        """Hook before a forward pass: announce it to the other ranks."""
+        if self._ctx is None or torch.compiler.is_compiling():  # compiled code runs no Python
             return
         handle = handle_of(model)
         if handle is not None and handle.is_joined:
@@ -384,7 +373,7 @@ class ForwardAgreement:
             check_later(self._ctx, call)
 
     def after(self, model: nn.Module, arguments: Any, output: Any) -> None:
-        """Hook after a forward pass: hear whether they all are before the first gradient is reduced."""
+        """Hook after a forward pass: await the agreement before the first gradient is reduced."""
         del arguments
         if self._ctx is None or torch.compiler.is_compiling():
             return
@@ -407,12 +396,12 @@ class ForwardAgreement:
         return self
 
     def __reduce__(self) -> tuple[type[ForwardAgreement], tuple[None]]:
-        """Pickle without the world: a model that is loaded belongs to none."""
+        """Pickle without the world: a loaded model belongs to none."""
         return ForwardAgreement, (None,)
 
 
 def _batches_by_rank(ctx: Context) -> tuple[str, tuple[int, ...]] | None:
-    """Return the axes along which ranks have equal inputs, and by rank which; None where each has its own."""
+    """Return the axes along which inputs are equal, and each rank's group; None if each rank has its own."""
     if ctx.mesh is None or ctx.along("loss") is ctx:
         return None
     plan = ctx.mesh.plan
@@ -421,36 +410,36 @@ def _batches_by_rank(ctx: Context) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _check_sharded(ctx: Context, args: Any, kwargs: Any) -> None:
-    """Refuse a first forward pass in which ranks that share sequences have equal inputs: whole ones.
+    """Refuse a first forward pass in which ranks that share sequences have equal inputs: unsharded ones.
 
     A model can't tell a sequence from a shard of it, and would compute wrong numbers.
     """
     inputs, error = catch(lambda: json.dumps(_describe(args, kwargs, True, None)).encode())
-    found = gather_bytes(ctx.along("seq"), Call("forward", "the first batch"), inputs or b"", error)
-    if flatten((args, kwargs))[0] and len(set(found)) == 1:
+    blobs = gather_bytes(ctx.along("seq"), Call("forward", "the first batch"), inputs or b"", error)
+    if flatten((args, kwargs))[0] and len(set(blobs)) == 1:
         axes = " and ".join(cast("Any", ctx.mesh).plan.active("seq"))
         raise ConfigurationError(
-            f"forward: ranks along {axes} share sequences, and all of them called the model with the same "
-            "tensors: whole sequences, which nobody has sharded. Name the tensors to shard, as in "
+            f"forward: ranks along {axes} share sequences, but all of them called the model with the same "
+            "tensors: sequences that weren't sharded. Name the tensors to shard, as in "
             'DataLoaderConfiguration(sequence={"ids": 1, "labels": 1}), and take batches from a prepared '
             "loader or microbatches; or call shard_sequence."
         )
 
 
 def _describe(args: Any, kwargs: Any, with_values: bool, drawing: torch.device | None) -> dict[str, str]:
-    """Describe the inputs of a model by path, and the state of the generator that it draws from.
+    """Describe the inputs of a model by path, and the random state that it draws from.
 
     Args:
-        args: Of its call.
-        kwargs: Of its call.
-        with_values: Say the bits too, and not only shapes and dtypes; waits for the device.
-        drawing: Device whose generator it draws from, if it does.
+        args: Positional arguments of its call.
+        kwargs: Keyword arguments of its call.
+        with_values: Include digests of values, and not only shapes and dtypes; waits for the device.
+        drawing: Device of the generator that the model draws from, if it draws.
     """
     kinds: dict[str, str] = {}
     dense: dict[str, torch.Tensor] = {}
     for name, tree in (("args", args), ("kwargs", kwargs)):
-        own = describe_tree("forward", tree).leaves()
-        for (path, kind), leaf in zip(own.items(), flatten(tree)[0], strict=True):
+        described = describe_tree("forward", tree).leaves()
+        for (path, kind), leaf in zip(described.items(), flatten(tree)[0], strict=True):
             kinds[path := name + path.removeprefix("tree")] = kind
             if with_values and _is_dense(leaf):
                 dense[path] = leaf
@@ -470,13 +459,13 @@ def _is_dense(leaf: Any) -> bool:
 
 
 def _starts_of_backward(output: Any) -> list[Node]:
-    """Return the nodes at which a backward pass from ``output`` starts; none where that isn't sure."""
+    """Return the graph nodes where a backward pass from ``output`` starts; empty where that is uncertain."""
     starts: list[Node | None] = []
     for leaf in flatten(output)[0]:
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad:
                 starts.append(leaf.grad_fn)
-                if leaf._base is not None:  # to change a view in place replaces its node, and leaves this one
+                if leaf._base is not None:  # changing a view in place replaces its node, but not this one
                     starts.append(leaf._base.grad_fn)
         elif not isinstance(leaf, _WITHOUT_TENSORS):
             return []
@@ -485,13 +474,13 @@ def _starts_of_backward(output: Any) -> list[Node]:
 
 
 def check_each_forward(ctx: Context, model: nn.Module) -> None:
-    """Let ranks agree on each forward pass of a prepared model, unless the guard of ``ctx`` is off."""
+    """Make ranks agree on each forward pass of a prepared model, unless the guard of ``ctx`` is off."""
     if ctx.guard.mode != GuardMode.OFF:
         ForwardAgreement(ctx).watch(model)
 
 
 def at_place(place: str, *models: nn.Module) -> AbstractContextManager[None]:
-    """Let ranks compare inside where in their data they are, in forward passes of ``models`` they agree on.
+    """Make ranks compare their place in the data in the forward passes of ``models`` inside.
 
     Ranks: any; doesn't communicate.
     """

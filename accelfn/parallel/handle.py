@@ -1,4 +1,4 @@
-"""The handle of a prepared model: what reduces its gradients, and whether it has since they last grew."""
+"""The handle of a prepared model: reduces its gradients, and knows whether they are reduced."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from accelfn.tree import is_dtensor
 
 L = TypeVar("L")
 
-# Where a prepared model keeps its handle; a plain attribute, so it is in no state dict.
+# Attribute of a prepared model: its handle. A plain attribute, so it is in no state dict.
 HANDLE = "_accelfn_replica"
 
-# Where a parameter keeps those of the models that it is trained in.
+# Attribute of a parameter: the handles of the models that it is trained in.
 _HANDLES = "_accelfn_handles"
 
 BY_HAND = (
-    "no backward pass has computed them, so they were set by hand. Call backward on a loss of the prepared "
-    "model; if you average gradients yourself, call the step() of the torch optimizer"
+    "no backward pass computed them, so they were set by hand. Call backward on a loss of the prepared "
+    "model; if you average gradients yourself, call step() of the torch optimizer"
 )
 IN_NO_SYNC = (
-    "the latest backward pass added to them under no_sync, and none after it has averaged them. End the "
-    "window with a backward pass outside of no_sync; steps that ranks are to make by themselves stand inside "
-    "of it"
+    "the latest backward pass added to them under no_sync, and no later one averaged them. End the window "
+    "with a backward pass outside of no_sync; for steps on each rank's own gradients, call optimizer_step "
+    "inside of it"
 )
 
 
-# Where an optimizer keeps how many parameters of each group were found to be those of prepared models.
+# Attribute of an optimizer: sizes of its groups when all their parameters were those of prepared models.
 _SETTLED = "_accelfn_settled"
 
 
 class Communication(NamedTuple):
-    """What a forward pass, and the backward pass after it, send between ranks.
+    """What a forward pass, and the backward pass after it, communicate between ranks.
 
     Attributes:
         gradients: Whether the backward pass reduces gradients, or sums them between parts of a layer.
@@ -57,22 +57,23 @@ class Communication(NamedTuple):
     at_once: bool = False
 
     def __str__(self) -> str:
-        """Return what ranks must have in common, and can compare."""
+        """Return the part that must be equal on all ranks."""
         sharded = " parameters=True" if self.parameters else ""
         return f"gradients={self.gradients} buffers={self.buffers}{sharded}"
 
 
 class BatchRun(NamedTuple, Generic[L]):
-    """One batch, and what its loss and its gradients are computed by.
+    """One batch, and the functions that compute its loss and gradients.
 
     Attributes:
-        loss_fn: ``loss_fn(model, batch)`` gives a loss; of a part of the batch, that of the part.
-        model: What it is called with.
-        batch: This rank's.
-        to_differentiate: Gives what is differentiated of the loss of one of so many equal parts of the batch.
-        differentiate: Adds the gradients of that to the parameters' own.
-        join: Gives the loss of a batch, of those of its equal parts.
-        num_batches: How many batches of the usual size it is as large as.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss of a batch, or of a part of it.
+        model: The first argument of ``loss_fn``.
+        batch: This rank's batch.
+        to_differentiate: Returns the tensor to differentiate, from the loss of one of a number of equal parts
+            of the batch, and that number.
+        differentiate: Adds the gradients of that tensor to the parameters' own.
+        join: Returns the loss of a batch from the losses of its equal parts.
+        num_batches: Size of the batch, in batches of the usual size.
     """
 
     loss_fn: Callable[[Any, Any], L]
@@ -84,20 +85,19 @@ class BatchRun(NamedTuple, Generic[L]):
     num_batches: int = 1
 
     def run(self) -> L:
-        """Run the forward pass of the whole batch, and then its backward pass. Returns the loss."""
+        """Run the forward and backward pass of the complete batch; return the loss."""
         loss = self.loss_fn(self.model, self.batch)
         self.differentiate(self.to_differentiate(loss, 1))
         return loss
 
 
 class Handle(ABC):
-    """What the rest of the library asks of a prepared model: one for each engine that reduces gradients."""
+    """The handle of a prepared model; one subclass for each engine that reduces gradients."""
 
     engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "ddp"
-    averaged_over: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard", "cp", "sp")
     has_whole_parameters: ClassVar[bool] = True  # and so equal ones on all ranks
-    holds_gradients: ClassVar[bool] = False  # elsewhere than in .grad, as long as they aren't reduced
-    cuts_batches: ClassVar[bool] = False  # into microbatches, so that a whole window can be one of them
+    holds_gradients: ClassVar[bool] = False  # outside of .grad, until they are reduced
+    splits_batches: ClassVar[bool] = False  # into microbatches, so a window can be one batch
     is_local = False  # inside of `local_steps`
     is_joined = False  # inside of `joined`
     is_shared = False  # whether a parameter is in another prepared model too
@@ -106,13 +106,13 @@ class Handle(ABC):
     def __init__(
         self, model: nn.Module, parameters: Iterable[torch.Tensor], *, instead_of: Handle | None = None
     ) -> None:
-        """Belong to ``model``, whose ``parameters`` know it in the place of ``instead_of``."""
+        """Attach to ``model`` and its ``parameters``, replacing the handle ``instead_of``."""
         self._model = weakref.ref(model)
         register(self, parameters, instead_of=instead_of)
         setattr(model, HANDLE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        """Belong to the copy of the model, whose gradients are reduced too."""
+        """Attach to the copy of the model, whose gradients are reduced too."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         model = copy.deepcopy(self._model(), memo)
@@ -123,7 +123,7 @@ class Handle(ABC):
         return twin
 
     def __reduce__(self) -> tuple[Callable[..., Handle], tuple[type[Handle]]]:
-        """Pickle without the world: a model that is loaded belongs to none until it is prepared."""
+        """Pickle without the world: a loaded model belongs to none until it is prepared."""
         return _dead, (type(self),)
 
     def _watched(self) -> Mapping[str, torch.Tensor]:
@@ -135,19 +135,19 @@ class Handle(ABC):
 
     @property
     def is_alive(self) -> bool:
-        """Whether somebody holds the model still. That of one from a pickle has none."""
+        """Whether the model still exists; False for a handle from a pickle."""
         return self._model() is not None
 
     @abstractmethod
     def why_unreduced(self) -> str | None:
-        """Return why the current gradients are those of this rank alone; None where they are averaged."""
+        """Return why the current gradients are only this rank's own; None where they are averaged."""
 
     def without_sync(self) -> AbstractContextManager[None]:
-        """Return a block whose backward passes leave the gradients of each rank unaveraged."""
+        """Return a context manager in which backward passes don't average gradients."""
         return self._syncing(False)
 
     def trigger_sync(self) -> AbstractContextManager[None]:
-        """Return a block whose backward passes average, also what forward passes under no_sync lead to."""
+        """Return a context manager in which backward passes average, even after forwards under no_sync."""
         return self._syncing(True)
 
     @contextmanager
@@ -163,32 +163,31 @@ class Handle(ABC):
         self._syncs = syncs
 
     def communicates(self) -> Communication:
-        """Return what the next forward pass and its backward pass send."""
+        """Return what the next forward pass and its backward pass communicate."""
         return Communication()
 
     def run(self, batch: BatchRun[L]) -> L:
-        """Compute the loss of a batch and its gradients, in the order that suits the engine."""
+        """Compute the loss of a batch and its gradients, in the engine's order; return the loss."""
         return batch.run()
 
     def reduce(self) -> None:  # noqa: B027 -- most reduce in the backward pass
-        """Average gradients that have added up under :meth:`without_sync`, with no backward pass to come."""
+        """Average gradients accumulated under :meth:`without_sync`, without a backward pass."""
 
     def discard(self) -> None:  # noqa: B027 -- most hold none
-        """Release gradients that are held elsewhere than in ``.grad``."""
+        """Drop gradients that are held outside of ``.grad``."""
 
 
 class LocalHandle(Handle):
-    """Of a model whose gradients are whole as they are, since all ranks have the same data.
+    """The handle of a model whose gradients need no reduction, since all ranks have the same data.
 
     Its forward pass communicates all the same: each rank has a part of the layers.
     """
 
     engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "none"
-    averaged_over: ClassVar[tuple[str, ...]] = ()
     has_whole_parameters: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module) -> None:
-        """Let the parameters of ``model`` know."""
+        """Attach to ``model``."""
         super().__init__(model, model.parameters())
 
     def why_unreduced(self) -> str | None:
@@ -196,72 +195,74 @@ class LocalHandle(Handle):
         return None
 
     def communicates(self) -> Communication:
-        """Return that layers wait for their other parts, in both passes."""
+        """Return that layers wait for other ranks' parts, in both passes."""
         return Communication(gradients=torch.is_grad_enabled(), parameters=True, at_once=True)
 
 
 def _dead(kind: type[Handle]) -> Handle:
-    """Return a handle of no model."""
+    """Return a handle without a model."""
     handle = object.__new__(kind)
-    vars(handle)["_model"] = weakref.ref(nn.Module())  # gone at once
+    vars(handle)["_model"] = weakref.ref(nn.Module())  # dead at once
     return handle
 
 
 def handle_of(model: nn.Module) -> Handle | None:
-    """Return the handle of a model that this rank keeps equal with others, also of a compiled one."""
+    """Return the handle of a prepared model, which may be compiled; None without one."""
     return vars(uncompiled(model)).get(HANDLE)
 
 
 def has_engine(model: nn.Module) -> bool:
-    """Return whether the gradients of a model, which may be compiled, are averaged, or needn't be."""
+    """Return whether a model, which may be compiled, has an engine for its gradients."""
     handle = handle_of(model)
     return handle is not None and handle.is_alive
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Return whether a model, which may be compiled, is replicated: whole and equal on all ranks."""
+    """Return whether a model, which may be compiled, is replicated: complete and equal on all ranks."""
     handle = handle_of(model)
     return handle is not None and handle.is_alive and handle.has_whole_parameters
 
 
 def is_kept_equal(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is of a model that is replicated: whole and equal on all ranks."""
-    return any(one.is_alive and one.has_whole_parameters for one in vars(parameter).get(_HANDLES, ()))
+    """Return whether a parameter is of a model that is replicated: complete and equal on all ranks."""
+    return any(
+        handle.is_alive and handle.has_whole_parameters for handle in vars(parameter).get(_HANDLES, ())
+    )
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model inside of what ``torch.compile`` has made of it."""
+    """Return the model inside of ``torch.compile(model)``, or the model itself."""
     return cast("nn.Module", vars(model).get("_modules", {}).get("_orig_mod", model))
 
 
 def register(handle: Handle, parameters: Iterable[torch.Tensor], *, instead_of: Handle | None = None) -> None:
-    """Let parameters know the handle of their model, and handles whether they have one in common."""
+    """Store a handle on its parameters, and mark handles that have parameters in common as shared."""
     alone = (handle,)
     for parameter in parameters:
         known: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
-        before = tuple(one for one in known if one.is_alive and one is not instead_of)
+        before = tuple(other for other in known if other.is_alive and other is not instead_of)
         setattr(parameter, _HANDLES, (*before, handle) if before else alone)
-        for one in before:
-            one.is_shared = handle.is_shared = True
+        for other in before:
+            other.is_shared = handle.is_shared = True
 
 
 @contextmanager
 def swapped(name: str, value: object, owners: Iterable[object]) -> Generator[None, None, None]:
-    """Let objects have another value of an attribute of their own inside, and then what they had before."""
-    states = [vars(one) for one in owners]
-    before = [{name: one[name]} if name in one else {} for one in states]
-    for one in states:
-        one[name] = value
+    """Set an attribute of objects inside, and restore it afterwards."""
+    states = [vars(owner) for owner in owners]
+    before = [{name: state[name]} if name in state else {} for state in states]
+    for state in states:
+        state[name] = value
     try:
         yield
     finally:
-        for one, was in zip(states, before, strict=True):
-            del one[name]
-            one.update(was)
+        for state, old in zip(states, before, strict=True):
+            del state[name]
+            state.update(old)
 
 
 def raise_explained(error: Exception, translate_error: Callable[[Exception], Exception]) -> NoReturn:
-    """Raise what is known of a lost rank, where torch waits inside and says less; else the error."""
+    """Raise the error that names a lost rank, where torch waited inside; else the error itself."""
     explained = translate_error(error)
     if explained is error:
         raise error
@@ -270,7 +271,7 @@ def raise_explained(error: Exception, translate_error: Callable[[Exception], Exc
 
 @contextmanager
 def naming_lost_ranks(ctx: Context) -> Generator[None, None, None]:
-    """Raise errors of torch as :func:`raise_explained` does."""
+    """Translate errors of torch inside as :func:`raise_explained` does."""
     try:
         yield
     except RuntimeError as error:
@@ -278,49 +279,49 @@ def naming_lost_ranks(ctx: Context) -> Generator[None, None, None]:
 
 
 def local_steps(*models: nn.Module) -> AbstractContextManager[None]:
-    """Let steps inside be on the gradients of each rank, as local SGD has them."""
-    return swapped("is_local", True, [one for one in map(handle_of, models) if one is not None])
+    """Allow steps on each rank's own gradients inside, for local SGD."""
+    return swapped("is_local", True, [handle for handle in map(handle_of, models) if handle is not None])
 
 
 def joined(*models: nn.Module) -> AbstractContextManager[None]:
-    """Let ranks make different numbers of forward passes and steps inside, which torch's Join evens out."""
-    return swapped("is_joined", True, [one for one in map(handle_of, models) if one is not None])
+    """Allow different numbers of forward passes and steps per rank inside, which torch's Join evens out."""
+    return swapped("is_joined", True, [handle for handle in map(handle_of, models) if handle is not None])
 
 
 @contextmanager
 def syncing(syncs: bool, *models: nn.Module) -> Generator[None, None, None]:
-    """Let backward passes inside average the gradients of ``models``, or leave them as each rank has them.
+    """Turn averaging of gradients on or off in the backward passes of ``models`` inside.
 
-    Averaged are also what forward passes that were not to be averaged lead to, and what has added up before.
-    Models that nobody averages are let through.
+    Turned on, it includes gradients of forward passes under no_sync and gradients accumulated before. Models
+    without a handle are ignored.
 
     Ranks: all in the same way; doesn't communicate by itself.
 
     Raises:
         ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph: both
-            take what they know from a forward pass that is going to be averaged.
+            need a forward pass that is going to be averaged.
     """
     with ExitStack() as stack:
-        for one in map(handle_of, models):
-            if one is not None:
-                stack.enter_context(one.trigger_sync() if syncs else one.without_sync())
+        for handle in map(handle_of, models):
+            if handle is not None:
+                stack.enter_context(handle.trigger_sync() if syncs else handle.without_sync())
         yield
 
 
 def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tensor]) -> bool:
-    """Refuse gradients that are those of this rank alone. Only looks at attributes.
+    """Refuse gradients that are only this rank's own. Reads attributes only.
 
-    Shards (``DTensor``) are let through: who shards by hand reduces by hand.
+    Unprepared shards (``DTensor``) pass: whoever shards by hand reduces by hand.
 
     Ranks: any; doesn't communicate.
 
     Returns:
-        Whether all ranks have to step: there are several, and neither :func:`local_steps` nor :func:`joined`
+        Whether all ranks must step: there are several, and neither :func:`local_steps` nor :func:`joined`
         lets them differ.
 
     Raises:
-        ConfigurationError: A gradient was not averaged over the ranks since it last grew, or nobody averages
-            it.
+        ConfigurationError: A gradient was not averaged over the ranks since it last changed, or has no engine
+            that averages it.
     """
     if ctx.num_processes == 1:
         return False
@@ -330,14 +331,14 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
         handles: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
         if handles and handles is checked:  # the same for nearly all
             continue
-        together = together and not any(one.is_local or one.is_joined for one in handles)
-        if parameter.grad is None and not any(one.holds_gradients for one in handles):
+        together = together and not any(handle.is_local or handle.is_joined for handle in handles)
+        if parameter.grad is None and not any(handle.holds_gradients for handle in handles):
             continue
         checked = handles
-        alive = [one for one in handles if one.is_alive]
-        if any(one.is_local and not one.holds_gradients for one in alive):
+        alive = [handle for handle in handles if handle.is_alive]
+        if any(handle.is_local and not handle.holds_gradients for handle in alive):
             continue
-        reasons = [one.why_unreduced() for one in alive]
+        reasons = [handle.why_unreduced() for handle in alive]
         if alive and None not in reasons:
             raise ConfigurationError(
                 f"{operation}: the current gradients were not averaged over the {ctx.num_processes} ranks, "
@@ -345,19 +346,17 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
             )
         if not alive and not is_dtensor(parameter.grad):
             raise ConfigurationError(
-                f"{operation}: nobody averages the gradient of a parameter of shape {tuple(parameter.shape)} "
+                f"{operation}: the gradient of a parameter of shape {tuple(parameter.shape)} is not averaged "
                 f"over the {ctx.num_processes} ranks, whose models would drift apart. Prepare its model, "
-                "without evaluation_mode and after everything that adds or unfreezes parameters, and keep "
-                "what prepare returns. If you reduce gradients yourself, call the step() of the torch "
+                "without evaluation_mode and after everything that adds or unfreezes parameters, and use the "
+                "model that prepare returns. If you reduce gradients yourself, call step() of the torch "
                 "optimizer."
             )
     return together
 
 
 def follow_optimizers(operation: str, ctx: Context, optimizers: Iterable[Optimizer]) -> None:
-    """Point optimizers at the parameters of models that were prepared after them.
-
-    Does so once: what an optimizer holds afterwards doesn't change any more.
+    """Point optimizers at the parameters of models that were prepared after them; once per optimizer.
 
     Ranks: any; doesn't communicate.
 
@@ -372,13 +371,13 @@ def follow_optimizers(operation: str, ctx: Context, optimizers: Iterable[Optimiz
         if vars(optimizer).get(_SETTLED) == sizes:
             continue
         repoint(optimizer)
-        parameters: list[torch.Tensor] = [one for group in groups for one in group["params"]]
-        known = [_HANDLES in vars(one) for one in parameters]
+        parameters: list[torch.Tensor] = [parameter for group in groups for parameter in group["params"]]
+        known = [_HANDLES in vars(parameter) for parameter in parameters]
         if all(known):
             setattr(optimizer, _SETTLED, tuple([len(group["params"]) for group in groups]))
-        elif not any(known) and not any(is_dtensor(one) for one in parameters):
+        elif not any(known) and not any(is_dtensor(parameter) for parameter in parameters):
             raise ConfigurationError(
-                f"{operation}: no parameter of the {type(optimizer).__name__} is one of a prepared model, so "
-                f"nobody averages their gradients over the {ctx.num_processes} ranks. Prepare the model, and "
-                "make the optimizer from its parameters."
+                f"{operation}: no parameter of the {type(optimizer).__name__} is in a prepared model, so its "
+                f"gradients are not averaged over the {ctx.num_processes} ranks. Prepare the model, and make "
+                "the optimizer from its parameters."
             )

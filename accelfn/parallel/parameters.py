@@ -1,9 +1,8 @@
-"""From the parameters that a model had to those that it has now: pointers, which optimizers follow.
+"""Pointers from replaced parameters to their successors, and the values that these get.
 
-Sharding replaces parameters by new ones of the same names. Each old parameter then
-points at its successor, so that whoever still holds it finds the new one: an optimizer that was made before,
-in whatever order model and optimizer are prepared. A model of which this rank keeps some stages remembers
-what it was as a whole.
+Sharding replaces parameters by new ones of the same names. Each old parameter then points at its successor,
+so that its holders find the new one: an optimizer made before, in whatever order model and optimizer are
+prepared. A model of which this rank keeps some pipeline stages remembers its complete state dict.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.tree import is_dtensor, local_of
 
-# Where an old parameter keeps its successor: a tuple, whose item is None for one that this rank has no more.
+# Attribute of an old parameter: its successor in a tuple, with None if it isn't on this rank any more.
 _SUCCESSOR = "_accelfn_now"
-# Where a model keeps what it was before other ranks took stages of it.
+# Attribute of a pipelined model: its state dict before it was split.
 _WHOLE = "_accelfn_whole"
 
 
 class WholeModel(NamedTuple):
-    """The state dict of a model before ranks took different stages of it: the same on all of them.
+    """The state dict of a model before it was split into stages: the same on all ranks.
 
     Attributes:
-        tensors: Dtype and shape by name, in the model's order; None for what is no tensor.
-        first: First name of a tied tensor, by each of its others.
+        tensors: Dtype and shape by name, in the model's order; None for values that aren't tensors.
+        first: First name of a tied tensor, by each of its other names.
     """
 
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
@@ -47,7 +46,7 @@ class WholeModel(NamedTuple):
 
 
 def remember_whole(model: nn.Module) -> None:
-    """Let a model remember its state dict; before parts of it go. Writes into ``model``."""
+    """Record a model's state dict, before parts of it are removed. Writes into ``model``."""
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {}
     first: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -63,20 +62,20 @@ def remember_whole(model: nn.Module) -> None:
 
 
 def whole_of(model: nn.Module) -> WholeModel | None:
-    """Return what a model was before stages of it went to other ranks; None where all of it is here."""
+    """Return the record of a model's state dict before it was split; None if it wasn't."""
     return getattr(model, _WHOLE, None)
 
 
 def named(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a model by name, with an entry for each name of a tied one."""
+    """Return the parameters of a model by name; a tied one has an entry for each of its names."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
 def retie(before: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    """Tie again what was tied in ``before``, and was replaced module by module. Writes into ``model``.
+    """Tie parameters that were tied in ``before`` and replaced one by one. Writes into ``model``.
 
     Raises:
-        ConfigurationError: Tied parameters have been laid out differently.
+        ConfigurationError: Tied parameters have different layouts.
     """
     after = named(model)
     first: dict[int, str] = {}
@@ -84,28 +83,28 @@ def retie(before: Mapping[str, torch.Tensor], model: nn.Module) -> None:
         if name not in after:
             continue
         leader = first.setdefault(id(old), name)
-        one, other = after[leader], after[name]
-        if one is other:
+        target, other = after[leader], after[name]
+        if target is other:
             continue
-        if _layout(one) != _layout(other):
+        if _layout(target) != _layout(other):
             raise ConfigurationError(
-                f"{leader} and {name} are one tied parameter, and the plan lays them out differently: "
-                f"{_layout(one)} and {_layout(other)}. Give both modules the same style, or untie them."
+                f"{leader} and {name} are one tied parameter, but the plan lays them out differently: "
+                f"{_layout(target)} and {_layout(other)}. Give both modules the same style, or untie them."
             )
         module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, one)
+        setattr(model.get_submodule(module), leaf, target)
 
 
 def leave_pointers(before: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    """Let each parameter in ``before`` that ``model`` has replaced point at the new one of its name.
+    """Point each parameter in ``before`` that ``model`` has replaced at the new one of its name.
 
-    One of which this rank holds no part any more points at nothing.
+    Parameters that are on other ranks only point at None.
     """
     after = named(model)
     by_old: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for name, old in before.items():
         known = by_old.get(id(old))
-        if known is None or known[1] is None:  # one of the names of a tied parameter may be elsewhere
+        if known is None or known[1] is None:  # another name of a tied parameter may be on this rank
             by_old[id(old)] = (old, after.get(name))
     for old, new in by_old.values():
         if new is not old:
@@ -113,9 +112,9 @@ def leave_pointers(before: Mapping[str, torch.Tensor], model: nn.Module) -> None
 
 
 def newest(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what replaces a parameter now: itself where nothing has replaced it.
+    """Return the successor of a parameter: the parameter itself if it wasn't replaced.
 
-    None for one that this rank holds no part of any more.
+    None if it is on other ranks only.
     """
     found: torch.Tensor | None = parameter
     while found is not None:
@@ -128,21 +127,21 @@ def newest(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def follow(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the newest of each parameter, each once, without those that this rank has no part of."""
-    found = [newest(one) for one in parameters]
-    return list({id(one): one for one in found if one is not None}.values())
+    """Return the successors of parameters, each once, without those on other ranks only."""
+    successors = [newest(parameter) for parameter in parameters]
+    return list({id(item): item for item in successors if item is not None}.values())
 
 
 def repoint(optimizer: Optimizer) -> int:
-    """Point an optimizer at the parameters that replaced its own, and move its state to them.
+    """Point an optimizer at the successors of its parameters, and move its state to them.
 
-    Writes into the optimizer: its groups stay the same objects, in their order, so that schedulers go on.
-    State of a parameter's shape is laid out as the new parameter is: each rank keeps its shard.
+    Writes into the optimizer: its groups stay the same objects, in their order, so that schedulers keep
+    working. State of a parameter's shape is sharded like the new parameter.
 
-    Ranks: local; doesn't communicate. Every rank's state is of the whole parameters, and equal.
+    Ranks: local; doesn't communicate. Every rank's state is unsharded, and equal.
 
     Returns:
-        How many parameters were replaced.
+        The number of replaced parameters.
     """
     replaced = 0
     state = cast("dict[torch.Tensor, dict[str, Any]]", optimizer.state)
@@ -163,51 +162,51 @@ def repoint(optimizer: Optimizer) -> int:
         old_parameters[:] = now.values()
         if "param_names" in group:
             group["param_names"] = kept_names
-        are_sharded = {is_dtensor(one) for one in old_parameters}
+        are_sharded = {is_dtensor(parameter) for parameter in old_parameters}
         if len(are_sharded) == 2 and "foreach" in group and not group.get("fused"):
             group["foreach"] = False  # torch's foreach functions don't take both kinds together
     return replaced
 
 
 def _laid_out(name: str, value: Any, old: torch.Tensor, new: Any) -> Any:
-    """Return an entry of an optimizer's state as it belongs to ``new``."""
+    """Return an entry of an optimizer's state in the layout of ``new``."""
     if not isinstance(value, torch.Tensor) or value.shape != old.shape or name == "step":
         return value
     if not is_dtensor(new):
         return value
     shard = _distributed(value.detach().to(new.device_mesh.device_type), new)
-    return shard.to(local_of(new).device)  # elsewhere for parameters that rest in host memory
+    return shard.to(local_of(new).device)  # the host, for offloaded parameters
 
 
 def _distributed(whole: torch.Tensor, target: Any) -> Any:
-    """Return a tensor, which every rank has whole, as ``target`` is laid out."""
+    """Return a tensor, which every rank has complete, in the layout of ``target``."""
     from torch.distributed.tensor import distribute_tensor
 
-    # From this rank's own copy: with src_data_rank another's would be sent, which is equal.
+    # From this rank's own copy, which is equal: src_data_rank would send another rank's.
     return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def _layout(tensor: torch.Tensor) -> object:
-    """Return what two tied parameters must have in common, so that one can stand for both."""
+    """Return the layout that tied parameters must have in common."""
     if not is_dtensor(tensor):
         return "whole"
     return cast("Any", tensor).placements, cast("Any", tensor).device_mesh
 
 
-# Sent together, so that as much of the whole model is there at once, beside what rank 0 holds.
+# Bytes that are broadcast at once: that much of the complete model is in memory beside rank 0's copy.
 _BROADCAST_BYTES = 64 << 20
 
-# Where a model keeps which of its tensors have never been written.
+# Attribute of a model: its tensors that have never been written.
 _UNFILLED = "_accelfn_unfilled"
 
 
 class Values(NamedTuple):
-    """What the tensors of a model were before it was spread.
+    """The tensors of a model before it was spread over ranks.
 
     Attributes:
-        tensors: By name, in the model's order. On rank 0 with values; elsewhere only shapes and dtypes count.
-        missing: Names of those that no rank has values for.
-        ties: Names of one and the same parameter, the one in ``tensors`` first.
+        tensors: By name, in the model's order. With values on rank 0; elsewhere only shapes and dtypes count.
+        missing: Names of those without values on any rank.
+        ties: Names of each tied parameter, the one in ``tensors`` first.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -216,7 +215,7 @@ class Values(NamedTuple):
 
 
 def release(ctx: Context, model: nn.Module) -> Values:
-    """Move the parameters of a model to the meta device, and return what they were. Writes into ``model``.
+    """Move the parameters of a model to the meta device; return their values. Writes into ``model``.
 
     Ties stay. Buffers stay where they are, and so do parameters made of others, as quantised ones.
 
@@ -224,79 +223,80 @@ def release(ctx: Context, model: nn.Module) -> Values:
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype. Nothing was changed.
-        ConfigurationError: Another rank has values for what rank 0 has none. Nothing was changed.
+        ConfigurationError: Another rank has values that rank 0 lacks. Nothing was changed.
     """
     found = (*model.named_parameters(), *model.named_buffers())
-    tensors = {name: one.detach() for name, one in found if not is_made_of_others(one)}
-    verify_structure(ctx, {name: torch.empty_like(one, device="meta") for name, one in tensors.items()})
-    bits = sum(1 << place for place, one in enumerate(tensors.values()) if one.is_meta)
+    tensors = {name: tensor.detach() for name, tensor in found if not is_made_of_others(tensor)}
+    verify_structure(ctx, {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()})
+    bits = sum(1 << place for place, tensor in enumerate(tensors.values()) if tensor.is_meta)
     of_ranks = gather_bytes(ctx, Call("prepare_model", "meta"), bits.to_bytes(len(tensors) // 8 + 1, "big"))
-    first, *others = (int.from_bytes(one, "big") for one in of_ranks)
+    first, *others = (int.from_bytes(blob, "big") for blob in of_ranks)
     for rank, other in enumerate(others, 1):
         lost = first & ~other
         if lost:
             name = [*tensors][(lost & -lost).bit_length() - 1]
             raise ConfigurationError(
-                f"prepare_model: {name} is on the meta device on rank 0, and has values on rank {rank}. All "
-                "ranks begin with the values of rank 0: load the model there, or on none."
+                f"prepare_model: {name} is on the meta device on rank 0, but has values on rank {rank}. All "
+                "ranks start from the values of rank 0: load the model there, or on no rank."
             )
     names: dict[int, list[str]] = {}
-    for name, one in named(model).items():
-        names.setdefault(id(one), []).append(name)
-    made: dict[int, nn.Parameter] = {}
+    for name, tensor in named(model).items():
+        names.setdefault(id(tensor), []).append(name)
+    on_meta: dict[int, nn.Parameter] = {}
     for module in model.modules():
         register = cast("dict[str, nn.Parameter | None]", vars(module)["_parameters"])
         for name, old in register.items():
             if old is None or is_made_of_others(old):
                 continue
-            if id(old) not in made:
-                made[id(old)] = nn.Parameter(torch.empty_like(old, device="meta"), old.requires_grad)
-            register[name] = made[id(old)]
+            if id(old) not in on_meta:
+                on_meta[id(old)] = nn.Parameter(torch.empty_like(old, device="meta"), old.requires_grad)
+            register[name] = on_meta[id(old)]
     missing = tuple(name for place, name in enumerate(tensors) if first >> place & 1)
     return Values(tensors, missing, tuple(tuple(group) for group in names.values() if len(group) > 1))
 
 
 def names_on_meta(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters and buffers that have no values."""
-    return tuple(name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta)
+    """Return the names of the parameters and buffers on the meta device."""
+    return tuple(
+        name for name, parameter in (*model.named_parameters(), *model.named_buffers()) if parameter.is_meta
+    )
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Return what is on the meta device memory, of which each rank holds its parts. Writes into ``model``.
+    """Allocate memory for a model's tensors on the meta device. Writes into ``model``.
 
-    The memory isn't written: values are whatever was there. Ties stay, and parameters that are replaced
-    point at the new ones.
+    The memory is uninitialised. Ties stay, and replaced parameters point at the new ones.
 
     Ranks: local.
 
     Args:
         model: Its tensors may be shards.
-        device: Where the memory is.
+        device: Device of the memory.
     """
 
-    def given(tensor: torch.Tensor) -> torch.Tensor:
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
     before = named(model)
-    cast("Any", model)._apply(given)  # as torch's to_empty, which would forget the values of buffers too
+    cast("Any", model)._apply(allocate)  # like torch's to_empty, which would also drop the buffers' values
     retie(before, model)
     leave_pointers(before, model)
 
 
 def fill(ctx: Context, model: nn.Module, values: Values) -> None:
-    """Bring the parameters and buffers of a model to rank 0's values, some at a time.
+    """Set the parameters and buffers of a model to rank 0's values, some at a time.
 
-    What rank 0 has no values for is refused in a forward pass, until something has written it.
+    Forward passes are refused until all tensors without values on rank 0 have been written.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        model: Has memory for all of its tensors; what of ``values`` is not in it, this rank has no part of.
+        model: With memory for the tensors that are on this rank.
         values: From :func:`release`.
     """
     targets: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for leader, *others in values.ties:  # of which this rank may have another name
+    for leader, *others in values.ties:  # this rank may only have another of its names
         found = next((targets[name] for name in (leader, *others) if name in targets), None)
         if found is not None:
             targets[leader] = found
@@ -329,18 +329,18 @@ def fill(ctx: Context, model: nn.Module, values: Values) -> None:
 
 
 def _part(whole: torch.Tensor, target: Any) -> torch.Tensor:
-    """Return this rank's part of a tensor, as ``target`` is laid out."""
+    """Return this rank's part of a tensor, in the layout of ``target``."""
     return _distributed(whole, target).to_local() if is_dtensor(target) else whole
 
 
 def refuse_unfilled(model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse forward passes and saves of a model until tensors of it have been written, by whatever way.
+    """Refuse forward passes and saves of a model until the named tensors have been written, in any way.
 
     Ranks: local.
 
     Args:
-        model: Writes a hook into it, which goes when all are written.
-        names: Of tensors whose memory holds nothing yet.
+        model: Gets a hook, which is removed when all are written.
+        names: Names of tensors with uninitialised memory.
     """
     tensors = {**named(model), **dict(model.named_buffers())}
     waiting = {name: (tensors[name], _count_writes(tensors[name])) for name in names}
@@ -358,12 +358,12 @@ def refuse_unfilled(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def check_filled(operation: str, model: nn.Module) -> None:
-    """Check that nothing of a model is memory that was never written.
+    """Check that no tensor of a model is uninitialised.
 
     Ranks: local.
 
     Raises:
-        ConfigurationError: Some of it came from the meta device and never got values.
+        ConfigurationError: Tensors from the meta device never got values.
     """
     waiting = cast("dict[str, tuple[torch.Tensor, int]] | None", getattr(model, _UNFILLED, None))
     if waiting is None:
@@ -378,14 +378,14 @@ def check_filled(operation: str, model: nn.Module) -> None:
         shown = ", ".join(unfilled[:5]) + (f" and {len(unfilled) - 5} others" if unfilled[5:] else "")
         raise ConfigurationError(
             f"{operation}: {shown} came from the meta device and never got values. Load them first "
-            "(accelfn.load_model, accelfn.load_state), or prepare a model that rank 0 has loaded. What "
-            "no file has, as buffers that aren't persistent, is computed where the model is made under "
-            "accelfn.init_empty_weights(), which leaves buffers real."
+            "(accelfn.load_model, accelfn.load_state), or prepare a model that is loaded on rank 0. Buffers "
+            "that no file has, such as those that aren't persistent, need a model made under "
+            "accelfn.init_empty_weights(), which computes buffers."
         )
 
 
 def _count_writes(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written in place, as torch counts: a DTensor, or its part."""
+    """Return torch's count of in-place writes to a tensor and to its local shard."""
     return tensor._version + local_of(tensor)._version
 
 

@@ -1,7 +1,7 @@
-"""A batch through the stages of a pipeline: torch's schedules, and the stages that they call.
+"""Run batches through the stages of a pipeline, in the order of torch's schedules.
 
-Each stage runs the user's loss function, and in it the model's own forward, on a microbatch. The schedule
-passes on the number of the microbatch alone: every rank along "pp" has the batch itself.
+Each stage calls the user's loss function, and in it the model's own forward, on a microbatch. The schedule
+passes around only the microbatch's index: every rank along "pp" has the batch itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, Handle, naming_lost_ranks
-from accelfn.parallel.norm import count_stages
+from accelfn.parallel.norm import aligned, count_stages
 from accelfn.parallel.parameters import named, whole_of
 from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
 from accelfn.parallel.shard import ShardHandle
@@ -35,7 +35,6 @@ from accelfn.tree import (
     find_batch_size,
     flatten,
     flatten_tensor,
-    is_dtensor,
     local_of,
     map_tensors,
     send_to_device,
@@ -50,37 +49,37 @@ R = TypeVar("R")
 
 
 class SentError(BaseException):
-    """Leaves a loss function where it has called the model, on all stages but the last one.
+    """Ends the loss function at the model's call, on every stage except the last.
 
-    No ``Exception``, since a loss function may catch those.
+    Not an ``Exception``, since a loss function may catch those.
     """
 
 
 class StageCall:
-    """The call of a model that is cut into stages: runs the stage whose turn it is.
+    """Replaces the call of a pipelined model: runs the stage that is scheduled.
 
-    It keeps nothing alive. Outside of a schedule the model's forward refuses the call by name.
+    It holds the model weakly. Outside of a schedule the model's forward raises an error.
     """
 
     def __init__(self, model: nn.Module, around: Callable[..., Any] | None = None) -> None:
         """Replace the call of ``model``.
 
         Args:
-            model: In which :func:`accelfn.parallel.stages.apply_stages` has left some stages.
-            around: Calls what it is given, as ``around(call, *args, **kwargs)``; None for nothing.
+            model: Prepared by :func:`accelfn.parallel.stages.apply_stages`.
+            around: Wraps the call, as ``around(call, *args, **kwargs)``; None for no wrapper.
         """
         self._model = weakref.ref(model)
         self._around = around
-        self._run: StageRun | None = None  # whose turn it is, once
+        self._run: StageRun | None = None  # the scheduled stage; consumed by the first call
         self._has_run = False
         vars(model)["_call_impl"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the model on the last stage.
+        """Return the model's output on the last stage.
 
         Raises:
-            SentError: Another stage was run.
-            ConfigurationError: The loss function has called the model before.
+            SentError: The stage isn't the last one.
+            ConfigurationError: The loss function called the model a second time.
         """
         model: Any = self._model()
         run, self._run = self._run, None
@@ -92,21 +91,23 @@ class StageCall:
             return output
         if self._has_run:
             raise ConfigurationError(
-                "the loss function has called the model twice, and a pipeline runs one forward pass of each "
-                "batch. Call it once, on the rows of both calls."
+                "the loss function called the model twice, but a pipeline runs one forward pass per batch. "
+                "Call the model once, on the rows of both calls."
             )
-        call = cast("Any", type(model))._call_impl  # in run_stage, or refused by the forward
+        call = cast("Any", type(model))._call_impl  # reached from run_stage; else the forward raises
         if self._around is None:
             return call(model, *args, **kwargs)
         return self._around(call, model, *args, **kwargs)
 
     def run(self, run: StageRun, compute: Callable[[], Any]) -> Any:
-        """Return what ``compute``, which calls the model, gives on the last stage; of others what they send.
+        """Call ``compute``, which calls the model; return its result on the last stage.
+
+        On every other stage, return the tensors to send to the next one.
 
         Raises:
-            ConfigurationError: ``compute`` has not called the model, or more than once; or it has caught
+            ConfigurationError: ``compute`` didn't call the model, called it more than once, caught
                 :class:`SentError`, or used parameters of other stages.
-            Exception: As ``compute``.
+            Exception: Raised by ``compute``.
         """
         self._run, self._has_run = run, False
         try:
@@ -117,41 +118,42 @@ class StageCall:
             has_run, self._has_run, self._run = self._has_run, False, None
         if not has_run:
             raise ConfigurationError(
-                "the loss function hasn't called the model that it was given, and a pipeline runs the model "
-                "in that call. Call it once, and not a module inside of it."
+                "the loss function didn't call the model that it was passed, and a pipeline runs the model "
+                "in that call. Call the model itself, not a module inside it, exactly once."
             )
         if run.sent is not None:
             raise ConfigurationError(
-                "the loss function has caught what ends it after the model's call, on the stages that have "
-                "no output. It isn't an Exception: write `except Exception:` instead of a bare `except:`."
+                "the loss function caught the exception that ends it at the model's call, on stages without "
+                "the model's output. That isn't an Exception: write `except Exception:` instead of a bare "
+                "`except:`."
             )
         if has_stand_in(result):
             raise ConfigurationError(
-                "the loss depends on tensors whose values another stage of the pipeline has. A model has to "
-                "return tensors as such, or in tuples, lists, dicts and outputs of transformers; parameters "
-                "of other stages can't be used."
+                "the loss depends on tensors whose values are on another stage of the pipeline. Return "
+                "tensors from the model directly, or in tuples, lists, dicts or outputs of transformers; "
+                "parameters of other stages can't be used."
             )
         return result
 
 
 class _StageModule(nn.Module):
-    """What torch takes for a stage's module. Neither DDP's nor FSDP's: reductions are the handle's."""
+    """The module that torch's PipelineStage runs. Not DDP or FSDP: the handle reduces gradients."""
 
     def __init__(
         self,
         index: int,
-        own: Callable[[int], Sequence[nn.Parameter]],
-        forward: Callable[[int, tuple[torch.Tensor, ...], int], Any],
+        parameters_of: Callable[[int], Sequence[nn.Parameter]],
+        compute: Callable[[int, tuple[torch.Tensor, ...], int], Any],
     ) -> None:
         super().__init__()
         self.index = index
-        self.own = own
-        self.compute = forward
+        self.parameters_of = parameters_of
+        self.compute = compute
 
     def parameters(self, recurse: bool = True) -> Any:
-        """Return those of the stage: a schedule with two backward passes asks for them."""
+        """Return the stage's parameters: schedules that split the backward pass need them."""
         del recurse
-        return iter(self.own(self.index))
+        return iter(self.parameters_of(self.index))
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
         """Compute one microbatch."""
@@ -159,47 +161,48 @@ class _StageModule(nn.Module):
 
 
 def _like(tensors: tuple[torch.Tensor, ...], device: torch.device | str) -> tuple[torch.Tensor, ...]:
-    """Return zeros of the same shapes and dtypes, which require gradients where they can."""
+    """Return zeros of the same shapes and dtypes; floating ones require gradients."""
     return tuple(
-        torch.zeros_like(one, device=device, requires_grad=one.is_floating_point()) for one in tensors
+        torch.zeros_like(tensor, device=device, requires_grad=tensor.is_floating_point())
+        for tensor in tensors
     )
 
 
 def sent_of(
     outlines: Sequence[Outline], plan: PipelinePlan, schedule: SchedulePlan, *, is_trained: bool
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Return what each stage but the last one sends, of the outlines of all: tensors on the meta device.
+    """Return the tensors that each stage except the last sends, on the meta device.
 
     Raises:
-        ConfigurationError: Gradients are needed, and a tensor has none, since it is of whole numbers; or the
-            schedule can't compute those of several.
+        ConfigurationError: In training, an integer tensor would be sent, which has no gradient; or several
+            tensors, with a schedule that splits the backward pass.
     """
     sent = [stage.sent_to(following) for stage, following in itertools.pairwise(outlines)]
     for index, tensors in enumerate(sent if is_trained else ()):
         block, paths = plan.stages[index + 1].blocks[0], outlines[index + 1].receives
-        for path, one in zip(paths, tensors, strict=True):
-            if not one.is_floating_point():
+        for path, tensor in zip(paths, tensors, strict=True):
+            if not tensor.is_floating_point():
                 raise ConfigurationError(
-                    f"stage {index} of a pipeline would send a tensor of {one.dtype} and shape "
-                    f"{tuple(one.shape)}, which is {path} of the call of {block}, and through which no "
-                    "gradient comes back. Compute it from the model's arguments, which every stage has, or "
-                    "begin the next stage with another block."
+                    f"stage {index} of a pipeline would send an integer tensor ({tensor.dtype}, shape "
+                    f"{tuple(tensor.shape)}), which has no gradient: {path} in the call of {block}. Compute "
+                    "it from the model's arguments, which every stage has, or begin the next stage with "
+                    "another block."
                 )
         if schedule.splits_backward and len(tensors) > 1:
-            # torch leaves out parameters whose gradients don't meet those of what was received.
+            # Torch skips parameters whose gradients don't depend on those of the received tensors.
             raise ConfigurationError(
-                f"schedule={schedule.name!r} computes gradients of inputs and of weights apart, which torch "
-                f"can't do where a stage sends several tensors: {', '.join(paths)} of the call of {block}. "
-                'Use "1f1b", "interleaved1f1b", "loopedbfs" or "gpipe".'
+                f"schedule={schedule.name!r} computes gradients of inputs and of weights separately, which "
+                f"torch can't do where a stage sends several tensors: {', '.join(paths)} in the call of "
+                f'{block}. Use "1f1b", "interleaved1f1b", "loopedbfs" or "gpipe".'
             )
     return sent
 
 
 class BatchSchedule:
-    """A schedule of torch's for batches of one shape, which runs the stages of this rank.
+    """One of torch's schedules for batches of one shape, over the stages of this rank.
 
-    After an error of one of them the stages of this rank send zeros, so that the schedule ends on all ranks,
-    which then can tell each other.
+    After an error, this rank's stages send zeros, so that the schedule ends on every rank and the error can
+    be exchanged.
     """
 
     def __init__(
@@ -214,16 +217,16 @@ class BatchSchedule:
         is_trained: bool,
         stops: bool,
     ) -> None:
-        """Make the schedule.
+        """Build the schedule.
 
         Args:
-            plan: As the batch allows it.
-            rank: This one's along "pp".
+            plan: The schedule, with the batch's number of microbatches.
+            rank: This rank along "pp".
             group: The ranks along "pp".
-            device: Of the tensors that are sent.
-            boundaries: What each stage but the last one sends of a microbatch, on the meta device.
-            parameters: Those of a stage, by its index.
-            is_trained: Run backward passes too.
+            device: Device of the tensors that are sent.
+            boundaries: The tensors that each stage except the last sends per microbatch, on the meta device.
+            parameters: Returns the parameters of a stage, by its index.
+            is_trained: Whether to run backward passes.
             stops: Whether an error ends the schedule on this rank at once.
         """
         from torch.distributed.pipelining import PipelineStage
@@ -243,7 +246,8 @@ class BatchSchedule:
                 index,
                 plan.num_stages,
                 device,
-                # Given: torch would find them out in a forward and a backward pass of nothing.
+                # Static: torch would otherwise infer them by a forward and a backward pass on uninitialised
+                # tensors.
                 input_args=_like(boundaries[index - 1], "meta") if index else (),
                 output_args=_like(self._sent[index], "meta"),
                 group=group,
@@ -254,7 +258,7 @@ class BatchSchedule:
         self._schedule: Any = cast("Any", get_schedule_class(plan.name))(
             self._stages if is_multiple else self._stages[0],
             plan.num_microbatches,
-            loss_fn=_as_it_is if is_trained else None,
+            loss_fn=_first if is_trained else None,
             scale_grads=False,
         )
         if plan.is_v_shaped and not is_trained:
@@ -266,22 +270,23 @@ class BatchSchedule:
             [int, tuple[torch.Tensor, ...], int], tuple[torch.Tensor, ...] | torch.Tensor | None
         ],
     ) -> Exception | None:
-        """Run a batch. Returns the first exception of this rank's stages; None where there was none.
+        """Run a batch; return the first exception of this rank's stages, or None.
 
         Args:
-            compute: ``compute(stage, received, index)`` returns what the stage sends of a microbatch, or on
-                the last one what is differentiated; None where nothing is. The first stage receives nothing.
+            compute: ``compute(stage, received, index)`` returns the tensors that the stage sends for a
+                microbatch; on the last stage the tensor to differentiate, or None. The first stage receives
+                nothing.
 
         Raises:
-            Exception: That of a stage, where it ends the schedule; or torch's own.
+            Exception: An exception of a stage, where ``stops`` is set; or an error of torch itself.
         """
         self._compute, self._error = compute, None
-        numbers = torch.arange(self._count)
+        indices = torch.arange(self._count)
         try:
             if self._is_trained:
-                self._schedule.step(index=numbers, target=numbers, return_outputs=False)
+                self._schedule.step(index=indices, target=indices, return_outputs=False)
             else:
-                self._schedule.eval(index=numbers, return_outputs=False)
+                self._schedule.eval(index=indices, return_outputs=False)
             return self._error
         except RuntimeError as error:
             if self._error is None:
@@ -290,10 +295,10 @@ class BatchSchedule:
         finally:
             self._compute = self._error = None
             for stage in self._stages:
-                stage.clear_runtime_states()  # else it keeps activations until the next batch
+                stage.clear_runtime_states()  # frees activations, which it would keep until the next batch
 
     def _attempt(self, action: Callable[..., Any], *args: Any) -> Any:
-        """Return what ``action`` does; None after an error."""
+        """Return the result of ``action``; None after an error."""
         if self._error is None:
             try:
                 return action(*args)
@@ -310,22 +315,22 @@ class BatchSchedule:
     def _backward(
         self, backward: Callable[..., Any], kind: str, values: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run torch's backward pass of a stage, which after an error computes zeros."""
+        """Run torch's backward pass of a stage; after an error, return zero gradients."""
 
         def compute() -> Any:
             try:
                 return backward(kind, values, last_backward=last_backward)
             except RuntimeError as error:
-                raise error.__cause__ or error  # noqa: B904 -- torch puts its own around every one
+                raise error.__cause__ or error  # noqa: B904 -- torch wraps every error in its own
 
-        computed = self._attempt(compute)
-        if computed is not None:
-            return computed
+        gradients = self._attempt(compute)
+        if gradients is not None:
+            return gradients
         return tuple(map(torch.zeros_like, values.get("input_values", ()))), []
 
 
 def _leave_out_backward(schedule: Any, plan: SchedulePlan) -> None:
-    """Let a schedule run forward passes alone: torch can't leave the backward passes out of a V."""
+    """Make a V-shaped schedule run forward passes only, which torch's ``eval`` doesn't support."""
     from torch.distributed.pipelining import schedules
 
     torchs = cast("Any", schedules)
@@ -341,24 +346,24 @@ def _leave_out_backward(schedule: Any, plan: SchedulePlan) -> None:
     schedule.pipeline_order_with_comms = torchs._add_send_recv(passes, plan.rank_of, plan.num_stages)
 
 
-def _as_it_is(value: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Return what the last stage has computed, which is the loss."""
-    del number
-    return value
+def _first(loss: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the last stage's result as the loss."""
+    del index
+    return loss
 
 
-_HEADER = struct.Struct("<q16s")  # rows of the batch, and a digest of all else of its shape
-_SMALL_BYTES = 4096  # of a tensor on the CPU that travels in the agreement
-_NUM_KEPT = 4  # shapes of batches whose schedules, with their buffers, are kept
+_HEADER = struct.Struct("<q16s")  # number of rows, and a digest of the rest of the batch's shape
+_SMALL_BYTES = 4096  # CPU tensors up to this size travel in the agreement
+_NUM_KEPT = 4  # batch shapes whose schedules and buffers are kept
 
 
 class _Shape(NamedTuple):
-    """Of what batches a schedule is for: what a rank along "pp" has in common with the others.
+    """The shape of a batch, which selects its schedule. Equal on all ranks along "pp".
 
     Attributes:
-        schedule: With the microbatches that the rows of all ranks allow.
-        rows: Of each microbatch.
-        digest: Of the dtypes and the other sizes of its tensors.
+        schedule: With the number of microbatches that the rows of all ranks allow.
+        rows: Rows of each microbatch.
+        digest: Digest of the dtypes and the other sizes of the batch's tensors.
         is_trained: Whether there are backward passes.
     """
 
@@ -369,7 +374,7 @@ class _Shape(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """What was found out about batches of one shape: outlines of all stages, and how they are run."""
+    """What is known about batches of one shape: outlines of all stages, and the schedule."""
 
     outlines: list[Outline]
     schedule: BatchSchedule
@@ -378,7 +383,7 @@ class _Measured(NamedTuple):
 class PipelineEngine:
     """Runs batches through the stages of a model.
 
-    What fails on one rank is an error on all, and the next batch runs.
+    A failure on one rank raises on every rank; later batches run normally.
     """
 
     def __init__(
@@ -389,7 +394,7 @@ class PipelineEngine:
         schedule: SchedulePlan,
         along: Context,
         group: dist.ProcessGroup,
-        lines: Sequence[Sequence[int]],
+        pipelines: Sequence[Sequence[int]],
         *,
         around: Callable[..., Any] | None = None,
         waits_inside: bool = False,
@@ -398,32 +403,32 @@ class PipelineEngine:
 
         Args:
             ctx: The world, all of whose ranks run each batch.
-            model: With the stages of this rank alone.
-            plan: That it was cut by.
-            schedule: Of a batch that can be cut as was asked for.
-            along: The context of the ranks that have the stages of one batch, numbered as they are in it.
-            group: Torch's, of the same ranks.
-            lines: All such lists of ranks in the world.
-            around: Calls the model, as :class:`StageCall` has it.
-            waits_inside: Whether ranks wait for others inside of a stage, so that one whose stage has failed
-                must not go on.
+            model: The model, with only the stages of this rank.
+            plan: The plan that split it.
+            schedule: The schedule of a batch with enough rows.
+            along: The context of the ranks of this pipeline, numbered as in it.
+            group: Torch's process group of the same ranks.
+            pipelines: The ranks of every pipeline in the world.
+            around: Wraps the model's call, as in :class:`StageCall`.
+            waits_inside: Whether ranks wait for each other inside a stage, so that a rank whose stage has
+                failed must not go on.
         """
         self._ctx = ctx
         self._model = weakref.ref(model)
         self._plan = plan
         self._schedule = schedule
-        self._lines = lines
-        self._line = next(one for one in lines if ctx.rank in one)
+        self._pipelines = pipelines
+        self._peers = next(ranks for ranks in pipelines if ctx.rank in ranks)
         self._along = along
         self.rank: int = along.rank
         self.group: dist.ProcessGroup = group
         self._waits_inside = waits_inside
         self._call = StageCall(model, around)
-        # By rank and shape, the latest at the end: the same on all ranks, each of which has its own measured.
+        # By rank and shape, latest last. All ranks have the same keys, but each measures only its own shapes.
         self._known: dict[tuple[int, _Shape], _Measured | None] = {}
 
     def outlines_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Outline] | None:
-        """Return what stages exchange for a microbatch; None where none of its shapes has been run lately."""
+        """Return the stages' outlines for a microbatch; None if no batch of its shape was run lately."""
         form = self._form_of("forward", (args, dict(kwargs)), is_trained=False)
         for (_, shape), measured in self._known.items():
             if measured is not None and (shape.rows, shape.digest) == form:
@@ -441,34 +446,35 @@ class PipelineEngine:
         num_batches: int = 1,
         everywhere: bool = True,
     ) -> L | None:
-        """Run a batch. Returns what its microbatches give together, without gradients.
+        """Run a batch; return the joined results of its microbatches, without gradients.
 
-        Ranks: every rank of the context. After an error the others go on to the end of the batch, where all
-        are told.
+        Ranks: every rank of the context. After an error, the other ranks finish the batch and then raise too.
 
         Args:
-            operation: What errors call it.
-            batch: A tree. Tensors in it have a row for each sample, or are 0-d. Where nothing is trained,
-                tensors with another number of rows than the first, and all else, belong to each microbatch.
+            operation: Name of the operation in errors.
+            batch: A tree. Tensors in it have a row for each sample, or are 0-d. Without training, tensors
+                with another number of rows than the first, and everything else, go to each microbatch.
             compute: Calls the model with a microbatch.
-            join: Puts together what microbatches give.
-            to_differentiate: Gives what is differentiated of one of so many microbatches, which are as many
-                as divide the rows. None: nothing is, and the last row is repeated until they are divided.
-            num_batches: How many batches of the usual size this one is as large as.
-            everywhere: Return the result on all ranks, and not on that of the last stage only.
+            join: Joins the results of the microbatches.
+            to_differentiate: Returns the tensor to differentiate, from a microbatch's result and the number
+                of microbatches, which divides the rows. None: no gradients; the last row is repeated until
+                the rows divide.
+            num_batches: Size of the batch, in batches of the usual size.
+            everywhere: Return the result on all ranks, instead of only on the rank of the last stage.
 
         Raises:
-            ValueError: The batch can't be cut along its rows.
-            ConfigurationError: Ranks of a line have different batches, or the model can't run in stages.
-            Exception: What a stage of this rank has raised, or ``join``.
-            RemoteRankError: That of another rank.
+            ValueError: The batch can't be split along its rows.
+            ConfigurationError: Ranks of one pipeline have different batches, or the model can't run in
+                stages.
+            Exception: Raised by a stage of this rank, or by ``join``.
+            RemoteRankError: Another rank failed.
         """
         is_trained = to_differentiate is not None
-        told = self._agree_on(operation, batch, is_trained=is_trained)
-        schedule = self._fit([rows for rows, _ in told], num_batches, is_trained=is_trained)
+        forms = self._agree_on(operation, batch, is_trained=is_trained)
+        schedule = self._fit([rows for rows, _ in forms], num_batches, is_trained=is_trained)
         count = schedule.num_microbatches
-        shapes = [_Shape(schedule, _divided(rows, count), digest, is_trained) for rows, digest in told]
-        rows, size = told[self._ctx.rank][0], shapes[self._ctx.rank].rows
+        shapes = [_Shape(schedule, _divided(rows, count), digest, is_trained) for rows, digest in forms]
+        rows, size = forms[self._ctx.rank][0], shapes[self._ctx.rank].rows
         pieces = [_take(batch, rows, index * size, size) for index in range(count)]
         measured = self._measured(operation, shapes, lambda: compute(pieces[0]))
         parts: dict[int, L] = {}
@@ -485,27 +491,28 @@ class PipelineEngine:
             with naming_lost_ranks(self._ctx):
                 error = measured.schedule.run(compute_stage)
         except BaseException:
-            self._known.clear()  # schedules that have stopped in the middle
+            self._known.clear()  # its schedules stopped half-way
             raise
         return self._finish(operation, parts, join, error, everywhere=everywhere)
 
     def _agree_on(self, operation: str, batch: Any, *, is_trained: bool) -> list[tuple[int, bytes]]:
-        """Return rows and digest of the batch of each rank."""
+        """Return rows and digest of every rank's batch."""
         header, error = catch(lambda: _HEADER.pack(*self._form_of(operation, batch, is_trained=is_trained)))
-        found = gather_bytes(self._ctx, Call(operation, "of a pipeline"), header or b"", error)
-        told: list[tuple[int, bytes]] = [_HEADER.unpack(one) for one in found]
-        for line in self._lines:
-            for rank in line:
-                if told[rank] != told[line[0]]:
+        blobs = gather_bytes(self._ctx, Call(operation, "of a pipeline"), header or b"", error)
+        forms: list[tuple[int, bytes]] = [_HEADER.unpack(blob) for blob in blobs]
+        for ranks in self._pipelines:
+            first = ranks[0]
+            for rank in ranks:
+                if forms[rank] != forms[first]:
                     raise ConfigurationError(
-                        f"{operation}: ranks {line[0]} and {rank} have stages of one model, and different "
-                        f"batches: {told[line[0]][0]} and {told[rank][0]} rows, or other shapes. Ranks along "
-                        'pp read the same batches: those of ctx.coordinate("dp").'
+                        f"{operation}: ranks {first} and {rank} hold stages of one model, but have different "
+                        f"batches: {forms[first][0]} and {forms[rank][0]} rows, or other shapes. Ranks along "
+                        'pp must read the same batches: those of ctx.coordinate("dp").'
                     )
-        return told
+        return forms
 
     def _form_of(self, operation: str, batch: Any, *, is_trained: bool) -> tuple[int, bytes]:
-        """Return the number of rows of a batch, and a digest of all else of its shape."""
+        """Return a batch's number of rows, and a digest of the rest of its shape."""
         reason = f"{operation}: in a pipeline a batch is split into microbatches"
         rows = count_rows(batch, "batch", reason, with_others=not is_trained)
         leaves, structure = flatten(batch)
@@ -520,35 +527,34 @@ class PipelineEngine:
         return rows, hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def _fit(self, rows: Sequence[int], num_batches: int, *, is_trained: bool) -> SchedulePlan:
-        """Return the schedule of batches of so many rows, by rank: with as many microbatches on each."""
+        """Return the schedule for batches with these rows by rank: equally many microbatches on each."""
         most = self._schedule.num_microbatches * num_batches
         schedule = self._schedule._replace(num_microbatches=most)
         if is_trained:
             return schedule.fit(math.gcd(*rows))
-        return schedule.fit(max(_divided(one, _divided(one, most)) for one in rows))
+        return schedule.fit(max(_divided(count, _divided(count, most)) for count in rows))
 
     def _measured(self, operation: str, shapes: Sequence[_Shape], compute: Callable[[], Any]) -> _Measured:
-        """Return what is known of batches of the shape of this rank's; forgets shapes of long ago.
+        """Return the outlines and schedule for this rank's shape; forget shapes of long ago.
 
-        What is new on any rank is measured on all of them together: stages wait for their replicas.
+        A shape that is new on any rank is measured on all ranks: stages may wait for their replicas.
         """
         latest = [*enumerate(shapes)]
-        own = self._ctx.rank, shapes[self._ctx.rank]
-        measured = self._known.get(own)
-        if measured is None or any(one not in self._known for one in latest):
-            measured = self._measure(operation, own[1], compute)
-        for one in latest:
-            self._known.pop(one, None)
-            self._known[one] = measured if one == own else None
+        key = self._ctx.rank, shapes[self._ctx.rank]
+        measured = self._known.get(key)
+        if measured is None or any(other not in self._known for other in latest):
+            measured = self._measure(operation, key[1], compute)
+        for other in latest:
+            self._known.pop(other, None)
+            self._known[other] = measured if other == key else None
         while len(self._known) > _NUM_KEPT * len(shapes):
             del self._known[next(iter(self._known))]
         return measured
 
     def _measure(self, operation: str, shape: _Shape, compute: Callable[[], Any]) -> _Measured:
-        """Find out what stages exchange for batches of one shape, and make their schedule.
+        """Outline the stages for batches of one shape, and build their schedule.
 
-        One microbatch is run for it, stage by stage, without gradients. What is drawn and what is counted in
-        buffers meanwhile is taken back.
+        Runs one microbatch stage by stage, without gradients; random states and buffers are restored.
         """
         device = self._ctx.device
         outlines: list[Outline] = []
@@ -557,14 +563,14 @@ class PipelineEngine:
 
             def measure(stage: int = stage) -> bytes:
                 run = StageRun(self._plan, stage, outlines, (), device)
-                with torch.no_grad(), self._as_before():
+                with torch.no_grad(), self._restoring():
                     self._call.run(run, compute)
                 return pickle.dumps(run.outline)
 
             blob, error = catch(measure) if owner == self.rank else (b"", None)
             call = Call(operation, f"first microbatch of its shape, stage {stage}", takes_long=True)
             outlines.append(
-                pickle.loads(gather_bytes(self._ctx, call, blob or b"", error)[self._line[owner]])
+                pickle.loads(gather_bytes(self._ctx, call, blob or b"", error)[self._peers[owner]])
             )
         schedule = BatchSchedule(
             shape.schedule,
@@ -579,20 +585,20 @@ class PipelineEngine:
         return _Measured(outlines, schedule)
 
     @contextmanager
-    def _as_before(self) -> Generator[None, None, None]:
-        """Bring generators and buffers back to what they were."""
+    def _restoring(self) -> Generator[None, None, None]:
+        """Restore random states and buffers afterwards."""
         model = cast("nn.Module", self._model())
-        buffers = [(one, one.clone()) for one in model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         devices = [] if self._ctx.device.type == "cpu" else [self._ctx.device]
         with cast("Any", torch).random.fork_rng(devices, device_type=self._ctx.device.type):
             yield
-        for one, value in buffers:
-            one.copy_(value)
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
     def _parameters_of(self, stage: int) -> list[nn.Parameter]:
-        own = named(cast("nn.Module", self._model()))
-        names = [name for name in self._plan.stages[stage].parameters if name in own]
-        return [cast("nn.Parameter", one) for one in {id(own[name]): own[name] for name in names}.values()]
+        present = named(cast("nn.Module", self._model()))
+        found = [present[name] for name in self._plan.stages[stage].parameters if name in present]
+        return [cast("nn.Parameter", parameter) for parameter in {id(item): item for item in found}.values()]
 
     def _finish(
         self,
@@ -603,9 +609,9 @@ class PipelineEngine:
         *,
         everywhere: bool,
     ) -> L | None:
-        """Join the results of microbatches, which the ranks of the last stage have, and send them to others.
+        """Join the microbatches' results on the ranks of the last stage, and send them to the others.
 
-        One agreement for all ranks, before gradients are reduced; what is small travels in it.
+        One agreement of all ranks, before gradients are reduced; small tensors travel in it.
         """
 
         def joined() -> L:
@@ -621,13 +627,13 @@ class PipelineEngine:
         if not everywhere:
             return result
         source = self._schedule.rank_of(self._schedule.num_stages - 1)
-        leaves, structure = flatten(pickle.loads(blobs[self._line[source]]))
+        leaves, structure = flatten(pickle.loads(blobs[self._peers[source]]))
         own = flatten(result)[0] if parts else leaves
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-                one = own[index] if parts else torch.empty_like(leaf, device=self._ctx.device)
-                self._along.collectives.broadcast(flatten_tensor(one).view(torch.uint8), source)
-                leaves[index] = one
+                tensor = own[index] if parts else torch.empty_like(leaf, device=self._ctx.device)
+                self._along.collectives.broadcast(flatten_tensor(tensor).view(torch.uint8), source)
+                leaves[index] = tensor
         return structure.unflatten(leaves)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, everywhere: bool = True) -> Any:
@@ -636,12 +642,13 @@ class PipelineEngine:
         Ranks: every rank of the context.
 
         Args:
-            args: Of the model's call.
-            kwargs: Of the model's call.
-            everywhere: Return it on all ranks, and not on that of the last stage only, where others get None.
+            args: Positional arguments of the model's call.
+            kwargs: Keyword arguments of the model's call.
+            everywhere: Return the output on all ranks; else only on the rank of the last stage, and None on
+                the others.
 
         Raises:
-            ValueError: The arguments, or the output, can't be cut along their rows.
+            ValueError: The arguments, or the output, can't be split along their rows.
             Exception: As :meth:`run`.
         """
         model = cast("nn.Module", self._model())
@@ -653,37 +660,33 @@ class PipelineEngine:
             for index, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor) and leaf.shape[:1] != (size,):
                     raise ValueError(
-                        f"forward: {structure.paths('output')[index]} has the shape {tuple(leaf.shape)}, "
-                        f"for a microbatch of {size} rows, and a pipeline joins microbatches along their "
-                        "rows. Let the model return tensors with a row for each sample: without labels, for "
-                        "example."
+                        f"forward: {structure.paths('output')[index]} has shape {tuple(leaf.shape)} for a "
+                        f"microbatch of {size} rows, and a pipeline joins microbatches along their rows. "
+                        "Return tensors with a row for each sample: for example, leave labels out."
                     )
             return output
 
-        def join(found: Sequence[Any]) -> Any:
-            return slice_tensors(concatenate(found), slice(find_batch_size(batch)))
+        def join(outputs: Sequence[Any]) -> Any:
+            return slice_tensors(concatenate(outputs), slice(find_batch_size(batch)))
 
         batch = (args, dict(kwargs))
         with torch.no_grad():
             return self.run("forward", batch, call, join, everywhere=everywhere)
 
 
-def _announced(one: torch.Tensor) -> torch.Tensor:
-    """Return what the agreement carries of a tensor: itself where it is small, or its shape and dtype."""
-    return (
-        one
-        if one.device.type == "cpu" and one.nbytes <= _SMALL_BYTES
-        else torch.empty_like(one, device="meta")
-    )
+def _announced(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what the agreement carries of a tensor: a small one itself, otherwise its shape and dtype."""
+    is_small = tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES
+    return tensor if is_small else torch.empty_like(tensor, device="meta")
 
 
 def _divided(rows: int, parts: int) -> int:
-    """Return the rows of each of ``parts``, rounded up."""
+    """Return the rows of each part, rounded up."""
     return -(-rows // parts)
 
 
 def _take(batch: Any, rows: int, start: int, size: int) -> Any:
-    """Return ``size`` rows of a batch of ``rows``, whose last one is repeated behind its end."""
+    """Return ``size`` rows of a batch of ``rows`` rows; past its end the last row is repeated."""
 
     def take(leaf: torch.Tensor) -> torch.Tensor:
         if leaf.shape[:1] != (rows,):
@@ -696,15 +699,15 @@ def _take(batch: Any, rows: int, start: int, size: int) -> Any:
 
 
 class PipelineHandle(Handle):
-    """Of a model of which each rank along "pp" has some stages; in one stage another handle reduces.
+    """The handle of a pipelined model; an inner handle reduces the gradients of each stage.
 
-    Gradients of a parameter that several stages hold are added up where a window closes.
+    Gradients of a parameter on several stages are summed where the window closes.
     """
 
     engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "pipeline"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
-    cuts_batches: ClassVar[bool] = True
+    splits_batches: ClassVar[bool] = True
 
     def __init__(
         self, ctx: Context, model: nn.Module, plan: PipelinePlan, schedule: SchedulePlan, inner: Handle
@@ -713,13 +716,13 @@ class PipelineHandle(Handle):
 
         Args:
             ctx: The world.
-            model: With the stages of this rank alone.
-            plan: That it was cut by.
-            schedule: Of a batch that can be cut as was asked for.
-            inner: Reduces the gradients of the stages over their replicas and shards.
+            model: The model, with only the stages of this rank.
+            plan: The plan that split it.
+            schedule: The schedule of a batch with enough rows.
+            inner: Reduces the stages' gradients over their replicas and shards.
         """
         self._inner = inner
-        self._is_open = False  # whether gradients of shared parameters are those of this rank's stages alone
+        self._is_open = False  # whether gradients of shared parameters are those of this rank's stages only
         mesh = cast("Any", ctx.mesh)
         self._engine = PipelineEngine(
             ctx,
@@ -734,42 +737,42 @@ class PipelineHandle(Handle):
         )
         whole = whole_of(model)
         first: Mapping[str, str] = {} if whole is None else whole.first
-        parameters = {first.get(name, name): one for name, one in named(model).items()}
+        parameters = {first.get(name, name): parameter for name, parameter in named(model).items()}
         self._shared: list[tuple[weakref.ref[nn.Parameter], tuple[int, ...]]] = []
         for name, stages in plan.shared.items():
             ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
-            own = parameters.get(name)
-            if len(ranks) > 1 and own is not None and own.requires_grad:
-                self._shared.append((weakref.ref(cast("nn.Parameter", own)), ranks))
-                count_stages(own, len(ranks))
+            parameter = parameters.get(name)
+            if len(ranks) > 1 and parameter is not None and parameter.requires_grad:
+                self._shared.append((weakref.ref(cast("nn.Parameter", parameter)), ranks))
+                count_stages(parameter, len(ranks))
         super().__init__(model, model.parameters(), instead_of=inner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineHandle:
-        """Refuse: what a copy holds would be trained by nobody."""
+        """Refuse: nothing would train the copy."""
         raise ConfigurationError(
-            "a prepared model that is cut into stages can't be copied. Copy it before it is prepared, and "
-            "prepare the copy with evaluation_mode=True, or save it and load the weights."
+            "a prepared pipelined model can't be copied. Copy it before it is prepared and prepare the copy "
+            "with evaluation_mode=True, or save it and load the weights."
         )
 
     def why_unreduced(self) -> str | None:
-        """Return why the current gradients are those of this rank alone; None where they are averaged."""
+        """Return why the current gradients are only this rank's own; None where they are averaged."""
         return IN_NO_SYNC if self._is_open else self._inner.why_unreduced()
 
     def discard(self) -> None:
-        """Release gradients that have added up and were not averaged yet."""
+        """Drop accumulated gradients that were not averaged yet."""
         self._inner.discard()
         self._is_open = False
 
     def run(self, batch: BatchRun[L]) -> L:
-        """Run one batch through the schedule. Returns its loss, without a gradient, on every rank.
+        """Run one batch through the schedule; return its loss, without a gradient, on every rank.
 
         Ranks: every rank of the context.
 
         Raises:
-            ValueError: The batch can't be cut along its rows.
+            ValueError: The batch can't be split along its rows.
             ConfigurationError: Ranks along "pp" have different batches; the loss function doesn't call the
                 model once; or the model can't run in these stages.
-            Exception: As the loss function, and RemoteRankError on the other ranks where it failed at once.
+            Exception: Raised by the loss function; RemoteRankError on the other ranks.
         """
         self._open()
         try:
@@ -793,40 +796,34 @@ class PipelineHandle(Handle):
         """Return the output of the model on every rank, as :meth:`PipelineEngine.forward`."""
         return self._engine.forward(args, kwargs)
 
-    def _shared_now(self) -> Generator[tuple[nn.Parameter, tuple[int, ...]], None, None]:
+    def _shared_parameters(self) -> Generator[tuple[nn.Parameter, tuple[int, ...]], None, None]:
         for reference, ranks in self._shared:
             parameter = reference()
             if parameter is not None:
                 yield parameter, ranks
 
     def _open(self) -> None:
-        """Leave the sum that a shared parameter has on the first rank that holds it, to be counted once."""
+        """Keep the sum of a shared parameter on the first rank that holds it, so that it counts once."""
         if self._is_open:
             return
         self._is_open = True
-        for parameter, ranks in self._shared_now():
+        for parameter, ranks in self._shared_parameters():
             if self._engine.rank != ranks[0]:
                 parameter.grad = None
 
     def _close(self) -> None:
-        """Reduce the gradients of the stages, and add up those of parameters that several stages hold."""
+        """Reduce the stages' gradients, and sum those of parameters on several stages."""
         self._inner.reduce()
-        for parameter, ranks in self._shared_now():
+        for parameter, ranks in self._shared_parameters():
             _add_up(parameter, ranks, self._engine.rank, self._engine.group)
         self._is_open = False
 
 
 def _add_up(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any) -> None:
-    """Let each of ``ranks`` have the sum of their gradients of a parameter, added in the order of ranks."""
+    """Give each of ``ranks`` the sum of their gradients of a parameter, added in rank order."""
     import torch.distributed as dist
 
-    gradient = parameter.grad
-    if gradient is None:
-        gradient = torch.zeros_like(parameter)
-    elif is_dtensor(gradient) and is_dtensor(parameter):
-        wanted = cast("Any", parameter).placements
-        if cast("Any", gradient).placements != wanted:
-            gradient = cast("torch.Tensor", cast("Any", gradient).redistribute(placements=wanted))
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else aligned(parameter.grad, parameter)
     parameter.grad = gradient
     with torch.no_grad():
         own = local_of(gradient).contiguous()

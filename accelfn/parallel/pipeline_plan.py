@@ -1,4 +1,4 @@
-"""In which order the stages of a pipeline work on the microbatches of a batch. Pure."""
+"""Plan the stages of a pipeline, and the order in which they process microbatches. Pure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, owner_of
 from accelfn.tree.structure import size_text
 
-# The second stage of the first rank is the last one: batches go through the ranks and back.
+# The first rank has the first and the last stage: batches go through the ranks and back.
 _IN_A_V = ("zbvzerobubble", "dualpipev")
-# Compute gradients of inputs and of weights apart, by autograd's own graph.
+# Compute gradients of inputs and of weights separately, by autograd's own graph.
 _SPLIT_BACKWARD = ("interleavedzerobubble", *_IN_A_V)
 
 
 class SchedulePlan(NamedTuple):
-    """A schedule of torch's, and what it is for. A value; ``str`` of it says it in a line.
+    """One of torch's schedules, and its sizes. A value; ``str`` returns one line.
 
     Attributes:
-        name: Torch's, in lower case.
+        name: Torch's name, in lower case.
         num_ranks: Ranks along "pp".
-        stages_per_rank: Stages that each of them has.
-        num_microbatches: Pieces that a batch is cut into, where its rows can be.
+        stages_per_rank: Stages on each rank.
+        num_microbatches: Microbatches of a batch with enough rows.
 
     >>> print(plan_schedule(PipelineParallelConfig(num_microbatches=6), 2))
-    1f1b with 6 microbatches: 2 ranks wait for 14 % of a batch's time
+    1f1b with 6 microbatches: 2 ranks idle for 14 % of a batch's time
     """
 
     name: str
@@ -39,7 +39,7 @@ class SchedulePlan(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """Stages in all."""
+        """Total number of stages."""
         return self.num_ranks * self.stages_per_rank
 
     @property
@@ -49,12 +49,12 @@ class SchedulePlan(NamedTuple):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
+        """Whether gradients of inputs and of weights are computed separately."""
         return self.name in _SPLIT_BACKWARD
 
     @property
     def bubble(self) -> float | None:
-        """Share of a batch's time that a rank waits, where stages are equal; None without a formula."""
+        """Share of a batch's time that a rank is idle, with equal stages; None without a formula."""
         if self.splits_backward:
             return None
         waits = self.num_ranks - 1
@@ -75,11 +75,11 @@ class SchedulePlan(NamedTuple):
         return next(rank for rank in range(self.num_ranks) if stage in self.stages_of(rank))
 
     def most_kept(self, rank: int, sizes: Mapping[int, int]) -> int:
-        """Return the most that a rank keeps at once of microbatches that wait for their backward pass.
+        """Return the peak of a rank's saved activations of microbatches before their backward pass.
 
         Args:
             rank: Along "pp".
-            sizes: What each of its stages keeps of a microbatch.
+            sizes: Bytes that each of its stages saves of a microbatch.
 
         >>> plan = SchedulePlan("1f1b", 2, 1, 8)
         >>> plan.most_kept(0, {0: 10}), plan.most_kept(1, {1: 10})
@@ -90,7 +90,7 @@ class SchedulePlan(NamedTuple):
         stages, count = self.stages_of(rank), self.num_microbatches
         if self.name == "1f1b":
             return sizes[stages[0]] * min(count, self.num_ranks - rank)
-        if self.name != "interleaved1f1b":  # all of them, or, where a backward pass is split, at most all
+        if self.name != "interleaved1f1b":  # all of them; an upper bound where the backward pass is split
             return count * sum(sizes[stage] for stage in stages)
         per_round = count // max(1, count // self.num_ranks)
         passes = [stages[index // per_round % len(stages)] for index in range(count * len(stages))]
@@ -104,17 +104,17 @@ class SchedulePlan(NamedTuple):
     def fit(self, rows: int) -> SchedulePlan:
         """Return the schedule of a batch of ``rows`` rows.
 
-        It is cut into as many microbatches as divide it, at most those that were asked for. Where a schedule
-        needs more of them, it is one with the same stages that doesn't.
+        It is split into the most microbatches that divide it, up to ``num_microbatches``. If the schedule
+        needs more of them, it is replaced by one with the same stages that doesn't.
 
         >>> plan = SchedulePlan("1f1b", 2, 1, 4)
-        >>> [(one.name, one.num_microbatches) for one in map(plan.fit, (8, 6, 1))]
+        >>> [(fitted.name, fitted.num_microbatches) for fitted in map(plan.fit, (8, 6, 1))]
         [('1f1b', 4), ('1f1b', 3), ('gpipe', 1)]
 
         Raises:
             ConfigurationError: There is none: a "dualpipev" needs as many microbatches as stages.
         """
-        count = next(one for one in range(min(rows, self.num_microbatches), 0, -1) if rows % one == 0)
+        count = next(n for n in range(min(rows, self.num_microbatches), 0, -1) if rows % n == 0)
         fitted = self._replace(num_microbatches=count)
         if self.name == "1f1b" and count < self.num_stages:
             return fitted._replace(name="gpipe")
@@ -124,32 +124,32 @@ class SchedulePlan(NamedTuple):
             return fitted._replace(name="loopedbfs")
         if self.name == "dualpipev" and count < self.num_stages:
             raise ConfigurationError(
-                f"schedule='dualpipev' needs at least {self.num_stages} microbatches, as many as there are "
-                f"stages, and a batch of {rows} rows was cut into {count} (num_microbatches="
-                f"{self.num_microbatches}). Use a multiple of {self.num_stages} for both, and drop the last "
-                "batch if it is smaller."
+                f"schedule='dualpipev' needs at least {self.num_stages} microbatches, one for each stage, "
+                f"but a batch of {rows} rows was split into {count} "
+                f"(num_microbatches={self.num_microbatches}). Use multiples of {self.num_stages} for both, "
+                "and drop the last batch if it is smaller."
             )
         return fitted
 
     def __str__(self) -> str:
-        """Return the schedule in a line."""
+        """Return the schedule on one line."""
         text = f"{self.name} with {self.num_microbatches} microbatches"
         if self.bubble is not None:
-            text += f": {self.num_ranks} ranks wait for {self.bubble:.0%} of a batch's time".replace(
+            text += f": {self.num_ranks} ranks idle for {self.bubble:.0%} of a batch's time".replace(
                 "%", " %"
             )
         return text
 
 
 def plan_schedule(config: PipelineParallelConfig, num_ranks: int) -> SchedulePlan:
-    """Return the schedule that was asked for. Pure.
+    """Return the configured schedule. Pure.
 
     Args:
-        config: What was asked for.
+        config: Names the schedule and its sizes.
         num_ranks: Ranks along "pp".
 
     Raises:
-        ConfigurationError: It needs more microbatches.
+        ConfigurationError: The schedule needs more microbatches.
     """
     per_rank = config.stages_per_rank or 1
     count = config.num_microbatches or num_ranks * per_rank
@@ -165,13 +165,13 @@ def plan_schedule(config: PipelineParallelConfig, num_ranks: int) -> SchedulePla
 
 
 class StagePlan(NamedTuple):
-    """What one stage holds.
+    """The modules and parameters of one stage.
 
     Attributes:
         blocks: Names of its blocks, in the order in which they run.
-        modules: Names of its other modules with parameters, each with all that is inside.
-        parameters: Names of its parameters, in the model's order: also of those that other stages hold too,
-            and of a tied one only the names of its modules.
+        modules: Names of its other modules with parameters, each with all submodules.
+        parameters: Names of its parameters, in the model's order, including those that other stages hold
+            too; of a tied one only the names of its modules.
         num_parameters: Elements of its parameters.
         size_bytes: Bytes of its parameters.
     """
@@ -184,13 +184,13 @@ class StagePlan(NamedTuple):
 
 
 class PipelinePlan(NamedTuple):
-    """How a model is cut into stages. A value; ``print(plan)`` shows it as a table.
+    """How a model is split into stages. A value; ``print(plan)`` shows it as a table.
 
     Attributes:
         stages: In the order in which a batch goes through them.
-        shared: Stages that hold a parameter, for each one that several hold: tied over stages, or held by the
-            model itself or another container of blocks. A tied one goes by its first name.
-        ties: Names of one and the same parameter, the first one first.
+        shared: The stages of each parameter on several: tied over stages, or held by the model itself or
+            another container of blocks. A tied one has its first name.
+        ties: Names of each tied parameter, the first one first.
         held_by: Stages that hold a parameter, by each of its names.
     """
 
@@ -201,7 +201,7 @@ class PipelinePlan(NamedTuple):
 
     @property
     def split(self) -> tuple[str, ...]:
-        """First block of each stage after the first one."""
+        """First block of each stage except the first."""
         return tuple(stage.blocks[0] for stage in self.stages[1:])
 
     def of(self, name: str) -> tuple[int, ...]:
@@ -213,29 +213,31 @@ class PipelinePlan(NamedTuple):
         return self.held_by[name]
 
     def elsewhere(self, own: Sequence[int]) -> set[str]:
-        """Return the names of the blocks and other modules that none of the stages ``own`` has."""
+        """Return the names of the blocks and other modules that are only on other stages than ``own``."""
         by_stage = [{*stage.blocks, *stage.modules} for stage in self.stages]
-        return {name for one in by_stage for name in one}.difference(*(by_stage[index] for index in own))
+        return {name for names in by_stage for name in names}.difference(*(by_stage[index] for index in own))
 
     def local(self, facts: ModelFacts, own: Sequence[int]) -> ModelFacts:
-        """Return the facts of what a rank holds that runs the stages ``own``."""
+        """Return the facts of a rank's model, with the stages ``own``."""
         held = {name for index in own for name in self.stages[index].parameters}
         others = self.elsewhere(own)
         modules = {name for name in facts.kinds if owner_of(name, others) is None}
         ties = (tuple(name for name in group if name in held) for group in facts.ties)
         return facts._replace(
-            shapes={name: one for name, one in facts.shapes.items() if name in held},
-            dtypes={name: one for name, one in facts.dtypes.items() if name in held},
+            shapes={name: shape for name, shape in facts.shapes.items() if name in held},
+            dtypes={name: dtype for name, dtype in facts.dtypes.items() if name in held},
             trainable=facts.trainable & held,
             ties=tuple(group for group in ties if len(group) > 1),
-            kinds={name: one for name, one in facts.kinds.items() if name in modules},
+            kinds={name: kind for name, kind in facts.kinds.items() if name in modules},
             order=tuple(name for name in facts.order if facts.aliases.get(name, name) in modules),
-            aliases={name: one for name, one in facts.aliases.items() if one in modules},
+            aliases={name: first for name, first in facts.aliases.items() if first in modules},
             blocks=tuple(name for name in facts.blocks if name in modules),
             containers=facts.containers & modules,
-            layers={name: one for name, one in facts.layers.items() if name in modules},
-            heads={name: one for name, one in facts.heads.items() if name in modules},
-            experts={name: one for name, one in facts.experts.items() if name in modules},
+            layers={name: layer for name, layer in facts.layers.items() if name in modules},
+            heads={name: module_heads for name, module_heads in facts.heads.items() if name in modules},
+            experts={
+                name: module_experts for name, module_experts in facts.experts.items() if name in modules
+            },
         )
 
     def __str__(self) -> str:
@@ -262,28 +264,27 @@ def plan_stages(
     costs: Mapping[str, float] | None = None,
     last: Sequence[str] = (),
 ) -> PipelinePlan:
-    """Choose which stage holds each block and each other module with parameters. Pure.
+    """Choose the stage of each block and each other module with parameters. Pure.
 
-    The blocks are those of ``facts`` whose class repeats, and where there are none the items of
-    ``nn.Sequential``; they have to be called one after another. A module that is called before the blocks
-    belongs to the first stage, one behind a block to that block's, and one of several names to each stage
-    that calls it. The order is that in which ``forward`` calls them, as far as the source of the model and of
-    other containers of blocks shows it, and else that in which they are registered. What these hold as
-    parameters of their own is on every stage.
+    The blocks are those of ``facts`` whose class repeats, else the items of ``nn.Sequential``; they must be
+    called one after another. A module that is called before the blocks belongs to the first stage, a module
+    after a block to that block's stage, and a module with several names to each stage that calls it. The
+    order is that of the calls in ``forward``, as far as the source of the model and of other containers of
+    blocks shows it, and else that of registration. Parameters of these containers themselves are on every
+    stage.
 
     Args:
         facts: Of the model.
         num_stages: At least 1.
-        split: First block of each stage after the first one, or another module that is called then with the
+        split: First block of each stage except the first, or another module that is called there with the
             output of the block before; empty to choose.
-        costs: Of blocks and other modules, by name, in any unit; 0 where there is no entry. The most
-            expensive stage is as cheap as can be. None: stages have equally many blocks, or the first ones
-            one more.
-        last: Modules that are called after the blocks, where that order says otherwise.
+        costs: Of blocks and other modules, by name, in any unit; 0 without an entry. Minimises the largest
+            cost of a stage. None: equally many blocks per stage, the first stages one more.
+        last: Modules that are called after the blocks, if the order above is wrong.
 
     Raises:
-        ConfigurationError: There are fewer blocks than stages; or ``split``, ``costs`` or ``last`` name what
-            isn't there.
+        ConfigurationError: There are fewer blocks than stages; or ``split``, ``costs`` or ``last`` name
+            unknown modules.
 
     >>> from torch import nn
     >>> from accelfn.parallel.facts import read_facts
@@ -297,11 +298,11 @@ def plan_stages(
         raise ConfigurationError(f"plan_stages: num_stages must be at least 1, got {num_stages}.")
     if len(blocks) < num_stages and num_stages > 1:
         raise ConfigurationError(
-            f"{facts.kinds['']} has {len(blocks)} block{'s' * (len(blocks) != 1)}, and {num_stages} stages "
+            f"{facts.kinds['']} has {len(blocks)} block{'s' * (len(blocks) != 1)}, but {num_stages} stages "
             "need at least one each"
             + (f": {', '.join(blocks)}" if blocks else "")
-            + ". Use fewer stages. Blocks are the modules that _no_split_modules of the model names, or the "
-            "items of an nn.ModuleList that are of one class, or those of an nn.Sequential."
+            + ". Use fewer stages. Blocks are the modules in the model's _no_split_modules, or the items of "
+            "an nn.ModuleList that are of one class, or those of an nn.Sequential."
         )
     containers = {""}
     for name in blocks:
@@ -340,8 +341,8 @@ def _describe(
         first = facts.aliases.get(name, name)
         # A module may be called under each of its names; a block is called once.
         group = [first] if first in blocks else all_names.get(first, [first])
-        owners = {owner_of(one, units) for one in group}
-        homes[first] = {stage_of[one] for one in owners if one is not None}
+        owners = {owner_of(alias, units) for alias in group}
+        homes[first] = {stage_of[owner] for owner in owners if owner is not None}
     of_slots: dict[str, set[int]] = {}
     for name, unit in unit_of.items():
         of_slots.setdefault(_slot(facts, name), set()).update(
@@ -356,7 +357,7 @@ def _describe(
     stages: list[StagePlan] = []
     for index in everywhere:
         names = tuple(name for name in facts.shapes if index in where[name])
-        # Each parameter once, by the first of its names that is here.
+        # Each parameter once, by the first of its names on the stage.
         once = tuple({ties.get(name, (name,)): name for name in reversed(names)}.values())
         own = [name for name, found in homes.items() if index in found]
         stages.append(
@@ -378,7 +379,7 @@ def _slot(facts: ModelFacts, parameter: str) -> str:
 
 
 def _blocks(facts: ModelFacts) -> tuple[str, ...]:
-    """List the modules that run one after another, in the order in which they are registered."""
+    """Return the modules that run one after another, in the order of registration."""
     if facts.kinds[""] == "Sequential":
         return _items(facts, "")
     count = Counter(facts.kinds[name] for name in facts.blocks)
@@ -397,7 +398,7 @@ def _blocks(facts: ModelFacts) -> tuple[str, ...]:
 
 
 def _with_named(facts: ModelFacts, blocks: tuple[str, ...], split: Sequence[str]) -> tuple[str, ...]:
-    """Return the blocks with the other modules that a stage begins with, in the order of calls."""
+    """Add the other modules in ``split`` to the blocks, in the order of calls."""
     known = set(blocks)
     around = {name for name in facts.kinds if any(block.startswith(f"{name}.") for block in blocks)}
     for name in split:
@@ -407,7 +408,7 @@ def _with_named(facts: ModelFacts, blocks: tuple[str, ...], split: Sequence[str]
 
 
 def _items(facts: ModelFacts, name: str) -> tuple[str, ...]:
-    return tuple(one for one in facts.kinds if one and one.rpartition(".")[0] == name)
+    return tuple(child for child in facts.kinds if child and child.rpartition(".")[0] == name)
 
 
 def _unit_of(parameter: str, containers: set[str]) -> str | None:
@@ -418,7 +419,7 @@ def _unit_of(parameter: str, containers: set[str]) -> str | None:
 
 
 def _blocks_before(ordered: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:
-    """Return for each block its number, and for other modules that of the block before them; -1 for none."""
+    """Return the index of each block, and for other modules that of the block before them; -1 for none."""
     numbers = {name: number for number, name in enumerate(blocks)}
     found: dict[str, int] = {}
     latest = -1
@@ -435,12 +436,12 @@ def _starts(
     split: Sequence[str],
     costs: Mapping[str, float] | None,
 ) -> list[int]:
-    """Return the number of the first block of each stage."""
+    """Return the index of the first block of each stage."""
     if split:
         starts = [0, *(blocks.index(name) for name in split)]
         if len(starts) != num_stages or starts != sorted(set(starts)):
             raise ConfigurationError(
-                f"split names the first block of each stage after the first one, in the model's order: "
+                f"split must name the first block of each stage except the first, in the model's order: "
                 f"{num_stages} stages need {num_stages - 1} different ones, got {', '.join(split)}. The "
                 f"blocks are {', '.join(blocks)}."
             )
@@ -455,12 +456,12 @@ def _starts(
 
 
 def _cheapest(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Return where stages start whose largest cost is minimal."""
+    """Return the starts of stages that minimise the largest cost."""
     sums = [0.0, *itertools.accumulate(costs)]
 
     def fill(limit: float) -> list[int] | None:
         starts = [0]
-        for later in range(num_stages - 1, 0, -1):  # each of these needs a block at least
+        for later in range(num_stages - 1, 0, -1):  # each of these needs at least one block
             end = bisect.bisect_right(sums, limit + sums[starts[-1]]) - 1
             if end <= starts[-1]:
                 return None
@@ -476,7 +477,7 @@ def _check_names(field: str, names: Mapping[str, float] | Sequence[str], known: 
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigurationError(
-            f"{field} names {', '.join(unknown)}; what it can name is {', '.join(known) or 'nothing'}."
+            f"{field} names {', '.join(unknown)}, but it can name {', '.join(known) or 'nothing'}."
         )
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a model on a mesh: planned first, and then done."""
+"""Plan how a model is prepared on a mesh, and apply the plan."""
 
 from __future__ import annotations
 
@@ -46,23 +46,25 @@ _MIB = 1 << 20
 
 
 class ModelPlan(NamedTuple):
-    """What is done with a model when it is prepared. A value; ``print(plan)`` shows it as a table.
+    """How a model is prepared. A value; ``print(plan)`` shows it as a table.
 
     Attributes:
         model: Name of the model's class.
         num_parameters: Elements of its parameters, tied ones counted once.
-        num_trainable: Of these, those that are trained.
-        mesh: The ranks.
-        pipeline: How the model is cut into stages; None where it isn't. What follows is of this rank's.
-        schedule: In which order stages work; None without any.
+        num_trainable: Elements of those that are trained.
+        mesh: The mesh of ranks.
+        pipeline: How the model is split into stages; None without a pipeline. The fields below are those of
+            this rank's stages.
+        schedule: The order in which stages compute; None without a pipeline.
         tensor: How ranks share each layer; None where they don't.
         attention: How ranks that share sequences compute attention; None where they don't.
         experts: How experts are spread over ranks; None where each rank has all of them.
-        engine: What averages gradients: "ddp" (every rank has the whole model), "shard" (FSDP), or "none".
-        shard: How the parameters are sharded; None where they are not.
-        recomputed: Names of the modules whose activations are computed again in the backward.
-        compiled: Names of the modules that are compiled, "" for the model itself; before it is sharded.
-        precision: In what the model computes, in words.
+        engine: The engine that averages gradients: "ddp" (every rank has the full model), "shard" (FSDP), or
+            "none".
+        shard: How the parameters are sharded; None where they aren't.
+        recomputed: Names of the modules whose activations are recomputed in the backward pass.
+        compiled: Names of the modules that are compiled before sharding, "" for the model itself.
+        precision: Description of the dtypes.
     """
 
     model: str
@@ -103,9 +105,9 @@ class ModelPlan(NamedTuple):
             rows.append(("experts", _row_of_experts(self.experts, self.shard)))
         averaged = " x ".join(self.mesh.active("loss"))
         if self.engine == "ddp":
-            rows.append(("gradients", f"averaged over {averaged}; every rank has the whole model"))
+            rows.append(("gradients", f"averaged over {averaged}; every rank has the full model"))
         elif self.engine == "none":
-            rows.append(("gradients", "whole on each rank as they are"))
+            rows.append(("gradients", "complete on each rank without averaging"))
         rows.extend(_rows_of_shard(self.shard, averaged))
         rows.append(("precision", self.precision))
         if self.recomputed:
@@ -127,12 +129,12 @@ def _row_of_attention(plan: AttentionPlan) -> str:
 def _rows_of_shard(plan: ShardPlan | None, averaged: str) -> list[tuple[str, str]]:
     if plan is None:
         return []
-    rest = "the rest of the model" if len(plan.units) > 1 else "the whole model"
+    rest = "the rest of the model" if len(plan.units) > 1 else "the complete model"
     units = [*reversed(plan.units[:-1])]
     freed = "freed after its forward" if plan.reshard else "kept until its backward"
     kept = _mib(plan.shard_bytes) + (" in host memory" if plan.offload else "")
     largest = f"the largest unit is {_mib(plan.gathered_bytes)} while it computes"
-    whole = f"until the last batch of a window each rank holds {_mib(plan.unreduced_bytes)}, whole gradients"
+    whole = f"until the last batch of a window each rank holds {_mib(plan.unreduced_bytes)}, unsharded"
     rows = [
         ("gradients", f"averaged over {averaged} by FSDP, and sharded over {plan.num_shards}"),
         ("units", ", ".join([_listed(units), rest]) if units else rest),
@@ -143,17 +145,17 @@ def _rows_of_shard(plan: ShardPlan | None, averaged: str) -> list[tuple[str, str
         ("windows", f"{whole}; with sync_each_batch its shard of them"),
     ]
     if plan.prefetch:
-        rows.append(("prefetch", "each unit asks for the next one in its forward"))
+        rows.append(("prefetch", "each unit's forward starts to gather the next one"))
     if plan.ignored:
-        rows.append(("ignored", f"whole on each rank: {_listed(plan.ignored)}"))
+        rows.append(("ignored", f"unsharded on each rank: {_listed(plan.ignored)}"))
     return rows
 
 
 def _row_of_experts(plan: ExpertPlan, shard: ShardPlan | None) -> str:
     counts = sorted({held.num_experts for held in plan.modules.values()})
     each = " or ".join(str(count) for count in counts)
-    own = " or ".join(str(count // plan.size) for count in counts)
-    text = f"{each} of {_listed(plan.modules)}, spread over {plan.size} ranks: {own} on each"
+    local = " or ".join(str(count // plan.size) for count in counts)
+    text = f"{each} of {_listed(plan.modules)}, spread over {plan.size} ranks: {local} on each"
     if shard is None or shard.num_expert_shards == 1:
         return text
     return f"{text}, sharded over {shard.num_expert_shards}"
@@ -173,27 +175,27 @@ def _mib(size: int) -> str:
 def plan_model(
     ctx: Context, model: nn.Module | ModelFacts, *, engine: Literal["ddp", "shard"] | None = None
 ) -> ModelPlan:
-    """Return what :func:`accelfn.prepare_model` does with a model. Nothing is changed or sent.
+    """Return the plan of :func:`accelfn.prepare_model` for a model. Pure.
 
-    A model that is to have another plan than the context's is prepared with its own:
+    To prepare a model with another plan than the context's, pass its own:
     ``prepare_model(ctx, teacher, plan=plan_model(ctx, teacher, engine="ddp"))``, or one of
     ``ctx.replace(fsdp_plugin=...)``.
 
     Ranks: local; the same on every rank, or on those that have the same stages.
 
     Args:
-        ctx: The mesh, and what was asked for.
+        ctx: The mesh and the options.
         model: Not prepared yet; its parameters may be on the meta device. Or its facts.
-        engine: "ddp" keeps the whole model on every rank, "shard" shards it; None for what the context says:
-            sharded with an ``fsdp_plugin``, ``dp_shard_size``, ``tp_size`` or ``pp_size``, else whole.
+        engine: "ddp" keeps the full model on every rank, "shard" shards it; None for the context's choice:
+            sharded with an ``fsdp_plugin``, ``dp_shard_size``, ``tp_size`` or ``pp_size``, else replicated.
 
     Raises:
-        ConfigurationError: What was asked for doesn't fit the model, or contradicts itself.
+        ConfigurationError: The options don't fit the model, or contradict each other.
 
     >>> print(plan_model(Context(), nn.Linear(2, 2)))
     model      Linear, 6 parameters, 6 trained
     mesh       one rank
-    gradients  whole on each rank as they are
+    gradients  complete on each rank without averaging
     precision  that of the parameters
     compiled   nothing
     """
@@ -208,7 +210,7 @@ def plan_at(
     *,
     engine: Literal["ddp", "shard"] | None = None,
 ) -> ModelPlan:
-    """Return the plan of the ranks at a place along "pp", as :func:`plan_model` does of this rank's."""
+    """Return the plan for the ranks at a place along "pp"; see :func:`plan_model`."""
     facts = model if isinstance(model, ModelFacts) else read_facts(model)
     real = None if isinstance(model, ModelFacts) else model
     mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
@@ -282,13 +284,13 @@ def _plan_attention(
 
 
 def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None = None) -> None:
-    """Let ranks along "cp" or "sp" compute attention together, if there are any. Writes into ``model``.
+    """Make ranks along "cp" or "sp" compute attention together, if there are any. Writes into ``model``.
 
     Ranks: every rank of ``ctx``; nothing is communicated.
 
     Args:
         ctx: The world.
-        model: Has no attention over ranks yet.
+        model: Without shared attention yet.
         plan: From :func:`plan_model`; None to make one.
 
     Raises:
@@ -301,8 +303,8 @@ def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None =
     group = ctx.along("seq").world.group
     if plan is None or group is None:
         raise NotAvailableError(
-            "ranks that share sequences have to be processes with an initialised torch.distributed; these "
-            'are threads. In a test, use run_ranks(..., on="processes").'
+            "ranks that share sequences must be processes with an initialised torch.distributed; these are "
+            'threads. In a test, use run_ranks(..., on="processes").'
         )
     apply_attention(model, plan, group)
 
@@ -310,14 +312,14 @@ def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None =
 def _plan_experts(ctx: Context, facts: ModelFacts, mesh: MeshPlan) -> ExpertPlan:
     if mesh.size("tp") > 1:
         raise ConfigurationError(
-            f"ep_size={mesh.ep_size} and tp_size={mesh.size('tp')}: this version spreads experts over ranks "
-            "that don't share layers. Set one of them to 1."
+            f"ep_size={mesh.ep_size} and tp_size={mesh.size('tp')}: expert and tensor parallelism can't be "
+            "combined yet. Set one of them to 1."
         )
     if ctx.strategy.dynamo.backend != DynamoBackend.NO:
         raise ConfigurationError(
-            f"ep_size={mesh.ep_size} and dynamo_backend={str(ctx.strategy.dynamo.backend)!r}: how many rows "
-            "experts see is known in each step alone, which no compiled block can hold. Leave one of the two "
-            "out."
+            f"ep_size={mesh.ep_size} and dynamo_backend={str(ctx.strategy.dynamo.backend)!r}: the number of "
+            "rows that experts get differs between steps, which no compiled block supports. Leave one of the "
+            "two out."
         )
     parallelism = ctx.strategy.parallelism
     handler = None if parallelism is None else parallelism.ep_handler
@@ -325,12 +327,12 @@ def _plan_experts(ctx: Context, facts: ModelFacts, mesh: MeshPlan) -> ExpertPlan
 
 
 def _check_schedule(schedule: SchedulePlan, ctx: Context, engine: Engine) -> None:
-    """Refuse what torch's schedules can't do."""
+    """Refuse schedules that torch can't run with a model that is sharded or compiled."""
     if schedule.splits_backward and (engine == "shard" or ctx.strategy.dynamo.backend != DynamoBackend.NO):
-        what = "is sharded or replicated" if engine == "shard" else "is compiled"
+        state = "is sharded or replicated" if engine == "shard" else "is compiled"
         raise ConfigurationError(
-            f"schedule={schedule.name!r} computes gradients of inputs and of weights apart, which torch "
-            f"can't do with a model that {what}. "
+            f"schedule={schedule.name!r} computes gradients of inputs and of weights separately, which torch "
+            f"can't do with a model that {state}. "
             'Use "1f1b", "interleaved1f1b", "loopedbfs" or "gpipe".'
         )
 
@@ -345,7 +347,7 @@ def _wrapped(plugin: FullyShardedDataParallelPlugin, model: nn.Module | None) ->
 def _needed(model: nn.Module | None, field: str) -> nn.Module:
     if model is None:
         raise ConfigurationError(
-            f"plan_model: {field} is asked of modules, and the facts of a model have none. Pass the model."
+            f"plan_model: {field} needs the model's modules, which its facts don't have. Pass the model."
         )
     return model
 
@@ -354,34 +356,34 @@ def _choose_engine(ctx: Context, mesh: MeshPlan, engine: Literal["ddp", "shard"]
     if ctx.num_processes == 1:
         _refuse_alone(ctx.strategy.fsdp)
         return "none"
-    asked = ctx.strategy.fsdp is not None or mesh.size("dp_shard") > 1
+    is_sharded = ctx.strategy.fsdp is not None or mesh.size("dp_shard") > 1
     is_apart = mesh.size("tp", "pp") > 1
-    chosen = engine or ("shard" if asked or is_apart else "ddp")
+    chosen = engine or ("shard" if is_sharded or is_apart else "ddp")
     if chosen == "ddp" and is_apart:
         raise ConfigurationError(
-            'plan_model: engine="ddp" keeps the whole model on every rank, and ranks along tp and pp have '
+            'plan_model: engine="ddp" keeps the full model on every rank, but ranks along tp and pp have '
             "parts of it. Leave engine out, or prepare a model that isn't trained with evaluation_mode=True."
         )
     if chosen == "shard" and ctx.reduction is not None:
         raise ConfigurationError(
-            'reduction="canonical" needs the whole model on every rank, to take sums in one order: '
-            "sums over shards change with their number. Leave fsdp_plugin, dp_shard_size and tp_size out, or "
+            'reduction="canonical" needs the full model on every rank: sums over shards depend on their '
+            "number. Leave fsdp_plugin, dp_shard_size and tp_size out, or "
             'use reduction="mean".'
         )
     return "none" if mesh.size("loss") == 1 else chosen
 
 
 def _refuse_alone(plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """Refuse what only the sharding engine can do, where a single rank has nothing to shard."""
+    """Refuse options of FSDP that have no effect on a single rank, which has nothing to shard."""
     if plugin is None:
         return
-    for name, is_asked in (
+    for name, is_set in (
         ("cpu_offload", plugin.offloads_params),
         ("mixed_precision_policy", plugin.mixed_precision_policy is not None),
     ):
-        if is_asked:
+        if is_set:
             raise ConfigurationError(
-                f"fsdp_plugin: {name} is what FSDP does with shards, and one rank has none. Start several "
+                f"fsdp_plugin: {name} only applies to shards, and a single rank has none. Start several "
                 "ranks, or leave it out and use mixed_precision or accelfn.cpu_offload."
             )
 
@@ -396,9 +398,9 @@ def modules_to_compile(
     """Return the names of the modules that are compiled, "" for the model itself."""
     if options.backend == DynamoBackend.NO:
         return ()
-    if shard is not None and len(shard.units) > 1:  # between units FSDP gathers, which no graph can hold
+    if shard is not None and len(shard.units) > 1:  # FSDP gathers between units, which no graph can contain
         return tuple(reversed(shard.units[:-1]))
-    if pipeline is not None:  # the forward of the model is left where another stage begins
+    if pipeline is not None:  # the model's forward ends early on most stages
         return tuple(name for stage in pipeline.stages for name in stage.blocks if name in facts.kinds)
     if not options.use_regional_compilation:
         return ("",)
@@ -415,24 +417,23 @@ def _precision(mode: str, shard: ShardPlan | None) -> str:
         "gradients averaged in": shard.reduce_dtype or shard.param_dtype,
         "outputs in": shard.output_dtype,
     }
-    return ", ".join(f"{what} {str(one).removeprefix('torch.')}" for what, one in words.items() if one)
+    return ", ".join(f"{what} {str(dtype).removeprefix('torch.')}" for what, dtype in words.items() if dtype)
 
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
-    """Do with a model what was planned: stages, shared layers, recomputation, compilation, shards, replicas.
+    """Prepare a model as planned: stages, shared layers, recomputation, compilation, shards, replicas.
 
-    Parameters are as on rank 0 from now on. Those that are replaced point at their successors, so that an
-    optimizer that holds them finds them.
+    Its parameters get the values of rank 0. Replaced parameters point at their successors, so that optimizers
+    that hold them find these.
 
     Ranks: every rank of ``ctx``.
 
     Args:
-        ctx: The world that was planned for.
-        model: On this rank's device, or, where it is spread over ranks, anywhere: also on the meta device.
-            Writes into it.
+        ctx: The world of the plan.
+        model: On this rank's device; if it is spread over ranks, on any device, also meta. Written into.
         plan: From :func:`plan_model`.
 
     Returns:
@@ -440,8 +441,8 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
-        ConfigurationError: Rank 0 has no values for what another rank has them for.
-        Exception: As torch's engines.
+        ConfigurationError: Rank 0 lacks values that another rank has.
+        Exception: Raised by torch's engines.
     """
     before = named(model)
     result: nn.Module = model
@@ -458,7 +459,7 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
 
 
 def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str, torch.Tensor]) -> None:
-    """Spread a model over ranks, on the meta device; then give each rank memory for its parts, and values."""
+    """Spread a model over ranks on the meta device; then allocate each rank's parts and set their values."""
     if ctx.mesh is None:
         raise NotAvailableError(
             "a model that is spread over ranks needs a mesh. Pass fsdp_plugin or parallelism_config to "

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the whole model, whose gradients DistributedDataParallel averages."""
+"""Data parallelism: every rank holds the full model, and DistributedDataParallel averages its gradients."""
 
 # No postponed annotations: torch looks at those of the hook.
 
@@ -28,49 +28,40 @@ from accelfn.parallel.parameters import is_made_of_others
 from accelfn.tree import is_dtensor
 
 
-def watch_reductions(ctx: Context, model: DistributedDataParallel) -> None:
-    """Reduce the gradients of ``model`` as torch does by itself, and let the wait notice other ranks.
-
-    By itself torch waits inside of C++, where neither another rank's exception nor one that never comes to
-    its backward pass can be noticed. Here all reductions are begun as torch wants them and waited for at the
-    end of the backward pass. For tensors on the CPU: accelerators wait on their streams.
-
-    Args:
-        ctx: The world, with a process group.
-        model: Without a communication hook of its own.
-    """
-    cast("Any", model).register_comm_hook(Reductions(ctx), Reductions.begin)
-
-
 class Reductions:
-    """The reductions of one model that are under way."""
+    """A communication hook that reduces gradients as torch does, but watches other ranks while waiting.
+
+    Torch waits inside of C++, where neither another rank's exception nor a rank that never comes to its
+    backward pass is noticed. Here the reductions start when torch wants them, and are awaited at the end of
+    the backward pass. For tensors on the CPU: accelerators wait on their streams.
+    """
 
     def __init__(self, ctx: Context) -> None:
-        """Reduce in the world of ``ctx``."""
+        """Reduce in the world of ``ctx``, which has a process group."""
         self._ctx = ctx
-        self._backward = -1  # torch's number of the one they belong to
+        self._backward = -1  # torch's id of the backward pass that they belong to
         self._begun: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin the reduction of some gradients: torch's hook.
+        """Start the reduction of a bucket: torch's hook.
 
         Args:
-            bucket: Of gradients, in one buffer, which is averaged over the ranks in place.
+            bucket: Gradients in one buffer, which is averaged over the ranks in place.
         """
         group = self._ctx.world.group
         assert group is not None  # it carries the model
-        # A product, as torch's own: a quotient may differ in the last bit.
+        # A product, as in torch's own hook: a quotient may differ in the last bit.
         buffer = bucket.buffer().mul_(1.0 / self._ctx.num_processes)
         work = group.allreduce([buffer])
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        if number < 0:  # no backward pass: torch's Join steps in for a rank that has no more data
+        if number < 0:  # no backward pass: torch's Join stands in for a rank without data
             self._ctx.collectives.finish(work, buffer.device)
             future.set_result(buffer)
             return future
-        if number != self._backward:  # what a backward pass that failed has left is not waited for
+        if number != self._backward:  # drop the reductions of a failed backward pass
             self._backward, self._begun = number, []
-            # Before the callback in which torch waits for these futures, which comes with the last bucket.
+            # Runs before torch's callback that waits for these futures, which comes with the last bucket.
             cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._finish)
         self._begun.append((work, buffer, future))
         return future
@@ -89,14 +80,14 @@ class Reductions:
 
 
 class CommHook(NamedTuple):
-    """What sends gradients in another form, with the state that torch passes to it."""
+    """A communication hook of torch, with its state."""
 
     state: Any
     hook: Callable[..., Any]
 
 
 def choose_comm_hook(ctx: Context) -> CommHook | None:
-    """Choose what ``comm_hook`` and its companions ask for; None where nothing is compressed.
+    """Return the hook that ``comm_hook`` and its companions select; None without compression.
 
     Ranks: local; the same on every rank.
 
@@ -110,8 +101,8 @@ def choose_comm_hook(ctx: Context) -> CommHook | None:
         return None
     if ctx.world.group is None:
         raise NotAvailableError(
-            f"comm_hook={str(options.comm_hook)!r} compresses what DistributedDataParallel sends, and ranks "
-            "that are threads send nothing. Leave it out there, or use processes."
+            f"comm_hook={str(options.comm_hook)!r} compresses the messages of DistributedDataParallel, which "
+            "ranks that are threads don't send. Leave it out there, or use processes."
         )
     hooks: dict[DDPCommunicationHookType, Callable[..., Any]] = {
         kinds.FP16: default_hooks.fp16_compress_hook,
@@ -127,8 +118,8 @@ def choose_comm_hook(ctx: Context) -> CommHook | None:
     state: Any = ctx.world.group
     if options.comm_hook == kinds.BATCHED_POWER_SGD and not _batched_power_sgd_works():
         raise NotAvailableError(
-            f"comm_hook='batched_power_sgd': torch {torch.__version__} fails in it as soon as it begins to "
-            "compress: it hands a matrix to a function that takes a stack of them. Use comm_hook='power_sgd'."
+            f"comm_hook='batched_power_sgd' fails in torch {torch.__version__} as soon as it begins to "
+            "compress. Use comm_hook='power_sgd'."
         )
     if options.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
         try:
@@ -137,7 +128,7 @@ def choose_comm_hook(ctx: Context) -> CommHook | None:
             )
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"comm_state_option holds options of torch's PowerSGDState, got "
+                f"comm_state_option takes options of torch's PowerSGDState, got "
                 f"{dict(options.comm_state_option)}: {error}"
             ) from error
     if options.comm_wrapper != kinds.NO:
@@ -154,7 +145,7 @@ def _batched_power_sgd_works() -> bool:
 
 
 def register_comm_hook(ctx: Context, model: DistributedDataParallel, comm_hook: CommHook | None) -> None:
-    """Let ``comm_hook``, or without one a reduction with an eye on other ranks, carry a model's gradients.
+    """Register ``comm_hook``, or without one a reduction that watches other ranks, on a model.
 
     Ranks: every rank of ``ctx``.
 
@@ -163,9 +154,9 @@ def register_comm_hook(ctx: Context, model: DistributedDataParallel, comm_hook: 
     """
     options: DistributedDataParallelKwargs = ctx.strategy.ddp
     if comm_hook is None:
-        # With a static graph torch waits for the first reductions before any callback could.
+        # With a static graph torch waits for the first reductions before any callback runs.
         if ctx.guard.mode != GuardMode.OFF and ctx.device.type == "cpu" and not options.static_graph:
-            watch_reductions(ctx, model)
+            cast("Any", model).register_comm_hook(Reductions(ctx), Reductions.begin)
         return
     try:
         cast("Any", model).register_comm_hook(comm_hook.state, comm_hook.hook)
@@ -177,19 +168,19 @@ def register_comm_hook(ctx: Context, model: DistributedDataParallel, comm_hook: 
 
 
 class DDPHandle(Handle):
-    """Of a ``DistributedDataParallel``, whose gradients are averaged whatever computed the loss.
+    """The handle of a ``DistributedDataParallel``, whose gradients are averaged whatever computed the loss.
 
-    Torch averages what a forward pass of the wrapper has announced. Where a backward pass was not announced
-    (its loss came from another method, from a function over the inner model, or it is the second after one
-    forward pass), the first parameter that gets a gradient announces it.
+    Torch averages only after a forward pass of the wrapper. Before any other backward pass (the loss came
+    from another method, from a function over the inner model, or it is the second one after a forward pass),
+    the first parameter that gets a gradient prepares torch's reducer.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        """Watch the parameters that ``model`` averages."""
+        """Hook the parameters that ``model`` averages."""
         ignored: set[str] = cast("Any", model).parameters_to_ignore
         module = cast("nn.Module", cast("Any", model).module)
         named = module.named_parameters()
-        watched = {name: one for name, one in named if one.requires_grad and name not in ignored}
+        watched = {name: tensor for name, tensor in named if tensor.requires_grad and name not in ignored}
         super().__init__(model, watched.values())
         self._unreduced: str | None = BY_HAND
         self._watch(watched)
@@ -201,14 +192,14 @@ class DDPHandle(Handle):
 
     def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = {name: weakref.ref(one) for name, one in parameters.items()}
-        self._backward = -1  # torch's number of the latest one
-        self._is_announced = False  # by a forward pass whose backward pass is to come
-        for one in parameters.values():
-            cast("Any", one).register_post_accumulate_grad_hook(self._on_gradient)
+        self._backward = -1  # torch's id of the latest one
+        self._is_announced = False  # by a forward pass, whose backward pass is to come
+        for parameter in parameters.values():
+            cast("Any", parameter).register_post_accumulate_grad_hook(self._on_gradient)
 
     @contextmanager
     def without_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients on each rank in backward passes inside.
+        """Don't average gradients in backward passes inside.
 
         Raises:
             ConfigurationError: DistributedDataParallel has a static graph.
@@ -216,7 +207,7 @@ class DDPHandle(Handle):
         ddp = cast("Any", self._model())
         if ddp.static_graph and torch.is_grad_enabled():
             raise ConfigurationError(
-                "no_sync: torch 2.13 fails in a backward pass that is not averaged when static_graph=True. "
+                "no_sync: torch 2.13 fails in a backward pass without averaging when static_graph=True. "
                 "Use static_graph=False, or windows of one batch."
             )
         with ddp.no_sync():
@@ -224,7 +215,7 @@ class DDPHandle(Handle):
 
     @contextmanager
     def trigger_sync(self) -> Generator[None, None, None]:
-        """Average gradients in backward passes inside, with all that have added up before.
+        """Average gradients in backward passes inside, including those accumulated before.
 
         Raises:
             ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph.
@@ -233,7 +224,7 @@ class DDPHandle(Handle):
         if ddp.find_unused_parameters or ddp.static_graph:
             option = "static_graph" if ddp.static_graph else "find_unused_parameters"
             raise ConfigurationError(
-                f"trigger_sync_in_backward: with {option} DistributedDataParallel must know in the forward "
+                f"trigger_sync_in_backward: with {option}, DistributedDataParallel must know in the forward "
                 "pass that its gradients will be averaged. Run the last forward pass outside of no_sync."
             )
         before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
@@ -244,23 +235,23 @@ class DDPHandle(Handle):
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
 
     def communicates(self) -> Communication:
-        """Return what the next forward pass and its backward pass send."""
+        """Return what the next forward pass and its backward pass communicate."""
         ddp = cast("Any", self._model())
         buffers = bool(ddp.will_sync_module_buffers())
-        # Torch may broadcast its order of gradients in the next forward pass: once, early on.
+        # Torch may broadcast its order of gradients in the next forward pass, once.
         may_rebuild = not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
         gradients = bool(ddp.require_backward_grad_sync) and torch.is_grad_enabled()
         return Communication(gradients, buffers, at_once=buffers or may_rebuild)
 
-    # Not torch.compiler.disable, which imports torch's compiler here and now.
+    # Not torch.compiler.disable, which imports torch's compiler.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     def after_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
-        """Hook after a forward pass: torch expects its backward pass now, if it averages that one."""
+        """Hook after a forward pass: torch now expects its backward pass, if it averages."""
         if torch.is_grad_enabled() and cast("Any", model).require_backward_grad_sync:
             self._is_announced = True
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Hook after a gradient was added to ``.grad``, and before torch's own that averages it."""
+        """Hook after a gradient was added to ``.grad``, before torch's own hook that averages it."""
         del parameter
         number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         if number != self._backward:
@@ -271,7 +262,7 @@ class DDPHandle(Handle):
         ddp = cast("Any", self._model())
         if ddp is None:
             return
-        # With a static graph, checkpointed blocks have backward passes of their own inside of one.
+        # With a static graph, checkpointed blocks have nested backward passes.
         is_announced, self._is_announced = self._is_announced, self._is_announced and ddp.static_graph
         if not is_announced and not ddp.require_backward_grad_sync:
             self._unreduced = IN_NO_SYNC
@@ -280,19 +271,19 @@ class DDPHandle(Handle):
         elif ddp.find_unused_parameters or ddp.static_graph or self.is_shared:
             option = "static_graph" if ddp.static_graph else "find_unused_parameters"
             self._unreduced = (
-                "the loss wasn't computed by a call of the prepared model, of which torch has to know with "
+                "the loss wasn't computed by a call of the prepared model, which torch requires with "
                 + ("parameters in two prepared models" if self.is_shared else f"{option}=True")
                 + ". Compute it in the model's forward, and call the prepared model"
             )
         else:
             self._unreduced = None
-            if _unfinished(ddp) is None:  # else this is a backward pass inside of another
+            if _unfinished(ddp) is None:  # else this backward pass is nested in another one
                 if ddp.reducer._rebuild_buckets():  # once, as before a forward pass
                     ddp._has_rebuilt_buckets = True
                 ddp.reducer.prepare_for_backward([])
 
     def why_unreduced(self) -> str | None:
-        """Return why the current gradients are those of this rank alone; None where they are averaged."""
+        """Return why the current gradients are only this rank's own; None where they are averaged."""
         ddp = cast("Any", self._model())
         if ddp is None or self._unreduced is not None:
             return self._unreduced
@@ -302,14 +293,14 @@ class DDPHandle(Handle):
         if unfinished is None:
             return None
         return (
-            "not all parameters of the model got one in the latest backward pass, so torch has averaged "
-            "none. Let the loss depend on all of them, freeze the others before prepare, or use "
-            f"DistributedDataParallelKwargs(find_unused_parameters=True). Torch says: {unfinished}"
+            "not all parameters of the model got a gradient in the latest backward pass, so torch averaged "
+            "none. Make the loss depend on all of them, freeze the others before prepare, or use "
+            f"DistributedDataParallelKwargs(find_unused_parameters=True). Torch reports: {unfinished}"
         )
 
 
 def _unfinished(ddp: Any) -> str | None:
-    """Return what torch says of a reduction that has started and not ended; None where there is none."""
+    """Return torch's message about a reduction that has started and not ended; None without one."""
     try:
         ddp.reducer._check_reducer_finalized()
     except RuntimeError as error:
@@ -321,10 +312,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def convert_sync_batchnorm(ctx: Context, model: M) -> M:
-    """Let batch normalisation take mean and variance over the batches of all ranks: torch's SyncBatchNorm.
+    """Convert batch normalisation to torch's SyncBatchNorm, with mean and variance over all ranks' batches.
 
-    Call it before ``prepare``, and make the optimizer from what it returns. Names and values of the state
-    dict stay as they are.
+    Call it before ``prepare``, and make the optimizer from the model that it returns. Names and values of the
+    state dict don't change.
 
     Ranks: every rank of ``ctx``, in the same way; doesn't communicate.
 
@@ -333,11 +324,11 @@ def convert_sync_batchnorm(ctx: Context, model: M) -> M:
         model: Its BatchNorm layers are replaced in place.
 
     Returns:
-        The model; another module where it is a BatchNorm layer itself. With one process, and without such
-        layers, it comes back as it is.
+        The model; a new module if it is a BatchNorm layer itself. With one process, or without such layers,
+        it is returned unchanged.
 
     Raises:
-        NotAvailableError: Torch has no SyncBatchNorm on the CPU, nor for ranks that are threads.
+        NotAvailableError: Torch has no SyncBatchNorm on the CPU or for ranks that are threads.
         ConfigurationError: The model was prepared already.
 
     >>> model = nn.BatchNorm1d(3)
@@ -345,42 +336,42 @@ def convert_sync_batchnorm(ctx: Context, model: M) -> M:
     True
     """
     check_context("convert_sync_batchnorm", ctx)
-    if ctx.num_processes == 1 or not any(isinstance(one, _BatchNorm) for one in model.modules()):
+    if ctx.num_processes == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return model
     if ctx.world.group is None:
         raise NotAvailableError(
             "convert_sync_batchnorm: ranks that are threads have no process group, which torch's "
-            "SyncBatchNorm needs. Leave BatchNorm as it is there, or use processes with an accelerator each."
+            "SyncBatchNorm needs. Keep BatchNorm there, or use processes with an accelerator each."
         )
     if ctx.device.type == "cpu":
         raise NotAvailableError(
-            "convert_sync_batchnorm: torch's SyncBatchNorm does not compute on the CPU. Leave BatchNorm as "
-            "it is there, or take a norm that looks at one sample, such as GroupNorm."
+            "convert_sync_batchnorm: torch's SyncBatchNorm does not support the CPU. Keep BatchNorm there, "
+            "or use a norm over single samples, such as GroupNorm."
         )
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            "convert_sync_batchnorm: the model was prepared already, and DistributedDataParallel holds on to "
-            "its layers. Convert it first, and prepare what comes back."
+            "convert_sync_batchnorm: the model was prepared already, and DistributedDataParallel keeps its "
+            "layers. Convert it first, and prepare the result."
         )
     converter = cast("Any", nn.SyncBatchNorm)
     return cast("M", converter.convert_sync_batchnorm(model, ctx.world.group))
 
 
-# By which DDP knows the tensors of a model that aren't its concern.
+# Attribute that DDP reads: names of a model's tensors that it ignores.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
-# Where torch's classes of sharded modules are, of both kinds.
+# The package of torch's classes of sharded modules, of both versions.
 _FSDP = "torch.distributed.fsdp"
 
 
 class DataParallel(DistributedDataParallel):
-    """Torch's DistributedDataParallel, through which public attributes and methods of the model are reached.
+    """Torch's DistributedDataParallel, with the model's public attributes and methods.
 
-    Their gradients are averaged too: :class:`DDPHandle`.
+    Gradients of losses from these methods are averaged too: :class:`DDPHandle`.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model where the wrapper has none of that name."""
+        """Return an attribute of the model if the wrapper has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -390,24 +381,22 @@ class DataParallel(DistributedDataParallel):
 
 
 def replicate(ctx: Context, model: nn.Module) -> nn.Module:
-    """Keep ``model`` equal on all ranks: parameters as on rank 0 from now on, gradients averaged in backward.
+    """Keep ``model`` equal on all ranks: rank 0's parameters from now on, and averaged gradients.
 
-    On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``; a
-    model that is one already is taken as it is. Ranks
-    that are threads have no process group that DDP could use: there the gradients are averaged at the end of
-    backward by one packed reduction, and the model itself is returned. In exact mode it is returned too, and
-    its gradients are summed by :class:`ExactReplica`.
+    On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``; an
+    existing one is adopted. Ranks that are threads have no process group that DDP could use: there the
+    gradients are averaged at the end of backward by one packed reduction, and the model itself is returned.
+    So it is in exact mode, where :class:`ExactReplica` sums its gradients.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        model: On this rank's device. One without trainable parameters has nothing to average and is returned
-            as it is.
+        model: On this rank's device. Without trainable parameters it is returned unchanged.
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
-        ConfigurationError: In exact mode, a module keeps statistics that would depend on the number of ranks.
+        ConfigurationError: In exact mode, a module has statistics that would depend on the number of ranks.
             Or ``comm_state_option`` doesn't fit, or torch has no such hook for this backend.
         NotAvailableError: A ``comm_hook`` on ranks that are threads, or one that this torch can't run.
     """
@@ -419,22 +408,23 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     if ctx.num_processes == 1:
         return model
     if isinstance(model, DistributedDataParallel):
-        return _adopted(ctx, model)
+        if not cast("Any", model)._comm_hooks:
+            register_comm_hook(ctx, model, None)
+        return _watched(ctx, model)
     hook = choose_comm_hook(ctx)
     if ctx.world.group is None:
         check_each_forward(ctx, model)
         ThreadDDP(ctx, model)
         return model
-    # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a
-    # name.
+    # DDP would hang, or mix parameters up, where the models differ; comparing first gives an error by name.
     verify_structure(ctx, dict(model.named_parameters()))
-    made_of_others = [name for name, one in model.named_parameters() if is_made_of_others(one)]
-    if made_of_others:  # which DDP can't send, and which have no gradient
+    made_of_others = [name for name, tensor in model.named_parameters() if is_made_of_others(tensor)]
+    if made_of_others:  # DDP can't send them, and they have no gradient
         marked: Any = model
         ignored: list[str] = list(getattr(model, _IGNORED, ()))
         setattr(marked, _IGNORED, [*ignored, *made_of_others])
     with warnings.catch_warnings():
-        # Torch 2.13 has another name for half of what this option does, and none yet for the other half.
+        # Torch 2.13 has a new name for half of this option's effect, and none for the other half.
         warnings.filterwarnings("ignore", ".broadcast_buffers. is deprecated", FutureWarning)
         wrapped = DataParallel(
             model,
@@ -452,50 +442,43 @@ def _watched(ctx: Context, model: DistributedDataParallel) -> DistributedDataPar
     return model
 
 
-def _adopted(ctx: Context, model: DistributedDataParallel) -> DistributedDataParallel:
-    """Adopt a model that the user has wrapped."""
-    if not cast("Any", model)._comm_hooks:
-        register_comm_hook(ctx, model, None)
-    return _watched(ctx, model)
-
-
 def check_wrapped(ctx: Context, model: nn.Module) -> None:
-    """Refuse a model that torch has spread over ranks already, unless its replicas are on those of ``ctx``.
+    """Refuse a model that torch has already spread over ranks, unless as replicas on those of ``ctx``.
 
     Ranks: local; the same on every rank.
 
     Raises:
-        ConfigurationError: It is FSDP's; or ``DistributedDataParallel`` over other processes than the
-            context's, or with a context whose options it would not follow.
+        ConfigurationError: It is sharded by FSDP; or it is a ``DistributedDataParallel`` over other processes
+            than the context's, or the context has options that it would not follow.
     """
     kind = type(model).__name__
     for name, module in modules_of(model).items():
         if any(base.__module__.startswith(_FSDP) for base in type(module).__mro__):
             where = f"its module {name}" if name else "it"
             raise ConfigurationError(
-                f"prepare_model: the {kind} can't be prepared, because {where} is sharded by FSDP already. A "
-                "module is sharded once. Prepare the model as a whole before any of its modules, or train "
-                "what you have sharded yourself without prepare."
+                f"prepare_model: the {kind} can't be prepared, because {where} is already sharded by FSDP. "
+                "Prepare a complete model before any of its modules, or train what you sharded yourself "
+                "without prepare."
             )
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
             raise ConfigurationError(
-                f"prepare_model: {name} of the {kind} is a shard (DTensor) already, as a part of another "
+                f"prepare_model: {name} of the {kind} is already a shard (DTensor), as a part of another "
                 "prepared model. Prepare the model that holds all of its parameters."
             )
     if not isinstance(model, DistributedDataParallel):
         return
     group = ctx.world.group
-    before = f"prepare_model: the model is a {kind} already, and "
+    before = f"prepare_model: the model is already a {kind}, and "
     after = " Pass the model inside: prepare_model(ctx, model.module)."
     if group is None:
-        ranks = "one process" if ctx.num_processes == 1 else "ranks that are threads"
-        raise ConfigurationError(f"{before}this context has {ranks} and no process group.{after}")
-    own = dist.get_process_group_ranks(group)
-    theirs = dist.get_process_group_ranks(cast("Any", model).process_group)
-    if own != theirs:
+        kind_of_world = "one process" if ctx.num_processes == 1 else "ranks that are threads"
+        raise ConfigurationError(f"{before}this context has {kind_of_world} and no process group.{after}")
+    ranks = dist.get_process_group_ranks(group)
+    wrapped_ranks = dist.get_process_group_ranks(cast("Any", model).process_group)
+    if ranks != wrapped_ranks:
         raise ConfigurationError(
-            f"{before}averages over the processes {theirs}, where this context has {own}.{after}"
+            f"{before}averages over the processes {wrapped_ranks}, where this context has {ranks}.{after}"
         )
     if ctx.reduction is not None or ctx.strategy.ddp != DistributedDataParallelKwargs():
         what = "DistributedDataParallelKwargs" if ctx.reduction is None else 'reduction="canonical"'

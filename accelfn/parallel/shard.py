@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: each rank keeps a part of every parameter, by torch's ``fully_shard``."""
+"""Fully sharded data parallelism: each rank stores a shard of every parameter, by torch's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 def choose_units(
     plugin: FullyShardedDataParallelPlugin, facts: ModelFacts, wrapped: Iterable[str] | None = None
 ) -> tuple[str, ...]:
-    """Return the names of the units, inner ones before those around them; the model itself, "", is last.
+    """Choose the FSDP units, by name: inner ones before those around them; the model itself, "", is last.
 
-    Without a policy the model's blocks are units, and what is left of it is the last one.
+    Without a policy the model's blocks are units, and the rest of the model is the last one.
 
     Args:
-        plugin: Says the policy.
+        plugin: Has the policy.
         facts: Of the model.
-        wrapped: What a policy that is a callable has chosen: :func:`names_of_wrapped`.
+        wrapped: The choice of a policy that is a callable, from :func:`names_of_wrapped`.
 
     Raises:
-        ConfigurationError: A class that should be a unit isn't in the model, or tied parameters would be in
-            two units.
+        ConfigurationError: The model has no module of a class that should be a unit, or tied parameters would
+            be in two units.
     """
     policy = plugin.auto_wrap_policy
     if wrapped is not None:
@@ -58,13 +58,13 @@ def choose_units(
         if not chosen and policy == AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
             raise ConfigurationError(
                 f"auto_wrap_policy=TRANSFORMER_BASED_WRAP: {facts.kinds['']} names no blocks "
-                "(_no_split_modules), and has no list of modules of one class. Pass "
+                "(_no_split_modules) and has no list of modules of one class. Pass "
                 "transformer_cls_names_to_wrap."
             )
     # A list of modules has no forward that could gather anything.
     chosen -= facts.containers | {""}
-    if wrapped is None and not plugin.transformer_cls_names_to_wrap:  # nobody has asked for these by name
-        _leave_ties_together(facts, chosen)
+    if wrapped is None and not plugin.transformer_cls_names_to_wrap:  # not requested by name
+        _keep_ties_together(facts, chosen)
     units = (*(name for name in reversed(tuple(facts.kinds)) if name in chosen), "")
     _check_ties(facts, frozenset(units))
     return units
@@ -77,20 +77,20 @@ def _by_class(facts: ModelFacts, classes: tuple[str, ...]) -> set[str]:
             close = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigurationError(
-                f"transformer_cls_names_to_wrap names {name!r}, and {facts.kinds['']} has no module of that "
+                f"transformer_cls_names_to_wrap names {name!r}, but {facts.kinds['']} has no module of that "
                 f"class.{hint} Its classes are {', '.join(known)}."
             )
     return {name for name, kind in facts.kinds.items() if kind in classes}
 
 
 def _by_size(facts: ModelFacts, least: int) -> set[str]:
-    """Find modules with at least so many parameters that aren't in units inside of them."""
+    """Find modules with at least ``least`` parameters outside of the units inside them."""
     modules = frozenset(facts.kinds)
     left = dict.fromkeys(facts.kinds, 0)
     for name in facts.own_names:
         left[owner_of(name, modules) or ""] += facts.numel(name)
     chosen: set[str] = set()
-    for name in reversed(tuple(facts.kinds)):  # what is inside of a module comes after it
+    for name in reversed(tuple(facts.kinds)):  # inner modules come after outer ones
         if not name:
             continue
         if left[name] >= least and name not in facts.containers:
@@ -100,8 +100,8 @@ def _by_size(facts: ModelFacts, least: int) -> set[str]:
     return chosen
 
 
-def _leave_ties_together(facts: ModelFacts, chosen: set[str]) -> None:
-    """Let units go that a tied parameter would be in together with another one."""
+def _keep_ties_together(facts: ModelFacts, chosen: set[str]) -> None:
+    """Remove units that would separate tied parameters."""
     torn = True
     while torn:
         torn = False
@@ -109,7 +109,7 @@ def _leave_ties_together(facts: ModelFacts, chosen: set[str]) -> None:
             owners = {owner_of(name, chosen) for name in group}
             if len(owners) > 1:
                 torn = True
-                chosen.difference_update(one for one in owners if one is not None)
+                chosen.difference_update(owner for owner in owners if owner is not None)
 
 
 def _check_ties(facts: ModelFacts, units: frozenset[str]) -> None:
@@ -117,21 +117,22 @@ def _check_ties(facts: ModelFacts, units: frozenset[str]) -> None:
         owners = {name: owner_of(name, units) for name in group}
         if len(set(owners.values())) > 1:
             first, second = next(
-                (one, other) for one in group for other in group if owners[one] != owners[other]
+                (name, other) for name in group for other in group if owners[name] != owners[other]
             )
             raise ConfigurationError(
-                f"{first} and {second} are one tied parameter, and the policy puts them into two units: "
+                f"{first} and {second} are one tied parameter, but the policy puts them into two units: "
                 f"{owners[first] or 'the model'!s} and {owners[second] or 'the model'!s}. FSDP gathers a "
                 "parameter with one unit: leave both modules to the unit around them, or untie them."
             )
 
 
 def names_of_wrapped(policy: Callable[..., Any], model: nn.Module) -> tuple[str, ...]:
-    """Return the modules that a policy of the user's chooses.
+    """Return the names of the modules that a callable policy chooses.
 
     Args:
-        policy: Called with each module but the model itself, and says whether it is a unit. One that takes
-            ``recurse`` is called as torch's policies are, with ``recurse=False`` and ``nonwrapped_numel``.
+        policy: Called with each module except the model itself, and returns whether it is a unit. A policy
+            with an argument ``recurse`` is called as torch does, with ``recurse=False`` and
+            ``nonwrapped_numel``.
         model: Real or meta.
     """
     takes = inspect.signature(policy).parameters
@@ -140,7 +141,7 @@ def names_of_wrapped(policy: Callable[..., Any], model: nn.Module) -> tuple[str,
     def wants(module: nn.Module) -> bool:
         if not as_torch:
             return bool(policy(module))
-        return bool(policy(module, False, sum(one.numel() for one in module.parameters())))
+        return bool(policy(module, False, sum(parameter.numel() for parameter in module.parameters())))
 
     return tuple(name for name, module in modules_of(model).items() if name and wants(module))
 
@@ -148,11 +149,11 @@ def names_of_wrapped(policy: Callable[..., Any], model: nn.Module) -> tuple[str,
 def names_of_ignored(
     ignored: Iterable[nn.Module] | str | None, model: nn.Module, facts: ModelFacts
 ) -> tuple[str, ...]:
-    """Return the names of the parameters that FSDP shall leave alone.
+    """Return the names of the parameters that FSDP ignores.
 
     Raises:
-        ConfigurationError: Nothing in the model matches, or an ignored parameter is trained: nobody would
-            average its gradient.
+        ConfigurationError: Nothing in the model matches, or an ignored parameter is trained: its gradient
+            would not be averaged.
     """
     if ignored is None:
         return ()
@@ -161,25 +162,25 @@ def names_of_ignored(
         modules = {name for name in facts.kinds if pattern.fullmatch(name)}
     else:
         names: Mapping[int, str] = {id(module): name for name, module in modules_of(model).items()}
-        given = tuple(ignored)
-        strangers = [type(one).__name__ for one in given if id(one) not in names]
-        if strangers:
+        items = tuple(ignored)
+        unknown = [type(module).__name__ for module in items if id(module) not in names]
+        if unknown:
             raise ConfigurationError(
-                f"ignored_modules holds a {strangers[0]} that is not in the {facts.kinds['']}. Pass its own "
-                "modules, or a regular expression for their names."
+                f"ignored_modules has a {unknown[0]} that is not in the {facts.kinds['']}. Pass modules of "
+                "the model, or a regular expression for their names."
             )
-        modules = {names[id(one)] for one in given}
+        modules = {names[id(module)] for module in items}
     found = tuple(name for name in facts.names if owner_of(name, modules) is not None)
     if not modules:
         raise ConfigurationError(
-            f"ignored_modules={ignored!r} matches no module of the {facts.kinds['']}. It must match a whole "
+            f"ignored_modules={ignored!r} matches no module of the {facts.kinds['']}. It must match a full "
             f"name, such as {next(iter(name for name in facts.kinds if name), '')!r}."
         )
     trained = [name for name in found if name in facts.trainable]
     if trained:
         raise ConfigurationError(
-            f"ignored_modules holds {trained[0]}, which is trained: FSDP doesn't average the gradients of "
-            "what it ignores, so ranks would drift apart. Freeze it, or leave it out of ignored_modules."
+            f"ignored_modules has {trained[0]}, which is trained: FSDP doesn't average the gradients of "
+            "ignored parameters, so ranks would drift apart. Freeze it, or leave it out of ignored_modules."
         )
     return found
 
@@ -188,7 +189,7 @@ _DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bflo
 
 
 class ShardPlan(NamedTuple):
-    """How a model is sharded. A value; ``str`` of it says it in a line.
+    """How a model is sharded. A value.
 
     Attributes:
         num_replicas: Copies of the shards, whose gradients are averaged too; 1 for none.
@@ -197,22 +198,21 @@ class ShardPlan(NamedTuple):
             of the model, is the last.
         reshard: Whether units are freed after their forward, and gathered again in the backward. The last
             unit never is: its backward comes first.
-        param_dtype: In which units are gathered and compute; None for that of the parameters.
-        reduce_dtype: In which gradients are averaged; None for ``param_dtype``.
-        output_dtype: To which floating outputs of the model are cast; None for as they are.
+        param_dtype: Dtype in which units are gathered and compute; None for that of the parameters.
+        reduce_dtype: Dtype in which gradients are averaged; None for ``param_dtype``.
+        output_dtype: Dtype to which floating outputs of the model are cast; None for no cast.
         cast_inputs: Whether floating inputs of units are cast to ``param_dtype``.
-        offload: Whether shards and their gradients rest in host memory.
-        prefetch: Whether a unit's forward asks for the next unit.
-        ignored: Names of the parameters that every rank keeps whole.
-        unshared: Names of the parameters of experts that no other rank has, and that FSDP has nothing to do
-            for: it leaves them out.
-        shard_bytes: That this rank keeps of the parameters, the padding of uneven ones included.
-        gathered_bytes: Of the largest unit while it computes.
-        unreduced_bytes: Of the gradients that each rank holds whole in an accumulation window, until its
-            last batch; with ``sync_each_batch`` it holds ``shard_bytes`` of them.
+        offload: Whether shards and their gradients are kept in host memory.
+        prefetch: Whether a unit's forward starts to gather the next unit.
+        ignored: Names of the parameters that every rank keeps unsharded.
+        unshared: Names of the expert parameters that no other rank has, and that FSDP leaves out.
+        shard_bytes: Bytes of parameters on this rank, including the padding of uneven shards.
+        gathered_bytes: Bytes of the largest gathered unit.
+        unreduced_bytes: Bytes of the unsharded gradients that each rank holds in an accumulation window,
+            until its last batch; with ``sync_each_batch`` it holds ``shard_bytes`` of them.
         num_expert_shards: Ranks that share each expert.
-        expert_dims: The dim along which each parameter of experts is sharded over these, by its name. Their
-            modules are units. Empty where no experts are spread over ranks, or FSDP leaves them out.
+        expert_dims: The dim along which each expert parameter is sharded over these ranks, by name. Their
+            modules are units. Empty without expert parallelism, or where FSDP leaves experts out.
     """
 
     num_replicas: int
@@ -235,12 +235,12 @@ class ShardPlan(NamedTuple):
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """Dims of the device mesh that it is sharded on."""
+        """Names of the device mesh dims that the model is sharded on."""
         return ("dp_replicate", "shard") if self.num_replicas > 1 else ("shard",)
 
     @property
     def expert_dims_of_mesh(self) -> tuple[str, ...]:
-        """Dims of the device mesh that experts are sharded on."""
+        """Names of the device mesh dims that experts are sharded on."""
         return (*self.dims[:-1], "eshard")
 
     @property
@@ -250,7 +250,7 @@ class ShardPlan(NamedTuple):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Names of the parameters that FSDP has nothing to do with."""
+        """Names of the parameters that FSDP doesn't manage."""
         return self.ignored + self.unshared
 
     def shards_of(self, name: str) -> int:
@@ -260,7 +260,7 @@ class ShardPlan(NamedTuple):
         return self.num_expert_shards if name in self.expert_dims else self.num_shards
 
     def shard_numel(self, facts: ModelFacts, name: str) -> int:
-        """Return how many elements of a parameter a rank keeps, the padding of uneven shards included."""
+        """Return the elements of a parameter on each rank, including the padding of uneven shards."""
         num_shards = self.shards_of(name)
         if num_shards == 1 or name in self.expert_dims:
             return facts.numel(name) // num_shards
@@ -278,19 +278,19 @@ def plan_shard(
     ignored: Iterable[str] = (),
     experts: ExpertPlan | None = None,
 ) -> ShardPlan:
-    """Return how a model is sharded on a mesh. Pure.
+    """Plan how a model is sharded on a mesh. Pure.
 
     Args:
-        plugin: What was asked for. Its fields of version 1 have their meaning in version 2.
-        facts: Of the model, before sharding; of experts, what one rank holds.
+        plugin: The options. Those of FSDP version 1 have their meaning in version 2.
+        facts: Of the model before sharding; of experts, those of one rank.
         mesh_plan: Sharded over its axes dp_shard, cp and sp; replicated over dp_replicate.
-        units: Names of the modules that are gathered and freed one by one: those of ``choose_units``.
-        mixed_precision: Of the context, where the plugin has no policy of its own: parameters are gathered
-            and compute in it, and gradients are averaged in float32.
-        ignored: Names of the parameters that every rank keeps whole.
-        experts: Those that are spread over ranks. Their modules become units, sharded over the ranks that
-            have the same ones. Where there are none, and neither dtypes nor offloading are asked for, FSDP
-            leaves them out.
+        units: Names of the modules that are gathered and freed one by one, from ``choose_units``.
+        mixed_precision: The context's, used if the plugin has no policy: parameters are gathered and compute
+            in it, and gradients are averaged in float32.
+        ignored: Names of the parameters that every rank keeps unsharded.
+        experts: Experts that are spread over ranks. Their modules become units, sharded over the ranks that
+            have the same ones. With a single such rank and neither dtypes nor offloading, FSDP leaves them
+            out.
 
     Raises:
         ConfigurationError: A parameter can't be sharded.
@@ -333,11 +333,13 @@ def plan_shard(
         ignored=ignored,
         unshared=unshared,
         shard_bytes=0,
-        gathered_bytes=max(sum(facts.numel(one) * width(one) for one in names) for names in of_unit.values()),
+        gathered_bytes=max(
+            sum(facts.numel(name) * width(name) for name in names) for names in of_unit.values()
+        ),
         unreduced_bytes=sum(
-            facts.numel(one) * (grad_dtype or facts.dtypes[one]).itemsize
-            for one in sharded
-            if one in facts.trainable
+            facts.numel(name) * (grad_dtype or facts.dtypes[name]).itemsize
+            for name in sharded
+            if name in facts.trainable
         ),
         num_expert_shards=num_expert_shards,
         expert_dims={} if experts is None else _expert_dims(experts, facts, num_expert_shards),
@@ -347,9 +349,9 @@ def plan_shard(
 
 
 def _expert_dims(experts: ExpertPlan, facts: ModelFacts, num_shards: int) -> dict[str, int]:
-    """Choose along which dim each parameter of experts is sharded: the first one that divides evenly.
+    """Choose the dim along which each expert parameter is sharded: the first that divides evenly.
 
-    Torch pads uneven shards along dim 0 alone, and can't put those together of what is split there already.
+    Torch pads uneven shards along dim 0 only, and can't join those of what is split there already.
     """
     found: dict[str, int] = {}
     for name in experts.names:
@@ -357,9 +359,9 @@ def _expert_dims(experts: ExpertPlan, facts: ModelFacts, num_shards: int) -> dic
         dim = next((dim for dim, size in enumerate(shape) if size % num_shards == 0), None)
         if dim is None:
             raise ConfigurationError(
-                f"{name} can't be sharded over the {num_shards} ranks that have the same experts: of each, "
-                f"which has {shape}, no dim is divisible by {num_shards}. Raise ep_size, or use "
-                "dp_replicate_size in the place of some of dp_shard_size."
+                f"{name} can't be sharded over the {num_shards} ranks with the same experts: no dim of its "
+                f"shape {shape} on one rank is divisible by {num_shards}. Raise ep_size, or use "
+                "dp_replicate_size instead of some of dp_shard_size."
             )
         found[name] = dim
     return found
@@ -369,17 +371,18 @@ def _check_parameters(facts: ModelFacts, of_unit: Mapping[str, list[str]]) -> No
     for unit, names in of_unit.items():
         dtypes = {facts.dtypes[name]: name for name in names if name in facts.trainable}
         if len(dtypes) > 1:
-            (one, first), (other, second) = tuple(dtypes.items())[:2]
+            (dtype, first), (other_dtype, second) = tuple(dtypes.items())[:2]
             raise ConfigurationError(
                 f"fsdp_plugin: the unit {unit or 'of the model itself'!s} has trained parameters of several "
-                f"dtypes, whose gradients can't be reduced together: {first} is {one}, {second} is {other}. "
-                "Bring them to one dtype, and compute in a lower one by mixed_precision."
+                f"dtypes, whose gradients can't be reduced together: {first} is {dtype}, {second} is "
+                f"{other_dtype}. Convert them to one dtype, and use mixed_precision to compute in a lower "
+                "one."
             )
         for name in names:
             if not facts.shapes[name]:
                 raise ConfigurationError(
-                    f"fsdp_plugin: {name} is a single number, of shape (), and can't be sharded. Give it "
-                    "shape (1,), or make it a buffer if it isn't trained."
+                    f"fsdp_plugin: {name} is a scalar, of shape (), and can't be sharded. Give it shape "
+                    "(1,), or make it a buffer if it isn't trained."
                 )
 
 
@@ -414,17 +417,17 @@ def apply_shard(
     device: torch.device,
     expert_mesh: DeviceMesh | None = None,
 ) -> list[nn.Module]:
-    """Shard a model as planned: writes into it. Its modules keep their names, and get new parameters.
+    """Shard a model as planned. Writes into it: its modules get new parameters of the same names.
 
     Ranks: every rank of ``device_mesh``, with equal models; doesn't communicate.
 
     Args:
         model: Its parameters are on the meta device, and stay there.
         plan: From :func:`plan_shard`.
-        device_mesh: Of the dims of the plan.
+        device_mesh: With the dims of the plan.
         device: On which this rank computes.
-        expert_mesh: Of the dims of the plan for experts, and of one root with the mesh that these are spread
-            over; None where there are none.
+        expert_mesh: With the plan's dims for experts, of one root with the mesh that these are spread over;
+            None without experts.
 
     Returns:
         The units.
@@ -446,9 +449,9 @@ def apply_shard(
         precision = MixedPrecisionPolicy(
             param_dtype=plan.param_dtype,
             reduce_dtype=plan.reduce_dtype,
-            # Blocks hand on what they compute: a cast there gives the next one two dtypes.
+            # Only the last unit casts: a cast of a block's output would give the next block two dtypes.
             output_dtype=None if name else plan.output_dtype,
-            # The block around experts has cast what they take, but for the weights that a router gives.
+            # The block around experts has cast their inputs, except for the router's weights.
             cast_forward_inputs=plan.cast_inputs and not are_experts,
         )
         fully_shard(
@@ -462,23 +465,23 @@ def apply_shard(
         )
         units.append(module)
     if plan.prefetch:
-        in_order = [module for module in model.modules() if any(module is one for one in units)][1:]
-        for one, following in pairwise(in_order):
-            cast("Any", one).set_modules_to_forward_prefetch([following])
+        in_order = [module for module in model.modules() if any(module is unit for unit in units)][1:]
+        for unit, following in pairwise(in_order):
+            cast("Any", unit).set_modules_to_forward_prefetch([following])
     return units
 
 
 def register_forward_method(model: nn.Module, *names: str) -> None:
-    """Let methods of a sharded model gather its parameters, as its ``forward`` does. Writes into ``model``.
+    """Make methods of a sharded model gather its parameters, as its ``forward`` does. Writes into ``model``.
 
-    For a method that computes with parameters by itself. One that calls the model needs nothing, and neither
-    does a model that isn't sharded, for which this does nothing.
+    Only for methods that use parameters directly: a method that calls the model needs nothing. Does nothing
+    for a model that isn't sharded.
 
     Ranks: local; the same on every rank.
 
     Args:
-        model: What :func:`accelfn.prepare_model` returned.
-        *names: Of its methods.
+        model: From :func:`accelfn.prepare_model`.
+        *names: Names of the methods.
 
     Raises:
         ConfigurationError: The model has no such method.
@@ -498,10 +501,10 @@ def register_forward_method(model: nn.Module, *names: str) -> None:
 
 
 def _own_memory(model: nn.Module, args: Any, output: Any) -> Any:
-    """Hook after the model: give outputs that are views memory of their own.
+    """Hook after the model: copy outputs that are views.
 
-    FSDP puts a hook on each output, which an operation in place on a view would drop in silence, and with it
-    the gathering for the backward pass. A layer that ranks share gives views.
+    FSDP puts a hook on each output for its gathering in the backward pass. An operation in place on a view
+    would drop the hook silently, and a layer that ranks share returns views.
     """
     from torch.utils._pytree import tree_map_only
 
@@ -512,10 +515,10 @@ def _own_memory(model: nn.Module, args: Any, output: Any) -> Any:
 
 
 class ShardHandle(Handle):
-    """Of a model whose parameters are shards, and whose gradients FSDP averages in the backward pass.
+    """The handle of a sharded model, whose gradients FSDP averages in the backward pass.
 
-    FSDP puts gradients on its shards itself. Those that autograd would put there come from a loss that has
-    used shards outside of a forward pass, and nobody averages them: they are refused.
+    FSDP sets gradients on its shards itself. Gradients from autograd come from a loss that used shards
+    outside of a forward pass; they would not be averaged, and are refused.
     """
 
     engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "shard"
@@ -529,18 +532,18 @@ class ShardHandle(Handle):
         device: torch.device,
         unshared: Collection[str] = (),
     ) -> None:
-        """Watch the shards of ``model``, whose units (the model is the last one) are sharded.
+        """Watch the shards of ``model``.
 
         Args:
-            model: Sharded.
-            units: Its sharded modules.
+            model: A sharded model.
+            units: Its sharded modules; the model is the last one.
             device: Where it computes.
-            unshared: Names of the parameters of experts that FSDP leaves out: their gradients are autograd's.
+            unshared: Names of the expert parameters that FSDP leaves out: their gradients are autograd's.
         """
         super().__init__(model, model.parameters())
-        self._waits = device.type == "cpu"  # else a forward pass goes on, and its streams wait
+        self._waits = device.type == "cpu"  # on accelerators streams wait, and the forward pass goes on
         self._units = [weakref.ref(unit) for unit in units]
-        self._depth = 0  # of calls inside of each other: a registered method may call the model
+        self._depth = 0  # of nested calls: a registered method may call the model
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and is_dtensor(parameter) and name not in unshared:
                 cast("Any", parameter).register_hook(_refusal_of(name))
@@ -560,22 +563,22 @@ class ShardHandle(Handle):
             model.set_is_last_backward(syncs)
 
     def reduce(self) -> None:
-        """Average gradients that have added up under :meth:`without_sync`, with no backward pass to come."""
+        """Average gradients that were accumulated under :meth:`without_sync`, without a backward pass."""
         model = cast("Any", self._model())
         with self._syncing(True):
-            # As torch's own pipelines do it, which has no public way; a test holds these names.
+            # As torch's pipelines do it; there is no public function. A test checks these names.
             state = model._get_fsdp_state()
-            for one in state._state_ctx.all_states:
-                for group in one._fsdp_param_groups:
+            for unit_state in state._state_ctx.all_states:
+                for group in unit_state._fsdp_param_groups:
                     group.post_backward()
             state._root_post_backward_final_callback()
 
     def compute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call what computes with gathered parameters, and free them where no backward pass will.
+        """Call a function that uses gathered parameters, and free them if no backward pass will.
 
         Torch keeps the last unit, and with ``reshard`` off all of them, gathered until the backward pass.
-        After an evaluation they would stay: ``parameters()`` would list them in the place of the shards, and
-        the next forward pass would not see what was written into the shards meanwhile.
+        After an evaluation they would stay: ``parameters()`` would list them instead of the shards, and the
+        next forward pass would miss values written into the shards meanwhile.
         """
         self._depth += 1
         try:
@@ -593,54 +596,54 @@ class ShardHandle(Handle):
         return Communication(gradients=gradients, parameters=True, at_once=self._waits)
 
     def why_unreduced(self) -> str | None:
-        """Return why the current gradients are those of this rank alone; None where they are averaged."""
+        """Return why the current gradients are only this rank's own; None where they are averaged."""
         return IN_NO_SYNC if any(True for _ in self._unreduced()) else None
 
     def discard(self) -> None:
-        """Release gradients that have added up and were not averaged yet."""
+        """Drop accumulated gradients that were not averaged yet."""
         for parameter in self._unreduced():
             parameter.unsharded_accumulated_grad = None
             parameter._unsharded_param.grad = None
 
     def _unreduced(self) -> Generator[Any, None, None]:
-        """Return FSDP's records of the parameters that hold whole gradients."""
+        """Yield FSDP's records of the parameters with unsharded gradients."""
         for unit in self._living_units():
-            # Torch has no public way to ask; a test holds these names.
+            # There is no public function; a test checks these names.
             for group in unit._get_fsdp_state()._fsdp_param_groups:
-                for one in group.fsdp_params:
-                    whole = getattr(one, "_unsharded_param", None)
-                    if one.unsharded_accumulated_grad is not None or (
+                for record in group.fsdp_params:
+                    whole = getattr(record, "_unsharded_param", None)
+                    if record.unsharded_accumulated_grad is not None or (
                         whole is not None and whole.grad is not None
                     ):
-                        yield one
+                        yield record
 
 
 def _has_backward(output: Any) -> bool:
-    """Whether a backward pass may follow; for an output of a class that torch can't look into, it may."""
+    """Return whether a backward pass may follow; True for outputs of unknown classes."""
     if not torch.is_grad_enabled():
         return False
     from torch.utils._pytree import tree_leaves
 
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return not tensors or any(one.requires_grad for one in tensors)
+    return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
 def _refusal_of(name: str) -> Callable[[torch.Tensor], None]:
     def refuse(gradient: torch.Tensor) -> None:
         del gradient
         raise ConfigurationError(
-            f"backward: the loss has used {name}, a shard, outside of the forward pass of its model, where "
-            "it isn't gathered and nobody averages its gradient over the ranks. Compute the loss in the "
-            "model's forward, or in a method that register_forward_method(model, name) was told of."
+            f"backward: the loss used {name}, a shard, outside of its model's forward pass, so the parameter "
+            "wasn't gathered and its gradient would not be averaged over the ranks. Compute the loss in the "
+            "model's forward, or in a method registered by register_forward_method(model, name)."
         )
 
     return refuse
 
 
 class _NamedCall:
-    """A model's call, whose errors say which of the ranks that it waits for are lost.
+    """A model's call, whose errors name the lost ranks that it waited for.
 
-    It keeps nothing alive, and belongs to the model that it is stored in: that of a copy calls the copy.
+    It holds the model weakly; a copied model gets a copy that calls it.
     """
 
     def __init__(self, model: nn.Module, translate_error: Callable[[Exception], Exception]) -> None:
@@ -663,6 +666,6 @@ class _NamedCall:
 
 
 def with_named_errors(model: nn.Module, translate_error: Callable[[Exception], Exception]) -> None:
-    """Let calls of a model that wait for other ranks say which of them are lost. Writes into ``model``."""
-    # FSDP waits in hooks, around and inside of ``forward``; this is what a call runs all of them in.
+    """Make errors of a model's calls name the lost ranks that they waited for. Writes into ``model``."""
+    # FSDP waits in hooks, around and inside of ``forward``; all of them run inside of _call_impl.
     vars(model)["_call_impl"] = _NamedCall(model, translate_error)

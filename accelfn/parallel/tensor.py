@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks share each layer. Torch's parallel styles do it."""
+"""Tensor parallelism: ranks share each layer, by torch's parallel styles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STYLE_OF_WORD: Mapping[str, str] = MappingProxyType(
         "sequence": "sequence",
         "heads": "heads",
         "whole": "whole",
-        # What authors of transformers write in a model's tp_plan.
+        # The words of transformers' tp_plan.
         "colwise_gather_output": "gather",
         "colwise_rep": "gather",
         "embedding_colwise": "gather",
@@ -60,29 +60,29 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 class TensorPlan(NamedTuple):
-    """How tensor parallelism lays out a model. Prints as a table.
+    """How tensor parallelism splits a model. Prints as a table.
 
     Attributes:
         size: Ranks that share each layer.
         styles: Style of each module that has parameters of its own, by its name.
 
             ========= =============================== ================ =================
-            style     parameters                      takes            gives
+            style     parameters                      input            output
             ========= =============================== ================ =================
-            colwise   outputs split                   whole            its features
-            rowwise   inputs split                    its features     whole
-            embedding vocabulary (or inputs) split    whole            whole
-            gather    outputs split                   whole            whole
-            sequence  whole                           its positions    whole
-            heads     whole                           its heads        its heads
-            whole     whole                           whole            whole
+            colwise   outputs split                   replicated       its features
+            rowwise   inputs split                    its features     replicated
+            embedding vocabulary (or inputs) split    replicated       replicated
+            gather    outputs split                   replicated       replicated
+            sequence  replicated                      its positions    replicated
+            heads     replicated                      its heads        its heads
+            whole     replicated                      replicated       replicated
             ========= =============================== ================ =================
-        heads: Counts of heads that modules view their tensors by, and what each rank sets them to, by the
-            module's name and the attribute's.
+        heads: Attributes with numbers of heads, and their values before and on each rank, by the module's
+            name and the attribute's.
         logits: Names of the layers whose outputs stay split over the vocabulary for ``loss_parallel``.
-        dims: The dim of each parameter that ranks share, by its name; the others are whole on each rank.
+        dims: The dim along which each split parameter is split, by its name; the others are replicated.
         follows: Parameters of modules that aren't split, tied to one of a layer that is, by their names: they
-            are laid out as that one.
+            get the layout of that one.
     """
 
     size: int
@@ -94,11 +94,11 @@ class TensorPlan(NamedTuple):
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether what runs from block to block is split along the sequence, dim 1."""
+        """Whether activations between blocks are split along the sequence, dim 1."""
         return "sequence" in self.styles.values()
 
     def local(self, facts: ModelFacts) -> ModelFacts:
-        """Return the facts of what one rank holds: shapes of its part of each parameter."""
+        """Return the facts of one rank's model: the shapes of its shards."""
         shapes = {
             name: tuple(
                 size // self.size if dim == self.dims.get(name) else size for dim, size in enumerate(shape)
@@ -108,18 +108,18 @@ class TensorPlan(NamedTuple):
         return facts._replace(shapes=shapes)
 
     def only(self, facts: ModelFacts) -> TensorPlan:
-        """Return the plan of those modules that ``facts`` have: a stage's.
+        """Return the plan of the modules of ``facts``: a pipeline stage's.
 
         Raises:
-            ConfigurationError: A parameter is laid out as one that it is tied to, which another stage has.
+            ConfigurationError: A parameter follows one that is on another stage.
         """
         here = facts.kinds
         follows = {name: leader for name, leader in self.follows.items() if name in facts.shapes}
         for name, leader in follows.items():
             if leader not in facts.shapes:
                 raise ConfigurationError(
-                    f"{name} is tied to {leader}, which is split over ranks and belongs to another stage of "
-                    f"the pipeline. Give {name.rpartition('.')[0]} a style of the same layout, or untie them."
+                    f"{name} is tied to {leader}, which is split over ranks and on another stage of the "
+                    f"pipeline. Give {name.rpartition('.')[0]} a style of the same layout, or untie them."
                 )
         return self._replace(
             styles={name: style for name, style in self.styles.items() if name in here},
@@ -130,7 +130,7 @@ class TensorPlan(NamedTuple):
 
     def rows(self) -> dict[str, str]:
         """Return the lines of a table: modules by style, with stars for numbers."""
-        rows = {"layers": f"shared by {self.size} ranks; whole where no style is named"}
+        rows = {"layers": f"shared by {self.size} ranks; replicated where no style is named"}
         for style in dict.fromkeys(STYLE_OF_WORD.values()):
             names = dict.fromkeys(_generic(name) for name, one in self.styles.items() if one == style)
             if names and style != "whole":
@@ -152,29 +152,29 @@ class TensorPlan(NamedTuple):
 
 
 def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: int) -> TensorPlan:
-    """Choose a style for each module that has parameters. Pure: no model, no device, no process.
+    """Choose a style for each module with parameters. Pure: no model, no device, no process.
 
     The patterns are those of ``record.plan``, else the model's own (``facts.tp_plan``). A pattern is a
-    module's name, in which ``*`` stands for one part between dots: ``"layers.*.attn.q"``. A pattern of the
-    user's must match something; one of the model's need not, since a class has one plan for all its
-    configurations. What no pattern matches stays whole.
+    module's name, in which ``*`` stands for one part between dots: ``"layers.*.attn.q"``. A user's pattern
+    must match something; a model's need not, since a class has one plan for all its configurations. Modules
+    without a pattern are replicated.
 
     Args:
-        record: Holds the plan, and whether the logits stay split for the loss.
+        record: Has the plan, and whether the logits stay split for the loss.
         facts: Of the model, from :func:`accelfn.parallel.read_facts`.
         tp_size: Ranks that share each layer.
 
     Raises:
-        ConfigurationError: There is no plan, or it doesn't fit the model: the message lists every unknown
+        ConfigurationError: There is no plan, or it doesn't fit the model. The message lists every unknown
             word, pattern without a match, layer that can't be split, dim or number of heads that
-            ``tp_size`` doesn't divide, and tied parameters that would be laid out differently.
+            ``tp_size`` doesn't divide, and tied parameters with different layouts.
     """
     is_users = record.plan is not None
     patterns = record.plan if record.plan is not None else facts.tp_plan
     if not patterns:
         raise ConfigurationError(
-            f"tp_size={tp_size}: nothing says how to split {facts.kinds.get('', 'the model')}, which has no "
-            "tp_plan of its own. In the program, pass ParallelismConfig(tp_handler=TorchTensorParallelConfig("
+            f"tp_size={tp_size}: there is no plan for {facts.kinds.get('', 'the model')}, which has no "
+            "tp_plan of its own. Pass ParallelismConfig(tp_handler=TorchTensorParallelConfig("
             'plan={"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"})), with the names of your '
             "modules."
         )
@@ -198,14 +198,14 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
         )
         if not logits:
             problems.append(
-                'loss_parallel=True: no linear layer outside of the blocks has the style "gather". Give it '
-                "to the one that computes the logits."
+                'loss_parallel=True: no linear layer outside of the blocks has the style "gather". Set it '
+                "for the layer that computes the logits."
             )
     if problems:
-        whose = "TorchTensorParallelConfig.plan" if is_users else "the model's own tp_plan"
+        source = "TorchTensorParallelConfig.plan" if is_users else "the model's own tp_plan"
         raise ConfigurationError(
-            f"{whose} doesn't fit {facts.kinds.get('', 'the model')} with tp_size={tp_size}:\n"
-            + "\n".join(f"  - {one}" for one in problems)
+            f"{source} doesn't fit {facts.kinds.get('', 'the model')} with tp_size={tp_size}:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
         )
     found = {name: _split_dim(follows.get(name, name), full, facts) for name in facts.shapes}
     dims = {name: dim for name, dim in found.items() if dim is not None}
@@ -215,7 +215,7 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
 def _match(
     patterns: Mapping[str, str], facts: ModelFacts, owners: Sequence[str], is_users: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the style of each module that a pattern matches, and what is wrong with the patterns."""
+    """Return the style of each matched module, and the problems of the patterns."""
     styles: dict[str, str] = {}
     chosen_by: dict[str, str] = {}
     problems: list[str] = []
@@ -232,7 +232,7 @@ def _match(
             if is_users:
                 problems.append(f"{pattern!r} matches no module.{_suggest(pattern, facts)}")
             elif _names_parameter(pattern, facts):
-                problems.append(f"{pattern!r} names a parameter; this version splits layers.")
+                problems.append(f"{pattern!r} names a parameter; only layers can be split.")
             continue
         style = STYLE_OF_WORD[word]
         empty = [name for name in found if name not in owners]
@@ -242,7 +242,7 @@ def _match(
                 f"Name the layers inside.{_suggest(f'{pattern}.*', facts)}"
             )
             continue
-        if style != "sequence":  # a norm without parameters has its positions too
+        if style != "sequence":  # norms without parameters take their positions too
             found = [name for name in found if name in owners]
         for name in found:
             if styles.setdefault(name, style) != style:
@@ -257,18 +257,19 @@ def _match(
 
 
 def _unsplittable(styles: Mapping[str, str], facts: ModelFacts, tp_size: int) -> Iterator[str]:
-    """Return which layers can't be split as asked, and which dims ``tp_size`` doesn't divide."""
+    """Yield the layers that can't have their style, and the dims that ``tp_size`` doesn't divide."""
     for name, style in styles.items():
         if style not in _SPLITTING:
             continue
         kind = facts.layers.get(name)
         dim = None if kind is None else _SPLIT_DIM.get((style, kind))
         if dim is None:
-            fits = [one for one, of in _SPLIT_DIM if of == kind]
-            yield f"{name} is {_a(facts.kinds[name])}, which can't be {style!r}. " + (
+            fits = [other for other, fitting in _SPLIT_DIM if fitting == kind]
+            article = "an" if facts.kinds[name][:1] in "AEIOU" else "a"
+            yield f"{name} is {article} {facts.kinds[name]}, which can't be {style!r}. " + (
                 f"Use one of {', '.join(fits)}."
                 if fits
-                else "torch splits nn.Linear and nn.Embedding; leave others whole."
+                else "Torch splits nn.Linear and nn.Embedding; leave other modules replicated."
             )
             continue
         shape = facts.shapes[f"{name}.weight" if name else "weight"]
@@ -276,18 +277,19 @@ def _unsplittable(styles: Mapping[str, str], facts: ModelFacts, tp_size: int) ->
             what = {("linear", 0): "output", ("linear", 1): "input", ("embedding", 0): "row"}.get(
                 (str(kind), dim), "column"
             )
-            more = tp_size - shape[dim] % tp_size
+            padding = tp_size - shape[dim] % tp_size
             yield (
                 f"{name} ({style}): {shape[dim]} {what}s aren't divisible by tp_size={tp_size}. Pad it by "
-                f"{more}, or use a size that divides."
+                f"{padding}, or use a size that divides."
             )
 
 
 def _unclear(styles: Mapping[str, str], owners: Sequence[str]) -> Iterator[str]:
-    """Return which modules stand between layers that split and join, and don't say on which side they are.
+    """Yield the modules beside colwise and rowwise layers whose input is ambiguous.
 
-    A norm over each head (as ``q_norm``) sees this rank's heads, one before the projections sees the whole
-    input: its gradient is summed over ranks in the first case alone, and nothing fails where that is missed.
+    A norm over each head (as ``q_norm``) gets this rank's heads, one before the projections gets the complete
+    input. Its gradient must be summed over ranks in the first case only, and nothing fails where that is
+    missed.
     """
     by_parent: dict[str, set[str]] = {}
     for name, style in styles.items():
@@ -296,17 +298,17 @@ def _unclear(styles: Mapping[str, str], owners: Sequence[str]) -> Iterator[str]:
         parent, dot, _ = name.rpartition(".")
         if dot and name not in styles and {"colwise", "rowwise"} <= by_parent.get(parent, set()):
             yield (
-                f"{name} stands beside colwise and rowwise layers, and the plan doesn't name it. Say "
-                '"heads" if it sees only this rank\'s heads (or features), "whole" if it sees all of them.'
+                f"{name} is beside colwise and rowwise layers, but the plan doesn't name it. Use "
+                '"heads" if it gets only this rank\'s heads (or features), "whole" if it gets all of them.'
             )
 
 
 def _heads(
     styles: Mapping[str, str], facts: ModelFacts, tp_size: int, is_users: bool
 ) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str]]:
-    """Return each rank's counts of heads, and which counts ``tp_size`` doesn't divide.
+    """Return each rank's numbers of heads, and those that ``tp_size`` doesn't divide.
 
-    The modules of a model that comes with a plan need no other counts: they view by -1.
+    Models that come with a plan don't need other numbers: they view by -1.
     """
     split: dict[str, list[str]] = {}
     for name, style in styles.items():
@@ -328,7 +330,7 @@ def _heads(
         for layer in layers:
             outputs = facts.shapes[f"{layer}.weight"][0]
             num_heads, rest = divmod(outputs, stated.dim)
-            if not rest and num_heads % tp_size and outputs % tp_size == 0:  # else it was named already
+            if not rest and num_heads % tp_size and outputs % tp_size == 0:  # else it is listed already
                 problems.append(
                     f"{layer} has {num_heads} heads of {stated.dim}, which tp_size={tp_size} doesn't divide."
                 )
@@ -336,27 +338,27 @@ def _heads(
 
 
 def _ties(styles: Mapping[str, str], facts: ModelFacts) -> tuple[dict[str, str], list[str]]:
-    """Return which tied parameters follow others, and which ones the styles lay out differently."""
+    """Return the tied parameters that follow others, and ties with different layouts."""
     follows: dict[str, str] = {}
     problems: list[str] = []
     for names in facts.ties:
         dims = {name: _split_dim(name, styles, facts) for name in names}
         split = [name for name, dim in dims.items() if dim is not None]
-        # A bias that a head's parent holds too, say; a table of vectors is to be split on purpose.
+        # Such as a bias that a head's parent holds too; a table of vectors must be split explicitly.
         loose = [name for name in names if dims[name] is None and _owner(name) not in facts.layers]
         if split:
             follows.update(dict.fromkeys(loose, split[0]))
         if len({dim for name, dim in dims.items() if name not in follows}) > 1:
             shown = ", ".join(f"{name} is {styles[_owner(name)]}" for name in names)
             problems.append(
-                f"{' and '.join(names)} are one tied parameter, and the plan lays them out differently: "
+                f"{' and '.join(names)} are one tied parameter, but the plan lays them out differently: "
                 f'{shown}. An embedding that is "embedding" fits a head that is "gather"; else untie them.'
             )
     return follows, problems
 
 
 def _split_dim(name: str, styles: Mapping[str, str], facts: ModelFacts) -> int | None:
-    """Return the dim of a parameter that ranks share; None where each has all of it."""
+    """Return the dim along which a parameter is split; None if it is replicated."""
     module, _, leaf = name.rpartition(".")
     dim = _SPLIT_DIM.get((styles[module], facts.layers.get(module, "")))
     return dim if leaf == "weight" or dim == 0 else None
@@ -376,16 +378,16 @@ def _names_parameter(pattern: str, facts: ModelFacts) -> bool:
 
 
 def _generic(name: str) -> str:
-    """Return a name with a star for each number, as patterns have it."""
+    """Return a name with a star for each number, as in patterns."""
     return _NUMBER.sub("*", name)
 
 
 def _suggest(pattern: str, facts: ModelFacts) -> str:
-    """Return a sentence with the layers that a pattern may have meant; "" where none is near."""
+    """Return a sentence with the layers that a pattern may mean; "" if none is similar."""
     known = list(dict.fromkeys(_generic(name) for name in facts.layers))
     last = pattern.rpartition(".")[2]
     near = get_close_matches(_generic(pattern), known, n=3, cutoff=0.6)
-    near += [one for one in known if last != "*" and one.rpartition(".")[2] == last and one not in near]
+    near += [name for name in known if last != "*" and name.rpartition(".")[2] == last and name not in near]
     return f" Did you mean {' or '.join(map(repr, near[:3]))}?" if near else ""
 
 
@@ -393,27 +395,23 @@ def _shown(names: Sequence[str], facts: ModelFacts) -> str:
     return f"{names[0] or 'the model itself'} ({facts.kinds[names[0]]})"
 
 
-def _a(kind: str) -> str:
-    return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"
-
-
 def apply_tensor(model: nn.Module, plan: TensorPlan, device_mesh: DeviceMesh) -> None:
-    """Distribute a model over the ranks of one axis. Writes into ``model``; names of parameters stay.
+    """Distribute a model over the ranks of one axis. Writes into ``model``; names of parameters don't change.
 
-    Every parameter becomes a new one, a ``DTensor``; those that no rank shares are whole on each. Each rank
-    takes its part of the values that it has, which must be equal on all of them. Nothing is communicated, and
-    the parameters may be on the meta device. Parameters that were tied come out untied, with equal layouts.
+    Every parameter becomes a new ``DTensor``, split or replicated. Each rank takes its shard of its own
+    values, which must be equal on all ranks; the parameters may be on the meta device. Tied parameters come
+    out untied, with equal layouts.
 
-    Between the layers tensors are plain, with local sizes: what computes heads has to view by -1, or by the
-    counts of the module's own attributes, which the plan sets. Only where the plan splits the sequence are
-    they ``DTensor``, whose sizes are those of the whole.
+    Between the layers tensors are plain, with local sizes: modules that view heads must view by -1, or by
+    their own attributes, which the plan sets. Only where the plan splits the sequence are they ``DTensor``,
+    with global sizes.
 
     Ranks: every rank of ``device_mesh``; nothing is communicated.
 
     Args:
-        model: As ``plan`` was made for.
+        model: The planned model.
         plan: From :func:`accelfn.parallel.plan_tensor`.
-        device_mesh: Of one dim, of ``plan.size`` ranks.
+        device_mesh: With one dim, of ``plan.size`` ranks.
     """
     modules = modules_of(model)
     for name, style in plan.styles.items():
@@ -424,7 +422,7 @@ def apply_tensor(model: nn.Module, plan: TensorPlan, device_mesh: DeviceMesh) ->
         modules[owner].register_parameter(leaf, model.get_parameter(leader))
     for name, style in plan.styles.items():
         module = modules[name]
-        _make_whole(module, device_mesh)
+        _replicate(module, device_mesh)
         if style in ("sequence", "heads", "whole") or isinstance(module, nn.Embedding):
             keeps = plan.splits_sequence and isinstance(module, nn.Embedding)
             module.forward = StyledForward(module, device_mesh, style, keeps)
@@ -434,49 +432,49 @@ def apply_tensor(model: nn.Module, plan: TensorPlan, device_mesh: DeviceMesh) ->
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, style: str, splits_sequence: bool, is_logits: bool) -> None:
-    """Let torch split the parameters of a layer, and lay out what goes in and out."""
+    """Split a layer's parameters by torch's styles, and set the layouts of its input and output."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    # What runs from block to block is split along the sequence, or whole.
+    # Activations between blocks are split along the sequence, or replicated.
     onward = {"output_layouts": Shard(1), "use_local_output": False} if splits_sequence else {}
     if style == "colwise":
-        torchs: Any = ColwiseParallel()
+        parallel_style: Any = ColwiseParallel()
     elif style == "gather":
-        torchs = ColwiseParallel(output_layouts=Shard(-1) if is_logits else Replicate())
-        torchs.use_local_output = not is_logits
+        parallel_style = ColwiseParallel(output_layouts=Shard(-1) if is_logits else Replicate())
+        parallel_style.use_local_output = not is_logits
     elif style == "rowwise":
-        torchs = RowwiseParallel(**onward)
+        parallel_style = RowwiseParallel(**onward)
     else:
-        torchs = RowwiseParallel(input_layouts=Replicate(), **onward)
+        parallel_style = RowwiseParallel(input_layouts=Replicate(), **onward)
     if style != "rowwise" and not isinstance(module, nn.Embedding):
         module.register_forward_pre_hook(partial(_share_inputs, mesh))
-    parallelize_module(module, mesh, torchs, src_data_rank=None)
+    parallelize_module(module, mesh, parallel_style, src_data_rank=None)
     if is_logits:
-        module.register_forward_hook(_whole_without_gradients)
+        module.register_forward_hook(_gather_without_gradients)
 
 
 def _share_inputs(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Hook before a layer that takes the whole on each rank, and before torch's own, which takes DTensors."""
+    """Hook before a layer with replicated input, and before torch's own hook: convert to DTensors."""
     return tuple([_shared(value, mesh) if isinstance(value, torch.Tensor) else value for value in args])
 
 
 def _shared(value: torch.Tensor, mesh: DeviceMesh) -> Any:
-    """Return a plain tensor, whole on each rank, as a DTensor. A DTensor stays."""
+    """Return a replicated plain tensor as a DTensor, and a DTensor unchanged."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if isinstance(value, DTensor):
         return value
-    if torch.compiler.is_compiling():  # which has no second derivatives, and knows torch's own conversion
+    if torch.compiler.is_compiling():  # it has no second derivatives, and supports torch's own conversion
         return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
     return cast("Any", _Shared).apply(value, mesh)
 
 
 class _Shared(torch.autograd.Function):
-    """A tensor that is whole on each rank becomes a DTensor.
+    """Converts a replicated tensor to a DTensor.
 
-    Torch's own conversion sums gradients in its backward where autograd doesn't see it: of a gradient that is
-    differentiated again (``create_graph=True``) nothing would come back through them.
+    Torch's own conversion sums gradients in its backward without autograd: a gradient that is differentiated
+    again (``create_graph=True``) would lose the part through them.
     """
 
     @staticmethod
@@ -492,37 +490,32 @@ class _Shared(torch.autograd.Function):
         return gradients[0].redistribute(placements=[Replicate()]).to_local(), None
 
 
-def _whole_without_gradients(module: nn.Module, args: Any, logits: Any) -> Any:
-    """Hook after the layer whose logits stay split: only a loss wants them so."""
+def _gather_without_gradients(module: nn.Module, args: Any, logits: Any) -> Any:
+    """Hook after a layer with split logits: gather them where there will be no loss."""
     return logits if torch.is_grad_enabled() else logits.full_tensor()
 
 
-def _make_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace each parameter of a module by one that every rank holds whole."""
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace a module's plain parameters by replicated DTensors."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     for owner in _owners(module):
         for name, old in list(owner.named_parameters(recurse=False)):
-            if hasattr(old, "device_mesh"):  # of a layer that is split
+            if hasattr(old, "device_mesh"):  # split already
                 continue
-            whole = distribute_tensor(old.detach(), mesh, [Replicate()], src_data_rank=None)
-            owner.register_parameter(name, nn.Parameter(whole, requires_grad=old.requires_grad))
+            new = distribute_tensor(old.detach(), mesh, [Replicate()], src_data_rank=None)
+            owner.register_parameter(name, nn.Parameter(new, requires_grad=old.requires_grad))
 
 
 def _owners(module: nn.Module) -> Sequence[nn.Module]:
-    """List the modules whose parameters the forward of ``module`` reads."""
+    """Return the modules whose parameters the forward of ``module`` reads."""
     return tuple(module.modules()) if isinstance(module, nn.MultiheadAttention) else (module,)
 
 
-def _register(module: nn.Module) -> dict[str, Any]:
-    """Return where a module keeps its own parameters, in which others can be put for a while."""
-    return module._parameters  # pyright: ignore[reportPrivateUsage]
-
-
 class StyledForward:
-    """Stands in for the ``forward`` of a module: it meets plain tensors where its parameters are DTensors.
+    """Replaces the ``forward`` of a module with DTensor parameters, so that it computes on plain tensors.
 
-    Gradients come back in the layout of the parameter: summed over the ranks where each rank saw a part of
+    Gradients come back in the layout of the parameter: summed over the ranks where each rank had a part of
     the input.
     """
 
@@ -533,9 +526,9 @@ class StyledForward:
 
         Args:
             module: Its parameters are DTensors on ``mesh``.
-            mesh: Of one dim.
-            style: Of the plan.
-            keeps_distributed: Whether a plain output becomes a DTensor that is whole on each rank.
+            mesh: With one dim.
+            style: The module's style in the plan.
+            keeps_distributed: Whether a plain output becomes a replicated DTensor.
         """
         self.__wrapped__: Callable[..., Any] = module.forward
         self.module = module
@@ -544,39 +537,40 @@ class StyledForward:
         self.keeps_distributed = keeps_distributed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is wrapped."""
-        registers = [_register(owner) for owner in _owners(self.module)]
+        """Call the wrapped forward."""
+        # Not vars(), which torch.compile can't follow.
+        registers: list[dict[str, Any]] = [
+            owner._parameters  # pyright: ignore[reportPrivateUsage]
+            for owner in _owners(self.module)
+        ]
         kept = [dict(register) for register in registers]
         try:
             for register in registers:
                 for name, parameter in register.items():
                     if parameter is not None:
                         register[name] = self._inside(parameter)
-            output = self.__wrapped__(*map(self._enter, args), **dict(self._entering(kwargs)))
+            entered = {name: self._enter(value) for name, value in kwargs.items()}
+            output = self.__wrapped__(*map(self._enter, args), **entered)
         finally:
             for register, parameters in zip(registers, kept, strict=True):
                 register.update(parameters)
         return self._leave(output)
 
     def _inside(self, parameter: Any) -> Any:
-        """Return a parameter as the forward meets it."""
+        """Return a parameter as the wrapped forward uses it."""
         from torch.distributed.tensor import Partial, Replicate
 
         if self.style == "whole":
-            if parameter.placements != (Replicate(),):  # one that follows another
+            if parameter.placements != (Replicate(),):  # it follows a split parameter
                 parameter = parameter.redistribute(placements=[Replicate()])
             return parameter.to_local()
-        # The same layout, but on the way back: a gradient in another one, as the vocabulary's comes whole
-        # and a norm's of positions as summands, is brought into it.
+        # Changes no layout now, but brings the gradient into the parameter's: an embedding's comes
+        # replicated, a norm's over positions as partial sums.
         same = parameter.redistribute(placements=parameter.placements)
         return same.to_local(grad_placements=[Partial()]) if self.style == "heads" else same
 
-    def _entering(self, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        for name, value in kwargs.items():
-            yield name, self._enter(value)
-
     def _enter(self, value: Any) -> Any:
-        """Return an argument in the layout of the style."""
+        """Return an argument in the style's layout."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if not isinstance(value, torch.Tensor):
@@ -588,7 +582,7 @@ class StyledForward:
         return value
 
     def _leave(self, output: Any) -> Any:
-        """Return the result in the layout of the style."""
+        """Return the result in the style's layout."""
         from torch.distributed.tensor import DTensor, Replicate
 
         if not isinstance(output, torch.Tensor):

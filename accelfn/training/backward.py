@@ -1,4 +1,4 @@
-"""From a batch to gradients: forward and backward passes, and the accumulation window that they stand in."""
+"""Forward and backward passes of one batch, and the accumulation window around them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from accelfn.tree import flatten
 
 
 class Loss(NamedTuple):
-    """What a loss function returns that has more to say than a mean.
+    """The result of a loss function that isn't just a mean.
 
     Attributes:
         value: Shape ``()``, with a gradient: a mean over the rows, or with ``weight`` a sum.
-        weight: What the sum is to be divided by once all of the window and of all ranks are known, such as
-            the number of tokens; at least 0, and shape ``()`` where it is a tensor.
-        aux: A tree of tensors and numbers to be averaged as the loss is: of means, or with ``weight`` of
+        weight: Divisor of the sum, such as the number of tokens; at least 0, and shape ``()`` if it is a
+            tensor. The weights of the window and of all ranks are added first.
+        aux: A tree of tensors and numbers that is averaged as the loss is: of means, or with ``weight`` of
             sums. None for nothing.
     """
 
@@ -42,73 +42,73 @@ class Loss(NamedTuple):
 
 
 def check_means(ctx: Context, operation: str) -> None:
-    """Refuse a mean where ranks share sequences: nobody can tell how many tokens it is of.
+    """Refuse a mean where ranks share sequences: its number of tokens is unknown.
 
-    Labels that are left out, and padding, are on some ranks more than on others.
+    Ranks have different numbers of ignored labels and of padding.
 
     Raises:
         ConfigurationError: There are ranks along "cp" or "sp".
     """
     if ctx.mesh is not None and ctx.mesh.plan.size("seq") > 1:
         raise ConfigurationError(
-            f"{operation}: ranks along {' x '.join(ctx.mesh.plan.active('seq'))} share sequences, and have "
-            "different numbers of labels that count, so that a mean over each rank's would be wrong. Give "
-            'the sum, as of cross_entropy(..., reduction="sum"), and its weight, (labels != -100).sum(): to '
-            "backward, or as accelfn.Loss(total, weight=count) in forward_backward or make_train_step."
+            f"{operation}: ranks along {' x '.join(ctx.mesh.plan.active('seq'))} share sequences and have "
+            "different numbers of labels, so the mean of each rank's would be wrong. Pass the sum, as of "
+            'cross_entropy(..., reduction="sum"), and its weight, (labels != -100).sum(): to backward, or as '
+            "accelfn.Loss(total, weight=count) in forward_backward or make_train_step."
         )
 
 
-def read_loss(ctx: Context, operation: str, given: object, *, needs_gradient: bool = True) -> Loss:
-    """Return a loss that can be differentiated in one form, with ``value`` of shape ``()``.
+def read_loss(ctx: Context, operation: str, result: object, *, needs_gradient: bool = True) -> Loss:
+    """Check a loss, and return it as a :class:`Loss` with ``value`` of shape ``()``.
 
     Raises:
         ConfigurationError: It is a mean, and ranks share sequences.
         TypeError: It is neither a tensor nor a :class:`Loss` with one.
-        ValueError: The loss or its weight is no single number, the weight is negative or NaN, or the loss
+        ValueError: The loss or its weight has several elements, the weight is negative or NaN, or the loss
             has no gradient.
     """
-    loss = given if isinstance(given, Loss) else Loss(cast("torch.Tensor", given))
+    loss = result if isinstance(result, Loss) else Loss(cast("torch.Tensor", result))
     value, weight, aux = loss
     if not isinstance(cast("object", value), torch.Tensor):
         raise TypeError(
             f"{operation}: the loss must be a tensor, got {type(value).__name__}. Pass the mean of a batch. "
             "In a train step loss_fn may also return accelfn.Loss(total, weight=count) or Loss(mean, "
-            "aux={...}); what is in a pair would be a guess."
+            "aux={...}), but no other pair."
         )
-    for name, one in (("loss", value), ("weight", weight)):
-        if isinstance(one, torch.Tensor) and one.numel() != 1:
+    for name, number in (("loss", value), ("weight", weight)):
+        if isinstance(number, torch.Tensor) and number.numel() != 1:
             raise ValueError(
-                f"{operation}: the {name} must be one number, got a tensor of shape {tuple(one.shape)}. Take "
-                "the mean of losses, or their sum and give its weight."
+                f"{operation}: the {name} must be one number, got a tensor of shape {tuple(number.shape)}. "
+                "Take the mean of losses, or their sum with its weight."
             )
     if not isinstance(weight, torch.Tensor) and weight is not None and not weight >= 0:
         raise ValueError(f"{operation}: the weight must be at least 0, got {weight}.")
     if needs_gradient and not value.requires_grad:
         raise ValueError(
-            f"{operation}: the loss depends on no parameter that is trained, so it has no gradient. It was "
-            "detached, computed under torch.no_grad(), or all parameters are frozen."
+            f"{operation}: the loss has no gradient. It was detached, computed under torch.no_grad(), or all "
+            "parameters that it depends on are frozen."
         )
     if weight is None:
         check_means(ctx, operation)
-    return loss if not value.dim() and loss is given else Loss(value.reshape(()), weight, aux)
+    return loss if not value.dim() and loss is result else Loss(value.reshape(()), weight, aux)
 
 
 def join_losses(parts: Sequence[Loss]) -> Loss:
-    """Return the loss of a batch of those of its parts, of equally many rows, without gradients: as tensors.
+    """Return the loss of a batch from those of its equally large parts: tensors without gradients.
 
     Raises:
-        ValueError: One has a weight and another none, or their ``aux`` differ in structure.
+        ValueError: Some have a weight and some have none, or their ``aux`` differ in structure.
     """
     leaves, structure = flatten(parts[0])
     columns: list[list[Any]] = [[] for _ in leaves]
     for part in parts:
-        own, other = flatten(part)
+        part_leaves, other = flatten(part)
         if other != structure:
             raise ValueError(
-                "forward_backward: the loss function gave a weight, or an aux of another structure, for one "
-                "microbatch and not for another. Give each loss the same."
+                "forward_backward: the loss function returned a weight, or an aux of another structure, for "
+                "one microbatch and not for another. Return the same for each."
             )
-        for column, leaf in zip(columns, own, strict=True):
+        for column, leaf in zip(columns, part_leaves, strict=True):
             column.append(leaf.detach() if isinstance(leaf, torch.Tensor) else torch.tensor(leaf))
     device = parts[0].value.device
     sums = [torch.stack([leaf.to(device) for leaf in column]).sum(0) for column in columns]
@@ -118,10 +118,10 @@ def join_losses(parts: Sequence[Loss]) -> Loss:
 
 
 def num_microbatches(ctx: Context, micro: MicroBatch | None) -> int:
-    """Count the parts that the loss of one batch is divided into. Pure.
+    """Return the number that the mean loss of one batch is divided by. Pure.
 
     Args:
-        ctx: Without exact mode gradients are averaged over the ranks, which divides them already.
+        ctx: Without exact mode gradients are averaged over the ranks, which divides by their number already.
         micro: Of the batch; without it the batch is a window of its own.
     """
     window = 1 if micro is None else micro.window
@@ -130,17 +130,17 @@ def num_microbatches(ctx: Context, micro: MicroBatch | None) -> int:
 
 @contextmanager
 def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
-    """Draw inside what belongs to the samples of a batch, whichever rank has it.
+    """Make random numbers inside depend on the samples of a batch, whichever rank has it.
 
-    Seeds torch's default generators (those of the CPU and of the context's device), and brings them back to
-    where they were. Waits for no device.
+    Seeds torch's default generators (those of the CPU and of the context's device), and restores their states
+    afterwards. Doesn't wait for the device.
 
     Ranks: every rank of ``ctx``; doesn't communicate.
 
     Args:
         ctx: In exact mode.
-        micro: Of the batch, which knows its place in the data. One that doesn't come from
-            :func:`accelfn.microbatches` is known by its index and epoch alone.
+        micro: Of the batch, with its place in the data. One that doesn't come from
+            :func:`accelfn.microbatches` is identified by its index and epoch alone.
     """
     assert ctx.reduction is not None  # called in exact mode only
     number = micro.index * ctx.num_processes + ctx.rank
@@ -162,7 +162,7 @@ def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
 
 
 def _fold(*parts: object) -> int:
-    """Derive a seed from the text of a value. Pure."""
+    """Hash values to a seed, by their text. Pure."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -181,45 +181,44 @@ def backward(
 ) -> ScalerState:
     """Compute gradients of ``loss`` and add them to the parameters' own.
 
-    A loss that is a mean is divided by the number of batches that its accumulation window really holds. One
-    that is a sum comes with its ``weight``, such as the number of tokens in it: the gradients are then
-    divided once, by the weight of all losses of the window on all ranks, when they are unscaled or the
-    optimizer steps. Ranks and batches may have different weights, and some none at all.
+    A loss that is a mean is divided by the number of batches in its accumulation window. A sum comes with its
+    ``weight``, such as its number of tokens: the gradients are then divided once, by the total weight of the
+    window on all ranks, when they are unscaled or the optimizer steps. Ranks and batches may have different
+    weights, including 0.
 
     With float16 the loss is multiplied by the loss scale. A prepared model averages its gradients over ranks,
-    unless :func:`accumulate` says that the window goes on. In exact mode it sums them, so a mean is divided
-    by the number of ranks as well.
+    unless :func:`accumulate` keeps the window open. In exact mode it sums them, so a mean is divided by the
+    number of ranks as well.
 
     Ranks: every rank of ``ctx``, where a prepared model takes part.
 
     Args:
-        ctx: Says the precision.
+        ctx: The world and the precision.
         loss: Shape ``()``, with a gradient: a mean over this rank's batch, or a sum.
         scaler_state: From :func:`init_scaler` or the last step.
-        micro: Of the batch; without it a mean counts whole.
+        micro: Of the batch; without it the batch is a window of its own.
         weight: Of a sum, at least 0; of shape ``()`` where it is a tensor.
         **kwargs: For ``torch.Tensor.backward``, such as ``retain_graph=True``.
 
     Returns:
-        The next state, which every later call needs: it holds the weight, and whether the window goes on.
+        The next state, for every later call: it has the weight, and whether the window is still open.
 
     Raises:
         TypeError: ``loss`` is no tensor.
-        ValueError: The loss has another shape, or depends on no parameter; or the state was superseded, or
-            the gradients at hand were divided already, so new ones can't be added to them.
-        ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or one that is
-            sparse.
+        ValueError: The loss has another shape, or no gradient; or the state was superseded, or the current
+            gradients were divided already, so new ones can't be added to them.
+        ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or a sparse one.
     """
     check_context("backward", ctx)
     check_micro("backward", micro)
     check_newest("backward", scaler_state)
-    given = read_loss(ctx, "backward", Loss(loss, weight))
-    differentiate(ctx, _to_differentiate(ctx, given, scaler_state, micro), **kwargs)
-    return _next_state("backward", scaler_state, given.weight, micro)
+    checked = read_loss(ctx, "backward", Loss(loss, weight))
+    differentiate(ctx, _to_differentiate(ctx, checked, scaler_state, micro), **kwargs)
+    return _next_state("backward", scaler_state, checked.weight, micro)
 
 
 def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
-    """Add the gradients of ``value`` to the parameters' own; with options of ``torch.Tensor.backward``."""
+    """Add the gradients of ``value`` to the parameters' own, with options of ``torch.Tensor.backward``."""
     try:
         if ctx.reduction is None:
             value.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
@@ -240,8 +239,8 @@ def forward_backward(
 ) -> tuple[ScalerState, torch.Tensor]:
     """Compute the loss of one batch of a window, and add its gradients to the parameters' own.
 
-    It is :func:`accumulate` around a call of ``loss_fn`` and :func:`backward`, in one function that doesn't
-    say in which order forward and backward passes come::
+    Equivalent to :func:`accumulate` around a call of ``loss_fn`` and :func:`backward`, but independent of the
+    order of forward and backward passes, so that it also runs pipelines::
 
         for batch, micro in af.microbatches(ctx, loader):
             scaler, loss = af.forward_backward(ctx, model, loss_fn, batch, scaler, micro)
@@ -252,19 +251,19 @@ def forward_backward(
 
     Args:
         ctx: The world, and the precision.
-        model: What ``loss_fn`` is called with: a module or a tree of modules, as ``prepare_model`` gave them.
-        loss_fn: Gives a tensor of shape ``()``, the mean over the rows of its batch; or a :class:`Loss`, with
-            its weight where it is a sum. Its ``aux`` isn't returned.
-        batch: This rank's: whatever ``loss_fn`` takes.
+        model: First argument of ``loss_fn``: a module or a tree of modules, from ``prepare_model``.
+        loss_fn: Returns a tensor of shape ``()``, the mean over the rows of its batch; or a :class:`Loss`,
+            with its weight if it is a sum. Its ``aux`` isn't returned.
+        batch: This rank's batch, the second argument of ``loss_fn``.
         scaler_state: From :func:`init_scaler`, the last batch or the last step.
         micro: Of the batch.
 
     Returns:
-        The next state, as of :func:`backward`; and the loss of this rank's batch as ``loss_fn`` gave it,
+        The next state, as of :func:`backward`; and the loss of this rank's batch as ``loss_fn`` returned it,
         without a gradient: a mean, or an undivided sum. Of shape ``()``.
 
     Raises:
-        TypeError: The model is no module, or ``loss_fn`` gave no loss.
+        TypeError: The model is no module, or ``loss_fn`` returned no loss.
         ValueError: As :func:`backward`.
         ConfigurationError: As :func:`accumulate` and :func:`backward`.
 
@@ -303,29 +302,29 @@ def run_batch(
     num_batches: int = 1,
     differentiate: Callable[[Context, torch.Tensor], None] = differentiate,
 ) -> tuple[ScalerState, Loss]:
-    """Do what :func:`forward_backward` does inside of its :func:`accumulate`.
+    """Run the part of :func:`forward_backward` inside of its :func:`accumulate`.
 
     Args:
-        ctx: As there, like the rest.
-        operation: What errors call it.
-        loss_fn: As there.
-        model: As there.
-        batch: As there.
-        scaler: As there.
-        micro: As there.
-        handle: The model's, whose engine runs the batch; None for one without.
-        share: What a mean counts for in its window, beside one of another batch.
-        counts_weight: Whether gradients of sums are divided by the weights that the next state holds.
-        num_batches: How many batches of the usual size this one is as large as.
+        ctx: As in :func:`forward_backward`.
+        operation: Name of the operation in errors.
+        loss_fn: As in :func:`forward_backward`.
+        model: As in :func:`forward_backward`.
+        batch: As in :func:`forward_backward`.
+        scaler: As in :func:`forward_backward`.
+        micro: As in :func:`forward_backward`.
+        handle: The model's, whose engine runs the batch; None without one.
+        share: Factor of a mean in its window, relative to a batch of mean size.
+        counts_weight: Whether gradients of sums are divided by the weights in the next state.
+        num_batches: Size of the batch, in batches of the usual size.
         differentiate: Runs the backward pass.
 
     Returns:
-        The next state, and the loss as ``loss_fn`` gave it.
+        The next state, and the loss as ``loss_fn`` returned it.
     """
     with_gradient = torch.is_grad_enabled()
 
     def compute(model: Any, batch: Any) -> Loss:
-        # An engine may run a part without gradients first.
+        # An engine may first run a part without gradients.
         is_tried = with_gradient and not torch.is_grad_enabled()
         return read_loss(ctx, operation, loss_fn(model, batch), needs_gradient=not is_tried)
 
@@ -342,22 +341,21 @@ def run_batch(
 
 
 def modules_in(operation: str, model: object) -> list[nn.Module]:
-    """List the modules of a tree of modules, or of a single one.
+    """Return the modules of a tree of modules, or of a single one.
 
     Raises:
-        TypeError: A leaf is something else, or there is none.
+        TypeError: A leaf isn't a module, or there is none.
     """
     leaves, structure = flatten(model)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, nn.Module):
             raise TypeError(
                 f"{operation}: {structure.paths('model')[index]} is of type {type(leaf).__name__}. Pass a "
-                "module or a tree of modules, as prepare_model gave them."
+                "module or a tree of modules, from prepare_model."
             )
     if not leaves:
         raise TypeError(
-            f"{operation}: got no model. Pass model=, a module or a tree of modules, as prepare_model gave "
-            "them."
+            f"{operation}: got no model. Pass model=, a module or a tree of modules, from prepare_model."
         )
     return leaves
 
@@ -365,7 +363,7 @@ def modules_in(operation: str, model: object) -> list[nn.Module]:
 def _to_differentiate(
     ctx: Context, loss: Loss, scaler_state: ScalerState, micro: MicroBatch | None
 ) -> torch.Tensor:
-    """Return the share that a loss has in its window, multiplied by the loss scale."""
+    """Return the loss divided for its window, and multiplied by the loss scale."""
     value = loss.value
     if scaler_state.is_unscaled:
         raise ValueError(
@@ -376,8 +374,8 @@ def _to_differentiate(
     if loss.weight is None:
         if scaler_state.weight is not None:
             raise ValueError(
-                "backward: the losses before in this window have a weight, and this one has none. Give each "
-                "of them its weight, or none."
+                "backward: earlier losses in this window have a weight, and this one has none. Pass a weight "
+                "for all of them, or for none."
             )
         number = num_microbatches(ctx, micro)
         if number > 1:
@@ -388,9 +386,9 @@ def _to_differentiate(
 def _next_state(
     operation: str, scaler_state: ScalerState, weight: torch.Tensor | float | None, micro: MicroBatch | None
 ) -> ScalerState:
-    """Return the state after a backward pass: with the weight of its loss, and whether the window goes on."""
-    goes_on = micro is not None and not micro.sync
-    following = scaler_state._replace(is_open=True if goes_on else None)
+    """Return the state after a backward pass: with the loss weight, and whether the window is still open."""
+    is_open = micro is not None and not micro.sync
+    following = scaler_state._replace(is_open=True if is_open else None)
     if weight is not None:
         following = following._replace(weight=_add_weight(scaler_state, weight))
     supersede(operation, scaler_state)
@@ -400,7 +398,7 @@ def _next_state(
 def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torch.Tensor:
     before = scaler_state.weight
     if before is None:
-        # Whole numbers stay exact in it, however they are added up.
+        # Sums of integers are exact in it, in any order.
         dtype = torch.float32 if scaler_state.scale.device.type == "mps" else torch.float64
         before = torch.zeros_like(scaler_state.scale, dtype=dtype)
     return before + (weight.detach().reshape(()).to(before) if isinstance(weight, torch.Tensor) else weight)
@@ -408,10 +406,10 @@ def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torc
 
 @contextmanager
 def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
-    """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
+    """Don't average the gradients of ``models`` in backward passes inside; they accumulate on each rank.
 
-    A step inside is on the gradients of each rank, as local SGD has it. One outside needs a backward pass
-    outside before it, which averages what has added up.
+    A step inside uses each rank's own gradients, as in local SGD. A step outside needs a backward pass
+    outside before it, which averages the accumulated gradients.
 
     Ranks: all of ``ctx`` in the same way; doesn't communicate.
     """
@@ -425,17 +423,17 @@ def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
 def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, None, None]:
     """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
 
-    What earlier backward passes have added to the gradients is averaged with it. For a window whose length
-    shows only after its forward passes.
+    Gradients accumulated by earlier backward passes are averaged with it. For windows whose length is only
+    known after their forward passes.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        model: As :func:`prepare_model` gave it; one that nobody averages is let through.
+        model: From :func:`prepare_model`; models without an engine are ignored.
 
     Raises:
-        ConfigurationError: ``find_unused_parameters`` or ``static_graph`` is on, for which torch must know
+        ConfigurationError: ``find_unused_parameters`` or ``static_graph`` is on, which needs torch to know
             in the forward pass.
     """
     check_context("trigger_sync_in_backward", ctx)
@@ -447,24 +445,24 @@ def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, 
 def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractContextManager[None]:
     """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
 
-    In exact mode, torch draws inside what belongs to the batch's samples, whichever rank has them, and its
-    default generators are as before afterwards.
+    In exact mode, torch's random numbers inside depend on the batch's samples, whichever rank has them; the
+    default generators are restored afterwards.
 
     Ranks: every rank of ``ctx``.
 
     Args:
-        ctx: Says whether each batch is averaged all the same (``sync_each_batch``).
+        ctx: The world, and whether each batch is averaged all the same (``sync_each_batch``).
         micro: Of the batch.
         *models: Prepared models that get gradients inside.
 
     Raises:
-        ConfigurationError: There are several ranks, and nobody averages the gradients of a model: it was not
-            prepared, or with ``evaluation_mode``; or the context is in exact mode, and a model was prepared
+        ConfigurationError: There are several ranks, and the gradients of a model aren't averaged: it was not
+            prepared, or with ``evaluation_mode``; or the context is in exact mode, and the model was prepared
             without it.
     """
     check_context("accumulate", ctx)
     check_micro("accumulate", micro, is_needed=True)
-    if ctx.num_processes == 1 and ctx.reduction is None:  # nobody to average with, or to be compared with
+    if ctx.num_processes == 1 and ctx.reduction is None:
         return nullcontext()
     return accumulate_block(ctx, micro, models)
 
@@ -473,16 +471,16 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
 def accumulate_block(
     ctx: Context, micro: MicroBatch, models: Sequence[nn.Module], *, is_held: bool = False
 ) -> Generator[None, None, None]:
-    """Do what :func:`accumulate` does; with ``is_held`` as :func:`accelfn.parallel.exact_batch` says."""
+    """Run :func:`accumulate`; ``is_held`` is that of :func:`accelfn.parallel.exact.exact_batch`."""
     for index, model in enumerate(models):
         if ctx.num_processes > 1 and not is_averaged(model):
             raise ConfigurationError(
-                f"accumulate: model {index}, a {type(model).__name__}, was not prepared for training, so "
-                "nobody averages its gradients over the ranks. Pass what prepare_model(ctx, model) gives "
-                "back, without evaluation_mode."
+                f"accumulate: model {index}, a {type(model).__name__}, was not prepared for training, so its "
+                "gradients are not averaged over the ranks. Pass the model that prepare_model(ctx, model) "
+                "returns, without evaluation_mode."
             )
     with ExitStack() as stack:
-        # Forward passes are compared with it, so that ranks at different batches don't meet.
+        # Part of the agreement on forward passes, so that ranks at different batches don't match.
         place = f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)"
         stack.enter_context(at_place(place, *models))
         if ctx.reduction is not None:
@@ -495,27 +493,26 @@ def accumulate_block(
 
 
 def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return ``model(*args, **kwargs)``, also of a model that is cut into stages.
+    """Return ``model(*args, **kwargs)``, also for pipelined models.
 
-    Such a model can't be called, since no rank has all of it. Here a batch goes through its stages in
-    microbatches, without gradients, and every rank along "pp" gets the output. Any other model is called as
-    it is.
+    A pipelined model can't be called, since no rank has all of it. Here a batch goes through its stages in
+    microbatches, without gradients, and every rank along "pp" gets the output. Any other model is called
+    directly.
 
-    Ranks: every rank of ``ctx``, where the model is cut into stages, and those along "pp" with the same
-    arguments.
+    Ranks: every rank of ``ctx`` for pipelined models, those along "pp" with the same arguments.
 
     Args:
         ctx: The world.
-        model: As :func:`accelfn.prepare_model` gave it.
-        *args: Of its call. In a pipeline tensors with as many rows as the first one are cut into
-            microbatches, and all else comes whole to each of them.
-        **kwargs: As ``args``.
+        model: From :func:`accelfn.prepare_model`.
+        *args: Arguments of the call. In a pipeline tensors with as many rows as the first one are split into
+            microbatches, and everything else goes to each of them.
+        **kwargs: Likewise.
 
     Returns:
         The model's output. In a pipeline its tensors have a row for each sample.
 
     Raises:
-        ValueError: In a pipeline: arguments or output can't be cut along their rows.
+        ValueError: In a pipeline: arguments or output can't be split along their rows.
         ConfigurationError: In a pipeline: ranks along "pp" have different batches, or the model can't run in
             these stages.
 
@@ -531,7 +528,7 @@ def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_lomo(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer steps inside of backward, as ``Lomo`` and ``AdaLomo`` do."""
+    """Return whether an optimizer steps inside of backward, like ``Lomo`` and ``AdaLomo``."""
     return callable(getattr(optimizer, "fused_backward", None))
 
 
@@ -542,14 +539,14 @@ def lomo_backward(
     optimizer: Optimizer,
     micro: MicroBatch | None = None,
 ) -> None:
-    """Compute gradients of ``loss`` and let a LOMO optimizer change the parameters with them, in one pass.
+    """Compute gradients of ``loss`` and step a LOMO optimizer with them, in one pass.
 
-    Writes into the parameters. There is nothing left for an optimizer step to do.
+    Writes into the parameters. No optimizer step follows.
 
     Ranks: a world of one.
 
     Args:
-        ctx: Says the precision.
+        ctx: The world and the precision.
         loss: A mean over the batch, shape ``()``.
         learning_rate: Of this pass.
         optimizer: ``Lomo`` or ``AdaLomo`` of the package lomo-optim (``pip install 'accelfn[lomo]'``).
@@ -558,7 +555,7 @@ def lomo_backward(
     Raises:
         TypeError: ``loss`` is no tensor, or ``optimizer`` no LOMO optimizer.
         ValueError: ``learning_rate`` is None.
-        NotAvailableError: There are several ranks: each parameter is changed before its gradient could be
+        NotAvailableError: There are several ranks: each parameter changes before its gradient could be
             averaged.
         ConfigurationError: The context scales losses for float16, which LOMO does by itself; or it is in
             exact mode, which sums gradients before a step.
@@ -567,7 +564,7 @@ def lomo_backward(
     check_micro("lomo_backward", micro)
     loss = read_loss(ctx, "lomo_backward", loss).value
     if cast("object", learning_rate) is None:
-        raise ValueError("lomo_backward: got no learning rate. LOMO steps at once, so it must be given here.")
+        raise ValueError("lomo_backward: got no learning rate. LOMO steps at once, so pass one here.")
     if not is_lomo(optimizer):
         raise TypeError(
             f"lomo_backward: {type(optimizer).__name__} has no fused_backward. Pass Lomo or AdaLomo of the "
@@ -575,18 +572,18 @@ def lomo_backward(
         )
     if ctx.num_processes > 1:
         raise NotAvailableError(
-            f"lomo_backward: LOMO changes each parameter before the {ctx.num_processes} ranks could average "
+            f"lomo_backward: LOMO changes each parameter before the {ctx.num_processes} ranks can average "
             "its gradient, so their models would drift apart. Run one process, or use another optimizer."
         )
     if ctx.precision.scales_loss:
         raise ConfigurationError(
-            "lomo_backward: the context scales losses for float16, and LOMO never sees the scale. Use bf16, "
-            "or float16 parameters without mixed precision, for which LOMO has a scaler of its own."
+            "lomo_backward: the context scales losses for float16, which LOMO doesn't support. Use bf16, or "
+            "float16 parameters without mixed precision, for which LOMO has its own scaler."
         )
     if ctx.reduction is not None:
         raise ConfigurationError(
             'lomo_backward: this context has reduction="canonical", which sums the gradients of a window '
-            "before a step, and LOMO steps with each of them. Use another optimizer."
+            "before a step, but LOMO steps with each of them. Use another optimizer."
         )
     if micro is not None and micro.window > 1:
         loss = loss / micro.window

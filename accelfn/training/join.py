@@ -26,37 +26,37 @@ def join_uneven_inputs(
     loaders: Iterable[PreparedDataLoader[Any] | DataLoader[Any]] = (),
     even_batches: bool | None = None,
 ) -> Generator[bool, None, None]:
-    """Let ranks that have run out of batches join the collectives of the others, so that none waits for ever.
+    """Let ranks that have run out of batches join the collectives of the others, so that none hangs.
 
-    A rank that comes to the end of the block early takes part in the reductions of the others, with gradients
-    of zero, which count in the mean. At the end all ranks get the model of a rank that came last. This is
-    torch's ``Join``; it works where ``even_batches`` is False, and otherwise there is nothing to do.
+    A rank that reaches the end of the block early takes part in the others' reductions, with zero gradients
+    that count in the mean. At the end all ranks get the model of a rank that finished last. This is torch's
+    ``Join``; it needs ``even_batches=False``, and does nothing otherwise.
 
     Inside is one pass over the data, by ``for batch in loader`` or by ``microbatches(ctx, loader,
-    uneven="join")``, and in it forward, backward and the optimizer's step. Anything else across ranks, such
-    as ``gather``, would wait for ranks that have left the pass; and forward passes of the models are not
-    compared between ranks.
+    uneven="join")``, with forward, backward and the optimizer's step. Any other communication, such as
+    ``gather``, would wait for ranks that have left the pass; and ranks don't agree on forward passes of the
+    models.
 
-    Ranks: every rank of ``ctx``. One process joins nobody, and goes through as if nothing was there.
+    Ranks: every rank of ``ctx``. Does nothing with one process.
 
     Args:
         ctx: The world, and ``even_batches`` of its ``DataLoaderConfiguration``.
-        joinables: Models that this context has prepared, each a ``DistributedDataParallel``, and optimizers
-            that are ``Joinable``.
-        loaders: Prepared ones, which ``even_batches`` is for.
-        even_batches: For the passes that begin inside, instead of what the configuration says. What it was
-            is put back at the end, also after an exception.
+        joinables: Models prepared by this context, each a ``DistributedDataParallel``, and optimizers that
+            are ``Joinable``.
+        loaders: Prepared loaders that ``even_batches`` applies to.
+        even_batches: Overrides the configuration for passes that begin inside; restored at the end, also
+            after an exception.
 
     Yields:
-        Whether ranks are joined.
+        Whether ranks join.
 
     Raises:
         NotAvailableError: Ranks are threads, or losses are scaled for float16, where ranks agree on each
             step.
-        ConfigurationError: The batches of one of ``loaders`` aren't its to share out evenly or not, or
-            ``Guard.check_replicas_every`` is set, or the context is in exact mode. As all errors before the
-            block: on every rank, and nothing was changed.
-        TypeError: One of ``joinables`` can't be joined, or one of ``loaders`` isn't prepared.
+        ConfigurationError: One of ``loaders`` can't choose ``even_batches``, ``Guard.check_replicas_every``
+            is set, or the context is in exact mode. Errors before the block are raised on every rank, and
+            nothing was changed.
+        TypeError: One of ``joinables`` can't join, or one of ``loaders`` isn't prepared.
         ValueError: There are no ``joinables``.
     """
     check_context("join_uneven_inputs", ctx)
@@ -85,21 +85,21 @@ def join_uneven_inputs(
 def _check_loader(loader: object, even: bool) -> None:
     if not isinstance(loader, PreparedDataLoader):
         raise TypeError(
-            f"join_uneven_inputs: loaders must be prepared, got {type(loader).__name__}. Pass what "
-            "prepare_data_loader has returned."
+            f"join_uneven_inputs: loaders must be prepared, got {type(loader).__name__}. Pass the loaders "
+            "that prepare_data_loader returns."
         )
     passes = passes_of(cast("PreparedDataLoader[Any]", loader))
     if passes.even_batches != even and not passes.can_choose_even:
         kind = type(passes.reader).__name__
         raise ConfigurationError(
-            f"join_uneven_inputs: even_batches={even} can't be had for one of the loaders, whose way of "
-            f"reading ({kind}) leaves it no choice. Call without even_batches, and set it in "
-            "DataLoaderConfiguration for the loaders that can."
+            f"join_uneven_inputs: one of the loaders doesn't support even_batches={even}, because of the way "
+            f"it reads ({kind}). Call without even_batches, and set it in DataLoaderConfiguration for the "
+            "loaders that support it."
         )
 
 
 def _joinables_of(ctx: Context, items: Sequence[Any]) -> list[Joinable]:
-    """Return what torch joins, or say why it can't."""
+    """Return the objects that torch's Join takes, or raise why it can't be used."""
     if ctx.reduction is not None:
         raise ConfigurationError(
             'join_uneven_inputs: with reduction="canonical" each step is over a fixed number of batches, and '
@@ -107,19 +107,20 @@ def _joinables_of(ctx: Context, items: Sequence[Any]) -> list[Joinable]:
         )
     if ctx.world.group is None:
         raise NotAvailableError(
-            "join_uneven_inputs: ranks that are threads have no DistributedDataParallel that could be "
-            'joined. Use microbatches(ctx, loader, uneven="pad"), or even_batches=True.'
+            "join_uneven_inputs: ranks that are threads have no DistributedDataParallel, which torch's Join "
+            'needs. Use microbatches(ctx, loader, uneven="pad"), or even_batches=True.'
         )
     if ctx.precision.scales_loss:
         raise NotAvailableError(
-            "join_uneven_inputs: with float16 all ranks agree on whether a step is skipped, and one that has "
-            'no batch left does not step. Use bf16, or microbatches(ctx, loader, uneven="pad").'
+            "join_uneven_inputs: with float16 all ranks agree on whether a step is skipped, but a rank "
+            "without "
+            'batches doesn\'t step. Use bf16, or microbatches(ctx, loader, uneven="pad").'
         )
     if ctx.guard.check_replicas_every is not None:
         raise ConfigurationError(
-            "join_uneven_inputs: check_replicas_every compares parameters in the steps of all ranks, and one "
-            "that has no batch left does not step. Use ctx.replace(guard=...) without it, and check_replicas "
-            "behind the block."
+            "join_uneven_inputs: check_replicas_every compares parameters in the steps of all ranks, but a "
+            "rank without batches doesn't step. Use ctx.replace(guard=...) without it, and check_replicas "
+            "after the block."
         )
     if not items:
         raise ValueError("join_uneven_inputs: got no joinables. Pass the models that are trained inside.")
@@ -127,8 +128,9 @@ def _joinables_of(ctx: Context, items: Sequence[Any]) -> list[Joinable]:
     for item in found:
         if not isinstance(item, Joinable):
             raise TypeError(
-                "join_uneven_inputs: joinables must be models that prepare has replicated, or optimizers "
-                f"that are Joinable, got {type(item).__name__}. Leave out what has no trainable parameters."
+                "join_uneven_inputs: joinables must be prepared models that are replicated, or optimizers "
+                f"that are Joinable, got {type(item).__name__}. Leave out models without trainable "
+                "parameters."
             )
     return found
 
@@ -149,16 +151,17 @@ def _evened(loader: PreparedDataLoader[Any], even: bool) -> Generator[None, None
 
 @contextmanager
 def _joined(ctx: Context, joinables: list[Joinable]) -> Generator[None, None, None]:
-    configs = [cast("Any", one)._join_config for one in joinables]
+    configs = [cast("Any", joinable)._join_config for joinable in joinables]
     models = [one for one in joinables if isinstance(one, nn.Module)]
     join = Join(joinables)
     try:
         with joined(*models), failing_together(ctx, "join_uneven_inputs"), naming_lost_ranks(ctx):
             yield
-            # Here, where no exception has come: torch's own `with` changes the filters of warnings for good.
+            # Called here, if there is no exception: torch's own `with` changes the filters of warnings for
+            # good.
             with warnings.catch_warnings():
                 join.__exit__(None, None, None)
     finally:
-        # Torch leaves its models joined, and each forward pass would go on telling ranks that aren't waiting.
+        # Torch leaves its models joined; each forward pass would go on notifying ranks that don't wait.
         for one, config in zip(joinables, configs, strict=True):
             cast("Any", one)._join_config = config

@@ -1,4 +1,4 @@
-"""Release memory, and find a batch size that fits into it."""
+"""Release memory, and find a batch size that fits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from accelfn.errors import RemoteRankError
 
 T = TypeVar("T")
 
-# What allocators and libraries say when memory is short and their error is a mere RuntimeError.
-_SAYINGS = (
+# Messages of allocators and libraries that are out of memory and raise a plain RuntimeError.
+_MESSAGES = (
     "out of memory",
     "can't allocate memory",
     "not enough memory",
@@ -28,11 +28,11 @@ _SAYINGS = (
 
 
 class BatchTooLarge(Exception):  # noqa: N818 -- a verdict between ranks and not an error
-    """What a rank whose memory did not suffice sends to the others. Never leaves this module."""
+    """Sent to the other ranks by a rank that is out of memory. Never leaves this module."""
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Release memory that torch holds in reserve on the accelerator. Without one, nothing happens.
+    """Release torch's cached memory on the accelerator; does nothing without one.
 
     Ranks: local.
 
@@ -48,10 +48,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage and empty the device's cache, and give one None for each object.
+    """Collect garbage and empty the device's cache; return one None for each object.
 
-    A function can't take away its caller's names; assigning what it returns does. What the names then no
-    longer hold is freed by the assignment itself, and on the device it is in reserve for torch::
+    A function can't delete its caller's variables, but assigning its result does. Their memory is freed by
+    the assignment itself, and on the device it stays cached by torch::
 
         model, optimizer = release_memory(model, optimizer)
 
@@ -69,10 +69,10 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory, the host's or a device's, did not suffice."""
+    """Return whether an exception means that the host or a device is out of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 @overload
@@ -98,26 +98,25 @@ def find_executable_batch_size(
     *,
     ctx: Context | None = None,
 ) -> Any:
-    """Call a function with a batch size, and with a smaller one each time that memory does not suffice.
+    """Call a function with a batch size, and with smaller ones as long as it runs out of memory.
 
-    A decorator, with or without arguments, or called with the function. Each call begins anew with
-    ``starting_batch_size``. Before each further try garbage is collected and the device's cache
-    emptied.
+    A decorator, with or without arguments, or called with the function. Each call starts again with
+    ``starting_batch_size``. Before each retry garbage is collected and the device's cache emptied.
 
-    Ranks: every rank of ``ctx``, where it is given. Then one rank that is short of memory lowers the size of
-    all. The others learn of it in their next operation across ranks, or at the end of the function.
-    Where they wait inside a backward pass of ``DistributedDataParallel``, a reduction is left half done, and
+    Ranks: every rank of ``ctx``, if it is passed: a rank that is out of memory lowers the size on all ranks.
+    The others notice in their next communication, or at the end of the function.
+    If they wait inside a backward pass of ``DistributedDataParallel``, a reduction is left half done, and
     all ranks raise instead: let such a function try one step without averaging first (:func:`no_sync`).
 
     Args:
         function: Called as ``function(batch_size, *args, **kwargs)``.
         starting_batch_size: First size, at least 1.
-        reduce_batch_size_fn: Gives the next size from the one that was too large, or takes no argument, as in
-            Accelerate. Default: nine tenths of it, rounded down.
-        ctx: The world that has to agree on the size; None lets each process decide alone.
+        reduce_batch_size_fn: Returns the next size from the one that was too large, or takes no argument, as
+            in Accelerate. Default: nine tenths of it, rounded down.
+        ctx: The world that agrees on the size; None lets each process decide alone.
 
     Returns:
-        A function without the first parameter, which returns what ``function`` does.
+        A function without the first parameter, which returns the result of ``function``.
 
     Raises:
         RuntimeError: (when called) Not even the smallest size fits.
@@ -143,7 +142,7 @@ def find_executable_batch_size(
         )
     if not isinstance(cast("object", starting_batch_size), int) or starting_batch_size < 1:
         raise ValueError(
-            "find_executable_batch_size: starting_batch_size must be a whole number of at least 1, got "
+            "find_executable_batch_size: starting_batch_size must be an integer of at least 1, got "
             f"{starting_batch_size!r}."
         )
     reduced = _reducer(reduce_batch_size_fn)
@@ -160,8 +159,8 @@ def find_executable_batch_size(
             smaller = reduced(size)
             if smaller >= size:
                 raise ValueError(
-                    f"find_executable_batch_size: reduce_batch_size_fn gave {smaller} after {size} did not "
-                    "fit. Each size must be smaller than the one before."
+                    f"find_executable_batch_size: reduce_batch_size_fn returned {smaller} after {size} did "
+                    "not fit. Each size must be smaller than the one before."
                 )
             size = smaller
         raise RuntimeError(
@@ -169,7 +168,7 @@ def find_executable_batch_size(
             f"{_name(function)} can't run here. Make the model or its inputs smaller."
         )
 
-    # The size is given by the search, so callers and those who look at the signature don't see it.
+    # The search passes the size, so it isn't part of the signature.
     signature = inspect.signature(function)
     vars(search)["__signature__"] = signature.replace(parameters=list(signature.parameters.values())[1:])
     return search
@@ -178,18 +177,18 @@ def find_executable_batch_size(
 def _try(
     ctx: Context | None, function: Callable[..., Any], size: int, args: Any, kwargs: Any
 ) -> tuple[bool, Any]:
-    """Call ``function`` once, and say whether memory sufficed on all ranks."""
+    """Call ``function`` once; return whether memory sufficed on all ranks, and its result."""
     result, verdict = None, None
     try:
         result = function(size, *args, **kwargs)
     except RemoteRankError as error:
         if error.cause != BatchTooLarge.__name__ or ctx is None:
             raise
-        return False, None  # heard inside, in the exchange in which that rank has told it
+        return False, None  # raised by a communication inside of the function
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        # Without the traceback, whose frames hold the tensors that did not fit.
+        # Without the traceback, whose frames hold the tensors that didn't fit.
         verdict = BatchTooLarge(f"{type(error).__name__} with batch size {size}")
     if ctx is None or ctx.num_processes == 1:
         return verdict is None, result
@@ -209,8 +208,9 @@ def _reducer(reduce_batch_size_fn: Callable[..., int] | None) -> Callable[[int],
         return lambda size: size * 9 // 10
     chosen = reduce_batch_size_fn
     takes_size = any(
-        one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-        for one in inspect.signature(chosen).parameters.values()
+        parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in inspect.signature(chosen).parameters.values()
     )
     return chosen if takes_size else lambda size: chosen()
 

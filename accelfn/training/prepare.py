@@ -1,4 +1,4 @@
-"""Make the user's torch objects ready for the world: placed, in its precision, replicated, shared out."""
+"""Prepare models, optimizers, loaders and schedulers: devices, precision, replication, sharding."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ M = TypeVar("M", bound=nn.Module)
 def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
     """Compute in the context's precision inside a ``with`` block.
 
-    Prepared models do so by themselves in ``forward``; this is for what is computed outside of them, and for
-    islands of full precision.
+    Prepared models do so in their ``forward``; use this for computations outside of them, and to compute
+    parts in full precision.
 
     Ranks: local.
 
     Args:
-        ctx: Says precision and device.
+        ctx: Has precision and device.
         autocast_handler: Used instead of the context's, such as ``AutocastKwargs(enabled=False)``.
 
     >>> with autocast(Context().replace(mixed_precision="bf16")):
@@ -60,7 +60,7 @@ def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> Ab
 
 
 def with_precision(ctx: Context, model: M) -> M:
-    """Let ``model.forward`` compute in the context's precision from now on. Writes into the module."""
+    """Make ``model.forward`` compute in the context's precision. Writes into the module."""
     if ctx.precision.mode != "no":
         model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
     return model
@@ -73,7 +73,7 @@ def without_precision(model: M) -> M:
     return copied_without(model, MixedPrecisionForward)
 
 
-# What dispatch_model and its like hang on a model: its weights stay where they put them.
+# Attribute that dispatch_model and its like set on a model: its weights must not be moved.
 _DISPATCHED = "_accelfn_dispatched"
 
 
@@ -83,7 +83,7 @@ def verify_device_map(model: nn.Module) -> bool:
     Ranks: local.
 
     Args:
-        model: Whatever loaded it left its map in ``hf_device_map``.
+        model: With the map in ``hf_device_map``, as loaders set it.
 
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     >>> verify_device_map(model)
@@ -96,9 +96,7 @@ def verify_device_map(model: nn.Module) -> bool:
 
 
 def is_placed(model: nn.Module) -> bool:
-    """Return whether the weights of a model are where something has put them that brings them to its forward.
-
-    Such a model isn't moved: a device map has spread it, or it is offloaded.
+    """Return whether a model must not be moved: a device map has spread it, or it is offloaded.
 
     Ranks: local.
     """
@@ -106,7 +104,7 @@ def is_placed(model: nn.Module) -> bool:
 
 
 def check_devices(ctx: Context, model: nn.Module, *, is_spread: bool = False) -> None:
-    """Refuse a model on several devices where every rank has one of its own, and one quantised elsewhere.
+    """Refuse a model on several devices if there are several ranks, and a quantised one on another device.
 
     Ranks: local.
 
@@ -116,16 +114,16 @@ def check_devices(ctx: Context, model: nn.Module, *, is_spread: bool = False) ->
         is_spread: Whether ranks share it: then parameters may be on the meta device beside real buffers.
 
     Raises:
-        ConfigurationError: It is on several devices, and there are several ranks, and the variable
-            ``ACCELFN_BYPASS_DEVICE_MAP`` isn't true. Or it is quantised, and its device map says another
-            device than the context's.
+        ConfigurationError: It is on several devices, there are several ranks, and the variable
+            ``ACCELFN_BYPASS_DEVICE_MAP`` isn't true. Or it is quantised, on another device than the
+            context's.
     """
     _check_quantised(ctx, model)
     if ctx.num_processes == 1 or ctx.strategy.bypass_device_map:
         return
     places: dict[str, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not (is_spread and tensor.is_meta):  # which gets memory on this rank's device
+        if not (is_spread and tensor.is_meta):  # these get memory on this rank's device
             places.setdefault(str(tensor.device), name)
     if verify_device_map(model):
         found = "a device map has spread it over several"
@@ -134,15 +132,15 @@ def check_devices(ctx: Context, model: nn.Module, *, is_spread: bool = False) ->
     else:
         return
     raise ConfigurationError(
-        f"prepare_model: each of the {ctx.num_processes} ranks holds the whole model on one device, and this "
+        f"prepare_model: each of the {ctx.num_processes} ranks holds the full model on one device, but this "
         f"model is on several: {found}. Load it without a device map (device_map=None) and move it to one "
-        "device, or run a single process. If each rank has devices of its own for it, set the variable "
+        "device, or run a single process. If each rank has several devices for it, set the variable "
         "ACCELFN_BYPASS_DEVICE_MAP=true."
     )
 
 
 def _check_quantised(ctx: Context, model: nn.Module) -> None:
-    """Refuse quantised weights that couldn't be trained where they are: they can't be moved any more."""
+    """Refuse quantised weights on another device than this rank's: they can't be moved."""
     places = {_device_of(place) for place in _device_map_of(model).values()}
     if not is_quantized(model):
         return
@@ -156,13 +154,13 @@ def _check_quantised(ctx: Context, model: nn.Module) -> None:
 
 
 def _device_of(place: object) -> str:
-    """Write a device in one way: ``0``, ``"cuda"`` and ``"cuda:0"`` are the same."""
+    """Normalise a device's name: ``0``, ``"cuda"`` and ``"cuda:0"`` are the same."""
     text = str(place)
     return text if text in ("cpu", "disk", "mps") else text.rpartition(":")[2] if text[-1:].isdigit() else "0"
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return whether a model, or one inside of it, was loaded in 8 or 4 bits."""
+    """Return whether a model, or a module inside it, was loaded in 8 or 4 bits."""
     return any(
         bool(vars(module).get("is_loaded_in_8bit") or vars(module).get("is_loaded_in_4bit"))
         for module in model.modules()
@@ -170,12 +168,13 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def check_packed(ctx: Context, model: nn.Module) -> None:
-    """Refuse quantised weights that the ranks don't have alike, since nobody brings them to the same values.
+    """Refuse quantised weights that differ between ranks, since preparing doesn't make them equal.
 
-    Engines that keep replicas equal send tensors, and of quantised weights the scales are none of a module's
-    own: ranks would have one rank's numbers with scales of another. What is spread over ranks isn't compared.
+    Engines broadcast tensors, but scales of quantised weights aren't tensors of a module: ranks would have
+    one rank's numbers with the scales of another. Shards aren't compared.
 
-    Ranks: every rank of ``ctx``; one digest of each such tensor is compared. All other models cost nothing.
+    Ranks: every rank of ``ctx``; one digest of each such tensor is compared. Models without any don't
+    communicate.
 
     Raises:
         ReplicaDriftError: They differ; with names and ranks.
@@ -184,8 +183,8 @@ def check_packed(ctx: Context, model: nn.Module) -> None:
         return
     plain = {
         name
-        for name, one in (*model.named_parameters(), *model.named_buffers())
-        if type(one) in (torch.Tensor, nn.Parameter)
+        for name, parameter in (*model.named_parameters(), *model.named_buffers())
+        if type(parameter) in (torch.Tensor, nn.Parameter)
     }
     packed = {
         name: _parts_of(one)
@@ -196,7 +195,7 @@ def check_packed(ctx: Context, model: nn.Module) -> None:
 
 
 def _parts_of(tensor: torch.Tensor) -> Any:
-    """Return the tensors that one is made of, by name; or itself."""
+    """Return the tensors inside a wrapper subclass, by name; or the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.detach()
     names, _ = cast("tuple[list[str], object]", tensor.__tensor_flatten__())
@@ -213,12 +212,12 @@ Ts = TypeVarTuple("Ts")
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 -- beside M for modules
 S = TypeVar("S", bound=LRScheduler)
 
-# Where a prepared object keeps its mark; a plain attribute, in no state dict.
+# Attribute of a prepared object: its mark. A plain attribute, in no state dict.
 _MARK = "_accelfn_prepared"
 
 
 class Mark(NamedTuple):
-    """By which kind of context an object was prepared. Holds no world, so nothing is kept alive by it."""
+    """The context that prepared an object, without its world, so that nothing is kept alive."""
 
     rank: int
     size: int
@@ -226,8 +225,8 @@ class Mark(NamedTuple):
     precision: Precision
     world: WorldIdentity
     is_exact: bool = False  # whether gradients are summed in exact mode
-    is_wrapped: bool = False  # whether what prepare returned is another object, around this one
-    is_alone: bool = False  # whether nobody averages its gradients
+    is_wrapped: bool = False  # whether prepare returned another object, around this one
+    is_alone: bool = False  # whether its gradients aren't averaged
 
     def fits(self, ctx: Context) -> bool:
         """Return whether ``ctx`` would prepare an object in the same way."""
@@ -238,12 +237,12 @@ class Mark(NamedTuple):
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickle without the mark: its world doesn't exist where it is loaded."""
+        """Pickle without the mark: a loaded object isn't prepared."""
         return type(None), ()
 
 
 def mark_of(ctx: Context) -> Mark:
-    """Return the mark that ``ctx`` puts on what it prepares."""
+    """Return the mark of objects prepared by ``ctx``."""
     is_exact = ctx.reduction is not None
     return Mark(ctx.rank, ctx.num_processes, str(ctx.device), ctx.precision, ctx.world.identity, is_exact)
 
@@ -253,11 +252,11 @@ def prepare(ctx: Context, one: T, /) -> T: ...
 @overload
 def prepare(ctx: Context, /, *objects: Unpack[Ts]) -> tuple[Unpack[Ts]]: ...
 def prepare(ctx: Context, /, *objects: Any) -> Any:
-    """Prepare models, optimizers, loaders and schedulers, and give them back in the same order.
+    """Prepare models, optimizers, loaders and schedulers, and return them in the same order.
 
     Each object goes to the function of its kind: :func:`prepare_model`, :func:`prepare_optimizer`,
-    :func:`prepare_data_loader` (also what ``custom_classes`` of the ``DataLoaderConfiguration`` names),
-    :func:`prepare_scheduler`. Anything else is returned as it is.
+    :func:`prepare_data_loader` (also classes in ``custom_classes`` of the ``DataLoaderConfiguration``),
+    :func:`prepare_scheduler`. Any other object is returned unchanged.
 
     Ranks: every rank of ``ctx``.
 
@@ -275,8 +274,7 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
         raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
     check_parameters(objects)
     loaders = (DataLoader, PreparedDataLoader, *ctx.loading.custom_classes)
-    # In this order: an optimizer continues with what its model has become, and a schedule may be of an
-    # optimizer behind it.
+    # In this order: an optimizer follows its prepared model, and a scheduler may be of an optimizer after it.
     kinds: tuple[tuple[Any, Callable[..., Any]], ...] = (
         (nn.Module, prepare_model),
         (Optimizer, prepare_optimizer),
@@ -292,10 +290,10 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
 
 
 def check_parameters(objects: Sequence[object]) -> None:
-    """Refuse an optimizer that is prepared together with models and has no parameter of any of them.
+    """Refuse an optimizer that is prepared together with models and has none of their parameters.
 
     Raises:
-        ConfigurationError: With the place of the optimizer.
+        ConfigurationError: With the index of the optimizer.
     """
     models = [item for item in objects if isinstance(item, nn.Module)]
     known = {id(newest(parameter)) for model in models for parameter in model.parameters()}
@@ -303,13 +301,13 @@ def check_parameters(objects: Sequence[object]) -> None:
         if known and isinstance(item, Optimizer) and not known & parameters_of(item):
             raise ConfigurationError(
                 f"prepare: object {index}, a {type(item).__name__}, has no parameter of the models that are "
-                "prepared with it, so its steps would change nothing in them. Make it from "
-                "model.parameters() of the same model, after everything that replaces parameters."
+                "prepared with it, so its steps would not change them. Make it from model.parameters() of "
+                "the same model, after everything that replaces parameters."
             )
 
 
 def parameters_of(optimizer: Optimizer) -> frozenset[int]:
-    """Return the identities of an optimizer's parameters, of each that of its newest."""
+    """Return the ids of an optimizer's parameters, or of their successors."""
     groups: list[dict[str, list[torch.Tensor]]] = optimizer.param_groups
     return frozenset(id(newest(parameter)) for group in groups for parameter in group["params"])
 
@@ -317,41 +315,41 @@ def parameters_of(optimizer: Optimizer) -> frozenset[int]:
 def prepare_model(
     ctx: Context, model: M, *, evaluation_mode: bool = False, plan: ModelPlan | None = None
 ) -> M:
-    """Place a model on this rank's device, let it compute in the context's precision, keep all ranks equal.
+    """Place a model on this rank's device, set the context's precision, and keep all ranks equal.
 
-    What is done is planned first, and the plan can be printed: :func:`accelfn.plan_model`. With an
-    ``fsdp_plugin``, or a mesh that says so, the model is sharded: the result is the model itself, its modules
-    have shards instead of their parameters, and optimizers over the old ones go on with the new ones,
-    whether they are prepared before or after. Its precision is then a policy of FSDP's, and not autocast.
+    The plan of it can be printed before: :func:`accelfn.plan_model`. With an ``fsdp_plugin``, or a mesh that
+    shards, the model is sharded: the result is the model itself, with shards instead of its parameters, and
+    optimizers over the old parameters continue with the new ones, whether they are prepared before or after.
+    Its precision is then a policy of FSDP, and not autocast.
 
     In exact mode (``reduction="canonical"``) its gradients are summed in a fixed order, and the result is the
     model itself. Otherwise, on several processes the result is a ``DistributedDataParallel`` around the model
-    (typed as the model, whose public attributes and methods are reached through it); with one, and on ranks
-    that are threads, the model itself. Gradients are averaged whatever computed the loss: a call of the
-    model, another method of it, or a function over the model inside.
+    (typed as the model, whose public attributes and methods it has); with one, and on ranks that are threads,
+    the model itself. Gradients are averaged whatever computed the loss: a call of the model, another method
+    of it, or a function over the model inside.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
         model: Any module. It is moved, unless a device map has spread it or it is offloaded; its ``forward``
-            runs under autocast from now on. What of it is on the meta device gets memory, and its forward is
-            refused until that is written, by :func:`accelfn.load_model` or whatever else. A
-            ``DistributedDataParallel`` over the context's processes is taken as it is.
-        evaluation_mode: Don't replicate: nothing will be averaged. Prepared again without it, and so for
-            training, the model is replicated then; so is one that had no trainable parameter at first.
-        plan: What to do with this model, where that isn't what the context says for all.
+            runs under autocast from now on. Parameters on the meta device get memory, and the forward is
+            refused until they are written, by :func:`accelfn.load_model` or otherwise. A
+            ``DistributedDataParallel`` over the context's processes is adopted.
+        evaluation_mode: Don't replicate: gradients will not be averaged. If the model is prepared again
+            without it, for training, it is replicated then; so is a model that had no trainable parameter at
+            first.
+        plan: The plan of this model, instead of the context's.
 
     Returns:
-        The model to call; one that this context has prepared already is returned as it is.
+        The model to call; a model that this context has prepared already is returned unchanged.
 
     Raises:
-        ConfigurationError: Another context has prepared it, or it was prepared and stands inside of the
-            result; or it is on several devices, and there are several ranks (the variable
-            ``ACCELFN_BYPASS_DEVICE_MAP`` allows it), or on the meta device, and isn't spread over them; or it
-            is quantised on another device. Torch's FSDP has
-            sharded it, or it is a ``DistributedDataParallel`` over other processes. In exact mode, a module
-            keeps statistics that would depend on the number of ranks.
+        ConfigurationError: Another context has prepared it, or it is inside of a prepared wrapper; or it is
+            on several devices, and there are several ranks (the variable ``ACCELFN_BYPASS_DEVICE_MAP`` allows
+            it), or on the meta device without being spread over ranks; or it is quantised on another device.
+            It was sharded by torch's FSDP, or is a ``DistributedDataParallel`` over other processes. In exact
+            mode, a module has statistics that would depend on the number of ranks.
     """
     check_context("prepare_model", ctx)
     was_prepared = _is_prepared(ctx, model, "model")
@@ -379,22 +377,19 @@ def prepare_model(
     _reset_forward(model)
     check_packed(ctx, model)
     if settled.is_spread:
-        own = settled.rows()  # of a stage, what its replicas and shards have too
-        rows = (
-            own
-            if settled.pipeline is None
-            else {name: own[name] for name in ("mesh", "pipeline", "schedule")}
-        )
+        rows = settled.rows()
+        if settled.pipeline is not None:  # the same on all stages
+            rows = {name: rows[name] for name in ("mesh", "pipeline", "schedule")}
         agree(ctx, Call("prepare_model", repr(rows), lambda: rows))
     result = apply_model(ctx, model, settled)
-    # FSDP has a policy of its own, and places a model unit by unit.
+    # FSDP has its own precision policy, and places a model unit by unit.
     if settled.shard is None:
         with_precision(ctx, model)
     return _marked(ctx, model, result)
 
 
 def _agreed(ctx: Context, action: Callable[[], T]) -> T:
-    """Do what this rank alone may refuse; the others learn of it in their first exchange."""
+    """Run a check that only this rank may fail; the others raise in their first exchange."""
     result, error = catch(action)
     if error is not None:
         agree(ctx, Call("prepare_model"), None, error)
@@ -404,13 +399,14 @@ def _agreed(ctx: Context, action: Callable[[], T]) -> T:
 
 def _planned(ctx: Context, model: nn.Module, plan: ModelPlan | None) -> ModelPlan:
     settled = plan or plan_model(ctx, model)
-    is_whole = not settled.is_spread
-    check_devices(ctx, model, is_spread=not is_whole)
-    empty = names_on_meta(model) if is_whole and ctx.num_processes > 1 and not is_placed(model) else ()
+    check_devices(ctx, model, is_spread=settled.is_spread)
+    if settled.is_spread or ctx.num_processes == 1 or is_placed(model):
+        return settled
+    empty = names_on_meta(model)
     if empty:
         raise ConfigurationError(
-            f"prepare_model: {empty[0]} is on the meta device, and every rank is to have the whole model. "
-            "Shard it (fsdp_plugin), which each rank then loads its part of; or load it before."
+            f"prepare_model: {empty[0]} is on the meta device, but every rank would hold the full model. "
+            "Shard it (fsdp_plugin), so that each rank loads its shards; or load it first."
         )
     return settled
 
@@ -427,13 +423,13 @@ def _placed(ctx: Context, model: M) -> M:
 
 
 def _reset_forward(model: nn.Module) -> None:
-    """Remove what an unpickled model that was prepared elsewhere has around its forward."""
+    """Remove wrappers around the forward of an unpickled model that was prepared elsewhere."""
     if isinstance(vars(model).get("forward"), WrappedForward):
         model.forward = plain_forward(model)
 
 
 def _with_compute(ctx: Context, model: M) -> M:
-    """Let a model compute compiled and in the context's precision. Writes into it."""
+    """Compile a model and set the context's precision. Writes into it."""
     _reset_forward(model)
     share_attention(ctx, model)
     options = ctx.strategy.dynamo
@@ -450,14 +446,13 @@ def _marked(ctx: Context, inner: nn.Module, result: M) -> M:
 
 
 def prepare_optimizer(ctx: Context, optimizer: O) -> O:
-    """Move the state of an optimizer to the devices of its parameters, and to where they are sharded.
+    """Move the state of an optimizer to the devices of its parameters, and shard it as they are.
 
     Ranks: local.
 
     Args:
         ctx: The world.
-        optimizer: Over the parameters of a model that was prepared before or is prepared later; both keep
-            them.
+        optimizer: Over the parameters of a model that is prepared before or later.
 
     Returns:
         The optimizer itself.
@@ -471,7 +466,7 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
         return optimizer
     repoint(optimizer)
     if ctx.device_placement:
-        # Step counters stay where the optimizer put them: most want them on the CPU.
+        # Step counters stay where the optimizer put them: usually on the CPU.
         for parameter, state in cast("dict[torch.Tensor, dict[str, Any]]", optimizer.state).items():
             for name, value in state.items():
                 if name != "step" and not is_dtensor(value):
@@ -481,7 +476,7 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
 
 
 def prepare_scheduler(ctx: Context, scheduler: S) -> S:
-    """Return a learning rate scheduler; step it by :func:`accelfn.scheduler_step`.
+    """Check a learning rate scheduler, and return it; step it by :func:`accelfn.scheduler_step`.
 
     Ranks: local.
 
@@ -490,15 +485,15 @@ def prepare_scheduler(ctx: Context, scheduler: S) -> S:
         scheduler: Of an optimizer that was prepared before, or is in the same call of :func:`prepare`.
 
     Raises:
-        ConfigurationError: Another context has prepared its optimizer, or nobody has.
+        ConfigurationError: Another context has prepared its optimizer, or none has.
     """
     check_context("prepare_scheduler", ctx)
-    # The mark of its optimizer serves for both: whatever is set on a scheduler stands in its state dict.
+    # Checks its optimizer's mark: an attribute of a scheduler would be in its state dict.
     optimizer: object = scheduler.optimizer
     if not _is_prepared(ctx, optimizer, "optimizer of the scheduler"):
         raise ConfigurationError(
-            f"the {type(optimizer).__name__} that {type(scheduler).__name__} moves was not prepared. "
-            "Prepare it before, or in the same call."
+            f"the {type(optimizer).__name__} of the {type(scheduler).__name__} was not prepared. Prepare it "
+            "first, or in the same call."
         )
     return scheduler
 
@@ -512,12 +507,12 @@ def unwrap_model(
 
     Args:
         model: Prepared or not.
-        keep_fp32_wrapper: Leave ``forward`` under autocast. Otherwise the result is a shallow copy in full
+        keep_fp32_wrapper: Keep ``forward`` under autocast. Otherwise the result is a shallow copy in full
             precision; ``model`` itself isn't changed.
-        keep_torch_compile: Leave a compiled model compiled.
+        keep_torch_compile: Keep a compiled model compiled.
 
     Raises:
-        TypeError: The Context was passed first, as to other functions.
+        TypeError: Got a Context, which other functions take first.
 
     >>> model = nn.Linear(1, 1)
     >>> unwrap_model(prepare_model(Context(), model)) is model
@@ -527,7 +522,7 @@ def unwrap_model(
         raise TypeError("unwrap_model: takes no Context. Write unwrap_model(model).")
     compiled: nn.Module | None = None
     inner = model
-    while True:  # either may stand inside of the other
+    while True:  # wrappers may be nested in either order
         if isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
             inner = cast("nn.Module", inner.module)
         elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):
@@ -537,7 +532,7 @@ def unwrap_model(
             break
     plain = inner if keep_fp32_wrapper else without_precision(inner)
     if plain is not inner:
-        vars(plain).pop(_MARK, None)  # in full precision nobody has prepared it
+        vars(plain).pop(_MARK, None)  # the copy in full precision isn't prepared
     if not keep_torch_compile:
         return without_compile(plain)
     if compiled is None:
@@ -548,15 +543,15 @@ def unwrap_model(
 
 
 def is_averaged(model: nn.Module) -> bool:
-    """Return whether ranks average the gradients of a model, or it has none; it may be compiled."""
+    """Return whether a model's gradients are averaged, or it has none; it may be compiled."""
     if has_engine(model):
         return True
     prepared = vars(uncompiled(model)).get(_MARK) is not None
-    return prepared and not any(one.requires_grad for one in model.parameters())
+    return prepared and not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _reductions(mark: Mark, ctx: Context) -> str:
-    """Name the two reductions where they differ."""
+    """Describe the two reductions if they differ."""
     if mark.is_exact == (ctx.reduction is not None):
         return ""
     before, now = ("canonical", "mean") if mark.is_exact else ("mean", "canonical")
@@ -564,7 +559,8 @@ def _reductions(mark: Mark, ctx: Context) -> str:
 
 
 def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
-    # Of a module its own, since what wraps one passes on what is asked of it; of an optimizer that too.
+    # Only a module's own attribute, since wrappers pass on attribute access; optimizer proxies may pass it
+    # on.
     own: object = getattr(item, "__dict__", {}).get(_MARK)
     mark = cast("Mark | None", getattr(item, _MARK, None) if isinstance(item, Optimizer) else own)
     if mark is None:

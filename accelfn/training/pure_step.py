@@ -1,4 +1,4 @@
-"""A train step over pytrees: parameters and optimizer state go in, new ones come out."""
+"""A train step over pytrees: takes parameters and optimizer state, and returns new ones."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from accelfn.training.window import (
     add_terms,
     average,
     average_in_order,
-    cut_into_microbatches,
-    cut_window,
     mean_of_microbatches,
     not_compiled,
+    split_into_microbatches,
+    split_window,
     terms_of,
 )
 from accelfn.tree import TreeSpec, concatenate, flatten, require_tensors, send_to_device
@@ -41,36 +41,36 @@ Batch = TypeVar("Batch")
 def value_and_grad(
     ctx: Context, loss_fn: Callable[Concatenate[Params, P], V]
 ) -> Callable[Concatenate[Params, P], tuple[V, Params]]:
-    """Make a function that gives the value of ``loss_fn`` and its gradient, averaged over all ranks.
+    """Make a function that returns the value of ``loss_fn`` and its gradient, averaged over all ranks.
 
     For models whose parameters are a pytree. With a mean loss and equal batches, ``n`` ranks of ``b`` samples
     each get the gradient of one rank with all ``n * b``.
 
-    No loss is scaled: with float16 small gradients vanish, so scale the loss in ``loss_fn``, or use
+    Losses aren't scaled: with float16 small gradients vanish, so scale the loss in ``loss_fn``, or use
     :func:`accelfn.make_train_step`, which does.
 
-    In exact mode the batch of each rank is cut along its first dimension into as many equal microbatches as
+    In exact mode the batch of each rank is split along its first dimension into as many equal microbatches as
     the accumulation window has batches, and loss and gradients are means over the microbatches of all ranks,
-    formed in their order: the same bits at any number of ranks that share one global batch out in rank order.
-    It holds the gradients of all of a rank's microbatches at once.
+    in their order: the same bits at any number of ranks that share one global batch in rank order. The
+    gradients of all of a rank's microbatches are held at once.
 
     Args:
         ctx: The world, and the precision that ``loss_fn`` computes in.
-        loss_fn: ``loss_fn(params, *args, **kwargs)`` gives a loss of shape ``()``, or a pair ``(loss, aux)``.
-            It is differentiated by ``torch.func``, so it must be pure.
+        loss_fn: ``loss_fn(params, *args, **kwargs)`` returns a loss of shape ``()``, or a pair ``(loss,
+            aux)``. It is differentiated by ``torch.func``, so it must be pure.
 
     Returns:
-        A function with the arguments of ``loss_fn``, which returns ``(value, grads)``: ``value`` is what
-        ``loss_fn`` returned, with the loss averaged over ranks and ``aux`` as on this rank; ``grads`` is a
-        tree like ``params``, in their dtypes. In exact mode ``aux`` has been joined over this rank's
-        microbatches by :func:`accelfn.tree.concatenate`, where a 0-d tensor counts as one row. Every rank of
-        ``ctx`` must call it, with ``params`` of one structure.
+        A function with the arguments of ``loss_fn``, which returns ``(value, grads)``: ``value`` is the
+        result of ``loss_fn``, with the loss averaged over ranks and this rank's ``aux``; ``grads`` is a tree
+        like ``params``, in their dtypes. In exact mode ``aux`` is joined over this rank's microbatches by
+        :func:`accelfn.tree.concatenate`, where a 0-d tensor counts as one row. Every rank of ``ctx`` must
+        call it, with ``params`` of one structure.
 
     Raises:
-        ConfigurationError: Ranks share sequences, where the mean of each is of other numbers of tokens.
+        ConfigurationError: Ranks share sequences, and their means are over different numbers of tokens.
         TypeError: (when called) A leaf of ``params`` is no floating-point tensor, or the loss no tensor of
             shape ``()``.
-        ValueError: (when called) In exact mode, the batch can't be cut into equal microbatches.
+        ValueError: (when called) In exact mode, the batch can't be split into equal microbatches.
         MismatchError: (when called) The parameters differ in structure, shape or dtype between ranks.
 
     >>> step = value_and_grad(Context(), lambda params, x: (params["w"] * x).sum())
@@ -86,8 +86,7 @@ def value_and_grad(
             if not (leaf.is_floating_point() or leaf.is_complex()):
                 raise TypeError(
                     f"value_and_grad: {structure.paths()[index]} is of dtype {leaf.dtype}, which has no "
-                    "gradient. "
-                    "Close over it, or pass it as another argument."
+                    "gradient. Close over it, or pass it as another argument."
                 )
 
         if ctx.reduction is not None:
@@ -103,8 +102,8 @@ def value_and_grad(
 def _gradients(
     ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: TreeSpec, args: Any, kwargs: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor], Any]:
-    """Return this rank's loss, its gradients, and all that ``loss_fn`` has returned."""
-    rest: list[Any] = []  # torch.func lets only tensors out, and in no containers but its own
+    """Return this rank's loss, its gradients, and the complete result of ``loss_fn``."""
+    rest: list[Any] = []  # torch.func only returns tensors, and only in its own containers
 
     def loss_and_tensors(flat: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         with autocast(ctx):
@@ -125,8 +124,8 @@ def _gradients(
 def _exactly(
     ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: TreeSpec, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Return value and gradients as means over the microbatches of all ranks, in their order."""
-    microbatches, error = catch(lambda: cut_into_microbatches(ctx, (args, kwargs)))
+    """Return value and gradients averaged over the microbatches of all ranks, in their order."""
+    microbatches, error = catch(lambda: split_into_microbatches(ctx, (args, kwargs)))
     results = [_gradients(ctx, loss_fn, leaves, structure, *microbatch) for microbatch in microbatches or ()]
     tensors = [[loss, *grads] for loss, grads, _ in results]
     loss, *grads = mean_of_microbatches(ctx.tagged("value_and_grad"), tensors, error)
@@ -151,10 +150,10 @@ class PureOptimizer(Protocol):
     """An optimizer that is a pair of functions, such as those of torchopt.
 
     Attributes:
-        init: ``init(params)`` gives the first state, a tree.
-        update: ``update(grads, state, params=params)`` gives ``(updates, state)``: what is to be added to the
-            parameters, in a tree like theirs, where None changes nothing; and the next state. One that has an
-            argument ``inplace``, as torchopt's have, is called with ``inplace=False``.
+        init: ``init(params)`` returns the first state, a tree.
+        update: ``update(grads, state, params=params)`` returns ``(updates, state)``: a tree like the
+            parameters that is added to them, where None changes nothing; and the next state. One with an
+            argument ``inplace``, like torchopt's, is called with ``inplace=False``.
     """
 
     @property
@@ -169,13 +168,13 @@ class PureOptimizer(Protocol):
 
 
 class PureTrainState(NamedTuple, Generic[Params]):
-    """All that a train step over pytrees passes on.
+    """The state of a train step over pytrees.
 
     Attributes:
         params: The parameters, a tree of tensors without ``requires_grad``.
-        optimizer_state: Of the optimizer.
-        scaler: Where loss scaling stands.
-        num_steps: Windows so far, skipped ones too; int64, shape ``()``.
+        optimizer_state: State of the optimizer.
+        scaler: State of loss scaling.
+        num_steps: Number of windows so far, including skipped ones; int64, shape ``()``.
     """
 
     params: Params
@@ -185,24 +184,24 @@ class PureTrainState(NamedTuple, Generic[Params]):
 
 
 def is_pure_optimizer(optimizer: object) -> TypeIs[PureOptimizer]:
-    """Return whether it has the two functions."""
+    """Return whether an optimizer is a pair of functions."""
     return callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
 
 
 def first_pure_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> PureTrainState[Params]:
-    """Return the state before the first step: parameters as on rank 0, on this rank's device."""
+    """Return the initial state: parameters of rank 0, on this rank's device."""
     if ctx.device_placement:
         params = send_to_device(params, ctx.device)
     params = broadcast(ctx.tagged("init_train_state"), params)
     leaves, structure = flatten(params)
-    # Those of a module need gradients, and what is computed from them would be remembered for ever.
+    # Parameters of a module require gradients; the graph of what is computed from them would grow for ever.
     params = structure.unflatten([leaf.detach() for leaf in leaves])
     counter = torch.zeros((), dtype=torch.int64, device=ctx.device)
     return PureTrainState(params, optimizer.init(params), init_scaler(ctx), counter)
 
 
 class _Window(NamedTuple):
-    """What one rank has computed of a window."""
+    """One rank's results of a window."""
 
     terms: Terms
     grads: list[torch.Tensor]
@@ -214,10 +213,10 @@ def pure_step(
     optimizer: PureOptimizer,
     max_norm: float | None,
 ) -> Callable[[PureTrainState[Params], Batch], tuple[PureTrainState[Params], StepMetrics]]:
-    """Make the step; see :func:`accelfn.make_train_step`."""
+    """Build the step; see :func:`accelfn.make_train_step`."""
     update = _without_writing(optimizer.update)
     scales = ctx.precision.scales_loss
-    # Of this rank alone: the window is averaged once, at its end.
+    # A world of this rank only: the window is averaged once, at its end.
     own = replace(ctx, world=World(device=ctx.device), collectives=Collectives(), reduction=None, mesh=None)
     together = average if ctx.num_processes == 1 else not_compiled(average)
     is_exact = ctx.reduction is not None
@@ -229,8 +228,9 @@ def pure_step(
     def step(state: PureTrainState[Params], batch: Batch) -> tuple[PureTrainState[Params], StepMetrics]:
         if not isinstance(cast("object", state), PureTrainState):
             raise TypeError(
-                f"the train step over pytrees takes a PureTrainState, got {type(state).__name__}. Make the "
-                "first with init_train_state(ctx, optimizer, params), and pass on what the step returns."
+                f"the train step over pytrees takes a PureTrainState, got {type(state).__name__}. Create the "
+                "first with init_train_state(ctx, optimizer, params), and pass on the state that the step "
+                "returns."
             )
 
         def compute() -> _Window:
@@ -238,7 +238,8 @@ def pure_step(
 
         def compute_each() -> list[_Window]:
             return [
-                _piece_of(own, loss_of, state, piece, 1) for piece in cut_window(batch, number, equally=True)
+                _piece_of(own, loss_of, state, piece, 1)
+                for piece in split_window(batch, number, equally=True)
             ]
 
         if is_exact:
@@ -248,7 +249,7 @@ def pure_step(
         else:
             found, error = catch(compute)
             if error is not None:
-                # The others learn of it where they average.
+                # Other ranks raise where they average.
                 not_compiled(check)(ctx, Call("make_train_step"), error)
             window = cast("_Window", found)
         if ctx.guard.check_gradients and not scales:
@@ -259,7 +260,7 @@ def pure_step(
                 terms, (grads,) = together(ctx, terms, grads)
             share = None if terms.weight is None else inverse_of_weight(terms.weight)
             if scales or share is not None or max_norm is not None:
-                # To be written into: two parameters may have one tensor for a gradient, or part of the batch.
+                # Copies to write into: two parameters may share a gradient tensor, or one of the batch.
                 grads = [grad.clone() for grad in grads]
             scaler = divide_(ctx, grads, state.scaler, share)
             norm = None if max_norm is None else clip_tensors_(grads, max_norm)
@@ -288,7 +289,7 @@ def _window_of(
     ctx: Context, loss_of: Callable[[Any, Any], Loss], state: PureTrainState[Any], batch: Any
 ) -> _Window:
     """Compute gradients and metrics of this rank's window."""
-    pieces = cut_window(batch, ctx.gradient_accumulation_steps)
+    pieces = split_window(batch, ctx.gradient_accumulation_steps)
     terms: list[Terms] = []
     grads: list[torch.Tensor] = []
     for piece in pieces:
@@ -305,7 +306,7 @@ def _piece_of(
     piece: Piece,
     num_pieces: int,
 ) -> _Window:
-    """Compute what a piece adds to its window; a mean is divided by the number of pieces."""
+    """Compute the terms and gradients of a piece; a mean is divided by the number of pieces."""
     scales = ctx.precision.scales_loss
 
     def scaled_loss(params: Any) -> tuple[torch.Tensor, Terms]:
@@ -329,10 +330,10 @@ def _piece_of(
 
 
 def _without_writing(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """Let an update write into nothing that it is given."""
+    """Make an update not write into its arguments."""
     try:
         can_write = "inplace" in inspect.signature(update).parameters
-    except (TypeError, ValueError):  # of what isn't written in Python
+    except (TypeError, ValueError):  # not written in Python
         can_write = False
     if not can_write:
         return update
@@ -340,8 +341,8 @@ def _without_writing(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tu
     def call(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return update(grads, state, params=params, inplace=False)
 
-    # Torchopt's Adam can't be traced to its end, and where its graph is cut it fails instead of going on
-    # (torch 2.13, torchopt 0.7.3, optree 0.20). Outside of the graph it runs as it is.
+    # Torch.compile fails on torchopt's Adam, instead of breaking the graph (torch 2.13, torchopt 0.7.3,
+    # optree 0.20). Outside of the graph it runs normally.
     return not_compiled(call)
 
 
@@ -351,29 +352,29 @@ def _updated(
     """Return the parameters with their updates added, and the optimizer's next state."""
     tree = flatten(state.params)[1].unflatten(grads)
     updates, optimizer_state = update(tree, state.optimizer_state, params=state.params)
-    # Taken again: an update that torch.compile can't trace cuts its graph, and what it has made of a
-    # structure doesn't outlive that (torch 2.13 with optree 0.20).
+    # Flattened again: an update that breaks the graph invalidates structures from before (torch 2.13,
+    # optree 0.20).
     params, structure = flatten(state.params)
     changes, other = flatten(updates)
     if other != structure:
         raise ValueError(
-            "make_train_step: the optimizer's update gave a tree of another structure than the parameters: "
-            f"{other.describe()} instead of {structure.describe()}. Use parameters that the optimizer knows "
-            "for a tree, such as a dict of tensors."
+            "make_train_step: the optimizer's update returned a tree of another structure than the "
+            f"parameters: {other.describe()} instead of {structure.describe()}. Use parameters in a tree "
+            "that the optimizer supports, such as a dict of tensors."
         )
     added = [leaf + change.to(leaf.dtype) for leaf, change in zip(params, changes, strict=True)]
     return structure.unflatten(added), optimizer_state
 
 
 def _keep(skipped: torch.Tensor, before: Any, after: Any) -> Any:
-    """Return ``before`` where the step is skipped, without asking the device whether it is."""
+    """Return ``before`` if the step is skipped, else ``after``, without waiting for the device."""
     old, structure = flatten(before)
     new, other = flatten(after)
     if other != structure:
         raise ValueError(
-            "make_train_step: with float16 a step may be skipped, and then the optimizer's state must stay "
-            f"as it was; but update gave one of another structure: {other.describe()} instead of "
-            f"{structure.describe()}. Use an optimizer whose state keeps its form."
+            "make_train_step: with float16 a step may be skipped, which must not change the optimizer's "
+            f"state; but update returned one of another structure: {other.describe()} instead of "
+            f"{structure.describe()}. Use an optimizer whose state keeps its structure."
         )
     kept: list[Any] = []
     for index, (left, right) in enumerate(zip(old, new, strict=True)):
@@ -383,8 +384,8 @@ def _keep(skipped: torch.Tensor, before: Any, after: Any) -> Any:
             kept.append(right)
         else:
             raise ValueError(
-                "make_train_step: with float16 a step may be skipped, and then the optimizer's state must "
-                f"stay as it was; but {structure.paths('optimizer_state')[index]} is no tensor and changed "
+                "make_train_step: with float16 a step may be skipped, which must not change the optimizer's "
+                f"state; but {structure.paths('optimizer_state')[index]} is no tensor and changed "
                 f"from {left!r} to {right!r}. Use an optimizer that counts in tensors, or bf16."
             )
     return structure.unflatten(kept)

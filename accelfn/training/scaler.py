@@ -1,11 +1,11 @@
 """Loss scale and loss weight, as a value.
 
 Small gradients vanish in float16, so the loss is multiplied by a scale before backward and the gradients are
-divided by it afterwards. Where a gradient overflows, the step is skipped and the scale lowered; after enough
+divided by it afterwards. If a gradient overflows, the step is skipped and the scale lowered; after enough
 good steps it grows.
 
-Losses that are sums with a weight of their own, such as the number of tokens, are divided in the same place:
-by the weight of the whole window on all ranks, which is unknown before its last batch.
+Losses that are sums with a weight, such as the number of tokens, are divided in the same place: by the
+weight of the window on all ranks, which is unknown before its last batch.
 """
 
 from __future__ import annotations
@@ -37,27 +37,26 @@ class ScalerState(_Fields):
     """Loss scale and loss weight, as a value. Reading it on the host waits for the device.
 
     Each state is used once: :func:`accelfn.backward`, :func:`unscale_gradients` and
-    :func:`accelfn.optimizer_step` return the next one, and refuse one from before. ``state._replace()`` is
-    another state with the same values, for what is meant to continue from here twice.
+    :func:`accelfn.optimizer_step` return the next one, and refuse earlier ones. ``state._replace()`` is a
+    new state with the same values, to continue twice from here on purpose.
 
     Attributes:
         scale: Factor of the loss; float32, shape ``()``.
         growth_tracker: Steps without overflow since the scale changed; int32, shape ``()``.
         found_inf: 1 if a gradient of the latest step was not finite, else 0; float32, shape ``()``.
         num_skipped: Steps that were skipped so far; int64, shape ``()``.
-        unscaled: Numbers (``id``) of the optimizers whose gradients are divided already; empty after a step.
-        weight: Of the losses of this rank whose gradients are present, where they are sums with a weight;
-            float64 where the device has it, shape ``()``. None where they are means, and after a step.
-        is_open: True where the accumulation window goes on after the latest backward pass. None elsewhere,
-            so that all leaves of a state at rest are tensors.
+        unscaled: Ids of the optimizers whose gradients are divided already; empty after a step.
+        weight: Total weight of this rank's losses behind the current gradients, if they are sums; float64 if
+            the device has it, shape ``()``. None if they are means, and after a step.
+        is_open: True if the accumulation window is still open after the latest backward pass, else None, so
+            that all leaves of a state after a step are tensors.
     """
 
-    # No __slots__: this is an attribute and no field, so that what `_replace`, a map over trees or a
-    # checkpoint makes of a state is another one.
+    # An attribute and no field, so that copies by `_replace`, tree maps or checkpoints are new states.
     superseded_by: str | None = None
-    """Which function has returned a newer state; None for the newest."""
+    """Name of the function that returned a newer state; None for the newest."""
     weight_is_used: bool = False
-    """Whether a step has divided gradients by the weight, and no backward pass has followed."""
+    """Whether a step has divided gradients by the weight, without a backward pass since."""
 
     @property
     def is_unscaled(self) -> bool:
@@ -66,48 +65,48 @@ class ScalerState(_Fields):
 
 
 def check_state(operation: str, scaler_state: ScalerState) -> None:
-    """Refuse what isn't a state.
+    """Check the type of a state.
 
     Raises:
         TypeError: It isn't.
     """
     if not isinstance(cast("object", scaler_state), ScalerState):
         raise TypeError(
-            f"{operation}: scaler_state must be a ScalerState, got {type(scaler_state).__name__}. Pass what "
-            "init_scaler, or the last backward or optimizer_step, returned."
+            f"{operation}: scaler_state must be a ScalerState, got {type(scaler_state).__name__}. Pass the "
+            "state that init_scaler, or the last backward or optimizer_step, returned."
         )
 
 
 def check_newest(operation: str, scaler_state: ScalerState) -> None:
-    """Refuse a state that was used already.
+    """Refuse a superseded state.
 
     Raises:
         TypeError: It is no state.
         ValueError: Another function has returned a newer one.
     """
     check_state(operation, scaler_state)
-    if torch.compiler.is_compiling():  # a compiled step passes its states on by itself
+    if torch.compiler.is_compiling():  # compiled steps pass states on correctly
         return
     newer = scaler_state.superseded_by
     if newer is not None:
         raise ValueError(
             f"{operation}: this ScalerState was superseded: {newer} returned a newer one. Probably:\n"
-            "    af.backward(ctx, loss, scaler, micro)  # what it returns was dropped\n"
+            "    af.backward(ctx, loss, scaler, micro)  # its result was dropped\n"
             "    scaler = af.optimizer_step(ctx, optimizer, scaler)\n"
-            "Write `scaler = af.backward(...)`, and so for unscale_gradients and optimizer_step; optimizers "
-            "that step on the same losses are passed together, as a list. To continue from one state twice "
+            "Write `scaler = af.backward(...)`, and likewise for unscale_gradients and optimizer_step; pass "
+            "optimizers that step on the same losses together, as a list. To continue from one state twice "
             "on purpose, pass scaler._replace()."
         )
 
 
 def check_usable(operation: str, scaler_state: ScalerState, *, divides: bool = False) -> None:
-    """Refuse a state that was used already, or of gradients that are neither whole nor averaged.
+    """Refuse a superseded state, and one whose window is still open.
 
     Args:
-        operation: What errors call it.
+        operation: Name of the operation in errors.
         scaler_state: The state.
-        divides: Whether gradients are divided by the state's weight, which must not have gone with an earlier
-            step then.
+        divides: Whether gradients are divided by the state's weight, which an earlier step must not have used
+            then.
 
     Raises:
         TypeError: It is no state.
@@ -117,25 +116,25 @@ def check_usable(operation: str, scaler_state: ScalerState, *, divides: bool = F
     check_newest(operation, scaler_state)
     if scaler_state.is_open:
         raise ValueError(
-            f"{operation}: the accumulation window is still open, so the current gradients are neither whole "
-            "nor averaged over the ranks. Put it under `if micro.sync:`."
+            f"{operation}: the accumulation window is still open, so the current gradients are neither "
+            "complete nor averaged over the ranks. Put the call under `if micro.sync:`."
         )
     if divides and scaler_state.weight_is_used:
         raise ValueError(
-            f"{operation}: the latest losses had weights, and an earlier optimizer_step has divided its own "
-            "optimizer's gradients by them, and no others. Pass optimizers that step on the same losses "
-            "together: optimizer_step(ctx, [first, second], scaler)."
+            f"{operation}: the latest losses had weights, and an earlier optimizer_step divided only its own "
+            "optimizer's gradients by them. Pass optimizers that step on the same losses together: "
+            "optimizer_step(ctx, [first, second], scaler)."
         )
 
 
 def supersede(operation: str, scaler_state: ScalerState) -> None:
-    """Mark a state as used, once ``operation`` has succeeded with it."""
+    """Mark a state as superseded, after ``operation`` has succeeded with it."""
     if not torch.compiler.is_compiling():
         scaler_state.superseded_by = operation
 
 
 def init_scaler(ctx: Context) -> ScalerState:
-    """Return the first state. Without float16 the scale is 1 and stays so.
+    """Return the first state. Without float16 the scale is always 1.
 
     Ranks: local; the same on every rank.
 
@@ -155,24 +154,24 @@ def init_scaler(ctx: Context) -> ScalerState:
 def unscale_gradients(
     ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: ScalerState
 ) -> ScalerState:
-    """Divide the gradients by the scale and by their weight, as clipping or looking at them needs it.
+    """Divide the gradients by the loss scale and by their weight, for clipping or inspecting them.
 
-    Writes into the gradients. Called again for an optimizer before the step it does nothing; so it does with
+    Writes into the gradients. Does nothing if it is called again for an optimizer before the step, or with
     neither float16 nor weights.
 
     Ranks: every rank of ``ctx``: whether a gradient overflowed is agreed, so that all skip or none.
 
     Args:
         ctx: The world and its precision.
-        optimizer: Whose parameters' gradients are meant; several that step together in one sequence.
-        scaler_state: As :func:`accelfn.backward` left it.
+        optimizer: The optimizer of the gradients; several that step together in one sequence.
+        scaler_state: From :func:`accelfn.backward`.
 
     Returns:
         The next state, also where there was nothing to do.
 
     Raises:
-        ValueError: The state was superseded, or its window is still open; or a gradient is float16, so its
-            parameter is, and there is nothing to gain from scaling.
+        ValueError: The state was superseded, or its window is still open; or a gradient is float16, since its
+            parameter is, and scaling would not help.
         MismatchError: Some ranks have weights and some have none.
     """
     check_context("unscale_gradients", ctx)
@@ -192,7 +191,7 @@ def _unscaled(
     if not left or (not scales and weight is None):
         return scaler_state._replace()
     grads, error = catch(lambda: _gradients(left, scales))
-    if ctx.num_processes > 1:  # nothing is changed where a rank can't
+    if ctx.num_processes > 1:  # before anything changes
         check(ctx, Call("unscale_gradients", f"scaled={scales} weighted={weight is not None}"), error)
     elif error is not None:
         raise error
@@ -219,10 +218,10 @@ def divide_(
     Ranks: local.
 
     Args:
-        ctx: Says whether losses are scaled.
+        ctx: Whether losses are scaled.
         gradients: Dense ones of any dtypes and devices.
-        scaler_state: Says the scale.
-        share: What sums with a weight are multiplied by; None for means.
+        scaler_state: Has the scale.
+        share: Factor of gradients of sums with a weight; None for means.
 
     Returns:
         The state; where losses are scaled, with ``found_inf`` of these gradients.
@@ -248,9 +247,9 @@ def divide_(
 
 
 def _share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
-    """Return what turns gradients of sums, averaged over ranks, into those of the mean over all weights.
+    """Return the factor that turns averaged gradients of sums into those of the mean over all weights.
 
-    Without any weight there is nothing to learn from, and the factor is zero.
+    Zero if the total weight is zero.
     """
     total = weight.reshape(1).clone()
     if ctx.num_processes > 1:
@@ -261,32 +260,31 @@ def _share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_of_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return one over ``weight``, and zero for none: without any weight there is nothing to learn from.
+    """Return ``1 / weight``, and zero for weight zero: without any weight there is nothing to learn from.
 
-    What is no weight, such as NaN, shows in the gradients and the loss.
+    An invalid weight, such as NaN, shows in the gradients and the loss.
     """
     return torch.where(weight == 0, torch.zeros_like(weight), 1 / weight)
 
 
 def _gradients(optimizers: Sequence[Optimizer], are_scaled: bool) -> list[torch.Tensor]:
-    """List the gradients of optimizers, each once; of sharded ones this rank's shard."""
+    """Return the gradients of optimizers, each once; of sharded ones this rank's shard."""
     found = [item.grad for item in parameters_in(optimizers) if item.grad is not None]
     grads = [grad._values() if grad.is_sparse else grad for grad in map(local_of, found)]
     for grad in grads:
         if are_scaled and grad.dtype == torch.float16:
             raise ValueError(
-                f"unscale_gradients: a gradient of shape {tuple(grad.shape)} is float16, because its "
-                "parameter is. Keep the model's parameters in float32; autocast computes in float16 where it "
-                "helps."
+                f"unscale_gradients: a gradient of shape {tuple(grad.shape)} is float16, like its parameter. "
+                "Keep the model's parameters in float32; autocast computes in float16 where it helps."
             )
     return grads
 
 
 def list_optimizers(operation: str, optimizer: object, or_else: str = "") -> tuple[Optimizer, ...]:
-    """Return one optimizer or several as a tuple; ``or_else`` says what else could stand in their place.
+    """Return one optimizer or several as a tuple; ``or_else`` is added to the error.
 
     Raises:
-        TypeError: Something else stands in their place.
+        TypeError: It is anything else.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, Optimizer):
@@ -301,13 +299,13 @@ def list_optimizers(operation: str, optimizer: object, or_else: str = "") -> tup
 
 
 def parameters_in(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """List the parameters of optimizers, each once."""
-    groups = [group for one in optimizers for group in one.param_groups]
+    """Return the parameters of optimizers, each once."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return list({id(item): item for group in groups for item in group["params"]}.values())
 
 
 def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
-    """Return the state after a step that was made or skipped as ``found_inf`` says. Pure."""
+    """Return the state after a step, which was skipped if ``found_inf`` is set. Pure."""
     options = ctx.precision.scaler
     scale, tracker = scaler_state.scale.clone(), scaler_state.growth_tracker.clone()
     torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

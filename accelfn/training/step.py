@@ -1,4 +1,4 @@
-"""From gradients to changed parameters: the optimizer's and the scheduler's step."""
+"""Clip gradients, step optimizers and schedulers, and average parameters for local SGD."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class NamedParameters(NamedTuple):
     """The parameters of an optimizer.
 
     Attributes:
-        tree: With the best paths there are: their names, or groups and places in them.
-        name: What the tree is called in paths.
+        tree: With the best available paths: names, or groups and indexes.
+        name: Name of the tree in paths.
     """
 
     tree: Any
@@ -53,12 +53,12 @@ def named_parameters(optimizer: Optimizer) -> NamedParameters:
 
 
 def check_gradients(ctx: Context, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse gradients that are not finite, by name. Waits for the device.
+    """Refuse gradients with inf or NaN, by name. Waits for the device.
 
     Ranks: every rank of ``ctx``.
 
     Raises:
-        NonFiniteGradientError: On every rank, with what each has found.
+        NonFiniteGradientError: On every rank, with the names on each rank.
     """
     all_paths: list[str] = []
     gradients: list[torch.Tensor | None] = []
@@ -71,12 +71,12 @@ def check_gradients(ctx: Context, optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_tensors(ctx: Context, paths: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Refuse gradients that are not finite, by the path of each. Waits for the device.
+    """Refuse gradients with inf or NaN, by the path of each. Waits for the device.
 
     Ranks: every rank of ``ctx``.
 
     Raises:
-        NonFiniteGradientError: On every rank, with what each has found.
+        NonFiniteGradientError: On every rank, with the paths on each rank.
     """
     found = [
         path
@@ -100,21 +100,21 @@ def clip_grad_norm_(
     *,
     scaler_state: ScalerState,
 ) -> torch.Tensor:
-    """Scale the gradients so that their norm, taken over all of them, is at most ``max_norm``.
+    """Scale the gradients so that their total norm is at most ``max_norm``.
 
-    Writes into the gradients. Nothing waits for the device.
+    Writes into the gradients. Doesn't wait for the device.
 
-    Ranks: every rank of ``ctx`` where parameters are sharded or layers are on several stages: one number is
-    summed. Local where each rank holds whole parameters, whose gradients are equal once they are averaged.
+    Ranks: every rank of ``ctx`` where parameters are sharded or on several pipeline stages: one number is
+    summed. Local where each rank holds complete parameters, whose averaged gradients are equal.
 
     Args:
         ctx: The world.
-        parameters: Whose gradients are meant; those without one are left out. A list from before the
-            model was sharded leads to the shards.
+        parameters: The parameters; those without a gradient are ignored. For a list from before the model
+            was sharded, the shards are used.
         max_norm: Upper bound, positive.
         norm_type: Of the norm; ``inf`` for the largest entry.
-        scaler_state: The newest one: what :func:`accelfn.unscale_gradients` returned, or
-            :func:`accelfn.backward` where there is neither float16 nor a weight.
+        scaler_state: The newest one: from :func:`accelfn.unscale_gradients`, or from
+            :func:`accelfn.backward` with neither float16 nor a weight.
 
     Returns:
         The norm before scaling, shape ``()``, on the gradients' device; no DTensor, and the same on every
@@ -125,9 +125,9 @@ def clip_grad_norm_(
             yet; or the state was superseded, or its window is still open.
         ConfigurationError: There are several ranks, and the gradients were not averaged over them.
     """
-    found = _ready("clip_grad_norm_", ctx, parameters, scaler_state)
+    ready = _ready("clip_grad_norm_", ctx, parameters, scaler_state)
     check_bound("clip_grad_norm_", "max_norm", max_norm)
-    return clip_norm_(ctx, found, max_norm, norm_type)
+    return clip_norm_(ctx, ready, max_norm, norm_type)
 
 
 def clip_grad_value_(
@@ -137,43 +137,45 @@ def clip_grad_value_(
     *,
     scaler_state: ScalerState,
 ) -> None:
-    """Cut each entry of the gradients to the range ``-clip_value..clip_value``.
+    """Clamp each entry of the gradients to the range ``-clip_value..clip_value``.
 
-    Writes into the gradients. Nothing waits for the device.
+    Writes into the gradients. Doesn't wait for the device.
 
     Ranks: every rank of ``ctx`` where parameters are sharded; else local.
 
     Args:
         ctx: The world.
-        parameters: Whose gradients are meant.
+        parameters: The parameters.
         clip_value: Bound, positive.
-        scaler_state: The newest one: what :func:`accelfn.unscale_gradients` returned, or
-            :func:`accelfn.backward` where there is neither float16 nor a weight.
+        scaler_state: The newest one: from :func:`accelfn.unscale_gradients`, or from
+            :func:`accelfn.backward` with neither float16 nor a weight.
 
     Raises:
         ValueError: ``clip_value`` isn't positive, or the gradients are not divided by loss scale and weight
             yet; or the state was superseded, or its window is still open.
         ConfigurationError: There are several ranks, and the gradients were not averaged over them.
     """
-    found = _ready("clip_grad_value_", ctx, parameters, scaler_state)
+    ready = _ready("clip_grad_value_", ctx, parameters, scaler_state)
     check_bound("clip_grad_value_", "clip_value", clip_value)
-    clip_value_(ctx, found, clip_value)
+    clip_value_(ctx, ready, clip_value)
 
 
 def check_bound(operation: str, name: str, bound: float) -> None:
-    """Refuse a bound that isn't positive.
+    """Check that a bound is positive.
 
     Raises:
         ValueError: It isn't.
     """
     if not bound > 0:
-        raise ValueError(f"{operation}: {name} must be positive, got {bound!r}. Leave it out to not clip.")
+        raise ValueError(
+            f"{operation}: {name} must be positive, got {bound!r}. Leave it out for no clipping."
+        )
 
 
 def _ready(
     operation: str, ctx: Context, parameters: Iterable[torch.Tensor] | torch.Tensor, scaler_state: ScalerState
 ) -> list[torch.Tensor]:
-    """Return the newest parameters, whose gradients are whole, averaged and divided."""
+    """Return the current parameters, whose gradients must be complete, averaged and divided."""
     check_context(operation, ctx)
     check_usable(operation, scaler_state)
     found = follow([parameters] if isinstance(parameters, torch.Tensor) else parameters)
@@ -181,12 +183,12 @@ def _ready(
     if not scaler_state.is_unscaled and (scaler_state.weight is not None or ctx.precision.scales_loss):
         raise ValueError(
             f"{operation}: the gradients are not divided by loss scale and weight yet, so the bound would be "
-            "another one. Call unscale_gradients before, and pass the state that it returns."
+            "wrong. Call unscale_gradients first, and pass the state that it returns."
         )
     return found
 
 
-# Where an optimizer keeps the number of its steps, for `Guard.check_replicas_every`.
+# Attribute of an optimizer: the number of its steps, for `Guard.check_replicas_every`.
 _STEPS = "_accelfn_steps"
 
 
@@ -199,22 +201,22 @@ def optimizer_step(
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     clear_gradients: bool = True,
 ) -> ScalerState:
-    """Unscale and clip the gradients, let the optimizer step, move the schedule, clear the gradients.
+    """Unscale and clip the gradients, step the optimizer and the scheduler, clear the gradients.
 
-    Where a float16 gradient overflowed, neither the optimizer nor the schedule moves. Call it where the
-    window closes: under ``if micro.sync:``.
+    If a float16 gradient overflowed, neither the optimizer nor the scheduler steps. Call it where the window
+    closes: under ``if micro.sync:``.
 
     Ranks: every rank of ``ctx``.
 
     Args:
-        ctx: Says the precision.
-        optimizer: What steps; several that share ``scaler_state`` in one sequence, which then step all or
-            none. After a step the state is that of the next window: one for each optimizer where they step
-            one after the other.
-        scaler_state: As backward or :func:`unscale_gradients` left it.
+        ctx: The world and the precision.
+        optimizer: The optimizer; or several that share ``scaler_state`` in one sequence, which step all or
+            none. The returned state is for the next window: optimizers that step one after the other need
+            their own states.
+        scaler_state: From backward or :func:`unscale_gradients`.
         max_norm: Bound on the norm over all gradients of the optimizers; see :func:`accelfn.clip_grad_norm_`,
-            which returns the norm too.
-        scheduler: One or several that move by one with each step that isn't skipped; see
+            which also returns the norm.
+        scheduler: One or several that step once with each step that isn't skipped; see
             :func:`scheduler_step`.
         clear_gradients: Set the gradients to None afterwards.
 
@@ -223,12 +225,12 @@ def optimizer_step(
 
     Raises:
         ValueError: The state was superseded, or its window is still open; or ``max_norm`` isn't positive.
-        TypeError: A scheduler moves by a metric, and not by steps.
-        ConfigurationError: There are several ranks, and gradients were not averaged since a backward pass
-            added to them, or nobody averages those of a parameter. Steps inside of :func:`no_sync` are on
-            the gradients of each rank, as local SGD has them.
-        NonFiniteGradientError: A gradient is infinite or NaN; ``Guard.check_gradients`` asks for it.
-        ReplicaDriftError: The parameters differ between ranks; ``Guard.check_replicas_every`` asks for it.
+        TypeError: A scheduler needs a metric instead of steps.
+        ConfigurationError: There are several ranks, and gradients were not averaged after the latest backward
+            pass, or those of a parameter are never averaged. Steps inside of :func:`no_sync` use each rank's
+            own gradients, as in local SGD.
+        NonFiniteGradientError: A gradient has inf or NaN; checked with ``Guard.check_gradients``.
+        ReplicaDriftError: The parameters differ between ranks; checked with ``Guard.check_replicas_every``.
 
     >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -248,7 +250,7 @@ def optimizer_step(
         if check_reduced("optimizer_step", ctx, parameters_in(optimizers)):
             count_call(ctx, Call("optimizer_step"))
     scales = ctx.precision.scales_loss
-    given = scaler_state
+    before = scaler_state
     if scales or scaler_state.weight is not None:
         scaler_state = unscale_gradients(ctx, optimizers, scaler_state._replace())
     if ctx.guard.check_gradients and not scales:
@@ -256,29 +258,29 @@ def optimizer_step(
     if max_norm is not None:
         clip_norm_(ctx, parameters_in(optimizers), max_norm)
     if not scales:
-        for one in optimizers:
-            cast("Any", one).step()
+        for item in optimizers:
+            cast("Any", item).step()
         scaler_state = scaler_state._replace(unscaled=(), weight=None)
     else:
         _step_if_finite(optimizers, scaler_state.found_inf)
         scaler_state = update_scaler(ctx, scaler_state)
-    if given.weight is not None:
+    if before.weight is not None:
         scaler_state.weight_is_used = True
-    supersede("optimizer_step", given)
-    for one in schedulers:
-        scheduler_step(ctx, one, scaler_state)
+    supersede("optimizer_step", before)
+    for moved in schedulers:
+        scheduler_step(ctx, moved, scaler_state)
     every = ctx.guard.check_replicas_every
-    for one in optimizers:
+    for item in optimizers:
         if clear_gradients:
-            one.zero_grad(set_to_none=True)
-        if every is not None and ctx.num_processes > 1 and _count_step(one) % every == 0:
-            parameters, name = named_parameters(one)
+            item.zero_grad(set_to_none=True)
+        if every is not None and ctx.num_processes > 1 and _count_step(item) % every == 0:
+            parameters, name = named_parameters(item)
             check_replicas(ctx, parameters, name=name)
     return scaler_state
 
 
 def _count_step(optimizer: Optimizer) -> int:
-    """Count a step of an optimizer, on the optimizer itself; as an attribute it is in no state dict."""
+    """Count a step of an optimizer, in an attribute, so that it is in no state dict."""
     number: int = getattr(optimizer, _STEPS, 0) + 1
     setattr(optimizer, _STEPS, number)
     return number
@@ -290,7 +292,7 @@ def list_schedulers(
     """Return one scheduler, several or none as a tuple.
 
     Raises:
-        TypeError: One moves by a metric, and not by steps, or is no scheduler of torch's.
+        TypeError: One needs a metric, or isn't a scheduler of torch.
     """
     if scheduler is None:
         return ()
@@ -298,7 +300,7 @@ def list_schedulers(
     for one in schedulers:
         if isinstance(one, ReduceLROnPlateau):
             raise TypeError(
-                f"{operation}: ReduceLROnPlateau moves by what you measure, and not by steps. Leave it out, "
+                f"{operation}: ReduceLROnPlateau needs a metric. Leave it out, "
                 "and call scheduler_step(ctx, scheduler, metric=...) after each measurement."
             )
         if not isinstance(cast("object", one), LRScheduler):
@@ -308,16 +310,16 @@ def list_schedulers(
 
 def _step_if_finite(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
     rest: list[Optimizer] = []
-    for one in cast("Sequence[Any]", optimizers):
-        if not getattr(one, "_step_supports_amp_scaling", False):
-            rest.append(one)
+    for optimizer in cast("Sequence[Any]", optimizers):
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            rest.append(optimizer)
             continue
-        # Fused optimizers look at the flag on the device, so the host needn't wait for it.
-        one.grad_scale, one.found_inf = None, found_inf
+        # Fused optimizers read the flag on the device, so the host doesn't wait for it.
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf
         try:
-            one.step()
+            optimizer.step()
         finally:
-            del one.grad_scale, one.found_inf
+            del optimizer.grad_scale, optimizer.found_inf
     if rest and not found_inf.item():
         for one in rest:
             one.step()
@@ -330,7 +332,7 @@ def scheduler_step(
     *,
     metric: torch.Tensor | float | None = None,
 ) -> None:
-    """Move a learning rate schedule on by one, unless the optimizer's step was skipped.
+    """Step a learning rate scheduler, unless the optimizer's step was skipped.
 
     One optimizer step is one scheduler step, at any number of ranks and any accumulation.
 
@@ -338,10 +340,10 @@ def scheduler_step(
     is averaged over them, so that all have the same learning rate.
 
     Args:
-        ctx: Says the precision.
-        scheduler: What moves.
-        scaler_state: What :func:`optimizer_step` returned; needed with float16 to know of skipped steps.
-        metric: What ``ReduceLROnPlateau`` watches.
+        ctx: The world and the precision.
+        scheduler: The scheduler to step.
+        scaler_state: From :func:`optimizer_step`; required with float16, to know of skipped steps.
+        metric: The metric of ``ReduceLROnPlateau``.
 
     Raises:
         ValueError: The context scales losses, and no state was passed; or it was superseded.
@@ -351,9 +353,9 @@ def scheduler_step(
     if scaler_state is not None:
         check_newest("scheduler_step", scaler_state)
     if isinstance(scheduler, ReduceLROnPlateau) != (metric is not None):
-        needs = "needs metric=..., what it watches" if metric is None else "takes no metric: leave it out"
+        needs = "needs metric=..." if metric is None else "takes no metric: leave it out"
         raise TypeError(f"scheduler_step: {type(scheduler).__name__} {needs}.")
-    if metric is not None:  # moves by epochs, and not by steps that may be skipped
+    if metric is not None:  # steps by epochs, which aren't skipped
         value = torch.as_tensor(metric, dtype=torch.float64, device="cpu").reshape(())
         cast("Any", scheduler).step(float(reduce(ctx.tagged("scheduler_step"), value, "mean")))
         return
@@ -367,7 +369,7 @@ def scheduler_step(
 
 
 class LocalSGDState(NamedTuple):
-    """How many optimizer steps the ranks have made by themselves since they last averaged."""
+    """Number of optimizer steps since the ranks last averaged their parameters."""
 
     num_steps: int = 0
 
@@ -375,13 +377,13 @@ class LocalSGDState(NamedTuple):
 def average_parameters(ctx: Context, model: nn.Module) -> None:
     """Set the trainable parameters of ``model`` to their mean over all ranks. Writes into them.
 
-    Buffers and the state of optimizers stay each rank's own.
+    Buffers and optimizer states aren't averaged.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        model: Prepared or not; the same on every rank but for its values.
+        model: Prepared or not; the same on every rank except for its values.
 
     Raises:
         MismatchError: The parameters differ in a name, shape or dtype.
@@ -389,7 +391,7 @@ def average_parameters(ctx: Context, model: nn.Module) -> None:
     check_context("average_parameters", ctx)
     if ctx.num_processes == 1:
         return
-    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     values = {name: one.detach() for name, one in parameters.items()}
     with torch.no_grad():
         for name, mean in reduce(ctx.tagged("average_parameters"), values, "mean").items():
@@ -397,36 +399,36 @@ def average_parameters(ctx: Context, model: nn.Module) -> None:
 
 
 def check_local_sgd(operation: str, ctx: Context, every: int) -> None:
-    """Refuse Local SGD that averages parameters less than every step, or in exact mode.
+    """Check the interval of local SGD, and refuse it in exact mode.
 
     Raises:
         ValueError: ``every`` is below 1.
         ConfigurationError: The context is in exact mode.
     """
     if every < 1:
-        raise ValueError(f"{operation}: parameters are averaged every 1 step or more, got {every}.")
+        raise ValueError(f"{operation}: the number of steps must be at least 1, got {every}.")
     if ctx.reduction is not None:
         raise ConfigurationError(
             f'{operation}: this context has reduction="canonical", which sums the gradients of all ranks in '
-            "each step, and Local SGD lets ranks train independently. Use one of the two."
+            "each step, but local SGD lets ranks train independently. Use one of the two."
         )
 
 
 def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, every: int = 8) -> LocalSGDState:
     """Count an optimizer step, and average the parameters over all ranks after each ``every`` of them.
 
-    The forward and backward passes between stand under :func:`accelfn.no_sync`. At the end of training call
-    :func:`average_parameters`. Optimizers keep their own state on each rank. A check of replicas
-    (``Guard.check_replicas_every``) would find that they differ, as they are meant to.
+    Run the forward and backward passes in between under :func:`accelfn.no_sync`. At the end of training call
+    :func:`average_parameters`. Optimizers keep their own state on each rank. ``Guard.check_replicas_every``
+    would fail, since ranks differ on purpose.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        model: What was stepped.
-        state: ``LocalSGDState()`` first, and then what the last call returned.
-        every: Optimizer steps between two averages, at least 1. With 1 and plain SGD the parameters are what
-            averaged gradients would give.
+        model: The model that was stepped.
+        state: ``LocalSGDState()`` first, and then the result of the last call.
+        every: Optimizer steps between two averages, at least 1. With 1 and plain SGD the parameters are the
+            same as with averaged gradients.
 
     Returns:
         The next state.

@@ -1,4 +1,4 @@
-"""A whole optimizer step as one function, for those who want no loop code."""
+"""An optimizer step as one function, with forward and backward passes."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ from accelfn.training.window import (
     add_terms,
     average,
     average_in_order,
-    cut_window,
     not_compiled,
+    split_window,
     terms_of,
 )
 from accelfn.tree import flatten
@@ -66,20 +66,15 @@ Batch = TypeVar("Batch")
 
 
 class TrainState(NamedTuple):
-    """What a train step over modules passes on, besides the modules and optimizers themselves.
+    """The state of a train step over modules, besides the modules and optimizers themselves.
 
     Attributes:
-        scaler: Where loss scaling stands.
-        num_steps: Windows so far, skipped ones too; int64, shape ``()``.
+        scaler: State of loss scaling.
+        num_steps: Number of windows so far, including skipped ones; int64, shape ``()``.
     """
 
     scaler: ScalerState
     num_steps: torch.Tensor
-
-
-def first_module_state(ctx: Context) -> TrainState:
-    """Return the state before the first step."""
-    return TrainState(init_scaler(ctx), torch.zeros((), dtype=torch.int64, device=ctx.device))
 
 
 def module_step(
@@ -90,22 +85,22 @@ def module_step(
     schedulers: Sequence[LRScheduler],
     max_norm: float | None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """Make the step. Checks once what would go wrong in every step; see :func:`accelfn.make_train_step`."""
+    """Build the step, after the checks that need no data; see :func:`accelfn.make_train_step`."""
     models = modules_in("make_train_step", model)
     _check_schedulers(schedulers, optimizers)
-    for one in optimizers:
-        repoint(one)
+    for optimizer in optimizers:
+        repoint(optimizer)
     _check_trained(ctx, models, optimizers)
 
     is_exact = ctx.reduction is not None
 
-    def finish(scaler: ScalerState, found: Sequence[Terms]) -> tuple[ScalerState, Terms, torch.Tensor | None]:
+    def finish(scaler: ScalerState, parts: Sequence[Terms]) -> tuple[ScalerState, Terms, torch.Tensor | None]:
         if is_exact:
-            terms, _ = average_in_order(ctx, lambda: [(one, ()) for one in found])
+            terms, _ = average_in_order(ctx, lambda: [(part, ()) for part in parts])
             if terms.weight is not None:
                 _divide_gradients(optimizers, terms.weight)
         else:
-            terms, _ = average(ctx, add_terms(found))
+            terms, _ = average(ctx, add_terms(parts))
         norm = None
         if max_norm is not None:
             scaler = unscale_gradients(ctx, optimizers, scaler)
@@ -114,30 +109,30 @@ def module_step(
         return scaler, terms, norm
 
     first = handle_of(models[0])
-    # Of models that keep what a window that failed has left elsewhere.
+    # Handles that may hold gradients of a failed window.
     handles = [one for one in map(handle_of, models) if one is not None and one.holds_gradients]
     num_steps = ctx.gradient_accumulation_steps
-    num_pieces = 1 if first is not None and first.cuts_batches else num_steps
+    num_pieces = 1 if first is not None and first.splits_batches else num_steps
     full = [_place(index, num_pieces) for index in range(num_pieces)]
-    # What talks to other ranks counts its calls, and each count would be another graph.
+    # Communication counts its calls, and each count would be another graph.
     add_gradients = differentiate if ctx.num_processes == 1 else not_compiled(differentiate)
     close = finish if ctx.num_processes == 1 else not_compiled(finish)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         if not isinstance(cast("object", state), TrainState):
             raise TypeError(
-                f"the train step over modules takes a TrainState, got {type(state).__name__}. Make the first "
-                "with init_train_state(ctx, optimizer), and pass on what the step returns."
+                f"the train step over modules takes a TrainState, got {type(state).__name__}. Create the "
+                "first with init_train_state(ctx, optimizer), and pass on the state that the step returns."
             )
-        # What another loss, or a window that failed, has left belongs to no loss of this window.
-        # By hand, since there are seldom any: zero_grad costs a tenth of a small step.
+        # Gradients of another loss, or of a failed window, don't belong to this one. A plain loop, since
+        # there are seldom any: zero_grad costs a tenth of a small step.
         for parameter in parameters_in(optimizers):
             parameter.grad = None
         for handle in handles:
             handle.discard()
-        pieces = _cut(ctx, batch, num_pieces)
-        # Another state with the same values: a step that fails leaves the one that was given as it is.
-        scaler, found = state.scaler._replace(), list[Terms]()
+        pieces = _split(ctx, batch, num_pieces)
+        # A copy: a step that fails leaves the state that it got usable.
+        scaler, parts = state.scaler._replace(), list[Terms]()
         for index, piece in enumerate(pieces):
             micro = full[index] if len(pieces) == num_pieces else _place(index, len(pieces))
             if is_exact:
@@ -156,13 +151,13 @@ def module_step(
                     scaler,
                     micro,
                     first,
-                    share=piece.share,  # one with more rows than another counts for more in a mean over rows
-                    counts_weight=not is_exact,  # which adds them in order too, and divides at the end
+                    share=piece.share,  # a piece with more rows counts more in a mean over rows
+                    counts_weight=not is_exact,  # exact mode adds weights in order, and divides at the end
                     num_batches=num_steps // num_pieces,
                     differentiate=add_gradients,
                 )
-            found.append(terms_of(loss, piece, 1 if is_exact else len(pieces)))
-        scaler, terms, norm = close(scaler, found)
+            parts.append(terms_of(loss, piece, 1 if is_exact else len(pieces)))
+        scaler, terms, norm = close(scaler, parts)
         metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
         return TrainState(scaler, state.num_steps + 1), metrics
 
@@ -180,28 +175,28 @@ def _place(index: int, count: int) -> MicroBatch:
     return plan_microbatch(index, 0, count, count)
 
 
-def _cut(ctx: Context, batch: Any, number: int) -> list[Piece]:
-    pieces, error = catch(lambda: cut_window(batch, number, equally=ctx.reduction is not None))
+def _split(ctx: Context, batch: Any, number: int) -> list[Piece]:
+    pieces, error = catch(lambda: split_window(batch, number, equally=ctx.reduction is not None))
     if error is not None:
         if ctx.num_processes > 1:
-            check(ctx, Call("make_train_step"), error)  # the others hear of it where they meet next
+            check(ctx, Call("make_train_step"), error)  # other ranks raise in their next communication
         raise error
     return cast("list[Piece]", pieces)
 
 
 def _check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
     for one in schedulers:
-        # Compared by parameter groups, since an optimizer may stand behind another object.
+        # Compared by parameter groups, since the scheduler may have a proxy of the optimizer.
         groups: object = one.optimizer.param_groups
         if not any(groups is optimizer.param_groups for optimizer in optimizers):
             raise ConfigurationError(
-                f"make_train_step: the {type(one).__name__} moves the learning rate of an optimizer that "
-                "doesn't step here. Make it from the optimizer that you pass."
+                f"make_train_step: the {type(one).__name__} is for an optimizer that doesn't step here. Make "
+                "it from the optimizer that you pass."
             )
 
 
 def _check_trained(ctx: Context, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse parameters that would get no gradient, or on each rank another one."""
+    """Refuse parameters that would get no gradient, or different gradients on each rank."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     averaged = {id(parameter) for model in models if has_engine(model) for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -213,14 +208,14 @@ def _check_trained(ctx: Context, models: Sequence[nn.Module], optimizers: Sequen
             if id(parameter) not in known:
                 raise ConfigurationError(
                     f"make_train_step: {structure.paths(name)[index]} of the {type(optimizer).__name__} is "
-                    "no parameter of model, so a step would never see its gradient. Make the optimizer from "
-                    "model.parameters() of the same model; several models are passed as a tuple."
+                    "no parameter of model, so it would get no gradient. Make the optimizer from "
+                    "model.parameters() of the same model; pass several models as a tuple."
                 )
             if ctx.num_processes > 1 and id(parameter) not in averaged:
                 raise ConfigurationError(
-                    f"make_train_step: nobody averages the gradient of {structure.paths(name)[index]} over "
-                    f"the {ctx.num_processes} ranks, so their models would drift apart. Pass as model what "
-                    "prepare_model(ctx, model) gave back, without evaluation_mode."
+                    f"make_train_step: the gradient of {structure.paths(name)[index]} is not averaged over "
+                    f"the {ctx.num_processes} ranks, so their models would drift apart. Pass the model that "
+                    "prepare_model(ctx, model) returns, without evaluation_mode."
                 )
 
 
@@ -233,15 +228,15 @@ def init_train_state(ctx: Context, optimizer: Optimizers) -> TrainState: ...
 @overload
 def init_train_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> PureTrainState[Params]: ...
 def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
-    """Return the state before the first step of a function that :func:`make_train_step` made.
+    """Return the initial state for a function made by :func:`make_train_step`.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world, and the precision.
-        optimizer: As given to :func:`make_train_step`.
+        optimizer: As passed to :func:`make_train_step`.
         params: For an optimizer that is a pair of functions, a tree of floating-point tensors. All ranks
-            begin with those of rank 0, moved to the context's device; the tree itself stays as it is.
+            start with those of rank 0, moved to the context's device; the tree itself isn't changed.
 
     Returns:
         A :class:`TrainState`, or with ``params`` a :class:`PureTrainState`.
@@ -258,14 +253,14 @@ def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
         list_optimizers("init_train_state", optimizer, _OR_PURE)
         if params is not None:
             raise TypeError(
-                "init_train_state: got params for a torch optimizer, whose parameters stay in their module. "
+                "init_train_state: got params for a torch optimizer, whose parameters are in their module. "
                 "Leave params out, or pass an optimizer with init and update."
             )
-        return first_module_state(ctx)
+        return TrainState(init_scaler(ctx), torch.zeros((), dtype=torch.int64, device=ctx.device))
     if params is None:
         raise TypeError(
-            "init_train_state: an optimizer with init and update works on parameters that are in the state. "
-            "Pass params=, the tree to begin with."
+            "init_train_state: an optimizer with init and update needs parameters in the state. Pass "
+            "params=, the initial tree."
         )
     return first_pure_state(ctx, optimizer, params)
 
@@ -297,44 +292,43 @@ def make_train_step(
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     max_norm: float | None = None,
 ) -> Callable[[Any, Any], tuple[Any, StepMetrics]]:
-    """Make a function that takes a state and a batch through one optimizer step: ``state, metrics = ...``.
+    """Make a function that runs one optimizer step on a batch: ``state, metrics = step(state, batch)``.
 
-    The batch is what this rank contributes to the step. With ``gradient_accumulation_steps=k`` it is cut
-    along the first dimension of its tensors into ``k`` pieces, which differ by at most one row, and their
-    gradients add up to that of the whole: the mean over its rows, over all ranks. Gradients cross the ranks
-    once.
+    The batch is this rank's part of the step. With ``gradient_accumulation_steps=k`` it is split along the
+    first dimension of its tensors into ``k`` pieces, which differ by at most one row, and their gradients are
+    accumulated: the mean over its rows, over all ranks. Gradients are averaged over ranks once.
 
     With a torch optimizer, or several that step together, ``loss_fn(model, batch)`` is differentiated by
-    backward, and parameters and the optimizer's state are changed where they are. With an optimizer that is a
-    pair of functions, such as torchopt's, ``loss_fn(params, batch)`` is differentiated by ``torch.func`` and
-    must be pure; so is the step then: it writes into nothing that it is given.
+    backward, and parameters and the optimizer's state are updated in place. With an optimizer that is a pair
+    of functions, such as torchopt's, ``loss_fn(params, batch)`` is differentiated by ``torch.func`` and must
+    be pure; the step is pure too: it doesn't write into its arguments.
 
-    Ranks: local; of the function that is made, every rank of ``ctx``.
+    Ranks: local; for the function that is made, every rank of ``ctx``.
 
     Args:
         ctx: The world, the precision, and the size of a window.
-        loss_fn: Gives a tensor of shape ``()``, the mean over the rows of its batch; or a :class:`Loss`, with
-            a weight where it is a sum, and with more to be averaged.
-        optimizer: A torch optimizer; a sequence of them, which step all or none; or anything with ``init``
+        loss_fn: Returns a tensor of shape ``()``, the mean over the rows of its batch; or a :class:`Loss`,
+            with a weight if it is a sum, and with more values to average.
+        optimizer: A torch optimizer; a sequence of them, which step all or none; or any object with ``init``
             and ``update`` (:class:`PureOptimizer`).
-        model: With a torch optimizer: what ``loss_fn`` is called with, a module or a tree of modules, as
-            ``prepare_model`` gave them.
-        scheduler: With a torch optimizer: one or several that move by one with each step that isn't skipped.
-        max_norm: Scale the gradient so that its norm, over all parameters, is at most this.
+        model: With a torch optimizer: first argument of ``loss_fn``, a module or a tree of modules, from
+            ``prepare_model``.
+        scheduler: With a torch optimizer: one or several that step once with each step that isn't skipped.
+        max_norm: Upper bound of the gradient's norm over all parameters.
 
     Returns:
         ``step(state, batch) -> (state, metrics)``, with a state from :func:`init_train_state` and
         :class:`StepMetrics`. It raises what ``backward`` and ``optimizer_step`` do, and
 
         - TypeError: ``loss_fn`` returned something else, or the state belongs to the other kind of step.
-        - ValueError: The batch can't be cut, or the losses of its pieces don't fit together.
+        - ValueError: The batch can't be split, or the losses of its pieces don't fit together.
 
     Raises:
-        TypeError: Another kind of optimizer; a model, or none, where it doesn't fit; a scheduler that isn't
-            moved by steps.
+        TypeError: Another kind of optimizer; a model, or none, where it doesn't fit; a scheduler that needs a
+            metric.
         ValueError: ``max_norm`` isn't positive.
-        ConfigurationError: The optimizer has parameters that are not the model's, or whose gradients nobody
-            averages over the ranks; or a scheduler moves another optimizer.
+        ConfigurationError: The optimizer has parameters that are not the model's, or whose gradients aren't
+            averaged over the ranks; or a scheduler is for another optimizer.
 
     >>> ctx, model = Context(), torch.nn.Linear(1, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -353,11 +347,11 @@ def make_train_step(
         optimizers = list_optimizers("make_train_step", optimizer, _OR_PURE)
         moved = list_schedulers("make_train_step", scheduler)
         return module_step(ctx, loss_fn, optimizers, model, moved, max_norm)
-    for name, given in (("model", model), ("scheduler", scheduler)):
-        if given is not None:
+    for name, argument in (("model", model), ("scheduler", scheduler)):
+        if argument is not None:
             raise TypeError(
-                f"make_train_step: got {name}= for an optimizer with init and update, which works on "
-                "parameters that are in the state. Leave it out"
-                + (" and let the optimizer follow a schedule." if name == "scheduler" else ".")
+                f"make_train_step: got {name}= for an optimizer with init and update, whose parameters are "
+                "in the state. Leave it out"
+                + (" and give the optimizer a learning rate schedule." if name == "scheduler" else ".")
             )
     return pure_step(ctx, loss_fn, optimizer, max_norm)

@@ -1,4 +1,4 @@
-"""One accumulation window as a train step sees it: a batch in pieces, and what their losses tell."""
+"""One accumulation window of a train step: a batch in pieces, and the average of their losses."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class StepMetrics(NamedTuple):
     """Metrics of one optimizer step. Tensors, equal on every rank; reading them on the host waits.
 
     Attributes:
-        loss: Mean over the window and all ranks, of parameters as they were before the step; shape ``()``,
-            float32, or float64 where the loss is. Zero where all weights are, NaN where one is.
-        grad_norm: Norm of the whole gradient before it was clipped, shape ``()``; None without ``max_norm``.
-        skipped: Whether a float16 gradient overflowed, so that nothing was changed; bool, shape ``()``.
-        aux: The tree that came with the losses, averaged as they are; None without one.
+        loss: Mean over the window and all ranks, for parameters before the step; shape ``()``, float32, or
+            float64 if the loss is. Zero if the total weight is, NaN if a weight is.
+        grad_norm: Norm of the total gradient before clipping, shape ``()``; None without ``max_norm``.
+        skipped: Whether a float16 gradient overflowed, so that nothing changed; bool, shape ``()``.
+        aux: The ``aux`` of the losses, averaged; None without one.
     """
 
     loss: torch.Tensor
@@ -47,8 +47,8 @@ class Piece(NamedTuple):
     """One piece of a batch.
 
     Attributes:
-        batch: As the whole, with fewer rows.
-        share: Its rows over those of a piece of mean size; 1 where all have equally many.
+        batch: The batch, with fewer rows.
+        share: Its number of rows relative to the mean of all pieces.
     """
 
     batch: Any
@@ -56,33 +56,33 @@ class Piece(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What is added up over pieces and averaged over ranks: all means, or all sums with a weight."""
+    """Values that are added over pieces and averaged over ranks: all means, or all sums with a weight."""
 
     loss: torch.Tensor
     weight: torch.Tensor | None
     aux: Any
 
 
-def cut_window(batch: Any, num_steps: int, *, equally: bool = False) -> list[Piece]:
-    """Cut the batch of a window along the first dimension of its tensors. The pieces are views.
+def split_window(batch: Any, num_steps: int, *, equally: bool = False) -> list[Piece]:
+    """Split the batch of a window along the first dimension of its tensors. The pieces are views.
 
-    They differ by at most one row, and a batch of fewer rows than ``num_steps`` gives fewer pieces. 0-d
-    tensors go to each of them. One piece is the batch itself, whatever it is.
+    They differ by at most one row; a batch of fewer rows than ``num_steps`` has fewer pieces. 0-d tensors
+    go to each of them. With one step, the piece is the batch itself, of any type.
 
     Raises:
         ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there is no row; or
-            the pieces have different numbers of rows, and are to be cut ``equally``.
+            the rows can't be split ``equally``.
     """
     if num_steps == 1:
         return [Piece(batch, 1.0)]
-    reason = f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is cut into pieces"
+    reason = f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is split into pieces"
     rows = count_rows(batch, "batch", reason)
     count = min(num_steps, rows)
     least, longer = divmod(rows, count)
     if equally and (longer or count < num_steps):
         raise ValueError(
-            f"make_train_step: in exact mode the rows of a batch are cut into {num_steps} equal microbatches "
-            "on each rank, and these can't be. Pass a multiple of as many rows, or drop the last batch."
+            f"make_train_step: in exact mode the {rows} rows of a batch must be divisible by {num_steps}, "
+            "the number of microbatches of each rank. Pass a multiple, or drop the last batch."
         )
     pieces: list[Piece] = []
     start = 0
@@ -95,19 +95,19 @@ def cut_window(batch: Any, num_steps: int, *, equally: bool = False) -> list[Pie
 
 
 def terms_of(loss: Loss, piece: Piece, num_pieces: int) -> Terms:
-    """Return what a piece adds to the metrics of its window, without gradients.
+    """Return the terms of a piece in its window, without gradients.
 
     Raises:
         TypeError: A leaf of ``aux`` is neither a tensor nor a number.
     """
-    if loss.aux is None and loss.weight is None and num_pieces == 1:  # the most common by far
+    if loss.aux is None and loss.weight is None and num_pieces == 1:  # fast path of the common case
         return Terms(_plain(loss.value, loss.value.device).reshape(()), None, None)
     leaves, structure = flatten(loss.aux)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, (torch.Tensor, int, float)):
             raise TypeError(
                 f"make_train_step: {structure.paths('aux')[index]} is of type {type(leaf).__name__}, which "
-                "has no average. Loss.aux takes tensors and numbers."
+                "can't be averaged. Loss.aux takes tensors and numbers."
             )
     device = loss.value.device
     value = _plain(loss.value, device).reshape(())
@@ -128,10 +128,10 @@ def _plain(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
 
 
 def add_terms(pieces: Sequence[Terms]) -> Terms:
-    """Add what the pieces of a window have.
+    """Add the terms of the pieces of a window.
 
     Raises:
-        ValueError: One has a weight and another none, or their ``aux`` have different forms.
+        ValueError: Some have a weight and some have none, or their ``aux`` differ in structure or shape.
     """
     total = pieces[0]
     for piece in pieces[1:]:
@@ -149,15 +149,16 @@ def _common_structure(before: Terms, new: Terms) -> TreeSpec:
     """
     if (before.weight is None) != (new.weight is None):
         raise ValueError(
-            "make_train_step: loss_fn gave a weight for one piece of the batch and none for another. Give "
-            "each loss its weight, or none."
+            "make_train_step: loss_fn returned a weight for one piece of the batch and none for another. "
+            "Return a weight with each loss, or with none."
         )
     left, structure = flatten(before)
     right, other = flatten(new)
     if other != structure or any(a.shape != b.shape for a, b in zip(left, right, strict=True)):
         raise ValueError(
-            "make_train_step: what loss_fn gave as aux has another structure or other shapes for one piece "
-            "of the batch than for another, so it can't be averaged. Let it depend on no row count."
+            "make_train_step: the aux that loss_fn returned has another structure or other shapes for one "
+            "piece of the batch than for another, so it can't be averaged. It must not depend on the number "
+            "of rows."
         )
     return structure
 
@@ -168,8 +169,8 @@ def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, .
     Ranks: every rank of ``ctx``.
 
     Returns:
-        The terms, divided by the weight where they are sums with one, which is then that of all ranks
-        together divided by their number; and the other trees, not divided by it.
+        The terms, divided by their weight if they are sums, with the mean weight of the ranks; and the other
+        trees, not divided by it.
 
     Raises:
         MismatchError: Some ranks have weights and some none, or their ``aux`` differ.
@@ -182,19 +183,20 @@ def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, .
 def average_in_order(
     ctx: Context, compute: Callable[[], Sequence[tuple[Terms, Sequence[torch.Tensor]]]]
 ) -> tuple[Terms, list[torch.Tensor]]:
-    """Average what the pieces of all ranks gave as :func:`average` does, in the order of the microbatches.
+    """Average the pieces of all ranks like :func:`average`, in the order of the microbatches.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: In exact mode.
-        compute: Gives the terms of this rank's pieces, not divided by their number, and more tensors of each.
+        compute: Returns the terms of this rank's pieces, not divided by their number, and more tensors of
+            each.
 
     Returns:
         As :func:`average`; the same bits on every rank.
 
     Raises:
-        Exception: What ``compute`` raises, and RemoteRankError on the other ranks.
+        Exception: Raised by ``compute``, and RemoteRankError on the other ranks.
         ValueError: The terms of the pieces don't fit together.
     """
 
@@ -225,42 +227,42 @@ def _divided(terms: Terms) -> Terms:
 
 
 def not_compiled(function: F) -> F:
-    """Leave a function out of what ``torch.compile`` makes of a step: one that communicates."""
+    """Exclude a function that communicates from ``torch.compile``."""
     return cast("F", cast("Any", torch.compiler).disable(function))
 
 
-# Sums of these are formed in float32 and rounded once.
+# Sums of these dtypes are computed in float32 and rounded once.
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def cut_into_microbatches(ctx: Context, arguments: Any) -> list[Any]:
-    """Cut each tensor with the batch's number of rows into one part for each batch of a window. Pure.
+def split_into_microbatches(ctx: Context, arguments: Any) -> list[Any]:
+    """Split each tensor with the batch's number of rows into one part for each batch of a window. Pure.
 
     Args:
-        ctx: Says how many.
-        arguments: Of a loss function: any tree. The first tensor with a dimension tells the number of rows;
-            tensors with other numbers, and what is no tensor, are in every part as they are.
+        ctx: Has the number of batches.
+        arguments: Of a loss function: any tree. The first tensor with a dimension has the batch's number of
+            rows; tensors with other numbers, and other leaves, are in every part.
 
     Raises:
-        ValueError: There is no such tensor, or its rows can't be cut into equal parts.
+        ValueError: There is no such tensor, or its rows can't be split into equal parts.
     """
     number = ctx.gradient_accumulation_steps
     size = find_batch_size(arguments)
     if size % number or not size:
         raise ValueError(
-            f"value_and_grad: a batch of {size} rows can't be cut into {number} equal microbatches, which "
-            f"{number * ctx.num_processes} microbatches on {ctx.num_processes} ranks ask for. Pass a "
-            f"multiple of {number} rows on each rank."
+            f"value_and_grad: a batch of {size} rows can't be split into {number} equal microbatches, as "
+            f"{number * ctx.num_processes} microbatches on {ctx.num_processes} ranks need. Pass a multiple "
+            f"of {number} rows on each rank."
         )
     rows = size // number
 
-    def cut(start: int) -> Any:
+    def part(start: int) -> Any:
         def take(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[start : start + rows] if tensor.dim() and tensor.shape[0] == size else tensor
 
         return map_tensors(take, arguments)
 
-    return [cut(start) for start in range(0, size, rows)]
+    return [part(start) for start in range(0, size, rows)]
 
 
 def mean_of_microbatches(
@@ -268,14 +270,14 @@ def mean_of_microbatches(
 ) -> list[torch.Tensor]:
     """Average tensors over the microbatches of all ranks, added in rank order and in this rank's order.
 
-    What float16 and bfloat16 become is formed in float32 and rounded once.
+    Float16 and bfloat16 are averaged in float32 and rounded once.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        microbatches: Of each of this rank's microbatches the same tensors; as many on every rank.
-        error: Why this rank has none.
+        microbatches: The same tensors for each of this rank's microbatches; as many on every rank.
+        error: The exception that left this rank without any.
 
     Returns:
         The means; the same bits on every rank.
@@ -288,8 +290,8 @@ def mean_of_microbatches(
         if ctx.num_processes > 1:
             agree(ctx, Call("value_and_grad"), error=error)
         raise error
-    own = microbatches[0]
-    wide = [[one.float() if one.dtype in _NARROW else one for one in each] for each in microbatches]
+    likes = microbatches[0]
+    wide = [[tensor.float() if tensor.dtype in _NARROW else tensor for tensor in row] for row in microbatches]
     layout = plan_layout(wide[0], flatten(wide[0])[1])
     call = layout_call("value_and_grad", f"{len(wide)} microbatches a rank", layout)
     total = OrderedSum(ctx, wide[0])
@@ -297,4 +299,4 @@ def mean_of_microbatches(
         total.add(call, wide)
         sums = cast("list[torch.Tensor]", total.close())
         number = len(wide) * ctx.num_processes
-        return [one.div_(number).to(like.dtype) for one, like in zip(sums, own, strict=True)]
+        return [tensor.div_(number).to(like.dtype) for tensor, like in zip(sums, likes, strict=True)]

@@ -65,14 +65,14 @@ def main() -> None:
         pure_step = af.make_train_step(ctx, tree_loss, Descent(), max_norm=1.0)
         pure_state = af.init_train_state(ctx, Descent(), params)
         for epoch in range(5):
-            told: list[af.StepMetrics] = []
+            collected: list[af.StepMetrics] = []
             for batch in loader:
                 state, metrics = step(state, batch)
                 pure_state, pure_metrics = pure_step(pure_state, batch)
                 torch.testing.assert_close(pure_metrics, metrics, rtol=1e-3, atol=1e-4)
-                told.append(metrics)
-            loss = torch.stack([one.loss for one in told]).mean()
-            right = torch.stack([one.aux["right"] for one in told]).mean()
+                collected.append(metrics)
+            loss = torch.stack([one.loss for one in collected]).mean()
+            right = torch.stack([one.aux["right"] for one in collected]).mean()
             af.print_once(ctx, f"epoch {epoch + 1}: loss {float(loss):.3f}, {float(right):.1%} right")
         af.print_once(ctx, f"{int(state.num_steps)} steps on {ctx.num_processes} processes")
 

@@ -4,7 +4,6 @@
 """Each method of the Accelerator gives what its function gives, on every rank."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -94,19 +93,6 @@ def test_a_method_gives_what_its_function_gives(name: str, world: int) -> None:
     assert run_ranks(run, world, mixed_precision="bf16") == [True] * world
 
 
-@pytest.mark.parametrize("name", ["main", "local_main", "last", "", "local"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_decorator_is_that_of_its_function(name: str, world: int) -> None:
-    called = f"on_{name}_process".replace("__", "_")
-    number = (0,) if name in ("", "local") else ()
-
-    def run(ctx: Context) -> bool:
-        by_function = getattr(af, called)(ctx, *number)(lambda: 7)()
-        return getattr(Accelerator(context=ctx), called)(lambda: 7)() == by_function
-
-    assert run_ranks(run, world) == [True] * world
-
-
 @pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_backward_and_clipping_are_those_of_the_functions(clip: str, world: int) -> None:
@@ -123,23 +109,3 @@ def test_backward_and_clipping_are_those_of_the_functions(clip: str, world: int)
         return equal(*norms) and equal(gradients(by_method), gradients(by_function))
 
     assert run_ranks(run, world, mixed_precision="bf16") == [True] * world
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_what_is_saved_is_the_same(safe: bool, tmp_path: Path) -> None:
-    def run(ctx: Context) -> None:
-        Accelerator(context=ctx).save_model(model(), tmp_path / "method", safe_serialization=safe)
-        af.save_model(ctx, model(), tmp_path / "function", safe_serialization=safe)
-
-    run_ranks(run, 2)
-    files = [sorted(path.name for path in (tmp_path / way).iterdir()) for way in ("method", "function")]
-    assert files[0] == files[1] != []
-    for name in files[0]:
-        assert (tmp_path / "method" / name).read_bytes() == (tmp_path / "function" / name).read_bytes()
-
-
-def test_what_is_printed_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(lambda ctx: Accelerator(context=ctx).print("hello", 1), 2)
-    by_method = capsys.readouterr().out
-    run_ranks(lambda ctx: af.print_once(ctx, "hello", 1), 2)
-    assert by_method == capsys.readouterr().out == "hello 1\n"

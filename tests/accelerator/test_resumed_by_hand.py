@@ -1,4 +1,4 @@
-"""Programs as Accelerate's examples have them, which load a state and skip batches by hand."""
+"""Programs like Accelerate's examples, which load a state and skip batches by hand."""
 
 # torch leaves DataLoader partly untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -74,8 +74,14 @@ def train(ctx: Context, folder: Path, resume_from: str | None, dropout: float = 
     return seen, rates, evaluations, dict(unwrap_model(model).state_dict())
 
 
-@pytest.mark.parametrize(("world", "on"), [(1, "memory"), (2, "memory"), (2, "processes")])
-@pytest.mark.parametrize("resume_from", ["step_6", "step_9", "step_12", "epoch_0"])
+@pytest.mark.parametrize(
+    ("resume_from", "world", "on"),
+    [
+        *((point, 1, "memory") for point in ("step_6", "step_9", "step_12", "epoch_0")),
+        ("step_12", 2, "memory"),
+        ("step_6", 2, "processes"),
+    ],
+)
 def test_accelerates_own_example_trains_the_steps_that_are_left(
     resume_from: str, world: int, on: Any, tmp_path: Path
 ) -> None:

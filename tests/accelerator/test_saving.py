@@ -282,7 +282,7 @@ def test_two_that_only_their_order_tells_apart_need_names(
 
 def test_names_are_for_what_is_prepared() -> None:
     accelerator = Accelerator(context=Context())
-    with pytest.raises(TypeError, match="config is of dict, and names are for"):
+    with pytest.raises(TypeError, match="config is of type dict, but names are for"):
         accelerator.prepare(config={})
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="other was not prepared"):
@@ -335,7 +335,7 @@ def test_a_copy_knows_nothing_of_what_the_original_has_prepared(tmp_path: Path, 
     shares = copied is copy.copy
     assert [*other.models] == ([model] if shares else [])
     if not shares:
-        with pytest.raises(ConfigurationError, match="save_state: nothing was prepared"):
+        with pytest.raises(ConfigurationError, match="save_state: no prepared or registered object"):
             other.save_state(tmp_path / "at")
     second = other.prepare(student=nn.Linear(2, 1))
     other.save_state(tmp_path / "at")
@@ -366,7 +366,7 @@ def test_objects_that_can_not_be_registered_are_all_named_and_none_is_registered
         accelerator.register_for_checkpointing(Counter(), 3, fine=Counter(), wrong="text")
     with pytest.raises(ValueError, match="two objects would be saved as 'Counter'"):
         accelerator.register_for_checkpointing(Counter(), Counter())
-    with pytest.raises(ConfigurationError, match="nothing was prepared or registered"):
+    with pytest.raises(ConfigurationError, match="no prepared or registered object is alive"):
         accelerator.save_state(tmp_path / "at")
     one, other = Counter(), Counter()
     accelerator.register_for_checkpointing(one, one, other=other)
@@ -453,14 +453,6 @@ def test_an_explicit_directory_counts_too_and_options_are_passed_on(tmp_path: Pa
     assert torch.equal(model.weight, before)
 
 
-def test_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    accelerator, model = small()
-    assert accelerator.save_state("~/at") == tmp_path / "at"
-    accelerator.load_state("~/at")
-    del model
-
-
 def test_calls_that_say_nothing_clear_are_errors_on_all_ranks(tmp_path: Path) -> None:
     def run(ctx: Context) -> None:
         accelerator, model = small(ctx)
@@ -473,13 +465,13 @@ def test_calls_that_say_nothing_clear_are_errors_on_all_ranks(tmp_path: Path) ->
         calls: list[tuple[Callable[[], object], type[Exception], str]] = [
             (save, ConfigurationError, "save_state: needs a directory"),
             (load, ConfigurationError, "load_state: needs a directory"),
-            (lambda: save(at, save_latest=True), TypeError, "nothing here takes save_latest"),
-            (lambda: load(at, optimizer=False), TypeError, "nothing here takes optimizer"),
-            (lambda: load(at, {"pickle_module": pickle}), TypeError, "nothing here takes pickle_module"),
+            (lambda: save(at, save_latest=True), TypeError, "unknown arguments: save_latest"),
+            (lambda: load(at, optimizer=False), TypeError, "unknown arguments: optimizer"),
+            (lambda: load(at, {"pickle_module": pickle}), TypeError, "unknown arguments: pickle_module"),
             (lambda: load(at, map_location=cast("Any", "cuda:0")), TypeError, "map_location must be"),
             (lambda: load(at, map_location=cast("Any", torch.device("cpu"))), TypeError, "map_location must"),
-            (lambda: naming.save_state(at), ConfigurationError, "output_dir was given too"),
-            (lambda: naming.save_state(step=3), ConfigurationError, "step was given too"),
+            (lambda: naming.save_state(at), ConfigurationError, "output_dir was passed too"),
+            (lambda: naming.save_state(step=3), ConfigurationError, "step was passed too"),
             (homeless.save_state, ConfigurationError, "project_dir="),
             (naming.load_state, NoCheckpointError, "checkpoints"),
         ]

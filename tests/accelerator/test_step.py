@@ -72,7 +72,7 @@ def test_weights_serve_optimizers_that_step_together_only() -> None:
     second.zero_grad()
     accelerator.backward(p.sum() + q.sum(), weight=2)
     first.step()
-    with pytest.raises(ConfigurationError, match="another one still waits with gradients"):
+    with pytest.raises(ConfigurationError, match="another one still has gradients"):
         accelerator.backward(p.sum(), weight=1)
 
 
@@ -268,7 +268,7 @@ def test_what_is_prepared_together_has_to_belong_together() -> None:
             prepare(one_weight(), sgd(one_weight()))
         optimizer = sgd(one_weight())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        with pytest.raises(ConfigurationError, match="the SGD that StepLR moves was not prepared"):
+        with pytest.raises(ConfigurationError, match="the SGD of the StepLR was not prepared"):
             prepare(scheduler)
         prepare(scheduler, optimizer)  # in any order
 

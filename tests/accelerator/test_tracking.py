@@ -97,7 +97,7 @@ def test_values_that_go_nowhere_are_said_once_on_the_main_process() -> None:
             accelerator.get_tracker("counter")
 
     with pytest.warns(
-        UserWarning, match=r"Accelerator.log: trackers were asked for.*init_trackers first"
+        UserWarning, match=r"Accelerator.log: log_with names trackers.*init_trackers first"
     ) as all_:
         run_ranks(run, 2, log_with=Counter)
     assert len(all_) == 1

@@ -161,7 +161,7 @@ def train(
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather the parameters of a model, of which ranks may have shards."""
+    """Gather the parameters of a model that may be sharded."""
     found: dict[str, torch.Tensor] = {}
     for name, one in model.named_parameters():
         value: Any = one.detach()

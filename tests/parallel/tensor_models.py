@@ -94,7 +94,7 @@ class GPT(nn.Module):
 
 
 def make_batch(seed: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels, of which some are left out."""
+    """Return token ids and labels; some labels are ignored."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (rows, LENGTH + 1), generator=random)
     labels = ids[:, 1:].clone()

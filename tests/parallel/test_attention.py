@@ -225,9 +225,9 @@ def test_a_ring_gives_what_one_process_does_and_refuses_what_it_has_not() -> Non
                 "is causal",
                 "no dropout",
                 "outside of",
-                "never came to",
+                "never called",
                 "attention_mask",
-                "whole sequences, which nobody has sharded",
+                "sequences that weren't sharded",
             ),
             strict=True,
         ):
@@ -266,7 +266,7 @@ def test_exchanged_heads_give_what_one_process_does_with_masks_too() -> None:
         for found in (by_keys, by_whole):
             torch.testing.assert_close(found, outputs(None, 4, whole_mask(), is_causal=False))
         torch.testing.assert_close(by_rows, outputs(None, 4, rows, is_causal=False))
-        assert "4 by 4 says nothing" in messages[0]
+        assert "4 by 4 doesn't cover" in messages[0]
         assert "got 1 heads of keys and values" in messages[1]
 
 
@@ -286,9 +286,9 @@ def test_a_plan_says_who_computes_attention_together() -> None:
 @pytest.mark.parametrize(
     ("model", "axis", "size", "message"),
     [
-        (nn.Linear(2, 2), "cp", 2, "Linear has no module of attention"),
+        (nn.Linear(2, 2), "cp", 2, "Linear has no attention module"),
         (nn.TransformerEncoderLayer(8, 2), "cp", 2, "self_attn is torch's nn.MultiheadAttention"),
-        (GPT(), "sp", 3, rf"num_heads={HEADS} on each rank, and sp_size=3. Fitting: 1, 2, 4"),
+        (GPT(), "sp", 3, rf"num_heads={HEADS} on each rank, got sp_size=3. Use 1 or 2 or 4"),
     ],
 )
 def test_a_model_that_can_not_share_sequences_is_refused_when_it_is_planned(

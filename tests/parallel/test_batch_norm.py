@@ -36,7 +36,7 @@ def test_where_torch_has_none_it_is_refused_before_anything_changes() -> None:
         assert isinstance(cast("nn.Sequential", model[1])[0], nn.BatchNorm1d)
 
     run_ranks(lambda ctx: run(ctx, "threads have no process group"), 2)
-    run_ranks(lambda ctx: run(ctx, "does not compute on the CPU"), 2, "processes")
+    run_ranks(lambda ctx: run(ctx, "does not support the CPU"), 2, "processes")
 
 
 def test_on_an_accelerator_layers_are_converted_with_the_group_of_the_context() -> None:

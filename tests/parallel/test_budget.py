@@ -1,4 +1,4 @@
-"""What is planned for a mesh is what ranks hold and receive, byte by byte."""
+"""The budget of a mesh is what ranks really hold and receive, to the byte."""
 
 # torch leaves backward and its optimizers partly untyped.
 # pyright: reportUnknownMemberType=false
@@ -64,7 +64,7 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def gathered(groups: list[Any]) -> int:
-    """Return the bytes of the whole parameters that are there, and of those that are on their way."""
+    """Return the bytes of gathered parameters, and of those still being gathered."""
     found = [tensor for group in groups for one in group.fsdp_params for tensor in one.all_gather_outputs]
     coming = [group._all_gather_result for group in groups if group._all_gather_result is not None]
     return held([*found, *(one.all_gather_output for one in coming)])
@@ -267,9 +267,9 @@ def test_a_budget_prints_as_a_table() -> None:
         "parameters      144.0 kB  of 144.0 MB\n"
         "gradients       144.0 kB\n"
         "optimizer       288.0 kB  states of adamw\n"
-        "held            576.0 kB  on each of 1,000 ranks at most; activations come on top\n"
-        "gathered         36.0 MB  whole units at a time, while they compute\n"
-        "unreduced       144.0 MB  whole gradients, until the last batch of a window\n"
+        "held            576.0 kB  on each of 1,000 ranks at most; activations not included\n"
+        "gathered         36.0 MB  gathered units, while they compute\n"
+        "unreduced       144.0 MB  unsharded gradients, until the last batch of a window\n"
         "along dp_shard  431.6 MB  received in an optimizer step"
     )
     text = str(af.plan_memory(af.plan_context(7, fsdp_plugin=offloaded), model, optimizer="sgd"))
@@ -279,7 +279,7 @@ def test_a_budget_prints_as_a_table() -> None:
 
 
 def test_what_can_not_be_planned_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"no optimizer 'rmsprob'.*Did you mean 'rmsprop'"):
+    with pytest.raises(ConfigurationError, match=r"unknown optimizer 'rmsprob'.*Did you mean 'rmsprop'"):
         af.plan_memory(Context(), Odd(), optimizer="rmsprob")
     with pytest.raises(ConfigurationError, match="num_processes=9"):
         af.plan_context(9, parallelism_config=ParallelismConfig(dp_shard_size=2))

@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A model with blocks that repeat, whose own attributes are in use."""
+    """A model with repeated blocks and attributes of its own."""
 
     def __init__(self) -> None:
         super().__init__()

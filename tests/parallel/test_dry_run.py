@@ -102,7 +102,7 @@ class Saved:
         self._hooks.__exit__(*cast("Any", error))
 
     def beside(self, own: list[torch.Tensor]) -> int:
-        """Return the bytes that are kept, but for storages of ``own``."""
+        """Return the bytes that autograd keeps, except storages of ``own``."""
         alive = [token.tensor for one in self._tokens if (token := one()) is not None]
         return held([*alive, *own]) - held(own)
 
@@ -288,7 +288,7 @@ class Deciding(nn.Linear):
 
 def test_what_depends_on_values_is_refused() -> None:
     x = torch.ones(2, 3)
-    with pytest.raises(ConfigurationError, match=r"Deciding or loss_fn computes depends on the values"):
+    with pytest.raises(ConfigurationError, match=r"the computation of Deciding or loss_fn depends on values"):
         af.plan_memory(Context(), Deciding(3, 3), batch=x)
     with pytest.raises(ConfigurationError, match="facts have no forward"):
         af.plan_memory(Context(), read_facts(Deciding(3, 3)), batch=x)

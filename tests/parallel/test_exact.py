@@ -5,15 +5,13 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import copy
-import gc
 import pickle
-import weakref
 from collections.abc import Generator
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -141,12 +139,6 @@ def test_the_number_of_ranks_may_change_in_the_middle_of_an_epoch(alone: Run) ->
     assert_equal(alone, Run(first.losses + second.losses + third.losses, *third[1:]))
 
 
-def test_as_many_ranks_as_shards_and_a_window_for_each_batch(alone: Run) -> None:
-    for world in (6, 12):
-        found = started(world, "memory", 5)
-        assert [loss.item() for loss in found.losses] == [loss.item() for loss in alone.losses[:5]]
-
-
 def test_dropout_and_the_fixed_order_are_what_makes_it_exact(alone: Run) -> None:
     # The mean of ranks, as it is without exact mode, is near and not equal.
     found = run_ranks(
@@ -199,6 +191,7 @@ def same_bits(one: Grads, other: Grads) -> bool:
     return bits(one) == bits(other)
 
 
+@settings(max_examples=50)
 @given(
     st.sampled_from([1, 2, 3, 4, 6, 12]),
     st.lists(st.lists(st.integers(1, 31), min_size=12, max_size=12), min_size=1, max_size=3),
@@ -319,21 +312,8 @@ def test_backward_outside_of_accumulate_comes_together_at_once() -> None:
         assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_autograd_grad_computes_is_no_gradient_of_a_shard(world: int) -> None:
-    def run(ctx: Context) -> tuple[Grads, Grads]:
-        model = af.prepare_model(ctx, Parts())
-        af.backward(ctx, model(31, 0), af.init_scaler(ctx))
-        before = grads_of(model)
-        assert torch.autograd.grad(model(1, 1), model.parts[0])[0].shape == (3, 5)
-        return before, grads_of(model)
-
-    for before, after in run_ranks(run, world, reduction="canonical"):
-        assert same_bits(before, after)
-
-
 class Asking(torch.autograd.Function):
-    """Gives its input, and in its backward asks for the gradient of a parameter."""
+    """Returns its input; its backward asks for the gradient of a parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, asked: list[nn.Parameter]) -> torch.Tensor:
@@ -383,18 +363,6 @@ def test_a_pass_inside_of_a_pass_counts_as_one() -> None:
     assert expected[0] is not None
 
 
-def test_gradients_lie_in_memory_as_torch_lays_them() -> None:
-    def run(ctx: Context) -> tuple[int, ...]:
-        model = nn.Conv2d(3, 4, 3)
-        model.weight = nn.Parameter(model.weight.detach().contiguous(memory_format=torch.channels_last))
-        model = af.prepare_model(ctx, model)
-        af.backward(ctx, model(torch.ones(1, 3, 4, 4)).sum(), af.init_scaler(ctx))
-        assert model.weight.grad is not None
-        return model.weight.grad.stride()
-
-    assert run_ranks(run, 2, reduction="canonical") == run_ranks(run, 1, reduction="canonical") * 2
-
-
 def test_copies_are_summed_by_themselves_and_pickles_hold_no_world() -> None:
     def run(ctx: Context) -> tuple[Grads, Grads, Grads]:
         model = af.prepare_model(ctx, Parts())
@@ -411,23 +379,6 @@ def test_copies_are_summed_by_themselves_and_pickles_hold_no_world() -> None:
         assert own == [None] * 5
         assert same_bits(twin, grads_of(alone))
         assert loaded[0] is not None
-
-
-def test_a_model_and_its_sums_go_with_the_last_name() -> None:
-    def run(ctx: Context) -> bool:
-        model = af.prepare_model(ctx, Parts())
-        af.backward(ctx, model(31, ctx.rank), af.init_scaler(ctx))
-        seen = weakref.ref(model)
-        del model
-        gc.collect()
-        return seen() is None
-
-    assert run_ranks(run, 2, reduction="canonical") == [True, True]
-
-
-def test_a_model_without_trainable_parameters_is_left_alone() -> None:
-    frozen = nn.BatchNorm1d(2).requires_grad_(False)
-    assert run_ranks(lambda ctx: af.prepare_model(ctx, frozen) is frozen, 1, reduction="canonical") == [True]
 
 
 # --- what can't hold -----------------------------------------------------------------------------
@@ -451,11 +402,6 @@ def test_running_statistics_are_refused_by_name(world: int, norm: nn.Module) -> 
             model.train()(torch.ones(2, 3))
 
     run_ranks(run, world, reduction="canonical")
-
-
-def test_statistics_of_each_batch_alone_are_no_running_ones() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.GroupNorm(2, 4))
-    run_ranks(lambda ctx: af.prepare_model(ctx, copy.deepcopy(model)), 2, reduction="canonical")
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -519,7 +465,7 @@ def test_sparse_gradients_are_refused_and_nothing_is_changed(world: int) -> None
         model = af.prepare_model(ctx, nn.Embedding(4, 2, sparse=True))
         old = model.weight.grad = torch.ones(4, 2)
         kind = ConfigurationError if ctx.rank == 0 else (ConfigurationError, RemoteRankError)
-        with pytest.raises(kind, match=r"gradient of weight is of layout torch\.sparse_coo"):
+        with pytest.raises(kind, match=r"gradient of weight has layout torch\.sparse_coo"):
             af.backward(ctx, model(torch.tensor([1])).sum(), af.init_scaler(ctx))
         assert model.weight.grad is old
         assert old.eq(1).all()
@@ -552,7 +498,7 @@ def test_models_belong_to_one_kind_of_reduction() -> None:
         with pytest.raises(ConfigurationError, match='and reduction "mean" where it was "canonical"'):
             af.prepare_model(mean, exact)
         with pytest.raises(
-            ConfigurationError, match=r"the parameter 0\.weight is that of another prepared model"
+            ConfigurationError, match=r"the parameter 0\.weight is already in another prepared model"
         ):
             af.prepare_model(ctx, nn.Sequential(exact[0]))
 

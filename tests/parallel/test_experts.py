@@ -1,4 +1,4 @@
-"""Ranks that hold different experts train one model, as one process does."""
+"""Ranks that hold different experts train a model as one process does."""
 
 # torch leaves backward and manual_seed partly untyped, and transformers much.
 # pyright: reportUnknownMemberType=false
@@ -42,7 +42,7 @@ def exchange_of(ctx: Context) -> Exchange:
 
 @st.composite
 def all_counts(draw: st.DrawFn) -> list[list[int]]:
-    """Draw how many rows each rank has for each expert: often none at all."""
+    """Draw how many rows each rank has for each expert; often none."""
     size, own = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     few = st.lists(st.sampled_from([0, 0, 1, 2, 5]), min_size=size * own, max_size=size * own)
     return draw(st.lists(few, min_size=size, max_size=size))
@@ -231,7 +231,7 @@ def test_a_rank_whose_experts_see_no_row_takes_part() -> None:
         counts = [[0, 6, 0, 0], [6, 0, 0, 0]]
         with pytest.raises(ConfigurationError, match=r"experts: counts must be .* \[4\].* got \[2\]"):
             model(x, [3, 3])
-        with pytest.raises(ConfigurationError, match="experts: counts add up to 5, and x has 6 rows"):
+        with pytest.raises(ConfigurationError, match="experts: counts add up to 5, but x has 6 rows"):
             model(x, [5, 0, 0, 0])
         rows = af.gather(ctx, x).view(2, 6, WIDTH)
         losses = [plain(one, of).square().sum() for one, of in zip(rows, counts, strict=True)]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import io
 import pickle
@@ -87,7 +86,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("on", WORLDS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3])
 @pytest.mark.parametrize("passes", [0, WARM + 1])
 def test_another_operation_for_a_forward_pass_is_one_error_and_no_gradient(
     on: Where, size: int, passes: int
@@ -158,7 +157,7 @@ def meets(rank: int, action: Callable[[Context], object]) -> Callable[[Context],
 
 
 @pytest.mark.parametrize("on", WORLDS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3])
 def test_a_rank_that_accumulates_where_others_average_is_an_error_of_all(on: Where, size: int) -> None:
     seen = run_ranks(
         meets(1, lambda ctx: af.gather(ctx.tagged("after"), batch(ctx))), size, on, timeout_s=PATIENCE_S
@@ -167,32 +166,6 @@ def test_a_rank_that_accumulates_where_others_average_is_an_error_of_all(on: Whe
     assert len({one.text for one in seen}) == 1
     assert "forward" in seen[0].text
     assert "gather" in seen[0].text
-
-
-@pytest.mark.parametrize("on", WORLDS)
-def test_a_rank_that_accumulates_and_ends_is_missed(on: Where) -> None:
-    seen = run_ranks(meets(1, lambda ctx: None), 3, on, timeout_s=PATIENCE_S)
-    assert [one.error for one in seen] == ["MissingRankError", "", "MissingRankError"]
-    assert "forward: rank 1 has ended after " in seen[0].text
-
-
-@pytest.mark.parametrize("on", WORLDS)
-def test_windows_of_other_lengths_are_an_error_of_all(on: Where) -> None:
-    def run(ctx: Context) -> Seen:
-        steps = 2 if ctx.rank == 1 else 1
-        own = ctx.replace(gradient_accumulation_steps=steps)
-        model = af.prepare(ctx, nn.Linear(3, 1))
-
-        def train() -> None:
-            for data, micro in af.microbatches(own, [batch(ctx)] * 4):
-                with af.accumulate(own, micro, model):
-                    model(data).sum().backward()
-
-        return look(train)
-
-    seen = run_ranks(run, 2, on, timeout_s=PATIENCE_S)
-    assert [one.error for one in seen] == ["MismatchError"] * 2
-    assert seen[0].text == seen[1].text
 
 
 class Promises:
@@ -210,7 +183,7 @@ class Promises:
 
 
 @pytest.mark.parametrize("on", WORLDS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3])
 def test_one_batch_fewer_is_an_error_that_counts_them(on: Where, size: int) -> None:
     def run(ctx: Context) -> Seen:
         model = af.prepare(ctx, nn.Linear(3, 1))
@@ -229,7 +202,7 @@ def test_one_batch_fewer_is_an_error_that_counts_them(on: Where, size: int) -> N
 
 
 @pytest.mark.parametrize("on", WORLDS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3])
 def test_a_rank_that_ends_a_step_earlier_is_missed_by_the_others(on: Where, size: int) -> None:
     def run(ctx: Context) -> Seen:
         model = af.prepare(ctx, nn.Linear(3, 1))
@@ -307,44 +280,27 @@ def heard(ctx: Context, name: str, outputs: Outputs) -> tuple[bool, list[bool], 
 
 
 @pytest.mark.parametrize("on", GOES_ON)
-@pytest.mark.parametrize("name", list(LATE))
-def test_the_verdict_is_heard_before_the_first_gradient(on: Where, name: str) -> None:
-    seen = run_ranks(lambda ctx: heard(ctx, name, LATE[name]), 2, on, timeout_s=PATIENCE_S)
-    for after, at_gradient, end in seen:
-        assert after
-        assert at_gradient
-        assert not any(at_gradient)
-        assert not end
+def test_the_verdict_is_heard_before_the_first_gradient(on: Where) -> None:
+    def run(ctx: Context) -> dict[str, tuple[bool, list[bool], bool]]:
+        return {name: heard(ctx, name, outputs) for name, outputs in LATE.items()}
+
+    for found in run_ranks(run, 2, on, timeout_s=PATIENCE_S):
+        for name, (after, at_gradient, end) in found.items():
+            assert after, name
+            assert at_gradient, name
+            assert not any(at_gradient), name
+            assert not end, name
 
 
 @pytest.mark.parametrize("on", GOES_ON)
-@pytest.mark.parametrize("name", list(AT_ONCE))
-def test_the_verdict_is_heard_at_once_where_gradients_may_start_unseen(on: Where, name: str) -> None:
-    seen = run_ranks(lambda ctx: heard(ctx, name, AT_ONCE[name]), 2, on, timeout_s=PATIENCE_S)
-    for after, at_gradient, _ in seen:
-        assert not after
-        assert at_gradient
+def test_the_verdict_is_heard_at_once_where_gradients_may_start_unseen(on: Where) -> None:
+    def run(ctx: Context) -> dict[str, tuple[bool, list[bool], bool]]:
+        return {name: heard(ctx, name, outputs) for name, outputs in AT_ONCE.items()}
 
-
-@pytest.mark.parametrize("on", GOES_ON)
-def test_a_parameter_among_the_outputs_is_heard_of_at_once(on: Where) -> None:
-    class Tells(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 1)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.inner(x), self.inner.weight
-
-    def run(ctx: Context) -> bool:
-        model = af.prepare(ctx, Tells())
-        for _ in range(WARM):
-            result, weight = model(batch(ctx))
-            (result.sum() + weight.sum()).backward()
-        model(batch(ctx))
-        return is_open(ctx)
-
-    assert run_ranks(run, 2, on) == [False, False]
+    for found in run_ranks(run, 2, on, timeout_s=PATIENCE_S):
+        for name, (after, at_gradient, _) in found.items():
+            assert not after, name
+            assert at_gradient, name
 
 
 @pytest.mark.parametrize("on", WORLDS)
@@ -364,18 +320,6 @@ def test_a_forward_pass_without_a_backward_is_no_error(on: Where) -> None:
         return listed(gathered), listed(bias)
 
     assert run_ranks(run, 2, on, timeout_s=PATIENCE_S) == [([0.0, 1.0], [2.0])] * 2
-
-
-def test_a_last_forward_pass_of_one_rank_alone_is_told_to_nobody_who_has_no_use_for_it() -> None:
-    def run(ctx: Context) -> str:
-        model = af.prepare(ctx, nn.Linear(3, 1))
-        step(ctx, model, WARM)
-        if ctx.rank == 0:
-            model(batch(ctx))
-        return "done"
-
-    for on in GOES_ON:
-        assert run_ranks(run, 2, on, timeout_s=PATIENCE_S) == ["done", "done"]
 
 
 # --- kinds of models -----------------------------------------------------------------------------
@@ -403,11 +347,13 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("on", WORLDS)
-@pytest.mark.parametrize("name", list(KINDS))
-def test_ranks_that_train_stay_equal_and_meet_once_for_each_pass(on: Where, name: str) -> None:
-    make, options = KINDS[name]
+def test_ranks_that_train_stay_equal_and_meet_once_for_each_pass(on: Where) -> None:
+    def run(ctx: Context) -> dict[str, tuple[list[list[float]], list[list[float]], list[int]]]:
+        return {name: trained(ctx, make, options) for name, (make, options) in KINDS.items()}
 
-    def run(ctx: Context) -> tuple[list[list[float]], list[list[float]], list[int]]:
+    def trained(
+        ctx: Context, make: Callable[[], nn.Module], options: dict[str, Any]
+    ) -> tuple[list[list[float]], list[list[float]], list[int]]:
         counted = Counted(with_ddp(ctx, **options))
         model = af.prepare(counted.ctx, make())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -423,26 +369,13 @@ def test_ranks_that_train_stay_equal_and_meet_once_for_each_pass(on: Where, name
         after = [listed(parameter) for parameter in model.parameters()]
         return before, after, counts
 
-    first, second = run_ranks(run, 2, on, timeout_s=PATIENCE_S)
-    assert first[:2] == second[:2]
-    assert first[0] != first[1]
-    if on == "processes":  # where gradients and buffers go by torch's own reductions
-        assert first[2] == second[2] == [1] * (WARM + 2)
-
-
-@pytest.mark.parametrize("on", GOES_ON)
-def test_a_copy_of_a_prepared_model_is_checked_too(on: Where) -> None:
-    def run(ctx: Context) -> tuple[Seen, int]:
-        counted = Counted(ctx)
-        twin = copy.deepcopy(af.prepare(counted.ctx, nn.Linear(3, 1)))
-        step(ctx, twin, WARM + 1)
-        count = counted.during(lambda: twin(batch(ctx)))
-        return look(lambda: step(ctx, twin) if ctx.rank else af.gather(ctx, batch(ctx))), count
-
-    for seen, count in run_ranks(run, 2, on, timeout_s=PATIENCE_S):
-        assert count == 1
-        assert seen.error == "MismatchError"
-        assert "forward" in seen.text
+    one, other = run_ranks(run, 2, on, timeout_s=PATIENCE_S)
+    for name, first in one.items():
+        second = other[name]
+        assert first[:2] == second[:2], name
+        assert first[0] != first[1], name
+        if on == "processes":  # where gradients and buffers go by torch's own reductions
+            assert first[2] == second[2] == [1] * (WARM + 2), name
 
 
 def by_pickle(model: nn.Module) -> nn.Module:
@@ -510,15 +443,6 @@ def test_a_pass_that_reduces_nothing_makes_no_exchange(
         return counts
 
     assert run_ranks(run, 2, on) == [[0, 1] * (WARM + 1)] * 2
-
-
-def test_buffers_are_met_for_without_gradients_too() -> None:
-    def run(ctx: Context) -> int:
-        counted = Counted(ctx)
-        model = af.prepare(counted.ctx, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-        return counted.during(lambda: without_gradients(model, ctx))
-
-    assert run_ranks(run, 2, "processes") == [1, 1]
 
 
 def test_without_a_guard_no_pass_is_checked() -> None:

@@ -173,7 +173,7 @@ def test_whatever_computed_the_loss_ranks_train_the_model_of_one_process(on: Whe
 
 
 def refusal(ctx: Context, optimizer: torch.optim.Optimizer, **step: Any) -> str:
-    """Step, and return why that is refused; "" where it isn't."""
+    """Step, and return the error; "" if there is none."""
     try:
         af.optimizer_step(ctx, optimizer, af.init_scaler(ctx), **step)
     except ConfigurationError as error:
@@ -256,7 +256,7 @@ def test_parameters_without_a_gradient_are_refused_where_torch_would_wait_for_th
 
     assert run_ranks(lambda ctx: run(ctx, True), 2, "processes") == [""] * 2
     for text in run_ranks(lambda ctx: run(ctx, False), 2, "processes"):
-        assert "not all parameters of the model got one" in text
+        assert "not all parameters of the model got a gradient" in text
         assert "did not receive grad" in text
 
 
@@ -293,7 +293,7 @@ def test_gradients_that_nobody_averages_are_refused(on: Where) -> None:
     def run(ctx: Context) -> None:
         for model in (Net(), af.prepare_model(ctx, Net(), evaluation_mode=True)):
             model.loss(rows(ctx.rank, 0)).backward()
-            assert "nobody averages" in refusal(ctx, sgd(model))
+            assert "not averaged" in refusal(ctx, sgd(model))
         micro = next(micro for _, micro in af.microbatches(ctx, [0]))
         block = af.accumulate(ctx, micro, af.prepare_model(ctx, nn.Tanh()), model)
         with pytest.raises(ConfigurationError, match="model 1, a Net, was not prepared for training"):
@@ -305,7 +305,7 @@ def test_gradients_that_nobody_averages_are_refused(on: Where) -> None:
         assert refusal(ctx, sgd(model)) == ""
         model.head.requires_grad_(True)  # nobody knows of it
         prepared.loss(rows(ctx.rank, 0)).backward()
-        assert "nobody averages the gradient of a parameter of shape (1, 4)" in refusal(ctx, sgd(model))
+        assert "the gradient of a parameter of shape (1, 4) is not averaged" in refusal(ctx, sgd(model))
 
     run_ranks(run, 2, on)
 
@@ -326,7 +326,7 @@ def test_a_wrapper_that_nobody_holds_averages_no_more_and_keeps_nothing_alive() 
         return text, [one() is None for one in left]
 
     for text, gone in run_ranks(run, 2, "processes"):
-        assert "nobody averages" in text
+        assert "not averaged" in text
         assert gone == [True] * 3
 
 
@@ -384,7 +384,7 @@ def test_what_comes_from_a_pickle_is_averaged_once_it_is_prepared(on: Where) -> 
         torch.save(af.prepare_model(ctx, Net()), file)
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
         loaded.loss(rows(ctx.rank, 0)).backward()
-        assert "nobody averages" in refusal(ctx, sgd(loaded))
+        assert "not averaged" in refusal(ctx, sgd(loaded))
         model = af.prepare_model(ctx, cast("Any", af.unwrap_model(loaded)))
         model.loss(rows(ctx.rank, 0)).backward()
         assert refusal(ctx, sgd(model)) == ""
@@ -432,10 +432,10 @@ def test_a_model_that_is_wrapped_already_is_taken_as_it_is() -> None:
         other = ctx.replace(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
         with pytest.raises(ConfigurationError, match="where this context has DistributedDataParallelKwargs"):
             af.prepare_model(other, DistributedDataParallel(Net()))
-        with pytest.raises(ConfigurationError, match="already, and this context has one process"):
+        with pytest.raises(ConfigurationError, match="and this context has one process"):
             af.prepare_model(Context(), DistributedDataParallel(Net()))
         sharded: Any = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
-        with pytest.raises(ConfigurationError, match="it is sharded by FSDP already"):
+        with pytest.raises(ConfigurationError, match="it is already sharded by FSDP"):
             af.prepare_model(ctx, sharded)
         return [one.detach() for one in model.parameters()]
 

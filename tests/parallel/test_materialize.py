@@ -24,7 +24,7 @@ UNFILLED = r"embed\.weight, positions\.weight, .* never got values\. Load them f
 
 
 class Model(tm.GPT):
-    """One with tied embeddings, a buffer in its state dict, and one that no file has."""
+    """A model with tied embeddings, a buffer in its state dict, and one that no file has."""
 
     scale: torch.Tensor
     shift: torch.Tensor
@@ -110,11 +110,11 @@ def check(ctx: Context, folder: Path) -> None:
         with pytest.raises((ConfigurationError, RemoteRankError), match=r"norm\.bias came from the meta"):
             save()
     # The first rank has what all begin with.
-    with pytest.raises(ConfigurationError, match=r"embed\.weight is on the meta device on rank 0, and has v"):
+    with pytest.raises(ConfigurationError, match=r"embed\.weight is on the meta device on rank 0, but has v"):
         af.prepare_model(ctx, on_meta() if ctx.rank == 0 else Model())
     with torch.device("meta"):
         model = nn.Linear(1, 1)
-    with pytest.raises(ConfigurationError, match=r"every rank is to have the whole model"):
+    with pytest.raises(ConfigurationError, match=r"every rank would hold the full model"):
         af.prepare_model(ctx, model, plan=af.plan_model(Context(), model))
 
 

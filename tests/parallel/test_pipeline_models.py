@@ -151,7 +151,7 @@ def test_several_tensors_need_a_schedule_that_computes_gradients_together() -> N
     config = stages("interleavedzerobubble")
     for said in run_ranks(work, 2, "processes", timeout_s=60, parallelism_config=config):
         assert (
-            "can't do where a stage sends several tensors: args[0], args[2] of the call of encoder." in said
+            "can't do where a stage sends several tensors: args[0], args[2] in the call of encoder." in said
         )
 
 
@@ -192,8 +192,8 @@ def test_a_tensor_without_a_gradient_is_not_sent_in_training() -> None:
         return str(caught.value)
 
     for said in run_ranks(work, 2, "processes", timeout_s=60, parallelism_config=stages("1f1b")):
-        assert "stage 0 of a pipeline would send a tensor of torch.int64" in said
-        assert "args[1] of the call of layers.1" in said
+        assert "stage 0 of a pipeline would send an integer tensor (torch.int64" in said
+        assert "args[1] in the call of layers.1" in said
 
 
 def gpt_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> af.Loss:

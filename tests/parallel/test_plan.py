@@ -39,7 +39,7 @@ def test_the_plan_prints_what_was_asked_for() -> None:
                 "after its forward"
             ),
             (
-                "windows     until the last batch of a window each rank holds 4.2 KiB, whole gradients; with "
+                "windows     until the last batch of a window each rank holds 4.2 KiB, unsharded; with "
                 "sync_each_batch its shard of them"
             ),
             "precision   parameters gathered in bfloat16, gradients averaged in float32, outputs in float32",
@@ -51,7 +51,7 @@ def test_the_plan_prints_what_was_asked_for() -> None:
 def test_without_a_mesh_the_model_is_whole() -> None:
     plan = planned(dynamo_backend="eager")
     assert (plan.engine, plan.shard, plan.compiled) == ("ddp", None, ("",))
-    assert "averaged over dp_replicate; every rank has the whole model" in str(plan)
+    assert "averaged over dp_replicate; every rank has the full model" in str(plan)
     assert planned(size=1).engine == "none"
 
 
@@ -91,7 +91,7 @@ def test_a_model_can_have_another_plan_than_the_context_says() -> None:
         )
         return plan_model(ctx, model, engine="ddp").engine, str(plan_model(other, model).rows()["units"])
 
-    assert run_ranks(on_rank, 2, fsdp_plugin=PLUGIN) == [("ddp", "the whole model")] * 2
+    assert run_ranks(on_rank, 2, fsdp_plugin=PLUGIN) == [("ddp", "the complete model")] * 2
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at each parameter's
@@ -137,9 +137,9 @@ def test_what_is_asked_for_and_not_done_is_refused(
 
 def test_one_rank_shards_nothing_and_says_what_it_can_not_do() -> None:
     assert planned(size=1, fsdp_plugin=PLUGIN).engine == "none"
-    with pytest.raises(ConfigurationError, match="cpu_offload is what FSDP does with shards"):
+    with pytest.raises(ConfigurationError, match="cpu_offload only applies to shards"):
         planned(size=1, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True))
-    with pytest.raises(ConfigurationError, match="mixed_precision_policy is what FSDP does with shards"):
+    with pytest.raises(ConfigurationError, match="mixed_precision_policy only applies to shards"):
         planned(size=1, fsdp_plugin=replace(PLUGIN, mixed_precision_policy="bf16"))
 
 
@@ -158,13 +158,23 @@ SHARDED = ParallelismConfig(dp_shard_size=4)
 @pytest.mark.parametrize(
     ("config", "engine", "options", "message"),
     [
-        (stages("zbvzerobubble", dp_shard_size=2), None, {}, "apart, .* that is sharded or replicated"),
-        (stages("zbvzerobubble", dp_replicate_size=2), None, {}, "apart, .* that is sharded or replicated"),
-        (stages("zbvzerobubble", tp_size=2), None, {"dynamo_backend": "eager"}, "apart, .* that is compiled"),
-        (stages("gpipe", tp_size=2), "ddp", {}, 'engine="ddp" keeps the whole .* along tp and pp have parts'),
-        (None, "shard", {"reduction": "canonical"}, "needs the whole model on every rank"),
-        (SHARDED, None, {"auto_wrap_policy": wraps_all}, "auto_wrap_policy is asked of modules"),
-        (SHARDED, None, {"ignored_modules": "out"}, "ignored_modules is asked of modules"),
+        (stages("zbvzerobubble", dp_shard_size=2), None, {}, "separately, .* that is sharded or replicated"),
+        (
+            stages("zbvzerobubble", dp_replicate_size=2),
+            None,
+            {},
+            "separately, .* that is sharded or replicated",
+        ),
+        (
+            stages("zbvzerobubble", tp_size=2),
+            None,
+            {"dynamo_backend": "eager"},
+            "separately, .* that is compiled",
+        ),
+        (stages("gpipe", tp_size=2), "ddp", {}, 'engine="ddp" keeps the full .* along tp and pp have parts'),
+        (None, "shard", {"reduction": "canonical"}, "needs the full model on every rank"),
+        (SHARDED, None, {"auto_wrap_policy": wraps_all}, "auto_wrap_policy needs the model's modules"),
+        (SHARDED, None, {"ignored_modules": "out"}, "ignored_modules needs the model's modules"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -195,7 +205,7 @@ def test_parameters_that_can_not_be_sharded_are_named() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(()))
 
-    with pytest.raises(ConfigurationError, match="scale is a single number"):
+    with pytest.raises(ConfigurationError, match="scale is a scalar"):
         planned(Scaled(), fsdp_plugin=PLUGIN)
     mixed = lm.make()
     mixed.blocks[0].down.to(torch.bfloat16)

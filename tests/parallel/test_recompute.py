@@ -1,4 +1,4 @@
-"""Blocks that are computed again in the backward give the same gradients, and keep their inputs alone."""
+"""Recomputed blocks give the same gradients and keep only their inputs."""
 
 # torch leaves backward and manual_seed partly untyped, and transformers much.
 # pyright: reportUnknownMemberType=false
@@ -145,11 +145,11 @@ class Nested(nn.Module):
 def test_outer_units_are_recomputed_and_a_single_one_is_refused() -> None:
     facts = read_facts(Nested())
     assert plan_recompute(facts, ("second", "first.1", "first", "")) == ("first", "second")
-    with pytest.raises(ConfigurationError, match="Nested is a single one"):
+    with pytest.raises(ConfigurationError, match="Nested is a single unit"):
         plan_recompute(facts, ("",))
     own: Any = Nested()
     own.first.gradient_checkpointing = True  # as models of transformers say it
-    with pytest.raises(ConfigurationError, match="first has gradient_checkpointing on"):
+    with pytest.raises(ConfigurationError, match="first has its own gradient_checkpointing on"):
         plan_recompute(facts, ("first", ""), own)
 
 

@@ -1,4 +1,4 @@
-"""What ring attention takes of torch, part of it private, is there as it is called."""
+"""Ring attention uses parts of torch, some private; they exist as it calls them."""
 
 from __future__ import annotations
 

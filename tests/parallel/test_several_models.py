@@ -60,7 +60,7 @@ class Models(NamedTuple):
     optimizer: torch.optim.Optimizer
 
     def kept(self) -> dict[str, Any]:
-        """Return what belongs in a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"student": self.student, "average": self.average, "optimizer": self.optimizer}
 
 

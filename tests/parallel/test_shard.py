@@ -1,4 +1,4 @@
-"""Models under FSDP train as one plain process does, and what would make ranks drift apart is refused."""
+"""Models under FSDP train as one process does; anything that would make ranks drift apart is refused."""
 
 # torch leaves backward, fully_shard and its modules partly untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -49,52 +49,46 @@ def rows(ctx: Context) -> lm.BATCH:
 # --- as one process ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_weighted", [False, True], ids=["means", "tokens"])
-@pytest.mark.parametrize("make_optimizer", [lm.adamw, lm.sgd])
-@pytest.mark.parametrize("size", [1, 3])
-def test_shards_train_as_one_process(size: int, make_optimizer: lm.MakeOptimizer, is_weighted: bool) -> None:
-    def on_rank(ctx: Context) -> lm.Trained:
-        return lm.train(ctx, *prepared(ctx, make_optimizer), size, is_weighted)
+@pytest.mark.parametrize(("ranks", "config"), [(2, None), (4, HSDP)], ids=["shards", "replicas of shards"])
+def test_shards_train_as_one_process(ranks: int, config: ParallelismConfig | None) -> None:
+    cases = [
+        (size, make, weighted) for size in (1, 3) for make, weighted in ((lm.adamw, True), (lm.sgd, False))
+    ]
 
-    plain = lm.train_plain(make_optimizer, size, is_weighted)
-    assert max(one.distance(plain) for one in sharded(on_rank)) < TOLERANCE
+    def on_rank(ctx: Context) -> list[lm.Trained]:
+        return [lm.train(ctx, *prepared(ctx, make), size, weighted) for size, make, weighted in cases]
 
-
-@pytest.mark.parametrize(
-    ("size", "make_optimizer", "is_weighted"), [(3, lm.adamw, True), (1, lm.sgd, False), (3, lm.sgd, True)]
-)
-def test_replicas_of_shards_train_as_one_process(
-    size: int, make_optimizer: lm.MakeOptimizer, is_weighted: bool
-) -> None:
-    def on_rank(ctx: Context) -> lm.Trained:
-        return lm.train(ctx, *prepared(ctx, make_optimizer), size, is_weighted)
-
-    plain = lm.train_plain(make_optimizer, size, is_weighted)
-    found = sharded(on_rank, size=4, parallelism_config=HSDP)
-    assert max(one.distance(plain) for one in found) < TOLERANCE
+    plain = [lm.train_plain(make, size, weighted) for size, make, weighted in cases]
+    for found in sharded(on_rank, size=ranks, parallelism_config=config):
+        for trained, expected, case in zip(found, plain, cases, strict=True):
+            assert trained.distance(expected) < TOLERANCE, case
 
 
-@pytest.mark.parametrize(
-    "plugin",
-    [
-        FullyShardedDataParallelPlugin(),
-        FullyShardedDataParallelPlugin(
-            sharding_strategy="SHARD_GRAD_OP", forward_prefetch=True, backward_prefetch="BACKWARD_PRE"
-        ),
-        FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False),
-        FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP"),
-        FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=300
-        ),
-        FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True, activation_checkpointing=True),
-    ],
-    ids=["version 1", "prefetch", "no reshard", "one unit", "by size", "offload, recomputed"],
-)
-def test_no_option_changes_the_numbers(plugin: FullyShardedDataParallelPlugin) -> None:
-    def on_rank(ctx: Context) -> lm.Trained:
-        return lm.train(ctx, *prepared(ctx), 2, True)
+PLUGINS = {
+    "version 1": FullyShardedDataParallelPlugin(),
+    "prefetch": FullyShardedDataParallelPlugin(
+        sharding_strategy="SHARD_GRAD_OP", forward_prefetch=True, backward_prefetch="BACKWARD_PRE"
+    ),
+    "no reshard": FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False),
+    "one unit": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP"),
+    "by size": FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=300
+    ),
+    "offload, recomputed": FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_offload=True, activation_checkpointing=True
+    ),
+}
 
-    assert max(one.distance(lm.train_plain(lm.sgd, 2, True)) for one in sharded(on_rank, plugin)) < TOLERANCE
+
+def test_no_option_changes_the_numbers() -> None:
+    def on_rank(ctx: Context) -> dict[str, lm.Trained]:
+        variants = {name: ctx.replace(fsdp_plugin=plugin) for name, plugin in PLUGINS.items()}
+        return {name: lm.train(own, *prepared(own), 2, True) for name, own in variants.items()}
+
+    plain = lm.train_plain(lm.sgd, 2, True)
+    for found in sharded(on_rank):
+        for name, trained in found.items():
+            assert trained.distance(plain) < TOLERANCE, name
 
 
 def test_gradients_that_are_reduced_in_each_batch_are_the_same() -> None:
@@ -275,7 +269,7 @@ def test_a_loss_over_bare_shards_is_refused_by_name() -> None:
     def on_rank(ctx: Context) -> None:
         model, _ = prepared(ctx)
         penalty = model.blocks[1].up.weight.square().sum().full_tensor()
-        with pytest.raises(ConfigurationError, match=r"the loss has used blocks\.1\.up\.weight, a shard"):
+        with pytest.raises(ConfigurationError, match=r"the loss used blocks\.1\.up\.weight, a shard"):
             af.backward(ctx, penalty, af.init_scaler(ctx))
 
     sharded(on_rank)
@@ -312,11 +306,11 @@ def test_a_module_is_sharded_once() -> None:
     def on_rank(ctx: Context) -> None:
         model = lm.make()
         fully_shard(model.blocks[1])
-        with pytest.raises(ConfigurationError, match=r"its module blocks\.1 is sharded by FSDP already"):
+        with pytest.raises(ConfigurationError, match=r"its module blocks\.1 is already sharded by FSDP"):
             af.prepare_model(ctx, model)
         first = lm.make()
         af.prepare_model(ctx, first)
-        with pytest.raises(ConfigurationError, match=r"1\.weight of the Sequential is a shard"):
+        with pytest.raises(ConfigurationError, match=r"1\.weight of the Sequential is already a shard"):
             af.prepare_model(ctx, nn.Sequential(nn.ReLU(), first.norm))
 
     sharded(on_rank)
@@ -327,7 +321,7 @@ def test_an_optimizer_over_no_prepared_model_is_refused() -> None:
         prepared(ctx)
         stranger = nn.Linear(2, 2)
         optimizer = af.prepare_optimizer(ctx, lm.sgd(stranger.parameters()))
-        with pytest.raises(ConfigurationError, match="no parameter of the SGD is one of a prepared model"):
+        with pytest.raises(ConfigurationError, match="no parameter of the SGD is in a prepared model"):
             af.optimizer_step(ctx, optimizer, af.init_scaler(ctx))
 
     sharded(on_rank)
@@ -358,7 +352,7 @@ def test_a_rank_that_is_lost_is_named_in_the_forward_pass() -> None:
 
 def test_exact_mode_and_threads_have_no_shards() -> None:
     def in_order(ctx: Context) -> None:
-        with pytest.raises(ConfigurationError, match='reduction="canonical" needs the whole model'):
+        with pytest.raises(ConfigurationError, match='reduction="canonical" needs the full model'):
             plan_model(ctx, lm.make(), engine="shard")
 
     run_ranks(in_order, 2, reduction="canonical")
@@ -404,11 +398,11 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_is_changed() -> 
         choose_units(plugin_of(transformer_cls_names_to_wrap=["Blok"]), facts)
     with pytest.raises(ConfigurationError, match=r"embed\.weight and head\.weight are one tied parameter"):
         choose_units(plugin_of(), facts, ["embed"])
-    with pytest.raises(ConfigurationError, match=r"holds blocks\.1\..*, which is trained"):
+    with pytest.raises(ConfigurationError, match=r"has blocks\.1\..*, which is trained"):
         names_of_ignored(r"blocks\.1", model, facts)
     with pytest.raises(ConfigurationError, match="matches no module"):
         names_of_ignored("layers", model, facts)
-    with pytest.raises(ConfigurationError, match="holds a Linear that is not in the Model"):
+    with pytest.raises(ConfigurationError, match="has a Linear that is not in the Model"):
         names_of_ignored([nn.Linear(1, 1)], model, facts)
 
 

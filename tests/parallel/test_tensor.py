@@ -55,7 +55,7 @@ def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor
 def against_plain(
     ctx: Context, make: Callable[[], nn.Module], plan: Mapping[str, str] | None
 ) -> tuple[float, float, list[str]]:
-    """Differences of the loss and of the gradients, and what isn't laid out as its parameter is."""
+    """Differences of the loss and gradients, and the gradients with another layout than their parameter."""
     plain, model = make(), spread(ctx, make(), plan)
     losses = [summed_loss(one, make_batch(1))[0] for one in (plain, model)]
     for loss in losses:

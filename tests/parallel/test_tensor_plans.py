@@ -1,4 +1,4 @@
-"""A plan for tensor parallelism: from patterns to styles, and everything that is wrong at once."""
+"""A plan for tensor parallelism: patterns become styles, and one error lists everything wrong."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert "GPT with tp_size=3" in said
     assert "'block.*.attn.q' matches no module. Did you mean 'blocks.*.attn.q'" in said
     assert "'blocks.*.attn.k': unknown style 'column'. Use one of colwise, " in said
-    assert "blocks.0.norm1 is a LayerNorm, which can't be 'rowwise'. torch splits nn.Linear" in said
+    assert "blocks.0.norm1 is a LayerNorm, which can't be 'rowwise'. Torch splits nn.Linear" in said
     assert "blocks.1.up (colwise): 64 outputs aren't divisible by tp_size=3. Pad it by 2" in said
     assert "'blocks.*.u*' and 'blocks.*.up' both match blocks.0.up" in said
     assert "head (gather): 32 outputs aren't divisible by tp_size=3" in said
@@ -93,7 +93,7 @@ def test_tied_weights_are_laid_out_alike(missing: str) -> None:
     words = {pattern: word for pattern, word in PLAN.items() if pattern != missing}
     said = refusal(words, facts_of())
     assert (
-        "embed.weight and head.weight are one tied parameter, and the plan lays them out differently" in said
+        "embed.weight and head.weight are one tied parameter, but the plan lays them out differently" in said
     )
     assert f"{missing}.weight is whole" in said
     assert plan(words, facts_of(tied=False)).styles[missing] == "whole"
@@ -119,7 +119,7 @@ def test_heads_that_share_keys_are_divisible_too() -> None:
 
 def test_a_module_between_split_layers_must_be_named() -> None:
     facts = facts_of(norms_heads=True)
-    assert "blocks.0.attn.head_norm stands beside colwise and rowwise layers" in refusal(PLAN, facts)
+    assert "blocks.0.attn.head_norm is beside colwise and rowwise layers" in refusal(PLAN, facts)
     for style in ("heads", "whole"):
         assert (
             plan({**PLAN, "blocks.*.attn.head_norm": style}, facts).styles["blocks.0.attn.head_norm"] == style
@@ -128,7 +128,7 @@ def test_a_module_between_split_layers_must_be_named() -> None:
 
 def test_without_any_plan_it_says_what_to_pass() -> None:
     said = refusal(None, facts_of())
-    assert "nothing says how to split GPT" in said
+    assert "there is no plan for GPT" in said
     assert "TorchTensorParallelConfig(plan={" in said
     assert "GPT" in refusal({}, facts_of())
 
@@ -177,7 +177,7 @@ def test_a_plan_is_made_of_a_meta_model_and_prints() -> None:
     with torch.device("meta"):
         facts = read_facts(GPT(tied=False))
     assert str(plan({**PLAN, "positions": "heads"}, facts)).splitlines() == [
-        "layers      shared by 2 ranks; whole where no style is named",
+        "layers      shared by 2 ranks; replicated where no style is named",
         "colwise     blocks.*.attn.q, blocks.*.attn.k, blocks.*.attn.v, blocks.*.up",
         "rowwise     blocks.*.attn.o, blocks.*.down",
         "embedding   embed",

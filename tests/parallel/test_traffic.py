@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Sent(NamedTuple):
-    """What torch has sent in a step, and what has gone through the context."""
+    """What torch sent in a step, and what the context sent."""
 
     calls: dict[str, int]
     syncs: int

@@ -1,4 +1,4 @@
-"""Models of transformers train, are evaluated and generate when they are sharded as one process does."""
+"""Sharded models of transformers train, evaluate and generate as in one process."""
 
 # torch leaves backward and manual_seed partly untyped, and transformers much.
 # pyright: reportUnknownMemberType=false
@@ -92,7 +92,7 @@ class Seen(NamedTuple):
 
 
 def reload(ctx: Context, name: str, tied: bool, model: nn.Module, folder: Path) -> Any:
-    """Save a model, and load the files into one that has never had memory for all of it."""
+    """Save a model, and load the files into a sharded one that never had memory for all of it."""
     af.save_model(ctx, model, folder)
     with af.init_empty_weights():
         empty = MODELS[name](tied)

@@ -66,6 +66,6 @@ def traffic_of(step: Callable[[], object]) -> Traffic:
 
 
 def held(tensors: Sequence[Any]) -> int:
-    """Return the bytes of memory behind tensors, of which this rank has parts, each once."""
+    """Return the bytes of this rank's parts of tensors, each memory once."""
     storages = [getattr(one, "_local_tensor", one).untyped_storage() for one in tensors]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -71,7 +71,7 @@ def taken(model: nn.Module) -> list[torch.Tensor]:
 
 
 def at_once(case: Case, world: int, weighted: bool) -> list[list[torch.Tensor]]:
-    """Train on one rank, a whole window in one batch; give the gradients of each step, and the weights."""
+    """Train on one rank with each window as one batch; return each step's gradients, and the weights."""
     x, y, weights = make_data(case)
     model = make_model(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -149,11 +149,13 @@ def cases(draw: st.DrawFn, weighted: bool) -> tuple[int, Case]:
     return world, Case(batch, steps, num, even, draw(st.integers(1, 5)), draw(st.integers(0, 999)))
 
 
+@settings(max_examples=50)
 @given(cases(weighted=False))
 def test_means_over_equal_batches(drawn: tuple[int, Case]) -> None:
     check(*drawn, weighted=False)
 
 
+@settings(max_examples=50)
 @given(cases(weighted=True))
 @example((3, Case(2, 2, 6)))  # one sample more than it needs for a batch each: ranks 0 and 1 have theirs
 @example((3, Case(2, 1, 7)))  # the last step leaves ranks 1 and 2 without a row

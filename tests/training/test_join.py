@@ -98,37 +98,52 @@ def by_accelfn(ctx: Context, num: int, num_epochs: int, with_buffers: bool, way:
     return state_of(model)
 
 
-@pytest.mark.parametrize("way", ["loader", "microbatches"])
-@pytest.mark.parametrize(
-    ("world", "num", "with_buffers"), [(2, 10, True), (2, 9, False), (3, 13, False), (3, 1, False)]
-)
-def test_uneven_ranks_train_as_under_torchs_own_join(
-    world: int, num: int, with_buffers: bool, way: str
-) -> None:
-    def run(ctx: Context) -> tuple[State, State]:
-        expected = by_torch(ctx, num, 2, with_buffers)
-        return expected, by_accelfn(ctx, num, 2, with_buffers, way)
+@pytest.mark.parametrize(("world", "cases"), [(2, [(10, True), (9, False)]), (3, [(13, False), (1, False)])])
+def test_uneven_ranks_train_as_under_torchs_own_join(world: int, cases: list[tuple[int, bool]]) -> None:
+    def run(ctx: Context) -> list[State]:
+        states: list[State] = []
+        for num, with_buffers in cases:
+            expected = by_torch(ctx, num, 2, with_buffers)
+            for way in ("loader", "microbatches"):
+                states.append(by_accelfn(ctx, num, 2, with_buffers, way))
+                assert equal(expected, states[-1]), (num, way)
+        return states
 
-    found = run_ranks(run, world, "processes", dataloader_config=UNEVEN)
-    for expected, state in found:
-        assert equal(expected, state)
-        assert equal(state, found[0][1])
+    first, *others = run_ranks(run, world, "processes", dataloader_config=UNEVEN)
+    assert all(all(map(equal, first, states)) for states in others)
 
 
-@pytest.mark.parametrize("counts", [(3, 2), (4, 3), (1, 4), (5, 0)])
-def test_windows_are_reduced_by_all_and_lose_no_gradient(counts: tuple[int, int]) -> None:
+COUNTS = [(3, 2), (4, 3), (1, 4), (5, 0)]
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+def rows_by_rank(counts: tuple[int, int]) -> list[Rows]:
     x, y = samples(2 * sum(counts))
-    own = [(x[: 2 * counts[0]], y[: 2 * counts[0]]), (x[2 * counts[0] :], y[2 * counts[0] :])]
+    return [(x[: 2 * counts[0]], y[: 2 * counts[0]]), (x[2 * counts[0] :], y[2 * counts[0] :])]
 
-    def run(ctx: Context) -> State:
-        source: Any = DataLoader(cast("Any", TensorDataset(*own[ctx.rank])), batch_size=2)
-        model = af.prepare(ctx, make())
-        loader = prepare_data_loader(ctx, source, "already_sharded")
-        with af.join_uneven_inputs(ctx, [model], [loader], even_batches=False):
-            train(ctx, model, loader)
-        return state_of(model)
 
-    # Alone: windows of two that also close where a rank ends, and a mean over both ranks.
+def test_windows_are_reduced_by_all_and_lose_no_gradient() -> None:
+    def run(ctx: Context) -> list[State]:
+        states: list[State] = []
+        for counts in COUNTS:
+            rows = cast("Any", TensorDataset(*rows_by_rank(counts)[ctx.rank]))
+            model = af.prepare(ctx, make())
+            loader = prepare_data_loader(ctx, DataLoader[Any](rows, batch_size=2), "already_sharded")
+            with af.join_uneven_inputs(ctx, [model], [loader], even_batches=False):
+                train(ctx, model, loader)
+            states.append(state_of(model))
+        return states
+
+    for first, second, counts in zip(
+        *run_ranks(run, 2, "processes", gradient_accumulation_steps=2), COUNTS, strict=True
+    ):
+        torch.testing.assert_close(first, alone(counts), msg=str(counts))
+        assert equal(first, second)
+
+
+def alone(counts: tuple[int, int]) -> State:
+    """Train on one process: windows of two that also close where a rank ends, and a mean over both ranks."""
+    own = rows_by_rank(counts)
     model = make()
     optimizer = sgd(model, 0.1)
     first = 0
@@ -143,10 +158,7 @@ def test_windows_are_reduced_by_all_and_lose_no_gradient(counts: tuple[int, int]
                         (loss_of(model, (rows[part], target[part])) / len(window) / 2).backward()
             optimizer.step()
         first = end
-    found = run_ranks(run, 2, "processes", gradient_accumulation_steps=2)
-    for state in found:
-        torch.testing.assert_close(state, state_of(model))
-    assert equal(found[0], found[1])
+    return state_of(model)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 4))
@@ -276,23 +288,28 @@ def test_batch_samplers_and_skipped_loaders_can_be_left_uneven_too() -> None:
     run_ranks(run, 2, "processes")
 
 
-@pytest.mark.parametrize(
-    ("on", "case", "error", "text"),
-    [
-        ("memory", "threads", NotAvailableError, "ranks that are threads .*\n?.*pad"),
-        ("processes", "frozen", TypeError, "got Sequential"),
-        ("processes", "nothing", ValueError, "got no joinables"),
-        ("processes", "fp16", NotAvailableError, "float16"),
-        ("processes", "replicas", ConfigurationError, "check_replicas_every"),
-        ("processes", "unprepared", TypeError, "loaders must be prepared, got DataLoader"),
-        ("processes", "dispatched", ConfigurationError, "can't be had .* leaves it no choice"),
-        ("processes", "own", ConfigurationError, "even_batches=True can't be had .* leaves it no choice"),
-    ],
-)
+REFUSED: dict[str, tuple[type[Exception], str]] = {
+    "frozen": (TypeError, "got Sequential"),
+    "nothing": (ValueError, "got no joinables"),
+    "fp16": (NotAvailableError, "float16"),
+    "replicas": (ConfigurationError, "check_replicas_every"),
+    "unprepared": (TypeError, "loaders must be prepared, got DataLoader"),
+    "dispatched": (ConfigurationError, "because of the way it reads"),
+    "own": (ConfigurationError, "even_batches=True, because of the way it reads"),
+}
+ON_THREADS: dict[str, tuple[type[Exception], str]] = {
+    "threads": (NotAvailableError, "ranks that are threads .*\n?.*pad")
+}
+
+
+@pytest.mark.parametrize(("on", "cases"), [("memory", ON_THREADS), ("processes", REFUSED)])
 def test_what_can_not_be_joined_is_refused_on_every_rank_before_anything_changes(
-    on: Any, case: str, error: type[Exception], text: str
+    on: Any, cases: dict[str, tuple[type[Exception], str]]
 ) -> None:
-    def run(ctx: Context) -> str:
+    def run(ctx: Context) -> list[str]:
+        return [refused(ctx, case, error, text) for case, (error, text) in cases.items()]
+
+    def refused(ctx: Context, case: str, error: type[Exception], text: str) -> str:
         if case == "fp16":
             ctx = ctx.replace(mixed_precision="fp16")
         if case == "replicas":

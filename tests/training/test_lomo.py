@@ -109,12 +109,12 @@ def test_what_lomo_cannot_do_is_refused() -> None:
 
     def run(ctx: Context) -> None:
         mine = model_of()
-        with pytest.raises(NotAvailableError, match="before the 2 ranks could average"):
+        with pytest.raises(NotAvailableError, match="before the 2 ranks can average"):
             af.lomo_backward(ctx, loss_of(mine), 0.1, StandIn(mine))
 
     run_ranks(run, 2)
     accelerator = Accelerator(context=Context())
-    with pytest.raises(ValueError, match="needs one prepared optimizer that is Lomo or AdaLomo, got 0"):
+    with pytest.raises(ValueError, match="needs one prepared Lomo or AdaLomo optimizer, got 0"):
         accelerator.lomo_backward(loss, 0.1)
     kept = accelerator.prepare(optimizer, StandIn(model))
     with pytest.raises(ValueError, match="got 2"):

@@ -78,8 +78,8 @@ def by_a_step_over_a_tree(loss_fn: LossFn) -> object:
         (lambda w: Loss(w.sum(), torch.ones(2)), ValueError, r"the weight must be one number, .*\(2,\)"),
         (lambda w: Loss(w.sum(), -1), ValueError, "the weight must be at least 0, got -1"),
         (lambda w: Loss(w.sum(), math.nan), ValueError, "the weight must be at least 0, got nan"),
-        (lambda w: w.sum().detach(), ValueError, "the loss depends on no parameter"),
-        (lambda w: torch.zeros(()), ValueError, "the loss depends on no parameter"),
+        (lambda w: w.sum().detach(), ValueError, "the loss has no gradient"),
+        (lambda w: torch.zeros(()), ValueError, "the loss has no gradient"),
     ],
 )
 def test_what_is_no_loss_is_refused_and_nothing_is_guessed(

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
@@ -91,6 +91,7 @@ def weighted_windows(draw: st.DrawFn) -> tuple[int, list[list[list[float]]]]:
 
 
 @pytest.mark.parametrize("mode", ["no", "fp16"])
+@settings(max_examples=50)
 @given(weighted_windows(), st.booleans())
 def test_sums_with_weights_are_divided_once_over_all_ranks_and_the_window(
     mode: Any, drawn: tuple[int, list[list[list[float]]]], clip: bool
@@ -135,7 +136,7 @@ def test_weights_on_some_ranks_or_in_some_batches_only_are_refused() -> None:
         model = af.prepare_model(ctx, one_weight())
         weight = 1.0 if ctx.rank else None
         state = af.backward(ctx, model.weight.sum(), af.init_scaler(ctx), weight=weight)
-        with pytest.raises(ValueError, match="losses before in this window have"):
+        with pytest.raises(ValueError, match="earlier losses in this window have"):
             af.backward(ctx, model.weight.sum(), state, weight=None if ctx.rank else 1.0)
         af.optimizer_step(ctx, sgd(model), state)
         af.wait_for_everyone(ctx)
@@ -347,7 +348,7 @@ def test_what_the_one_call_cannot_take_is_refused_before_anything_is_changed() -
     state = af.backward(Context(), model.weight.sum(), af.init_scaler(Context()))
     with pytest.raises(ValueError, match=r"optimizer_step: max_norm must be positive, got 0\.0"):
         af.optimizer_step(Context(), optimizer, state, max_norm=0.0)
-    with pytest.raises(TypeError, match="ReduceLROnPlateau moves by what you measure"):
+    with pytest.raises(TypeError, match="ReduceLROnPlateau needs a metric"):
         af.optimizer_step(Context(), optimizer, state, scheduler=schedules.ReduceLROnPlateau(optimizer))
     assert weight_of(model) == 1
     af.optimizer_step(Context(), optimizer, state)

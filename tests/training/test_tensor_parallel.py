@@ -41,21 +41,6 @@ def test_dropout_is_equal_on_ranks_that_share_layers_and_differs_between_batches
     assert by_batch[0] != by_batch[1]
 
 
-def test_the_plan_prints_what_each_rank_gets() -> None:
-    model = GPT(views_by_count=True)
-    printed, *others = run_ranks(
-        lambda ctx: str(af.plan_model(ctx, model)),
-        4,
-        "processes",
-        parallelism_config=LAYOUTS["tp2xfsdp2"].config(),
-    )
-    assert others == [printed] * 3
-    rows = dict(line.split("  ", 1) for line in printed.splitlines())
-    assert rows["layers"].strip() == "shared by 2 ranks; whole where no style is named"
-    assert rows["rowwise"].strip() == "blocks.*.attn.o, blocks.*.down"
-    assert rows["attributes"].strip() == "blocks.*.attn.num_heads 4 -> 2"
-
-
 def test_ranks_that_are_threads_cannot_share_layers() -> None:
     config = LAYOUTS["tp2"].config()
     with pytest.raises(NotAvailableError, match='on="processes"'):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import optree
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
@@ -118,7 +118,7 @@ def same(found: Any, expected: Any) -> None:
 
 
 def plain(loss_fn: Any, rows: Rows, seed: int, max_norm: float | None = None, steps: int = 2) -> Any:
-    """Train one model on whole batches, without anything of the library."""
+    """Train a model on complete batches with plain torch."""
     model = make_model(seed)
     optimizer = sgd(model, 0.1)
     told: list[Any] = []
@@ -153,6 +153,7 @@ def train(ctx: Context, kind: str, loss_fn: Any, rows: Rows, seed: int, max_norm
 
 @KINDS
 @pytest.mark.parametrize("loss_fn", [mean_with_aux, sum_loss])
+@settings(max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.integers(0, 999))
 def test_ranks_and_windows_are_one_plain_model_with_one_batch(
     kind: str, loss_fn: Any, ranks: int, window: int, count: int, clip: bool, seed: int
@@ -326,11 +327,13 @@ def test_a_model_whose_gradients_nobody_averages_is_refused() -> None:
         model = make_model(0)
         evaluated = af.prepare_model(ctx, make_model(0), evaluation_mode=True)
         for one in (model, evaluated):
-            with pytest.raises(ConfigurationError, match=r"nobody averages the gradient of param.* 2 ranks"):
+            with pytest.raises(
+                ConfigurationError, match=r"the gradient of param.* is not averaged over the 2 ranks"
+            ):
                 af.make_train_step(ctx, mean_loss, sgd(one), model=one)
         af.prepare_model(ctx, model)
         if ctx.world.group is not None:  # the module inside of DistributedDataParallel
-            with pytest.raises(ConfigurationError, match=r"what prepare_model\(ctx, model\) gave back"):
+            with pytest.raises(ConfigurationError, match=r"prepare_model\(ctx, model\) returns"):
                 af.make_train_step(ctx, mean_loss, sgd(model), model=model)
 
     run_ranks(run, 2)
@@ -348,7 +351,7 @@ def test_what_doesnt_fit_together_is_refused() -> None:
         ({"model": {"a": 3}}, TypeError, r"model\['a'\] is of type int"),
         ({"model": None}, TypeError, "Pass model="),
         ({"loss_fn": 3}, TypeError, "loss_fn must be callable, got int"),
-        ({"scheduler": ReduceLROnPlateau(optimizer)}, TypeError, "Plateau moves by what you measure"),
+        ({"scheduler": ReduceLROnPlateau(optimizer)}, TypeError, "Plateau needs a metric"),
         ({"scheduler": ["linear"]}, TypeError, "takes torch's schedulers, got str"),
         ({"scheduler": StepLR(other, 1)}, ConfigurationError, "an optimizer that doesn't step here"),
         *(({"max_norm": wrong}, ValueError, norm) for wrong in (0.0, -1.0, float("nan"))),
@@ -356,7 +359,7 @@ def test_what_doesnt_fit_together_is_refused() -> None:
         (
             {"optimizer": pure, "model": None, "scheduler": StepLR(optimizer, 1)},
             TypeError,
-            r"got scheduler= .* follow a schedule",
+            r"got scheduler= .* learning rate schedule",
         ),
     ]
     for changed, error, text in refused:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 def graphs_of(kind: str, ranks: int, backend: str, mode: str = "no", **options: Any) -> list[list[int]]:
-    """Train twins, one of them compiled; return of each rank the number of graphs after each step."""
+    """Train twins, one compiled; return each rank's number of graphs after each step."""
 
     def run(ctx: Context) -> list[int]:
         counter = CompileCounterWithBackend(backend)

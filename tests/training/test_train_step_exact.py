@@ -121,22 +121,13 @@ def test_the_bits_are_the_same_at_any_number_of_ranks(name: str, mode: Any) -> N
         assert run_ranks(PROGRAMS[name], 2, on="processes", **options) == expected * 2
 
 
-def test_without_it_the_result_is_the_same_but_for_the_last_bits() -> None:
-    exact = run_ranks(over_trees, 3, reduction=CanonicalReduction(num_microbatches=12))[0]
-    plain = run_ranks(over_trees, 3, gradient_accumulation_steps=4)[0]
-    assert torch.allclose(torch.tensor(exact[1]["w"]), torch.tensor(plain[1]["w"]), atol=1e-6)
-    assert torch.allclose(torch.tensor(exact[0]), torch.tensor(plain[0]), atol=1e-6)
-
-
 def test_rows_that_cannot_be_cut_equally_are_refused_on_every_rank() -> None:
     def run(ctx: Context) -> None:
         model = af.prepare(ctx, Net())
         optimizer = sgd(model, 0.1)
         step = af.make_train_step(ctx, mean, optimizer, model=[model])
         rows = 3 if ctx.rank == 1 else 4
-        with pytest.raises(
-            (ValueError, af.errors.RemoteRankError), match="2 equal microbatches on each rank"
-        ):
+        with pytest.raises((ValueError, af.errors.RemoteRankError), match="divisible by 2"):
             step(af.init_train_state(ctx, optimizer), (torch.ones(rows, 3), torch.ones(rows, 1)))
 
     run_ranks(run, 2, reduction=CanonicalReduction(num_microbatches=4))

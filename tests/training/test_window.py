@@ -72,7 +72,7 @@ def test_a_batch_that_cant_be_cut_is_refused(batch: Any, found: str) -> None:
         ([{}, {"weight": 1.0}], ValueError, "a weight for one piece"),
         ([{"aux": 1.0}, {"aux": {"a": 1.0}}], ValueError, "another structure or other shapes"),
         ([{"aux": torch.ones(1)}, {"aux": torch.ones(2)}], ValueError, "another structure or other shapes"),
-        ([{"aux": {"name": "x"}}] * 2, TypeError, r"aux\['name'\] is of type str, which has no average"),
+        ([{"aux": {"name": "x"}}] * 2, TypeError, r"aux\['name'\] is of type str, which can't be averaged"),
     ],
 )
 def test_what_doesnt_add_up_is_refused(others: list[Any], error: type[Exception], text: str) -> None:

@@ -35,8 +35,8 @@ def save(tensors: dict[str, torch.Tensor], folder: Path, layout: Layout) -> Path
     name = {"flat": "weights.json", "other": f"somebody{suffix}.index.json"}.get(
         layout, f"{stem}{suffix}.index.json"
     )
-    message = weight_map if layout == "flat" else {"metadata": {}, "weight_map": weight_map}
-    (folder / name).write_text(json.dumps(message))
+    index = weight_map if layout == "flat" else {"metadata": {}, "weight_map": weight_map}
+    (folder / name).write_text(json.dumps(index))
     return folder if layout in ("folder", "other", "bin folder") else folder / name
 
 

@@ -126,12 +126,12 @@ def test_the_plan_is_the_same_without_values_and_for_any_rank() -> None:
 
 
 def test_split_points_and_classes_are_kept_to() -> None:
-    message = plan_pipeline(Net(), 3, split_points=["blocks.1", "last"])
-    assert message.split == ("blocks.1", "last")
-    assert message.stages[2].parameters == ("last.weight", "last.bias")
-    with pytest.raises(ValueError, match=r"names blocks\.1\.norm; what it can name is"):
+    plan = plan_pipeline(Net(), 3, split_points=["blocks.1", "last"])
+    assert plan.split == ("blocks.1", "last")
+    assert plan.stages[2].parameters == ("last.weight", "last.bias")
+    with pytest.raises(ValueError, match=r"names blocks\.1\.norm, but it can name"):
         plan_pipeline(Net(), 2, split_points=["blocks.1.norm"])
-    with pytest.raises(ValueError, match="Net has 3 blocks, and 7 stages need at least one each"):
+    with pytest.raises(ValueError, match="Net has 3 blocks, but 7 stages need at least one each"):
         plan_pipeline(Net(), 7)
     with pytest.raises(ValueError, match=r'must be "auto" or a list of module names, got \'even\''):
         plan_pipeline(Net(), 2, split_points="even")
@@ -142,7 +142,7 @@ def test_split_points_and_classes_are_kept_to() -> None:
 @pytest.mark.parametrize(
     ("model", "example", "options", "says"),
     [
-        (nn.Linear(4, 4), torch.ones(4, 4), {}, "Linear has 0 blocks, and 2 stages need"),
+        (nn.Linear(4, 4), torch.ones(4, 4), {}, "Linear has 0 blocks, but 2 stages need"),
         (seeded(Tied()), torch.tensor(1.0), {}, "no such dimension"),
         (seeded(Tied()), (), {}, "no such dimension"),
         (

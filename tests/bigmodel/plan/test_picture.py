@@ -41,9 +41,9 @@ def test_the_table_has_a_row_and_the_modules_of_each_place(plan: DevicePlan) -> 
     assert head.split("  ")[0] == "place"
     for row, one in zip(rows, plan.places, strict=False):
         assert row.split()[0] == str(one.place)
-        message = [size_text(one.used), size_text(one.reserved)]
-        message.append("none" if one.budget is None else size_text(one.budget))
-        assert re.split(r" {2,}", row)[1:4] == message
+        sizes = [size_text(one.used), size_text(one.reserved)]
+        sizes.append("none" if one.budget is None else size_text(one.budget))
+        assert re.split(r" {2,}", row)[1:4] == sizes
         bar = row.split()[-1] if one.budget is not None else ""
         assert len(bar) == (30 if one.budget is not None else 0)
         assert ("#" in bar) == (one.budget is not None and one.used > 0)
