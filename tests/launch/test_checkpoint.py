@@ -87,7 +87,7 @@ def test_a_sound_checkpoint_is_ok_file_by_file(tmp_path: Path, read: Read) -> No
     assert [line for line in read().splitlines() if line[0] != " "] == [str(tmp_path / "step_1"), str(place)]
 
 
-def test_all_that_is_damaged_is_said(tmp_path: Path, read: Read) -> None:
+def test_all_damaged_files_are_reported(tmp_path: Path, read: Read) -> None:
     place = save(tmp_path, 1)
     save(tmp_path, 2)
     damage(place)
@@ -160,15 +160,15 @@ def test_the_table_has_the_checkpoints_and_what_else_is_there(tmp_path: Path, re
         f"no checkpoint: theirs (it is a checkpoint of Accelerate; {hint})",
     ]
     assert run("list", tmp_path, "--json") == 0
-    told = json.loads(read())
-    assert {one["name"]: (one["step"], one["metric"]) for one in told["checkpoints"]} == {
+    reported = json.loads(read())
+    assert {one["name"]: (one["step"], one["metric"]) for one in reported["checkpoints"]} == {
         "best": (None, None),
         "step_9": (9, 0.5),
         "step_10": (10, 0.25),
     }
-    assert told["leftovers"] == [{"name": stage.name, "kind": "staging", "dead": True}]
-    assert [one["name"] for one in told["damaged"]] == ["step_11"]
-    assert [one["name"] for one in told["others"]] == ["logs", "notes.txt", "theirs"]
+    assert reported["leftovers"] == [{"name": stage.name, "kind": "staging", "dead": True}]
+    assert [one["name"] for one in reported["damaged"]] == ["step_11"]
+    assert [one["name"] for one in reported["others"]] == ["logs", "notes.txt", "theirs"]
 
 
 def test_an_empty_directory_is_listed_too(tmp_path: Path, read: Read) -> None:
@@ -270,9 +270,9 @@ def test_what_differs_between_ranks_is_marked(tmp_path: Path, read: Read) -> Non
         ("same", "float32 [1], 4 B"),
     ]
     assert run("show", tmp_path / "run", "--json") == 0
-    told = json.loads(read())
-    assert told["world_size"] == 3
-    leaves = [one for one in told["leaves"] if one["path"] in ("odd", "own")]
+    reported = json.loads(read())
+    assert reported["world_size"] == 3
+    leaves = [one for one in reported["leaves"] if one["path"] in ("odd", "own")]
     tensor = {"path": "own", "kind": "tensor", "dtype": "float32", "shape": [2], "bytes": 8}
     assert leaves == [
         *({**tensor, "ranks": [rank]} for rank in range(3)),
@@ -283,14 +283,14 @@ def test_what_differs_between_ranks_is_marked(tmp_path: Path, read: Read) -> Non
 def test_the_json_is_the_essence_of_the_manifest(tmp_path: Path, read: Read) -> None:
     place = save(tmp_path, 4, 0.5, dtype=torch.float16)
     assert run("show", tmp_path, "--json") == 0
-    told = json.loads(read())
-    assert told.pop("files") == {
+    reported = json.loads(read())
+    assert reported.pop("files") == {
         "tensors-00000.safetensors": os.path.getsize(place / "tensors-00000.safetensors")
     }
-    assert told.pop("created_by").startswith("accelfn ")
-    assert {"python", "torch"} <= set(told.pop("random"))
+    assert reported.pop("created_by").startswith("accelfn ")
+    assert {"python", "torch"} <= set(reported.pop("random"))
     tensor = {"kind": "tensor", "dtype": "float32"}
-    assert told == {
+    assert reported == {
         "path": str(place),
         "step": 4,
         "metric": 0.5,
@@ -384,9 +384,9 @@ def test_a_checkpoint_is_converted_for_others(tmp_path: Path, capsys: pytest.Cap
     place = save(tmp_path, 1)
     theirs, bare = tmp_path / "theirs", tmp_path / "bare"
     assert run("convert", place, theirs, "--to", "accelerate") == 2
-    said = capsys.readouterr().err
-    assert "has no place for 'epoch'" in said
-    assert said.endswith("On the command line names is --name, leave_out is --leave_out.\n")
+    output = capsys.readouterr().err
+    assert "has no place for 'epoch'" in output
+    assert output.endswith("On the command line names is --name, leave_out is --leave_out.\n")
     assert run("convert", place, theirs, "--to", "accelerate", "--leave-out", "epoch") == 0
     assert capsys.readouterr().out == f"{theirs}: model\n"
     assert {"model.safetensors", "random_states_0.pkl"} <= {path.name for path in theirs.iterdir()}
@@ -423,13 +423,13 @@ BAD: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("argv", "said"), BAD, ids=str)
-def test_bad_input_is_said_in_one_sentence(
-    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("argv", "output"), BAD, ids=str)
+def test_bad_input_is_one_sentence(
+    argv: tuple[str, ...], output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert run(*argv) == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert output in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("action", ["list", "prune"])

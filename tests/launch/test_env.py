@@ -35,7 +35,7 @@ def test_the_report_names_versions_variables_and_the_configuration(
     assert report["configuration"]["file"] == str(config)
     assert report["configuration"]["contents"] == {
         "num_processes": "2",
-        "aws_secret_access_key": "(left out)",
+        "aws_secret_access_key": "(hidden)",
     }
     assert "unknown key 'aws_secret_access_key'" in report["configuration"]["fault"]
     assert "hush" not in out
@@ -75,9 +75,7 @@ def test_no_secret_of_a_configuration_is_shown(
     assert "hush" not in json.dumps(report)
 
 
-def test_what_is_broken_is_told_and_the_rest_still_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_part_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> dict[str, Any]:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
@@ -107,7 +105,7 @@ def test_nothing_secret_and_nothing_private_is_shown(env: dict[str, str]) -> Non
     assert shown.keys() == {name for name in env if name.startswith(("ACCELFN_", "NCCL_"))}
     for name, value in shown.items():
         secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL"))
-        assert value == ("(left out)" if secret else hide_in_text(env[name]))
+        assert value == ("(hidden)" if secret else hide_in_text(env[name]))
 
 
 def test_no_secret_in_the_value_of_a_variable_is_shown() -> None:
@@ -141,14 +139,12 @@ def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -
     assert facts["reach each other directly"] == ["cuda:0 to 1", "cuda:1 to none"]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"), [("absent.yaml", "there is no configuration file"), ("", "needs the name")]
-)
+@pytest.mark.parametrize(("given", "output"), [("absent.yaml", "no config file"), ("", "needs the name")])
 def test_a_file_that_was_asked_for_must_be_there(
-    given: str, said: str, capsys: pytest.CaptureFixture[str]
+    given: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["env", "--config_file", given]) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_an_unknown_flag_is_refused() -> None:

@@ -39,19 +39,19 @@ def test_one_machine_beats_the_step_wholly(
     flags = ("--num_machines=1",) if by_flag else ()
     for tasks in ("2", "4"):  # several launches on a node, each a world of its own, as was asked for
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
-        status, said = dry_run(capsys, *flags, "--num_processes=2")
-        assert status == 0, said
-        assert "--nnodes=1" in said
-        assert "gpu1" not in said
+        status, output = dry_run(capsys, *flags, "--num_processes=2")
+        assert status == 0, output
+        assert "--nnodes=1" in output
+        assert "gpu1" not in output
 
 
 def test_another_number_of_machines_takes_neither_rank_nor_address(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status, said = dry_run(capsys, "--num_machines=4", "--num_processes=4")
+    status, output = dry_run(capsys, "--num_machines=4", "--num_processes=4")
     assert status == 2
-    assert "--num_machines 4 needs --main_process_ip" in said
-    assert "SLURM" not in said
+    assert "--num_machines 4 needs --main_process_ip" in output
+    assert "SLURM" not in output
 
 
 def test_the_steps_own_number_of_machines_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,9 +62,9 @@ def test_the_steps_own_number_of_machines_changes_nothing(capsys: pytest.Capture
     assert "--node-rank=1" in bare
 
 
-def test_a_number_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = dry_run(capsys, "--num_machines=two")
-    assert (status, "argument --num_machines: it must be a whole number" in said) == (2, True)
+def test_an_invalid_number_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    status, output = dry_run(capsys, "--num_machines=two")
+    assert (status, "argument --num_machines: it must be an integer" in output) == (2, True)
 
 
 def test_sbatch_writes_over_its_own_scripts_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +106,7 @@ use_cpu: true
 """
 
 
-def test_a_configuration_of_accelerate_is_read_and_it_is_said(
+def test_a_config_file_of_accelerate_is_imported_with_a_note(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in STEP:
@@ -116,7 +116,7 @@ def test_a_configuration_of_accelerate_is_read_and_it_is_said(
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
         "accelfn launch: default_config.yaml is a configuration of Accelerate, and is read as one.",
-        "accelfn launch: use_xpu: left out; torch finds an XPU itself.",
+        "accelfn launch: use_xpu: dropped; torch detects an XPU itself.",
     ]
     rows = {line.split()[0]: line.split()[1:] for line in captured.out.splitlines()}
     assert rows["num_processes"] == ["2", "file", "default_config.yaml"]
@@ -131,10 +131,10 @@ def test_an_engine_to_come_is_refused_with_its_place_and_without_advice(
 ) -> None:
     Path("a.yaml").write_text(text)
     assert main(["launch", "--config_file", "a.yaml", "--num_machines=1", "t.py"]) == 2
-    said = capsys.readouterr().err
-    assert f"--{text.partition(':')[0]} (from file a.yaml, line 1) can't be launched" in said
-    assert "yet. Leave it out." in said
-    assert "install" not in said
+    output = capsys.readouterr().err
+    assert f"--{text.partition(':')[0]} (from file a.yaml, line 1) can't be launched" in output
+    assert "yet. Leave it out." in output
+    assert "install" not in output
 
 
 def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -42,7 +42,9 @@ def test_the_ending_of_the_output_says_its_form(
 ) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
     given = [command, str(tmp_path / "model.safetensors")]
-    if command == "plan-memory":  # otherwise the plan shows how much memory is free, which changes between runs
+    if (
+        command == "plan-memory"
+    ):  # otherwise the plan shows how much memory is free, which changes between runs
         given += ["--max_memory", "cpu=1GB"]
     for ending, begin in (("txt", None), ("json", "{"), ("SVG", "<svg"), ("html", "<!")):
         assert main([*given, "--output", str(tmp_path / f"a.{ending}")]) == 0
