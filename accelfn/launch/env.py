@@ -134,12 +134,12 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in (*_PACKAGES, *_OPTIONAL):
         version = _version(name)
         if version is not None or name in _PACKAGES:
-            found[name] = version or "not installed"
-    return found
+            versions[name] = version or "not installed"
+    return versions
 
 
 def _version(name: str) -> str | None:

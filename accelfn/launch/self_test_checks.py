@@ -130,8 +130,8 @@ def check_collectives(trial: Trial) -> str:
     everything = gather(ctx, tree)
     for dtype in dtypes:
         expected = torch.arange(1, size + 1, dtype=dtype, device=ctx.device).repeat_interleave(2)[:, None]
-        found = everything[str(dtype)]
-        wrong = _numbers((found != expected.expand(-1, 3)).any(1).nonzero())
+        gathered = everything[str(dtype)]
+        wrong = _numbers((gathered != expected.expand(-1, 3)).any(1).nonzero())
         ranks = sorted({row // 2 for row in wrong})
         demand(not ranks, f"gather returned wrong {dtype} values for rank(s) {ranks}")
     total = reduce(ctx, tree["torch.float32"])
@@ -445,11 +445,11 @@ def check_accelerator(trial: Trial) -> str:
                     accelerator.clip_grad_norm_(model.parameters(), 5.0)
                     optimizer.step()
                     optimizer.zero_grad()
-        found = accelerator.unwrap_model(model).state_dict()
+        weights = accelerator.unwrap_model(model).state_dict()
         other = [
             name
             for name, tensor in expected.items()
-            if not torch.equal(tensor, _unsharded(found[name]).cpu())
+            if not torch.equal(tensor, _unsharded(weights[name]).cpu())
         ]
     finally:
         accelerator.close()

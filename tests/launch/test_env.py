@@ -139,7 +139,7 @@ def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -
     assert facts["reach each other directly"] == ["cuda:0 to 1", "cuda:1 to none"]
 
 
-@pytest.mark.parametrize(("given", "output"), [("absent.yaml", "no config file"), ("", "needs the name")])
+@pytest.mark.parametrize(("given", "output"), [("absent.yaml", "no config file"), ("", "needs a file name")])
 def test_a_file_that_was_asked_for_must_be_there(
     given: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,11 +64,11 @@ def hide_in_text(text: str) -> str:
     'pip install git+https://***@host/repo'
     """
     shown, end = "", 0
-    for found in _NAME.finditer(text):
-        value = _VALUE.match(text, found.end()) if found.start() >= end and is_secret(found["name"]) else None
+    for match in _NAME.finditer(text):
+        value = _VALUE.match(text, match.end()) if match.start() >= end and is_secret(match["name"]) else None
         # Without = or :, the next word is a value only after a flag.
-        if value is not None and (value["middle"].strip() or found["dash"]):
-            shown += f"{text[end : found.end()]}{value['middle']}{HIDDEN}"
+        if value is not None and (value["middle"].strip() or match["dash"]):
+            shown += f"{text[end : match.end()]}{value['middle']}{HIDDEN}"
             end = value.end()
     shown += text[end:]
     for pattern in (_ADDRESS, _BEARER):

@@ -148,9 +148,9 @@ def _check_devices(
     if config.cpu or config.tpu or config.mpirun_hostfile is not None:
         return
     if config.multi_gpu and config.num_processes is None and local_size * config.num_machines < 2:
-        found = "they can't be counted without torch" if machine.devices is None else f"got {machine.devices}"
+        count = "they can't be counted without torch" if machine.devices is None else f"got {machine.devices}"
         raise ConfigurationError(
-            f"--multi_gpu needs at least two accelerators: {found}. Pass --num_processes, or leave "
+            f"--multi_gpu needs at least two accelerators: {count}. Pass --num_processes, or leave "
             "--multi_gpu out."
         )
     if config.gpu_ids != "all" or machine.devices is None:

@@ -60,19 +60,19 @@ def read_machine(environment: Mapping[str, str], *, root: str = "/", wants_mpi: 
     )
 
 
-def count_devices(found: int | None, environment: Mapping[str, str]) -> int | None:
+def count_devices(total: int | None, environment: Mapping[str, str]) -> int | None:
     """Return the number of visible accelerators, given the number in the machine. Pure.
 
     >>> count_devices(8, {"CUDA_VISIBLE_DEVICES": "0,3"}), count_devices(8, {}), count_devices(None, {})
     (2, 8, None)
     """
-    if not found:
-        return found
+    if not total:
+        return total
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environment:
             ids = [part for part in environment[name].split(",") if part.strip()]
             return len(ids[: ids.index("-1")] if "-1" in ids else ids)
-    return found
+    return total
 
 
 def _read_devices(root: str) -> int | None:

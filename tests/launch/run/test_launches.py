@@ -154,7 +154,7 @@ def test_a_failure_on_one_machine_ends_the_others_and_is_reported_there(
     assert lines[-4:] == [*output, f"  logs: on {host}"]
     if way == "static":  # else the other agent may itself see first that the one that hosts has gone
         reported = (
-            f"accelfn launch: machine {own} ({host}) has failed; the processes of this machine end too."
+            f"accelfn launch: machine {own} ({host}) has failed; stopping the processes of this machine."
         )
         assert reported in lines
 
@@ -240,8 +240,8 @@ loss_of(ctx, torch.ones(1))
 """
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_ranks_with_a_secondary_error_print_one_line(num_processes: int, tmp_path: Path) -> None:
+def test_ranks_with_a_secondary_error_print_one_line(tmp_path: Path) -> None:
+    num_processes = 3
     script = tmp_path / "train.py"
     script.write_text(FAILS_IN_USER_CODE)
     process = start(tmp_path, "--cpu", "--num_processes", str(num_processes), "train.py")
@@ -259,7 +259,7 @@ def test_ranks_with_a_secondary_error_print_one_line(num_processes: int, tmp_pat
     assert lines[begin + 1 :] == [
         "  ValueError: the batch is empty",
         f"  failed later: rank {others}",
-        "  logs: above; --log_dir DIR --tee 3 keeps those of each rank",
+        "  logs: above; use --log_dir DIR --tee 3 to keep one per rank",
     ]
 
 
@@ -274,10 +274,10 @@ loss_of(ctx, ())
 """
 
 
-@pytest.mark.parametrize("num_processes", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_frames_of_ranks_with_the_same_failure_appear_once(num_processes: int, tmp_path: Path) -> None:
+def test_frames_of_ranks_with_the_same_failure_appear_once(tmp_path: Path) -> None:
+    num_processes = 3
     (tmp_path / "train.py").write_text(FAILS_ALIKE)
-    # By its failure, a rank must not stop one that is still about to fail.
+    # The interval gives all ranks time to fail before the agent stops them.
     flags = ("--cpu", "--num_processes", str(num_processes), "--monitor_interval=8")
     process = start(tmp_path, *flags, "train.py")
     stdout, stderr = process.communicate(timeout=100)
@@ -295,7 +295,7 @@ def test_frames_of_ranks_with_the_same_failure_appear_once(num_processes: int, t
     assert lines[begin + 1 :] == [
         "  ValueError: the batch is empty",
         f"  same failure: rank {others}",
-        "  logs: above; --log_dir DIR --tee 3 keeps those of each rank",
+        "  logs: above; use --log_dir DIR --tee 3 to keep one per rank",
     ]
 
 
