@@ -96,7 +96,7 @@ def test_all_damaged_files_are_reported(tmp_path: Path, read: Read) -> None:
     lines = read().splitlines()
     assert re.fullmatch(r"  manifest\.json .*OK", lines[1])
     assert re.match(r"  tensors-00000\.safetensors .*DAMAGED: .*tensor 'model/w'", lines[2])
-    assert re.fullmatch(r"  notes\.txt +4 B  not part of the checkpoint, not checked", lines[3])
+    assert re.fullmatch(r"  notes\.txt +4 B  not part of the checkpoint, not verified", lines[3])
     assert run("verify", tmp_path, "--all") == 1
     assert "step_2\n  manifest.json" in read()
     assert run("verify", tmp_path) == 0
@@ -117,7 +117,7 @@ def test_attached_files_are_checked_and_others_are_no_damage(tmp_path: Path, rea
     assert run("verify", place) == 0
     lines = read().splitlines()
     assert re.fullmatch(r"  unet/config\.json +2 B  OK", lines[3])
-    assert re.fullmatch(r"  unet/notes\.txt +4 B  not part of the checkpoint, not checked", lines[4])
+    assert re.fullmatch(r"  unet/notes\.txt +4 B  not part of the checkpoint, not verified", lines[4])
     (place / "unet" / "config.json").write_text("[]")
     assert run("verify", place) == 1
     assert re.search(r"  unet/config\.json +2 B  DAMAGED: .*config\.json is damaged", read())
@@ -127,7 +127,7 @@ def test_a_place_without_checkpoints_is_bad_input(tmp_path: Path, capsys: pytest
     assert run("verify", tmp_path) == 2
     assert "the directory is empty" in capsys.readouterr().err
     assert run("verify", tmp_path, "--all") == 2
-    assert "there is no checkpoint of accelfn in it" in capsys.readouterr().err
+    assert "it contains no checkpoint of accelfn" in capsys.readouterr().err
 
 
 # --- list ----------------------------------------------------------------------------------------
@@ -154,10 +154,10 @@ def test_the_table_has_the_checkpoints_and_what_else_is_there(tmp_path: Path, re
     assert rows[3].startswith("damaged: step_11: ")
     hint = "turn it into one with `accelfn checkpoint convert`"
     assert rows[4:] == [
-        f"unfinished: {stage.name} (left by a dead save)",
-        "no checkpoint: logs (the directory is empty)",
-        "no checkpoint: notes.txt (a file)",
-        f"no checkpoint: theirs (it is a checkpoint of Accelerate; {hint})",
+        f"unfinished: {stage.name} (left by a failed save)",
+        "not a checkpoint: logs (the directory is empty)",
+        "not a checkpoint: notes.txt (a file)",
+        f"not a checkpoint: theirs (it is a checkpoint of Accelerate; {hint})",
     ]
     assert run("list", tmp_path, "--json") == 0
     reported = json.loads(read())
@@ -318,7 +318,7 @@ def test_the_plan_is_printed_and_done(tmp_path: Path, read: Read) -> None:
         "keep    step_20",
         "keep    step_40",
         "remove  step_30",
-        f"remove  {stage.name} (left by a dead save)",
+        f"remove  {stage.name} (left by a failed save)",
     ]
     assert run("prune", tmp_path, *rules, "--dry-run") == 0
     assert read().splitlines() == [*plan, "nothing was removed: --dry_run"]
@@ -386,7 +386,7 @@ def test_a_checkpoint_is_converted_for_others(tmp_path: Path, capsys: pytest.Cap
     assert run("convert", place, theirs, "--to", "accelerate") == 2
     output = capsys.readouterr().err
     assert "has no place for 'epoch'" in output
-    assert output.endswith("On the command line names is --name, leave_out is --leave_out.\n")
+    assert output.endswith("On the command line, names is --name, leave_out is --leave_out.\n")
     assert run("convert", place, theirs, "--to", "accelerate", "--leave-out", "epoch") == 0
     assert capsys.readouterr().out == f"{theirs}: model\n"
     assert {"model.safetensors", "random_states_0.pkl"} <= {path.name for path in theirs.iterdir()}
@@ -412,8 +412,8 @@ BAD: tuple[tuple[tuple[str, ...], str], ...] = (
     ((), "command must be given"),
     (("look",), "got 'look'"),
     (("verify",), "DIRECTORY must be given"),
-    (("verify", "/no/such"), "/no/such: there is no such directory"),
-    (("list", "pyproject.toml"), "pyproject.toml: it is a file"),
+    (("verify", "/no/such"), "the directory /no/such doesn't exist"),
+    (("list", "pyproject.toml"), "the directory pyproject.toml is a file"),
     (("show", ".", "--nonsense"), "--nonsense"),
     (("prune", ".", "--last", "0"), "--last must be at least 1, got 0"),
     (("prune", ".", "--best", "2"), "--best needs --mode"),

@@ -37,7 +37,7 @@ def test_the_report_names_versions_variables_and_the_configuration(
         "num_processes": "2",
         "aws_secret_access_key": "(hidden)",
     }
-    assert "unknown key 'aws_secret_access_key'" in report["configuration"]["fault"]
+    assert "unknown key 'aws_secret_access_key'" in report["configuration"]["error"]
     assert "hush" not in out
     assert "abc" not in out
     assert main(["env", "--config-file", str(config)]) == 0
@@ -82,7 +82,7 @@ def test_errors_are_part_of_the_report(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(env, "describe_torch", fail)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
     report = describe_environment({"WORLD_SIZE": "2"}, str(tmp_path / "binary.yaml"))
-    assert report["torch"] == {"failure": "OSError: libcuda.so.1: cannot open shared object file"}
+    assert report["torch"] == {"error": "OSError: libcuda.so.1: cannot open shared object file"}
     assert "WORLD_SIZE" in str(report["launcher"])
     assert "can't be read" in report["configuration"]
     assert describe_environment({}, str(tmp_path / "absent.yaml"))["configuration"].startswith("none (")
@@ -136,7 +136,7 @@ def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
     facts = env.describe_torch()
     assert facts["accelerators"][1] == "cuda:1 Stand-in, 8.0 GiB, capability 9.0"
-    assert facts["reach each other directly"] == ["cuda:0 to 1", "cuda:1 to none"]
+    assert facts["peer-to-peer access"] == ["cuda:0 to 1", "cuda:1 to none"]
 
 
 @pytest.mark.parametrize(("given", "output"), [("absent.yaml", "no config file"), ("", "needs a file name")])

@@ -54,7 +54,7 @@ def test_the_ending_of_the_output_says_its_form(
     assert main([*given, "--output", str(tmp_path / "plain")]) == 0
     assert (tmp_path / "plain").read_text() == (tmp_path / "a.txt").read_text()
     assert main([*given, "--output", str(tmp_path / "a.foo")]) == 2
-    said = "a.foo' ends in none of .txt, .json, .svg, .html, .htm. Give it one of them, or say --format."
+    said = "a.foo'. Use one of .txt, .json, .svg, .html, .htm, or pass --format."
     assert said in capsys.readouterr().err
     assert not (tmp_path / "a.foo").exists()
     assert main([*given, "--output", str(tmp_path / "a.foo"), "--format", "json"]) == 0
