@@ -62,7 +62,7 @@ def test_the_last_lines_are_the_first_failure(quiet: str, tmp_path: Path) -> Non
         "accelfn launch: rank 1 failed on a, with exit status 5:",
         "    /u/t.py:3 in f: g()",
         "  failed later: rank 0",
-        "  logs: above; --log_dir DIR --tee 3 keeps those of each rank",
+        "  logs: above; use --log_dir DIR --tee 3 to keep one per rank",
     ]
     assert (process.returncode, stderr.splitlines()) == (5, [] if quiet else report)
 
@@ -73,7 +73,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     (tmp_path / "agent.json").write_text(json.dumps({"failures": [ended]}))
     output = format_report(read_failures(str(tmp_path)), num_processes=1, log_dir=None)
     assert output.splitlines()[0] == (
-        "accelfn launch: rank 0 of 1 failed on b, killed by SIGKILL (the system may have run out of memory)."
+        "accelfn launch: rank 0 of 1 failed on b, killed by SIGKILL (possibly out of memory)."
     )
 
 

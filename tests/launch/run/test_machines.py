@@ -82,7 +82,8 @@ def test_missing_machines_are_an_error(ranks: Any, changes: Any, message: str) -
     assert re.search(message, reported), reported
 
 
-def test_a_port_that_another_program_has_is_named() -> None:
+def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CONNECT_S", 0.5)
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
