@@ -335,7 +335,7 @@ def test_a_checkpoint_with_somebodys_files_stays_and_the_plan_says_so(tmp_path: 
     (tmp_path / "step_1" / "notes.txt").write_text("mine")
     assert run("prune", tmp_path, "--last", 1) == 0
     assert read().splitlines() == [
-        "keep    step_1 (it contains notes.txt; move that away)",
+        "keep    step_1 (it contains other files: notes.txt; move them away)",
         "keep    step_2",
         "removed 0 checkpoints and 0 leftovers",
     ]
@@ -438,7 +438,7 @@ def test_a_checkpoint_is_no_directory_of_checkpoints(
 ) -> None:
     place = save(tmp_path, 1)
     assert run(action, place) == 2
-    assert "is a checkpoint itself" in capsys.readouterr().err
+    assert "is a checkpoint. Pass its parent directory" in capsys.readouterr().err
 
 
 PROBE = """

@@ -84,7 +84,7 @@ def test_errors_are_part_of_the_report(tmp_path: Path, monkeypatch: pytest.Monke
     report = describe_environment({"WORLD_SIZE": "2"}, str(tmp_path / "binary.yaml"))
     assert report["torch"] == {"error": "OSError: libcuda.so.1: cannot open shared object file"}
     assert "WORLD_SIZE" in str(report["launcher"])
-    assert "can't be read" in report["configuration"]
+    assert "can't read the config file" in report["configuration"]
     assert describe_environment({}, str(tmp_path / "absent.yaml"))["configuration"].startswith("none (")
     assert format_report(report)
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, cast
 
@@ -73,7 +73,7 @@ def join_machines(
         "machine_rank": machine_rank,
         "values": dict(compare),
     }
-    is_local = any(_can_bind(family, address[0]) for family, _, _, _, address in addresses)
+    is_local = any(_can_bind(family, str(address[0])) for family, _, _, _, address in addresses)
     until_s = time.monotonic() + timeout_s
     server = None
     with _progress(f"waiting for {num_machines} machines at {host}:{port} ..."):
@@ -312,7 +312,7 @@ class Machines:
         failures: list[Failure] = []
         for message in self._messages.values():
             for fields in cast("list[dict[str, Any]]", message["failures"]):
-                frames = tuple(tuple(frame) for frame in fields["frames"])
-                time_s = message["received_s"] - fields["time_s"]
-                failures.append(Failure(**{**fields, "time_s": time_s, "frames": frames, "elsewhere": True}))
+                failure = Failure(**{**fields, "frames": tuple(tuple(frame) for frame in fields["frames"])})
+                time_s = message["received_s"] - failure.time_s
+                failures.append(replace(failure, time_s=time_s, elsewhere=True))
         return tuple(failure for failure in failures if failure.rank is not None)

@@ -48,7 +48,7 @@ class Failure:
 
 def read_failures(folder: str) -> tuple[Failure, ...]:
     """Read the failures of the last attempt, which workers and agent wrote into the folder of a run."""
-    outcome = next(_read(Path(folder).glob("agent.json")), {})
+    outcome = next(_read(Path(folder).glob("agent.json")), dict[str, Any]())
     started = list(_read(Path(folder).glob("started.*.json")))
     failed = list(_read(sorted(Path(folder).glob("failed.*.json"))))
     attempt = max((int(record["attempt"]) for record in (*started, *failed)), default=0)
