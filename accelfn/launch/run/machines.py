@@ -312,7 +312,8 @@ class Machines:
         failures: list[Failure] = []
         for message in self._messages.values():
             for fields in cast("list[dict[str, Any]]", message["failures"]):
-                failure = Failure(**{**fields, "frames": tuple(tuple(frame) for frame in fields["frames"])})
+                fields["frames"] = tuple(tuple(frame) for frame in fields["frames"])
+                failure = Failure(**fields)
                 time_s = message["received_s"] - failure.time_s
                 failures.append(replace(failure, time_s=time_s, elsewhere=True))
         return tuple(failure for failure in failures if failure.rank is not None)
