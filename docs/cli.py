@@ -1,4 +1,4 @@
-"""Write the page of flags from the table that reads them: ``python docs/cli.py``."""
+"""Write the reference page of flags: ``python docs/cli.py``."""
 
 import pathlib
 
@@ -14,16 +14,15 @@ HEAD = """# accelfn launch: all flags
 <!-- Written by docs/cli.py from the table of options; change accelfn/launch/config/ and run it again. -->
 
 `accelfn launch [flags] script [arguments of the script]`. The guide is [Launching](../guide/launch.md). In
-names of flags `-` and `_` mean the same. A flag with BOOL can do without its value, and also exists as
-`--no_...`, which switches off. Each option may also come from a variable and from a
-[configuration file](../guide/launch.md#a-configuration-file), under the names given here; the flag wins over
-the variable, and the variable over the file. "Handed on as" names the variables that the script's processes
-get.
+flag names, `-` and `_` are equivalent. A flag with BOOL needs no value, and also exists as `--no_...`, which
+switches it off. Each option can also be set by a variable and in a
+[config file](../guide/launch.md#a-configuration-file), under the names listed here. Flags take precedence over
+variables, and variables over the file. "Exported as" lists the variables of the script's processes.
 """
 
 
 def make_page() -> str:
-    """Give the text of the page.
+    """Return the text of the page.
 
     >>> make_page() == PAGE.read_text()
     True
@@ -39,7 +38,7 @@ def make_page() -> str:
         title = f"{option.heading} (a section)" if section.title == "TPU" and section.name else option.heading
         if title != heading:
             heading = title
-            lines += ["", f"## {title}", "", "| Flag | | Default | Variable | In a file | Handed on as |"]
+            lines += ["", f"## {title}", "", "| Flag | | Default | Variable | In a file | Exported as |"]
             lines.append("| --- | --- | --- | --- | --- | --- |")
         lines.append(_row(option))
     return "\n".join(lines) + "\n"

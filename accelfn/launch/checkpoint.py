@@ -1,4 +1,4 @@
-"""``accelfn checkpoint``: look at checkpoints, check them, remove old ones, and convert them."""
+"""``accelfn checkpoint``: verify, list, show, prune and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from accelfn.launch.command_line import CommandParser
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one of ``verify``, ``list``, ``show``, ``prune`` and ``convert``.
+    """Run ``verify``, ``list``, ``show``, ``prune`` or ``convert``.
 
     Returns:
-        The exit status: 0; 1 where a checkpoint is damaged or a disk fails.
+        The exit status: 1 if a checkpoint is damaged or can't be removed, else 0.
     """
     _check_options(options)
-    # Not at the top: accelfn.checkpoint loads torch, which --help and bad input do without.
+    # Imported late, because accelfn.checkpoint imports torch.
     from accelfn.launch.checkpoint_actions import ACTIONS
 
     return ACTIONS[options.action](options)
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuse what is wrong with the arguments, before torch is loaded to find out."""
+    """Check the arguments before torch is imported."""
     path: str = options.source if options.action == "convert" else options.directory
     parent, name = os.path.split(os.path.abspath(path))
     if not os.path.isdir(path):
-        # A crash may have left the checkpoint beside its name.
-        beside: list[str] = os.listdir(parent) if os.path.isdir(parent) else []
-        if not any(one.startswith(f".{name}.") for one in beside):
-            what = "it is a file" if os.path.exists(path) else "there is no such directory"
-            raise ConfigurationError(f"{path}: {what}. Check the path.")
+        # After a crash, the checkpoint may still have a temporary name.
+        siblings: list[str] = os.listdir(parent) if os.path.isdir(parent) else []
+        if not any(sibling.startswith(f".{name}.") for sibling in siblings):
+            problem = "is a file" if os.path.exists(path) else "doesn't exist"
+            raise ConfigurationError(f"the directory {path} {problem}. Check the path.")
     if options.action in ("list", "prune") and os.path.isfile(os.path.join(path, "manifest.json")):
-        raise ConfigurationError(f"{path} is a checkpoint itself. Pass the directory that has it in it.")
+        raise ConfigurationError(f"{path} is a checkpoint. Pass its parent directory.")
     if options.action == "prune":
         for rule in ("last", "every", "best"):
             given = getattr(options, rule)
@@ -41,69 +41,69 @@ def _check_options(options: argparse.Namespace) -> None:
                 raise ConfigurationError(f"--{rule} must be at least 1, got {given}.")
         if options.best is not None and options.mode is None:
             raise ConfigurationError(
-                "--best needs --mode: min where a low metric is good, max where a high one is."
+                "--best needs --mode: min if a low metric is better, max if a high one is."
             )
     if options.action == "convert":
         for pair in options.name:
             if not all(pair.partition("=")):
-                raise ConfigurationError(f"--name must be OLD=NEW, such as model=unet: got {pair!r}.")
+                raise ConfigurationError(f"--name must be OLD=NEW, such as model=unet, got {pair!r}.")
 
 
 def make_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+    """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn checkpoint",
-        description="Look at checkpoints, check them, remove old ones, and convert them.",
+        description="Verify, list, show, prune and convert checkpoints.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="command")
 
     def add(name: str, about: str) -> argparse.ArgumentParser:
         return actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
 
-    verify = add("verify", "check every byte of a checkpoint")
-    verify.add_argument("directory", metavar="DIRECTORY", help="a checkpoint, or a directory of checkpoints")
-    verify.add_argument("--all", action="store_true", help="all checkpoints in the directory, not the newest")
+    verify = add("verify", "verify the checksums of a checkpoint")
+    verify.add_argument("directory", metavar="DIRECTORY", help="checkpoint, or directory of checkpoints")
+    verify.add_argument("--all", action="store_true", help="verify all checkpoints, not only the newest")
 
     listed = add("list", "list the checkpoints in a directory")
-    listed.add_argument("directory", metavar="DIRECTORY", help="in which the checkpoints are")
-    listed.add_argument("--json", action="store_true", help="as JSON")
+    listed.add_argument("directory", metavar="DIRECTORY", help="directory of checkpoints")
+    listed.add_argument("--json", action="store_true", help="print JSON")
 
-    show = add("show", "show what is in a checkpoint; its tensors aren't read")
-    show.add_argument("directory", metavar="DIRECTORY", help="a checkpoint, or a directory of checkpoints")
+    show = add("show", "show the content of a checkpoint, without reading tensors")
+    show.add_argument("directory", metavar="DIRECTORY", help="checkpoint, or directory of checkpoints")
     show.add_argument(
-        "path", metavar="PATH", nargs="?", default="", help="of a part, such as optimizer/groups"
+        "path", metavar="PATH", nargs="?", default="", help="path of a part, such as optimizer/groups"
     )
-    show.add_argument("--all", action="store_true", help="long parts too")
-    show.add_argument("--json", action="store_true", help="as JSON")
+    show.add_argument("--all", action="store_true", help="show all entries of long parts")
+    show.add_argument("--json", action="store_true", help="print JSON")
 
-    prune = add("prune", "remove old checkpoints, and what dead saves left behind")
-    prune.add_argument("directory", metavar="DIRECTORY", help="in which the checkpoints are")
+    prune = add("prune", "remove old checkpoints and the remains of failed saves")
+    prune.add_argument("directory", metavar="DIRECTORY", help="directory of checkpoints")
     for rule, metavar, about in (
-        ("--last", "N", "keep so many of the newest"),
-        ("--every", "K", "keep those whose step is a multiple of K"),
-        ("--best", "M", "keep so many of those with the best metric"),
+        ("--last", "N", "keep the N newest"),
+        ("--every", "K", "keep those with a step divisible by K"),
+        ("--best", "M", "keep the M with the best metric"),
     ):
         prune.add_argument(rule, metavar=metavar, type=int, help=about)
-    prune.add_argument("--mode", choices=("min", "max"), help="whether a low or a high metric is good")
-    prune.add_argument("--dry_run", action="store_true", help="only say what would be done")
+    prune.add_argument("--mode", choices=("min", "max"), help="whether a low or a high metric is better")
+    prune.add_argument("--dry_run", action="store_true", help="print what would be removed")
 
-    convert = add("convert", "convert a checkpoint into one that another program reads")
-    convert.add_argument("source", metavar="SOURCE", help="a checkpoint, or a folder that Accelerate wrote")
-    convert.add_argument("target", metavar="TARGET", help="the directory to make")
+    convert = add("convert", "convert a checkpoint to another format")
+    convert.add_argument("source", metavar="SOURCE", help="checkpoint, or directory written by Accelerate")
+    convert.add_argument("target", metavar="TARGET", help="directory to create")
     forms = ("accelfn", "accelerate", "safetensors")
-    convert.add_argument("--to", required=True, choices=forms, help="what it shall be")
+    convert.add_argument("--to", required=True, choices=forms, help="format")
     for flag, metavar, about in (
-        ("--name", "OLD=NEW", "what a part of Accelerate is called in the tree, such as model=models/unet"),
-        ("--leave_out", "PATH", "a part that isn't converted"),
+        ("--name", "OLD=NEW", "rename a part of an Accelerate checkpoint, such as model=models/unet"),
+        ("--leave_out", "PATH", "part to omit"),
     ):
-        said = f"{about}; may be repeated"
-        convert.add_argument(flag, metavar=metavar, action="append", default=[], help=said)
+        convert.add_argument(flag, metavar=metavar, action="append", default=[], help=f"{about}; repeatable")
     for flag, metavar, default, about in (
-        ("--leaf", "PATH", "model", "of the model"),
-        ("--max_shard_size", "SIZE", "10GB", "of a file"),
+        ("--leaf", "PATH", "model", "path of the model"),
+        ("--max_shard_size", "SIZE", "10GB", "maximum file size"),
     ):
-        said = f"for safetensors: {about} ({default})"
-        convert.add_argument(flag, metavar=metavar, default=default, help=said)
-    convert.add_argument("--step", metavar="N", type=int, help="for accelfn: which step it is of")
-    convert.add_argument("--overwrite", action="store_true", help="replace a checkpoint of accelfn")
+        convert.add_argument(
+            flag, metavar=metavar, default=default, help=f"{about}, for safetensors ({default})"
+        )
+    convert.add_argument("--step", metavar="N", type=int, help="step of the checkpoint, for accelfn")
+    convert.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint of accelfn")
     return parser

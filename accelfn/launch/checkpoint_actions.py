@@ -1,4 +1,4 @@
-"""What ``accelfn checkpoint`` does, once its arguments make sense."""
+"""The actions of ``accelfn checkpoint``, which need torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from accelfn.errors import ConfigurationError, DamagedCheckpointError, NoCheckpo
 from accelfn.launch.output import format_table, print_table
 from accelfn.tree.structure import size_text
 
-_MOST_ROWS = 24  # of a part, without --all
-_MOST_CHARACTERS = 60
+_MAX_ROWS = 24  # per part, without --all
+_MAX_CHARACTERS = 60
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -36,61 +36,64 @@ def _verify(options: argparse.Namespace) -> int:
     if not options.all or os.path.isfile(os.path.join(directory, MANIFEST)):
         return _verify_one(directory)
     found, broken = scan(REAL_DISK, directory)
-    paths = [one.path for one in (*found, *broken)]
+    paths = [checkpoint.path for checkpoint in (*found, *broken)]
     if not paths:
-        raise NoCheckpointError(2, "there is no checkpoint of accelfn in it", directory)
+        raise NoCheckpointError(2, "it contains no checkpoint of accelfn", directory)
     return max(_verify_one(path) for path in sorted(paths))
 
 
 def _verify_one(directory: str) -> int:
     try:
-        place, files = verify_files(directory)
+        path, files = verify_files(directory)
     except DamagedCheckpointError as error:
         print(f"{directory}\n  DAMAGED: {error}")
         return 1
-    print(_shown(place, directory))
+    print(_display_path(path, directory))
     rows: list[tuple[str, ...]] = []
-    for one in files:
-        said = f"DAMAGED: {one.error}" if one.error else "OK"
-        if one.is_extra:
-            said = "not part of the checkpoint, not checked"
-        elif one.node is not None:
-            said = f"on the disk of node {one.node}, not checked"
-        rows.append((f"  {one.name}", size_text(one.size), said))
+    for file in files:
+        result = f"DAMAGED: {file.error}" if file.error else "OK"
+        if file.is_extra:
+            result = "not part of the checkpoint, not verified"
+        elif file.node is not None:
+            result = f"on the disk of node {file.node}, not verified"
+        rows.append((f"  {file.name}", size_text(file.size), result))
     print(format_table((), rows, right=(1,)))
-    return int(any(one.error for one in files))
+    return int(any(file.error for file in files))
 
 
 def _list(options: argparse.Namespace) -> int:
     directory: str = os.path.abspath(options.directory)
     found, broken = scan(REAL_DISK, directory)
-    listed = {os.path.basename(one.path) for one in (*found, *broken)}
+    listed = {os.path.basename(checkpoint.path) for checkpoint in (*found, *broken)}
     others = sorted(name for name in os.listdir(directory) if name not in listed and not is_leftover(name))
-    heads = [(one, read_head(REAL_DISK, one.resolved)) for one in found]
+    heads = [(checkpoint, read_head(REAL_DISK, checkpoint.resolved)) for checkpoint in found]
     rows: list[dict[str, Any]] = [
         {
-            "name": os.path.basename(one.path),
+            "name": os.path.basename(checkpoint.path),
             "step": head.step,
             "metric": head.metric,
             "world_size": head.world_size,
             "num_bytes": head.num_bytes,
-            "modified_s": one.modified_s,
+            "modified_s": checkpoint.modified_s,
         }
-        for one, head in heads
-        if head is not None  # otherwise it was removed meanwhile
+        for checkpoint, head in heads
+        if head is not None  # removed in the meantime
     ]
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "directory": directory,
         "checkpoints": rows,
-        "damaged": [{"name": os.path.basename(one.path), "error": str(one.error)} for one in broken],
-        "leftovers": [
-            {"name": os.path.basename(one.path), "kind": one.kind, "dead": is_dead(REAL_DISK, one)}
-            for one in find_leftovers(REAL_DISK, directory)
+        "damaged": [
+            {"name": os.path.basename(checkpoint.path), "error": str(checkpoint.error)}
+            for checkpoint in broken
         ],
-        "others": [{"name": name, "what": _what(os.path.join(directory, name))} for name in others],
+        "leftovers": [
+            {"name": os.path.basename(each.path), "kind": each.kind, "dead": is_dead(REAL_DISK, each)}
+            for each in find_leftovers(REAL_DISK, directory)
+        ],
+        "others": [{"name": name, "what": _describe_other(os.path.join(directory, name))} for name in others],
     }
     if options.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(report, indent=2))
         return 0
     if rows:
         table = [
@@ -105,23 +108,23 @@ def _list(options: argparse.Namespace) -> int:
         print_table(("name", "step", "metric", "ranks", "size", "written"), table, right=(1, 2, 3, 4))
     else:
         print(f"no checkpoint in {options.directory}")
-    for one in told["damaged"]:
-        print(f"damaged: {one['name']}: {one['error']}")
-    for one in told["leftovers"]:
-        said = "left by a dead save" if one["dead"] else "a save at work, or its disk is another machine's"
-        print(f"unfinished: {one['name']} ({said})")
-    for one in told["others"]:
-        print(f"no checkpoint: {one['name']} ({one['what']})")
+    for checkpoint in report["damaged"]:
+        print(f"damaged: {checkpoint['name']}: {checkpoint['error']}")
+    for leftover in report["leftovers"]:
+        why = "left by a failed save" if leftover["dead"] else "a save in progress, or on another machine"
+        print(f"unfinished: {leftover['name']} ({why})")
+    for other in report["others"]:
+        print(f"not a checkpoint: {other['name']} ({other['what']})")
     return 0
 
 
-def _shown(path: str | os.PathLike[str], given: str) -> str:
-    """Write a path as the user writes such paths: from the root, or from the working directory."""
+def _display_path(path: str | os.PathLike[str], given: str) -> str:
+    """Return a path as absolute or relative, like the path that the user gave."""
     return os.fspath(path) if os.path.isabs(given) else os.path.relpath(path)
 
 
-def _what(path: str) -> str:
-    """Return what something is that is no checkpoint."""
+def _describe_other(path: str) -> str:
+    """Describe a path that isn't a checkpoint."""
     if not os.path.isdir(path):
         return "a file"
     try:
@@ -133,15 +136,15 @@ def _what(path: str) -> str:
 
 def _show(options: argparse.Namespace) -> int:
     path, manifest = read_checkpoint(REAL_DISK, options.directory, lambda found: (found.path, found.manifest))
-    every = list(list_leaves(manifest))
-    wanted = f"{options.path.strip('/').replace('~1', '/')}/".lstrip("/")
-    leaves = [one for one in every if f"{one['path'].replace('~1', '/')}/".startswith(wanted)]
-    if not leaves and wanted:
-        tops = ", ".join(dict.fromkeys(_top(one) for one in every))
-        raise ValueError(f"there is no {options.path!r} in {path}. At the top it has {tops}.")
+    all_leaves = list(list_leaves(manifest))
+    prefix = f"{options.path.strip('/').replace('~1', '/')}/".lstrip("/")
+    leaves = [leaf for leaf in all_leaves if f"{leaf['path'].replace('~1', '/')}/".startswith(prefix)]
+    if not leaves and prefix:
+        parts = ", ".join(dict.fromkeys(_top(leaf) for leaf in all_leaves))
+        raise ValueError(f"no {options.path!r} in {path}. Its parts are {parts}.")
     kinds = random_kinds(manifest)
     if options.json:
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "path": path,
             "step": manifest.step,
             "metric": manifest.metric,
@@ -152,27 +155,27 @@ def _show(options: argparse.Namespace) -> int:
             "random": kinds,
             "leaves": leaves,
         }
-        print(json.dumps(told, indent=2))
+        print(json.dumps(report, indent=2))
         return 0
-    if not wanted:
+    if not prefix:
         ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
         files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files)} files"
         facts = [f"step {manifest.step}"] if manifest.step is not None else []
         facts += [f"metric {manifest.metric:g}"] if manifest.metric is not None else []
         facts += [f"saved by {ranks} of {manifest.created_by}"]
         facts += [f"{files} of tensors, {size_text(manifest.num_bytes)}"]
-        print(f"{_shown(path, options.directory)}\n{'; '.join(facts)}")
+        print(f"{_display_path(path, options.directory)}\n{'; '.join(facts)}")
         print(f"random states of {ranks}: {', '.join(kinds)}" if kinds else "no random states")
     rows: list[tuple[str, str]] = []
     by_part: dict[str, list[dict[str, Any]]] = {}
-    for one in leaves:
-        by_part.setdefault(_top(one), []).append(one)
+    for leaf in leaves:
+        by_part.setdefault(_top(leaf), []).append(leaf)
     for part, inside in by_part.items():
-        cut = len(inside) if options.all or wanted or len(inside) <= _MOST_ROWS + 1 else _MOST_ROWS
-        rows += map(_row, inside[:cut])
-        if cut < len(inside):
-            rest = sum(one.get("bytes", 0) for one in inside[cut:])
-            rows.append((f"... and {len(inside) - cut} more in {part}", size_text(rest)))
+        count = len(inside) if options.all or prefix or len(inside) <= _MAX_ROWS + 1 else _MAX_ROWS
+        rows += map(_row, inside[:count])
+        if count < len(inside):
+            rest = sum(leaf.get("bytes", 0) for leaf in inside[count:])
+            rows.append((f"... and {len(inside) - count} more in {part}", size_text(rest)))
     if rows:
         print_table((), rows)
     return 0
@@ -191,38 +194,39 @@ def _row(leaf: Mapping[str, Any]) -> tuple[str, str]:
     if "same_as" in leaf:
         return name, f"same as {leaf['same_as']}"
     text = str(leaf["value"])
-    return name, text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+    return name, text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS - 3]}..."
 
 
 def _prune(options: argparse.Namespace) -> int:
     keep = Keep(last=options.last, every=options.every, best=options.best, mode=options.mode or "min")
     plan = plan_prune(options.directory, keep)
-    others = {path: ", ".join(extra) for path, extra in plan.extra}
-    for one in plan.stay:
-        why = f" (it contains {others[one.path]}; move that away)" if one.path in others else ""
-        print(f"keep    {os.path.basename(one.path)}{why}")
-    for one in plan.remove:
-        print(f"remove  {os.path.basename(one.path)}")
-    for one in plan.dead:
-        print(f"remove  {os.path.basename(one.path)} (left by a dead save)")
+    extra = {path: ", ".join(names) for path, names in plan.extra}
+    for checkpoint in plan.stay:
+        path = checkpoint.path
+        why = f" (it contains other files: {extra[path]}; move them away)" if path in extra else ""
+        print(f"keep    {os.path.basename(path)}{why}")
+    for checkpoint in plan.remove:
+        print(f"remove  {os.path.basename(checkpoint.path)}")
+    for leftover in plan.dead:
+        print(f"remove  {os.path.basename(leftover.path)} (left by a failed save)")
     if options.dry_run:
         print("nothing was removed: --dry_run")
         return 0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is said above
-        gone = prune_checkpoints(options.directory, keep)
-    left = [one.path for one in plan.dead if os.path.lexists(one.path)]
-    counts = [(len(gone), "checkpoint"), (len(plan.dead) - len(left), "leftover")]
-    said = [f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts]
-    print(f"removed {' and '.join(said)}")
-    for path in left:
-        print(f"{path} can't be removed; check its rights", file=sys.stderr)
-    return int(bool(left))
+        warnings.simplefilter("ignore")  # printed above
+        removed = prune_checkpoints(options.directory, keep)
+    remaining = [leftover.path for leftover in plan.dead if os.path.lexists(leftover.path)]
+    counts = [(len(removed), "checkpoint"), (len(plan.dead) - len(remaining), "leftover")]
+    texts = [f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts]
+    print(f"removed {' and '.join(texts)}")
+    for path in remaining:
+        print(f"can't remove {path}; check its permissions", file=sys.stderr)
+    return int(bool(remaining))
 
 
 def _convert(options: argparse.Namespace) -> int:
     try:
-        made = convert_checkpoint(
+        converted = convert_checkpoint(
             options.source,
             options.target,
             to=options.to,
@@ -238,24 +242,24 @@ def _convert(options: argparse.Namespace) -> int:
     except ValueError as error:
         flags = {"names=": "names is --name", "leave_out": "leave_out is --leave_out"}
         hints = [flag for word, flag in flags.items() if word in str(error)]
-        said = f" On the command line {', '.join(hints)}." if hints else ""
-        raise ConfigurationError(f"{error}{said}") from error
-    print(f"{_shown(made.path, options.target)}: {', '.join(made.parts)}")
-    for note in made.notes:
+        hint = f" On the command line, {', '.join(hints)}." if hints else ""
+        raise ConfigurationError(f"{error}{hint}") from error
+    print(f"{_display_path(converted.path, options.target)}: {', '.join(converted.parts)}")
+    for note in converted.notes:
         print(f"note: {note}")
     return 0
 
 
-# --- What a checkpoint holds, leaf by leaf ---------------------------------------------------------------
+# --- The leaves of a checkpoint ---------------------------------------------------------------
 
 
 def list_leaves(manifest: Manifest) -> Iterator[dict[str, Any]]:
-    """List what the tree of a checkpoint holds, in its order.
+    """List the leaves of a checkpoint's tree in order.
 
     Returns:
-        For each leaf its ``path`` (a JSON pointer without its first slash), and either ``kind``, ``dtype``,
-        ``shape`` and ``bytes`` of a tensor; or ``same_as``, the path of the same tensor; or ``value``. And
-        ``ranks``, where it is that of some ranks alone.
+        For each leaf its ``path`` (a JSON pointer without the first slash), and either ``kind``, ``dtype``,
+        ``shape`` and ``bytes`` of a tensor, or ``same_as``, the path of a tied tensor, or ``value``. Leaves
+        of some ranks only have ``ranks``.
 
     Raises:
         DamagedCheckpointError: The document is malformed.
@@ -264,14 +268,14 @@ def list_leaves(manifest: Manifest) -> Iterator[dict[str, Any]]:
 
 
 def random_kinds(manifest: Manifest) -> list[str]:
-    """List the generators whose states a checkpoint has.
+    """List the random generators whose states a checkpoint contains.
 
     Raises:
         DamagedCheckpointError: The document is malformed.
     """
     ranks = range(0 if manifest.random is None else manifest.world_size)
-    own = [document_of(manifest.random, rank) for rank in ranks]
-    return list({kind: None for one in own if isinstance(one, dict) for kind in one})
+    states = [document_of(manifest.random, rank) for rank in ranks]
+    return list({kind: None for state in states if isinstance(state, dict) for kind in state})
 
 
 def _leaves(
@@ -280,21 +284,22 @@ def _leaves(
     kind = node.get("$") if isinstance(node, dict) else None
     size = _num_ranks(node)
     if size and kind not in (None, "object") and not ranks:
-        # It differs between ranks, here or inside of a leaf or a container that has a form of its own.
-        own = [document_of(node, rank) for rank in range(size)]
-        values: list[Json] = []
-        for one in own:
-            if one not in values:
-                values.append(one)
-        for value in values:
-            yield from _leaves(
-                manifest, value, path, [rank for rank, one in enumerate(own) if one == value], known
-            )
+        # The node differs between ranks, here or inside a leaf or a special container.
+        nodes = [document_of(node, rank) for rank in range(size)]
+        distinct: list[Json] = []
+        for each in nodes:
+            if each not in distinct:
+                distinct.append(each)
+        for value in distinct:
+            same_ranks = [rank for rank, each in enumerate(nodes) if each == value]
+            yield from _leaves(manifest, value, path, same_ranks, known)
         return
     head: dict[str, Any] = {"path": path[1:], **({"ranks": list(ranks)} if ranks else {})}
     children = children_of(node, path)
-    if children is not None and (isinstance(node, dict) or not all(_is_plain(one) for _, one in children)):
-        is_value = kind not in (None, "dict", "object") and all(_is_plain(one) for _, one in children)
+    if children is not None and (
+        isinstance(node, dict) or not all(_is_plain(child) for _, child in children)
+    ):
+        is_value = kind not in (None, "dict", "object") and all(_is_plain(child) for _, child in children)
         if children and not is_value:
             for key, child in children:
                 yield from _leaves(manifest, child, step(path, key), ranks, known)
@@ -313,15 +318,15 @@ def _leaves(
 
 
 def _num_ranks(node: Json) -> int:
-    """Return for how many ranks there are parts by rank in a node; 0 where there are none."""
+    """Return the world size if a node differs between ranks, else 0."""
     if isinstance(node, dict) and node.get("$") == "by_rank":
         return len(cast("list[int]", node["of"]))
     inside = list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
-    return max((_num_ranks(one) for one in inside), default=0)
+    return max((_num_ranks(child) for child in inside), default=0)
 
 
 def _is_plain(node: Json) -> bool:
-    """Whether a node is one value: no tensor, and nothing with values inside."""
+    """Return whether a node is a plain value: neither a tensor nor a container."""
     kind = node.get("$") if isinstance(node, dict) else None
     if kind in LEAVES or kind == "by_rank":
         return False
@@ -333,10 +338,10 @@ def _is_plain(node: Json) -> bool:
 
 
 def _value(node: Json) -> Any:
-    """Return a plain value as JSON has it, and what JSON lacks as a text."""
+    """Return a plain value for JSON, or its repr."""
     try:
         value = decode(node, {})
-    except Exception:  # noqa: BLE001 -- of a class that isn't imported, or what a constructor says to a file
+    except Exception:  # noqa: BLE001 -- the class may be missing, or its constructor may raise
         return f"<{node.get('$') if isinstance(node, dict) else 'value'}>"
     return node if value == node else repr(value)
 

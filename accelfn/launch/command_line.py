@@ -1,6 +1,6 @@
-"""How command lines are read: ``accelfn launch`` up to its script, and the arguments of the other commands.
+"""Parse command lines: those of ``accelfn launch`` up to the script, and the arguments of other commands.
 
-Every mistake is one sentence, with what was probably meant. In names of flags - and _ mean the same.
+An error is one sentence with a suggestion. In flag names, - and _ are equivalent.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from accelfn.errors import ConfigurationError
 from accelfn.launch.config.options import BOOL, FILE, OPTIONS, RENAMED, Option, Section, suggest
 from accelfn.launch.config.resolve import Given
 
+#: A sentence for the help of every command.
+FLAG_NOTE = "In flag names, - and _ are equivalent."
 _COMMAND = Section("The command itself")
-#: Flags of ``accelfn launch`` that are about the command and not about the launch.
+#: Flags of ``accelfn launch`` that control the command itself.
 ACTIONS: Mapping[str, Option] = MappingProxyType(
     {
-        one.name: replace(one, section=_COMMAND)
-        for one in (
-            Option("help", BOOL, False, "show this and stop", alias="-h"),
+        action.name: replace(action, section=_COMMAND)
+        for action in (
+            Option("help", BOOL, False, "show this help and exit", alias="-h"),
             Option("config_file", FILE, None, "config file to use instead of the default"),
-            Option("print_config", BOOL, False, "print every value and where it came from, and stop"),
-            Option("dry_run", BOOL, False, "print the exact command and its variables, and stop"),
-            Option("sbatch", FILE, None, "write a script for SLURM's sbatch that does this, and stop"),
+            Option("print_config", BOOL, False, "print each value and its source, and exit"),
+            Option("dry_run", BOOL, False, "print the command and its environment variables, and exit"),
+            Option("sbatch", FILE, None, "write a batch script for SLURM's sbatch, and exit"),
         )
     }
 )
-# What torchrun and mpirun call otherwise.
-_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+# Flags of torchrun and mpirun, and their names here.
+_OTHER_LAUNCHERS: Mapping[str, str] = MappingProxyType(
     {
-        "-np": "--num_processes, which counts all machines",
-        "--nproc_per_node": "--num_processes, which counts all machines",
+        "-np": "--num_processes, the number on all machines",
+        "--nproc_per_node": "--num_processes, the number on all machines",
         "--nnodes": "--num_machines",
         "--node_rank": "--machine_rank",
         "--master_addr": "--main_process_ip",
@@ -43,7 +45,7 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
 )
 # argparse's messages, as sentences.
 _MESSAGES = (
-    (r"invalid int value: (.+)", r"it must be a whole number, got \1."),
+    (r"invalid int value: (.+)", r"it must be an integer, got \1."),
     (r"invalid float value: (.+)", r"it must be a number, got \1."),
     (r"expected (?:at least )?one argument", "it needs a value."),
     (r"the following arguments are required: (.+)", r"\1 must be given"),
@@ -51,13 +53,13 @@ _MESSAGES = (
 
 
 def _all_flags() -> dict[str, tuple[Option, str]]:
-    """Map each spelling to its option, and to the text that it stands for without a value."""
-    found: dict[str, tuple[Option, str]] = {}
+    """Map each flag to its option and to the text of its value if none follows."""
+    flags: dict[str, tuple[Option, str]] = {}
     for option in (*ACTIONS.values(), *OPTIONS.values()):
-        found |= dict.fromkeys(option.flags, (option, "true" if option.kind.is_bool else ""))
+        flags |= dict.fromkeys(option.flags, (option, "true" if option.kind.is_bool else ""))
         if option.no_flag:
-            found[option.no_flag] = (option, "false")
-    return found
+            flags[option.no_flag] = (option, "false")
+    return flags
 
 
 _FLAGS: Mapping[str, tuple[Option, str]] = MappingProxyType(_all_flags())
@@ -65,13 +67,13 @@ _FLAGS: Mapping[str, tuple[Option, str]] = MappingProxyType(_all_flags())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A command line of ``accelfn launch``.
+    """A parsed command line of ``accelfn launch``.
 
     Attributes:
-        flags: What was given, by the options' names.
-        actions: What was given of :data:`ACTIONS`, by name; those that were switched off are left out.
+        flags: Values by option name.
+        actions: Values of :data:`ACTIONS` by name, without those that were switched off.
         script: The script, or None.
-        script_args: What follows it, unchanged.
+        script_args: Arguments of the script, unchanged.
     """
 
     flags: Mapping[str, Given]
@@ -81,40 +83,40 @@ class Parsed:
 
 
 def parse_flags(argv: Sequence[str]) -> Parsed:
-    """Read the arguments of ``accelfn launch``. Pure; values are read later, by ``resolve``.
+    """Parse the arguments of ``accelfn launch``. Pure; ``resolve`` parses the values.
 
-    The first word that is neither a flag nor a flag's value is the script, and everything after it belongs to
-    the script; so does everything after ``--``.
+    The script is the first word that is neither a flag nor a flag's value, or the first word after ``--``.
+    Everything after it belongs to the script.
 
     Args:
         argv: Arguments after ``launch``.
 
     Raises:
-        ConfigurationError: A flag is not known, is given twice, or lacks its value.
+        ConfigurationError: A flag is unknown, repeated, or lacks its value.
 
     >>> parsed = parse_flags(["--num-processes", "2", "train.py", "--lr", "0.1"])
     >>> parsed.flags["num_processes"].text, parsed.script, parsed.script_args
     ('2', 'train.py', ('--lr', '0.1'))
     """
     rest = list(argv)
-    given: dict[str, Given] = {}
+    flags: dict[str, Given] = {}
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
-        written, equals, text = _split_flag(rest.pop(0))
-        option, alone = _find(written)
-        if equals and alone == "false":
-            raise ConfigurationError(f"argument {written}: it takes no value, got {text!r}.")
-        # A yes or no can do without a value, so the script may follow.
-        if not equals and not alone and not rest:
-            raise ConfigurationError(f"argument {written}: it needs a value.")
-        takes_next = rest and alone != "false" and (not alone or option.kind.can_read(rest[0]))
+        flag, equals, text = _split_flag(rest.pop(0))
+        option, implied = _find_flag(flag)
+        if equals and implied == "false":
+            raise ConfigurationError(f"argument {flag}: it takes no value, got {text!r}.")
+        if not equals and not implied and not rest:
+            raise ConfigurationError(f"argument {flag}: it needs a value.")
+        # After a boolean flag, the next word is its value only if it reads as one.
+        takes_next = rest and implied != "false" and (not implied or option.kind.can_read(rest[0]))
         if not equals:
-            text = rest.pop(0) if takes_next else alone
-        _add(given, option, Given(text, written))
+            text = rest.pop(0) if takes_next else implied
+        _add_flag(flags, option, Given(text, flag))
     if rest[:1] == ["--"]:
         del rest[0]
-    actions = {name: given.pop(name).text for name in ACTIONS if name in given}
+    actions = {name: flags.pop(name).text for name in ACTIONS if name in flags}
     return Parsed(
-        flags=MappingProxyType(given),
+        flags=MappingProxyType(flags),
         actions=MappingProxyType({name: text for name, text in actions.items() if text != "false"}),
         script=rest[0] if rest else None,
         script_args=tuple(rest[1:]),
@@ -122,32 +124,32 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
 
 
 def _split_flag(token: str) -> tuple[str, str, str]:
-    """Part a flag from the value in the same word: ``--flag=value``, or ``-n2``."""
-    option, alone = _FLAGS.get(token[:2], (None, ""))
-    if option is not None and not alone and option.kind.can_read(token[2:]):
+    """Split a flag from a value in the same word: ``--flag=value`` or ``-n2``."""
+    option, implied = _FLAGS.get(token[:2], (None, ""))
+    if option is not None and not implied and option.kind.can_read(token[2:]):
         return token[:2], "=", token[2:]
     return token.partition("=")
 
 
-def _find(written: str) -> tuple[Option, str]:
-    flag = spell(written)
+def _find_flag(given: str) -> tuple[Option, str]:
+    flag = normalize_flag(given)
     if flag in _FLAGS:
         return _FLAGS[flag]
     renamed = f"--{RENAMED.get(flag.removeprefix('--'), '')}"
-    meant = _ELSEWHERE.get(flag) or (renamed if renamed in _FLAGS else suggest(flag, _FLAGS))
-    # A flag that is cut short is not near enough for difflib.
+    meant = _OTHER_LAUNCHERS.get(flag) or (renamed if renamed in _FLAGS else suggest(flag, _FLAGS))
+    # difflib finds no match for an abbreviation.
     longer = [name for name in _FLAGS if name.startswith(flag)] if len(flag) > 5 else []
     meant = longer[0] if len(longer) == 1 else meant
     hint = f" Did you mean {meant}?" if meant else " accelfn launch --help lists the flags."
-    raise ConfigurationError(f"unknown flag {written}.{hint} Flags of the script follow the script.")
+    raise ConfigurationError(f"unknown flag {given}.{hint} Flags of the script follow the script.")
 
 
-def _add(given: dict[str, Given], option: Option, new: Given) -> None:
-    before = given.get(option.name)
+def _add_flag(flags: dict[str, Given], option: Option, new: Given) -> None:
+    before = flags.get(option.name)
     if before is None:
-        given[option.name] = new
+        flags[option.name] = new
     elif option.kind.repeats:
-        given[option.name] = replace(before, text=f"{before.text}\n{new.text}")
+        flags[option.name] = replace(before, text=f"{before.text}\n{new.text}")
     else:
         spellings = dict.fromkeys((before.spelling, new.spelling))
         fault = "contradict each other" if len(spellings) > 1 else "is given twice"
@@ -156,10 +158,10 @@ def _add(given: dict[str, Given], option: Option, new: Given) -> None:
         )
 
 
-def spell(token: str) -> str:
-    """Spell a long flag's name with underscores; leave its value and short flags alone. Pure.
+def normalize_flag(token: str) -> str:
+    """Replace dashes in a long flag's name by underscores; values and short flags stay the same. Pure.
 
-    >>> spell("--num-processes=a-b"), spell("-m")
+    >>> normalize_flag("--num-processes=a-b"), normalize_flag("-m")
     ('--num_processes=a-b', '-m')
     """
     if not token.startswith("--"):
@@ -169,31 +171,28 @@ def spell(token: str) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that tells a mistake in one sentence, and leaves the usage to ``--help``.
-
-    argparse lets its messages be changed in no other way than by a class.
-    """
+    """A parser that reports an error in one sentence, without the usage."""
 
     def __init__(self, **options: Any) -> None:
-        """Take what argparse takes; flags are never cut short, and - and _ mean the same in them."""
-        options.setdefault("epilog", "In names of flags - and _ mean the same.")
+        """Accept argparse's options. Flags can't be abbreviated, and - and _ are equivalent in them."""
+        options.setdefault("epilog", FLAG_NOTE)
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong, and stop.
+        """Print the error and exit.
 
         Raises:
             SystemExit: 2, always.
         """
-        for words, ours in _MESSAGES:
-            message = re.sub(words, ours, message)
-        end = "" if message.endswith((".", "?")) else f". {self.prog} --help says what it takes."
+        for pattern, sentence in _MESSAGES:
+            message = re.sub(pattern, sentence, message)
+        end = "" if message.endswith((".", "?")) else f". See {self.prog} --help."
         self.exit(2, f"{self.prog}: error: {message}{end}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        names = [str(one) for one in action.choices]
+        names = [str(choice) for choice in action.choices]
         close = suggest(str(value), names)
         if any("," in name for name in names):
             names = [repr(name) for name in names]
@@ -202,22 +201,18 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def read_arguments(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments of a command.
-
-    Args:
-        parser: Of the command.
-        argv: What follows its name.
+    """Parse the arguments of a command.
 
     Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+        SystemExit: 0 after ``--help``, 2 after an error.
     """
-    options, rest = parser.parse_known_args([spell(token) for token in argv])
+    options, rest = parser.parse_known_args([normalize_flag(token) for token in argv])
     if rest:
-        commands: Any = next((one.choices for one in parser._actions if one.dest == "action"), None) or {}
+        commands: Any = next((each.choices for each in parser._actions if each.dest == "action"), None) or {}
         inner: CommandParser = commands.get(getattr(options, "action", None), parser)
         flag = rest[0].partition("=")[0]
         if not flag.startswith("-"):
-            parser.error(f"unexpected argument {flag!r}. {inner.prog} --help says what it takes.")
+            parser.error(f"unexpected argument {flag!r}. See {inner.prog} --help.")
         close = suggest(flag, flags_of(inner))
         hint = f"Did you mean {close}?" if close else f"{inner.prog} --help lists the flags."
         parser.error(f"unknown flag {flag}. {hint}")
@@ -225,33 +220,33 @@ def read_arguments(parser: CommandParser, argv: Sequence[str]) -> argparse.Names
 
 
 def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """List the spellings of a parser's own flags. Pure."""
-    # argparse has no public way to ask.
-    return [name for one in parser._actions for name in one.option_strings]
+    """List the flags of a parser, without those of its subcommands. Pure."""
+    # argparse has no public way to list them.
+    return [name for action in parser._actions for name in action.option_strings]
 
 
 class _WideFormatter(argparse.HelpFormatter):
-    """Leaves the long names of flags room."""
+    """Leaves room for long flag names."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, max_help_position=36, width=110)
 
 
 def launch_parser() -> CommandParser:
-    """Describe the arguments of ``accelfn launch``, for its help and for completion."""
+    """Build the parser of ``accelfn launch``, used for its help and for completion."""
     parser = CommandParser(
         prog="accelfn launch",
         usage="accelfn launch [flags] script [arguments of the script]",
-        description="Start a training script on one or more processes and machines. In names of flags - and "
-        "_ mean the same. A flag without a value also exists as --no_..., which switches off. A value comes "
-        "from the flag, else from the variable ACCELFN_<FLAG>, else from SLURM's step, else from the config "
-        "file. What follows the script belongs to it.",
+        description=f"Start a training script on one or more processes and machines. {FLAG_NOTE} Boolean "
+        "flags also exist as --no_..., which switches them off. A value comes from the flag, else from the "
+        "variable ACCELFN_<FLAG>, else from the SLURM step, else from the config file. Arguments after the "
+        "script are passed to it.",
         epilog=None,
         add_help=False,
         formatter_class=_WideFormatter,
     )
     add_launch_flags(parser)
-    script: Any = parser.add_argument("script", nargs=argparse.REMAINDER, help="script, and its arguments")
+    script: Any = parser.add_argument("script", nargs=argparse.REMAINDER, help="script and its arguments")
     script.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
     return parser
 

@@ -1,4 +1,4 @@
-"""``accelfn completion``: the script by which a shell completes commands and flags."""
+"""``accelfn completion``: print a shell completion script."""
 
 import argparse
 import importlib
@@ -11,7 +11,7 @@ from accelfn.launch.main import COMMANDS, load_command
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run ``accelfn completion``. Effect: prints the script.
+    """Print the completion script.
 
     Raises:
         MissingExtraError: shtab isn't installed.
@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
         shtab: Any = importlib.import_module("shtab")
     except ImportError:
         raise MissingExtraError(
-            "it needs shtab, which is not installed. Run: pip install 'accelfn[cli]'"
+            "completion needs shtab, which is not installed. Run: pip install 'accelfn[cli]'"
         ) from None
     parser = argparse.ArgumentParser(prog="accelfn")
     parser.add_argument("--version", action="version", version=__version__)
@@ -33,12 +33,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+    """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn completion",
-        description="Print a script by which a shell completes the accelfn command.",
+        description="Print a script that completes commands and flags of accelfn in a shell.",
         epilog='bash: eval "$(accelfn completion bash)" in ~/.bashrc. zsh: the same, after compinit, in '
         "~/.zshrc. fish: accelfn completion fish > ~/.config/fish/completions/accelfn.fish",
     )
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="for which shell")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell to complete in")
     return parser

@@ -27,18 +27,16 @@ from accelfn.launch.plan.machine import Machine, read_machine
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask for a configuration, or run ``default``, ``update``, ``show`` or ``import``.
-
-    Effect: may write a file, and talk to the user.
+    """Ask the questions, or run ``default``, ``update``, ``show`` or ``import``.
 
     Returns:
-        The exit status: 0; 1 where the user keeps the file that is there; 130 after Ctrl-C.
+        The exit status: 0, 1 if the user keeps the existing file, or 130 after Ctrl-C.
     """
     return _ACTIONS[options.action](options, os.environ)
 
 
 def default_values(machine: Machine, mixed_precision: str) -> dict[str, object]:
-    """Return what ``accelfn config default`` writes for a machine. Pure.
+    """Return the values that ``accelfn config default`` writes. Pure.
 
     >>> default_values(Machine(devices=4), "bf16")
     {'multi_gpu': True, 'mixed_precision': 'bf16', 'num_processes': 4}
@@ -46,12 +44,12 @@ def default_values(machine: Machine, mixed_precision: str) -> dict[str, object]:
     {'cpu': True, 'mixed_precision': 'no', 'num_processes': 1}
     """
     devices = machine.devices or 0
-    place: dict[str, object] = {"multi_gpu": True} if devices > 1 else {} if devices else {"cpu": True}
-    return {**place, "mixed_precision": mixed_precision, "num_processes": max(1, devices)}
+    hardware: dict[str, object] = {"multi_gpu": True} if devices > 1 else {} if devices else {"cpu": True}
+    return {**hardware, "mixed_precision": mixed_precision, "num_processes": max(1, devices)}
 
 
 def accelerate_path(environment: Mapping[str, str], home: str) -> str:
-    """Return where Accelerate keeps its configuration. Pure.
+    """Return the path of Accelerate's default config file. Pure.
 
     >>> accelerate_path({"HF_HOME": "/data/hf"}, "/home/ann")
     '/data/hf/accelerate/default_config.yaml'
@@ -61,25 +59,23 @@ def accelerate_path(environment: Mapping[str, str], home: str) -> str:
     return os.path.join(base, "accelerate", "default_config.yaml")
 
 
-def _place(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
+def _path(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
     given: str | None = options.config_file
     path, _ = find_config_file(given, environment, sys.platform, os.path.expanduser("~"))
     if os.path.isdir(path):
-        raise ConfigurationError(
-            f"the configuration {path} must be a file, and is a folder. Name a file in it."
-        )
+        raise ConfigurationError(f"the config file {path} is a directory. Pass a file.")
     return path
 
 
 def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    path = _place(options, environment)
+    path = _path(options, environment)
     try:
         values = ask_values(path, read_machine(environment))
     except (KeyboardInterrupt, EOFError):
-        print("\naccelfn config: stopped; nothing was written.", file=sys.stderr)
+        print("\naccelfn config: cancelled; nothing was written.", file=sys.stderr)
         return 130
     if values is None:
-        print(f"accelfn config: {path} was left as it is.", file=sys.stderr)
+        print(f"accelfn config: {path} was not changed.", file=sys.stderr)
         return 1
     status = _save(format_config(LaunchConfig(**values), path, frozenset(values)), path)
     print(format_launch(values, path if options.config_file else None))
@@ -87,24 +83,24 @@ def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    path = _place(options, environment)
+    path = _path(options, environment)
     _refuse_to_overwrite(path, options)
     values = default_values(read_machine(environment), options.mixed_precision)
     return _save(format_config(LaunchConfig(**values), path, frozenset(values)), path)
 
 
 def _update(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    path = _place(options, environment)
+    path = _path(options, environment)
     file = read_config(path)
     return _save(format_config(LaunchConfig(**file.values), path, frozenset(file.values)), path)
 
 
 def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    path = _place(options, environment)
-    asked = options.config_file is not None or bool(environment.get("ACCELFN_CONFIG"))
-    file = read_config(path) if asked or os.path.exists(path) else None
+    path = _path(options, environment)
+    is_requested = options.config_file is not None or bool(environment.get("ACCELFN_CONFIG"))
+    file = read_config(path) if is_requested or os.path.exists(path) else None
     resolved = resolve({}, environment, file)
-    print(f"file: {path}" if file else f"file: {path} (not there)")
+    print(f"file: {path}" if file else f"file: {path} (doesn't exist)")
     print_origins(resolved, everything=options.all)
     return 0
 
@@ -125,16 +121,14 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     ]
     for note in (*imported.notes, *later):
         print(f"note: {note}", file=sys.stderr)
-    path = _place(options, environment)
+    path = _path(options, environment)
     _refuse_to_overwrite(path, options)
     return _save(format_config(imported.config, path), path)
 
 
 def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
     if os.path.lexists(path) and not options.overwrite:
-        raise ConfigurationError(
-            f"{path} is there already, and was left as it is. Use --overwrite, or another --config_file."
-        )
+        raise ConfigurationError(f"{path} exists. Pass --overwrite, or another --config_file.")
 
 
 def _save(text: str, path: str) -> int:
@@ -151,35 +145,35 @@ _ACTIONS: Mapping[str | None, Callable[[argparse.Namespace, Mapping[str, str]], 
 
 
 def make_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+    """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn config",
-        description="Create, show, update and import config files of accelfn launch. Without a command: ask "
-        "for what to write.",
+        description="Create, show, update and import config files of accelfn launch. Without a command, ask "
+        "questions and write a config file.",
     )
     parser.add_argument("--config_file", metavar="FILE", help="config file to use instead of the default")
     actions = parser.add_subparsers(dest="action", metavar="command")
 
     def add(name: str, about: str) -> argparse.ArgumentParser:
-        one = actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
-        # Suppressed, so that one given before the command stays.
-        one.add_argument(
+        command = actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        # Suppressed, so that a value before the subcommand is kept.
+        command.add_argument(
             "--config_file",
             metavar="FILE",
             default=argparse.SUPPRESS,
             help="config file to use instead of the default",
         )
-        return one
+        return command
 
-    default = add("default", "write a plain configuration for this machine")
+    default = add("default", "write a default config file for this machine")
     default.add_argument(
-        "--mixed_precision", choices=("no", "fp16", "bf16"), default="no", help="precision (no)"
+        "--mixed_precision", choices=("no", "fp16", "bf16"), default="no", help="mixed precision (no)"
     )
-    default.add_argument("--overwrite", action="store_true", help="replace a file that is there")
-    add("update", "write a file again, as this version does")
-    show = add("show", "show what counts, and where it comes from")
-    show.add_argument("--all", action="store_true", help="defaults too")
-    taken = add("import", "import a config file of Accelerate")
-    taken.add_argument("source", metavar="SOURCE", nargs="?", help="its file (where Accelerate keeps it)")
-    taken.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    default.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    add("update", "rewrite a config file in the current format")
+    show = add("show", "show the values in effect and their sources")
+    show.add_argument("--all", action="store_true", help="include defaults")
+    imported = add("import", "import a config file of Accelerate")
+    imported.add_argument("source", metavar="SOURCE", nargs="?", help="file (Accelerate's default file)")
+    imported.add_argument("--overwrite", action="store_true", help="replace an existing file")
     return parser

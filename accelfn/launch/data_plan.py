@@ -1,4 +1,4 @@
-"""``accelfn data-plan``: draw which rank reads which samples."""
+"""``accelfn data-plan``: show which rank reads which samples."""
 
 import argparse
 
@@ -8,11 +8,7 @@ from accelfn.launch.output import write_text
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draw the plan that the arguments describe. Effect: prints it, and writes a file where one is named.
-
-    Returns:
-        The exit status.
-
+    """Print the plan, and write it as SVG with ``--svg``.
 
     >>> run(make_parser().parse_args(["--num_samples=5", "--batch_size=2", "--num_processes=2"]))
             step 0  step 1
@@ -32,14 +28,13 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigurationError(f"--{name} must be at least {least}, got {given}.")
     if options.start > options.num_samples:
         raise ConfigurationError(
-            f"--start must lie within the samples: got --start {options.start} of {options.num_samples}."
+            f"--start must be at most --num_samples {options.num_samples}, got {options.start}."
         )
     if options.num_processes % options.sharing:
         raise ConfigurationError(
-            f"--sharing must divide the number of ranks: got --num_processes {options.num_processes} and "
-            f"--sharing {options.sharing}."
+            f"--sharing must divide --num_processes {options.num_processes}, got {options.sharing}."
         )
-    # Not at the top: accelfn.data loads torch, which --help and bad input do without.
+    # Imported late, because accelfn.data imports torch.
     from accelfn.data.picture import draw_plan, draw_plan_svg
     from accelfn.data.plan import plan_epoch
 
@@ -59,28 +54,28 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+    """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn data-plan",
-        description="Draw which rank reads which samples of an epoch, in which step. Positions count along "
-        "the order of the epoch; those in brackets are padding.",
+        description="Show which rank reads which samples of an epoch in each step. Samples are numbered in "
+        "the order of the epoch; those in parentheses are padding.",
     )
     numbers = (
-        ("--num_samples", "samples of the epoch", None),
+        ("--num_samples", "number of samples", None),
         ("--batch_size", "batch size of the DataLoader", None),
-        ("--num_processes", "ranks (1)", 1),
-        ("--sharing", "ranks that share each batch, by tensor or context parallelism (1)", 1),
-        ("--start", "samples that have been read already (0)", 0),
+        ("--num_processes", "number of ranks (1)", 1),
+        ("--sharing", "ranks that share a batch, with tensor or context parallelism (1)", 1),
+        ("--start", "number of samples already read (0)", 0),
     )
     for name, about, default in numbers:
         parser.add_argument(
             name, type=int, metavar="N", help=about, default=default, required=default is None
         )
     for name, about in (
-        ("--split_batches", "the batch size is that of all ranks together"),
-        ("--no_even_batches", "leave the last step short instead of filling it up"),
-        ("--drop_last", "leave out an incomplete last step"),
+        ("--split_batches", "split batches between the ranks"),
+        ("--no_even_batches", "don't pad the last step"),
+        ("--drop_last", "drop an incomplete last step"),
     ):
         parser.add_argument(name, action="store_true", help=about)
-    parser.add_argument("--svg", metavar="FILE", help="also write the picture to this file")
+    parser.add_argument("--svg", metavar="FILE", help="also write an SVG image to this file")
     return parser

@@ -1,4 +1,4 @@
-"""``accelfn env``: what this machine, this Python and this configuration are, to paste into a bug report."""
+"""``accelfn env``: print system information for a bug report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any, cast
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.command_line import CommandParser
+from accelfn.launch.command_line import FLAG_NOTE, CommandParser
 from accelfn.launch.config.files import find_config_file, parse_config, read_text, read_tree
 from accelfn.launch.config.secrets import hide_in_text, is_secret
 
-# What accelfn needs, and what it works with where it is installed.
+# Required packages, and optional ones to list if they are installed.
 _PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")
 _OPTIONAL = (
     *("accelerate", "bitsandbytes", "cloudpickle", "datasets", "deepspeed", "lomo-optim", "megatron-core"),
@@ -34,18 +34,14 @@ _RELEVANT = re.compile(
     r"|CUDA|ROCR|HIP|ZE|XLA|PJRT|TPU|OMP|MKL|KMP|OMPI|PMI|MV2|SLURM|MASTER)_\w+"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|VIRTUAL_ENV|CONDA_PREFIX|LD_PRELOAD"
 )
-_LEFT_OUT = "(left out)"
+_HIDDEN = "(hidden)"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run ``accelfn env``. Effect: prints the report.
-
-    Returns:
-        The exit status.
-    """
+    """Print the report."""
     path, _ = find_config_file(options.config_file, os.environ, sys.platform, os.path.expanduser("~"))
     if options.config_file is not None and not os.path.exists(path):
-        raise ConfigurationError(f"there is no configuration file {path!r}. Check the path.")
+        raise ConfigurationError(f"no config file {path!r}. Check the path.")
     report = describe_environment(os.environ, options.config_file)
     if options.json:
         print(json.dumps(report, indent=2))
@@ -55,26 +51,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+    """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn env",
         description="Print system information for a bug report: versions, devices, variables, configuration.",
-        epilog="In names of flags - and _ mean the same. Values that look secret are left out.",
+        epilog=f"{FLAG_NOTE} Values of secrets are hidden.",
     )
-    parser.add_argument("--config_file", metavar="FILE", help="configuration to show (the default one)")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--config_file", metavar="FILE", help="config file to use instead of the default")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def describe_environment(env: Mapping[str, str], config_file: str | None = None) -> dict[str, Any]:
-    """Look at this process's surroundings. Effect: loads torch, and asks it for its devices.
+    """Collect system information. Effect: imports torch.
 
     Args:
-        env: Variables by name.
-        config_file: Of the configuration; None: the one that counts.
+        env: Environment variables.
+        config_file: Config file; None for the one in effect.
 
     Returns:
-        Facts by name, as JSON has them. What can't be found out is a text that says why, never an exception.
+        JSON values by name. A value that can't be determined is replaced by the error.
     """
     return {
         "accelfn": __version__,
@@ -84,28 +80,28 @@ def describe_environment(env: Mapping[str, str], config_file: str | None = None)
         "packages": _versions(),
         "cpu": _describe_cpu(),
         "memory": _describe_memory(),
-        "torch": _tried(describe_torch),
-        "launcher": _tried(lambda: _describe_launcher(env)),
+        "torch": _try(describe_torch),
+        "launcher": _try(lambda: _describe_launcher(env)),
         "variables": relevant_variables(env),
         "configuration": _describe_configuration(env, config_file),
     }
 
 
 def relevant_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Choose the variables that matter to a run; a value that looks secret is left out. Pure.
+    """Return the variables that affect a run, with secrets hidden. Pure.
 
     >>> relevant_variables({"RANK": "0", "HOME": "/h", "NCCL_DEBUG": "INFO", "ACCELFN_API_KEY": "x"})
-    {'ACCELFN_API_KEY': '(left out)', 'NCCL_DEBUG': 'INFO', 'RANK': '0'}
+    {'ACCELFN_API_KEY': '(hidden)', 'NCCL_DEBUG': 'INFO', 'RANK': '0'}
     """
     return {
-        name: _LEFT_OUT if is_secret(name) else hide_in_text(env[name])
+        name: _HIDDEN if is_secret(name) else hide_in_text(env[name])
         for name in sorted(env)
         if _RELEVANT.fullmatch(name)
     }
 
 
 def format_report(report: Mapping[str, Any]) -> str:
-    """Write a report as a list that reads well in an issue. Pure.
+    """Format a report as a nested list. Pure.
 
     >>> print(format_report({"accelfn": "0.1.0", "packages": {"torch": "2.13.0"}, "devices": []}))
     - accelfn: 0.1.0
@@ -138,12 +134,12 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in (*_PACKAGES, *_OPTIONAL):
         version = _version(name)
         if version is not None or name in _PACKAGES:
-            found[name] = version or "not installed"
-    return found
+            versions[name] = version or "not installed"
+    return versions
 
 
 def _version(name: str) -> str | None:
@@ -176,16 +172,15 @@ def _describe_cpu() -> dict[str, Any]:
 def _describe_memory() -> str:
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
-        found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE))
-        total, free = (int(found[name]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+        fields = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE))
+        total, free = (int(fields[name]) / 2**20 for name in ("MemTotal", "MemAvailable"))
     except (OSError, KeyError):  # not on Linux
         return "unknown"
     return f"{total:.1f} GiB, {free:.1f} GiB free"
 
 
 def describe_torch() -> dict[str, Any]:
-    """Ask torch for what it was built with and what it sees. Effect: may set up the accelerator's driver."""
-    # Not at the top: torch takes seconds to load, which --help does without.
+    """Describe torch's build and devices. Effect: may initialize the accelerator's driver."""
     import torch
     import torch.distributed as dist
 
@@ -197,7 +192,7 @@ def describe_torch() -> dict[str, Any]:
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
         "backends": sorted(hardware.backends),
-        "distributed": "there" if dist.is_available() else "this build has none",
+        "distributed": "available" if dist.is_available() else "not in this build",
     }
     for name in ("cuda", "hip", "xpu"):
         if getattr(torch.version, name, None):
@@ -210,12 +205,11 @@ def describe_torch() -> dict[str, Any]:
     if count:
         facts["autocast"] = sorted(kind.precisions)
     if kind.type == "cuda" and count > 1:
-        reach = torch.cuda.can_device_access_peer
-        reached = {
-            one: [str(two) for two in range(count) if two != one and reach(one, two)] for one in range(count)
-        }
-        facts["reach each other directly"] = [
-            f"cuda:{one} to {', '.join(others) or 'none'}" for one, others in reached.items()
+        can_access = torch.cuda.can_device_access_peer
+        facts["peer-to-peer access"] = [
+            f"cuda:{one} to "
+            + (", ".join(str(two) for two in range(count) if two != one and can_access(one, two)) or "none")
+            for one in range(count)
         ]
     return facts
 
@@ -233,11 +227,11 @@ def _describe_device(kind: str, index: int) -> str:
     return ", ".join(parts)
 
 
-def _tried(describe: Callable[[], Any]) -> Any:
+def _try(describe: Callable[[], Any]) -> Any:
     try:
         return describe()
-    except Exception as error:  # noqa: BLE001 -- a torch that doesn't load is what the report is for
-        return {"failure": f"{type(error).__name__}: {error}"}
+    except Exception as error:  # noqa: BLE001 -- torch may be broken
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _describe_launcher(env: Mapping[str, str]) -> str:
@@ -245,34 +239,34 @@ def _describe_launcher(env: Mapping[str, str]) -> str:
 
     plan = detect_environment(env)
     if plan.launcher == "none":
-        return "none: this process is alone"
+        return "none: a single process"
     return f"{plan.launcher}: rank {plan.rank} of {plan.size}, node {plan.node_rank} of {plan.num_nodes}"
 
 
 def _describe_configuration(env: Mapping[str, str], given: str | None) -> dict[str, Any] | str:
     path, _ = find_config_file(given, env, sys.platform, os.path.expanduser("~"))
     if not os.path.exists(path):
-        return f"none (looked for {path})"
+        return f"none ({path} doesn't exist)"
     try:
         text = read_text(path)
         tree = read_tree(text, path)
     except (ConfigurationError, MissingExtraError) as error:
         return str(error)
-    # Never the text of the file: which parts of that are secret only who reads it knows.
+    # Not the text of the file, in which secrets can't be recognized.
     facts: dict[str, Any] = {"file": path}
     try:
         parse_config(text, path)
     except ConfigurationError as error:
-        facts["fault"] = hide_in_text(str(error))
-    return {**facts, "contents": {key: _shown(key, entry) for key, entry in tree.items()}}
+        facts["error"] = hide_in_text(str(error))
+    return {**facts, "contents": {key: _hide_secrets(key, entry) for key, entry in tree.items()}}
 
 
-def _shown(key: str, value: Any) -> Any:
-    """Return an entry as JSON has it, without what looks secret."""
+def _hide_secrets(key: str, value: Any) -> Any:
+    """Return a value with secrets hidden."""
     if is_secret(key):
-        return _LEFT_OUT
+        return _HIDDEN
     if isinstance(value, list):
-        return [_shown("", one) for one in cast("list[Any]", value)]
+        return [_hide_secrets("", item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {name: _shown(name, one) for name, one in cast("dict[str, Any]", value).items()}
+        return {name: _hide_secrets(name, item) for name, item in cast("dict[str, Any]", value).items()}
     return hide_in_text(value)

@@ -1,6 +1,6 @@
-"""What the launchers in code hand to their ranks, and a rank's life: files in a folder that only these know.
+"""Exchange functions and results with the ranks of a launcher through files, and run a rank.
 
-A pipe would do on one machine; files do under torchrun as well, which starts ranks for us.
+Files rather than pipes, because torch's agent may start the ranks.
 """
 
 from __future__ import annotations
@@ -34,22 +34,21 @@ from accelfn.context import Context, init_context, text_of
 from accelfn.errors import DistributedError, MissingExtraError, MissingRankError, RemoteTraceback
 from accelfn.testing.part import Outcome
 
-# What `python -c` runs in a rank. The search path and the variables are set before anything is imported:
-# torch reads OMP_NUM_THREADS when it loads.
+# Run by `python -c` in a rank. It sets search path and variables before the import of torch, which reads
+# OMP_NUM_THREADS.
 _BOOT = """
 import json, os, pathlib, sys
 setup = json.loads(pathlib.Path(sys.argv[1], "setup.json").read_text("utf-8"))
 sys.path[:] = setup["path"]
 os.environ.update(setup["environment"])
-from accelfn.launch.function_ranks import be_rank
-be_rank(sys.argv[1], setup)
+from accelfn.launch.function_ranks import run_rank
+run_rank(sys.argv[1], setup)
 """
 RANK_COMMAND = ("-u", "-c", _BOOT)
-# A rank that does not end is asked where it is, by a signal that a function is unlikely to use.
-WHERE_ARE_YOU: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
-_LOOK_S = 0.5
-# A rank that is done waits so long for the others: gloo may still be connecting one of them to this process,
-# which fails where the function is very short.
+# Makes a rank write its stacks; a signal that functions are unlikely to use.
+STACK_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
+_POLL_S = 0.5
+# Time for which a finished rank waits for the others, because gloo may still connect them to it.
 _LINGER_S = 5.0
 
 
@@ -61,19 +60,19 @@ def write_job(
     options: Mapping[str, Any] | None,
     environment: Mapping[str, str],
 ) -> None:
-    """Write what ranks are to do. Effect: fills ``folder``.
+    """Write a function and its arguments into ``folder`` for the ranks.
 
     Args:
-        folder: Of this launch alone.
+        folder: Folder of this launch.
         caller: Name of the launcher, for messages.
         fn: The function.
         args: Its arguments.
-        options: Of the context that stands before the arguments; None: there is no context.
+        options: Options of a context to pass as the first argument; None to pass no context.
         environment: Variables to set in each rank.
 
     Raises:
-        MissingExtraError: The function can be sent by cloudpickle only, which isn't installed.
-        TypeError: The function or an argument holds what can't be sent to another process.
+        MissingExtraError: The function needs cloudpickle, which isn't installed.
+        TypeError: The function or an argument can't be sent to another process.
     """
     (folder / "call").write_bytes(_pack_call(caller, fn, args, options))
     setup = {
@@ -81,7 +80,7 @@ def write_job(
         "argv": sys.argv,
         "launcher": os.getpid(),
         "environment": dict(environment),
-        # Of code that lies in no file, as that of a notebook's cells: tracebacks show its lines.
+        # Source lines of code without a file, such as notebook cells, for tracebacks.
         "sources": {
             name: entry[2]
             for name, entry in linecache.cache.items()
@@ -91,70 +90,65 @@ def write_job(
     (folder / "setup.json").write_text(json.dumps(setup), encoding="utf-8")
 
 
-def be_rank(folder: str, setup: Mapping[str, Any]) -> NoReturn:
-    """Do the job in ``folder``, report, and leave.
-
-    Args:
-        folder: Of the launch.
-        setup: What :func:`write_job` wrote.
-    """
-    place = Path(folder)
+def run_rank(path: str, setup: Mapping[str, Any]) -> NoReturn:
+    """Run the job in a folder, write the outcome, and exit. :func:`write_job` wrote ``setup``."""
+    folder = Path(path)
     rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     sys.argv[:] = setup["argv"]
-    threading.Thread(target=_end_with, args=(place, setup["launcher"], os.getppid()), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(folder, setup["launcher"], os.getppid()), daemon=True).start()
     if os.name == "posix":
-        where = open(place / f"where-{rank}", "wb")  # noqa: SIM115 -- open as long as the process
-        faulthandler.register(WHERE_ARE_YOU, file=where, all_threads=True)
-    error = _work(place, setup, rank, attempt)
+        stack = open(folder / f"stack-{rank}", "wb")  # noqa: SIM115 -- open until the process exits
+        faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    error = _call(folder, setup, rank, attempt)
     if error is not None:
-        # A context that the function has left open tells the other ranks at exit, and looks here for what.
+        # An open context reads it at exit, and reports it to the other ranks.
         sys.last_value = error
         sys.exit(1)
     until = time.monotonic() + _LINGER_S
-    while place.exists() and len(reported(place, attempt)) < int(os.environ["LOCAL_WORLD_SIZE"]):
+    while folder.exists() and len(reported_ranks(folder, attempt)) < int(os.environ["LOCAL_WORLD_SIZE"]):
         if time.monotonic() > until:
             break
         time.sleep(0.02)
     sys.exit(0)
 
 
-def be_xla_rank(index: int, folder: str) -> None:
-    """Be one rank of a TPU: what torch_xla calls in each process."""
-    place = Path(folder)
-    setup = json.loads((place / "setup.json").read_text("utf-8"))
+def run_xla_rank(index: int, path: str) -> None:
+    """Run the job in a folder as one rank of a TPU; torch_xla calls this in each process."""
+    folder = Path(path)
+    setup = json.loads((folder / "setup.json").read_text("utf-8"))
     os.environ.update(setup["environment"])
-    os.environ["ACCELFN_TORCH_DEVICE"] = "xla"  # which init_context refuses, with what there is
-    error = _work(place, setup, index, 0)
+    os.environ["ACCELFN_TORCH_DEVICE"] = "xla"  # which init_context refuses
+    error = _call(folder, setup, index, 0)
     if error is not None:
         raise error
 
 
-def _work(place: Path, setup: Mapping[str, Any], rank: int, attempt: int) -> BaseException | None:
-    """Call the function and report. Returns what was reported as the error."""
+def _call(folder: Path, setup: Mapping[str, Any], rank: int, attempt: int) -> BaseException | None:
+    """Call the function and write the outcome. Return the error that was written."""
     for name, lines in setup["sources"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     error: BaseException | None = None
     value: Any = None
     try:
-        fn, args, options = _read_call(place)
+        fn, args, options = _read_call(folder)
         if options is None:
             value = fn(*args)
         else:
             with init_context(**options) as ctx:
-                ctx.collectives.barrier()  # nobody may end while others still connect to it
+                ctx.collectives.barrier()  # no rank may end while others connect to it
                 value = fn(ctx, *args)
-    except BaseException as raised:  # noqa: BLE001 -- whatever ends a rank is reported
+    except BaseException as raised:  # noqa: BLE001 -- any exception is reported
         error = raised
-    return write_report(place, rank, attempt, value, error)
+    return write_report(folder, rank, attempt, value, error)
 
 
-def _end_with(place: Path, launcher: int, parent: int) -> None:
-    """End this process when the launcher has gone, however it went: else it would wait for ever."""
+def _exit_with(folder: Path, launcher: int, parent: int) -> None:
+    """Exit this process when the launcher or the agent ends, even if that is killed."""
     with contextlib.suppress(ProcessLookupError):
         while os.getppid() == parent:
             os.kill(launcher, 0)
-            time.sleep(_LOOK_S)
-    shutil.rmtree(place, ignore_errors=True)  # a killed launcher couldn't
+            time.sleep(_POLL_S)
+    shutil.rmtree(folder, ignore_errors=True)  # in case the launcher was killed
     os._exit(1)
 
 
@@ -163,8 +157,8 @@ def _read_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...], Mappi
         return _unpack((folder / "call").read_bytes(), None)
     except Exception as error:
         raise DistributedError(
-            f"the function can't be set up in a fresh process: {type(error).__name__}: {text_of(error)}. "
-            "What it is made of must be importable there; what a notebook or a script defines itself takes "
+            f"the function can't be loaded in a fresh process: {type(error).__name__}: {text_of(error)}. Its "
+            "modules must be importable there. Functions and classes of a notebook or script need "
             "cloudpickle: pip install 'accelfn[notebook]'."
         ) from error
 
@@ -172,29 +166,29 @@ def _read_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...], Mappi
 def write_report(
     folder: Path, rank: int, attempt: int, value: Any, error: BaseException | None
 ) -> BaseException | None:
-    """Write what became of this rank; the file appears whole.
+    """Write the outcome of this rank atomically.
 
     Args:
-        folder: Of the launch.
-        rank: Of this process.
-        attempt: How often the ranks were started again before.
-        value: What the function returned.
-        error: What it raised, or None.
+        folder: Folder of the launch.
+        rank: This rank.
+        attempt: Number of previous restarts.
+        value: Return value of the function.
+        error: Exception of the function, or None.
 
     Returns:
-        What was reported as the error: ``error``, or that the value can't be sent.
+        The error that was written: ``error``, or a TypeError if the value can't be sent.
     """
     content = b""
     if error is None:
         try:
             content = _pack((value, None, ""))
-        except Exception as problem:  # noqa: BLE001 -- whatever a value does when it is pickled
+        except Exception as problem:  # noqa: BLE001 -- pickling may raise anything
             error = TypeError(
                 f"rank {rank} returned {type(value).__name__}, which can't be sent back: {text_of(problem)}. "
-                "Return numbers, texts, tensors, or containers of them."
+                "Return numbers, strings, tensors, or containers of them."
             )
     content = content if error is None else _pack_error(rank, error)
-    with contextlib.suppress(OSError):  # the launcher may have given up, and taken the folder with it
+    with contextlib.suppress(OSError):  # the launcher may have removed the folder
         partial = folder / f"partial-{attempt}-{rank}"
         partial.write_bytes(content)
         os.replace(partial, folder / f"report-{attempt}-{rank}")
@@ -203,62 +197,62 @@ def write_report(
 
 def _pack_error(rank: int, error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    # That a rank leaves or is interrupted must not end the launcher's process as well.
+    # SystemExit and KeyboardInterrupt of a rank must not end the launcher.
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):
             content = _pack((None, error, text))
-            _unpack(content, "cpu")  # an exception may pickle and still not come back
+            _unpack(content, "cpu")  # some exceptions pickle but don't unpickle
             return content
-    how = f"left by sys.exit({text_of(error)})" if isinstance(error, SystemExit) else ""
+    how = f"called sys.exit({text_of(error)})" if isinstance(error, SystemExit) else ""
     how = how or f"raised {type(error).__name__}: {text_of(error)}".removesuffix(": ")
     return _pack((None, DistributedError(f"rank {rank} {how}"), text))
 
 
-def reported(folder: Path, attempt: int | None = None) -> dict[int, int]:
-    """List the ranks that have reported, of all attempts or of one, each with its last attempt."""
-    found: dict[int, int] = {}
+def reported_ranks(folder: Path, attempt: int | None = None) -> dict[int, int]:
+    """Return the ranks with an outcome, of one attempt or of all, each with its last attempt."""
+    ranks: dict[int, int] = {}
     for path in folder.glob("report-*-*" if attempt is None else f"report-{attempt}-*"):
-        _, one, rank = path.name.split("-")
-        found[int(rank)] = max(int(one), found.get(int(rank), 0))
-    return found
+        _, number, rank = path.name.split("-")
+        ranks[int(rank)] = max(int(number), ranks.get(int(rank), 0))
+    return ranks
 
 
 def read_outcome(folder: Path, rank: int, attempt: int = 0) -> Outcome | None:
-    """Return what a rank has reported in an attempt, or None."""
+    """Return the outcome of a rank in an attempt, or None."""
     path = folder / f"report-{attempt}-{rank}"
     if not path.exists():
         return None
     try:
         value, error, text = _unpack(path.read_bytes(), "cpu")
-    except Exception as problem:  # noqa: BLE001 -- of classes that only the rank has
+    except Exception as problem:  # noqa: BLE001 -- unpickling may raise anything
         value, text = None, ""
         error = TypeError(
-            f"what rank {rank} returned can't be read in this process: {text_of(problem)}. Return numbers, "
-            "texts, tensors, or containers of them."
+            f"the result of rank {rank} can't be loaded in this process: {text_of(problem)}. Return numbers, "
+            "strings, tensors, or containers of them."
         )
     if text and error is not None:
         error.__cause__ = RemoteTraceback(text)
     return Outcome(value=value, error=error)
 
 
-def died(rank: int, code: int) -> Outcome:
-    """Return how the process of a rank without a report ended."""
+def describe_exit(rank: int, code: int) -> Outcome:
+    """Return the outcome of a rank whose process ended without a report."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
 
 
-# --- How functions, arguments and results become bytes ----------------------------------------------
+# --- Serialization of functions, arguments and results --------------------------------------------
 
 
 def _pack(value: Any) -> bytes:
-    # By torch, which writes float8 and unsigned tensors too; pickle alone can't read those.
+    # torch.save, because pickle can't load float8 and unsigned tensors.
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_refusing(_find_pickler()))
     return buffer.getvalue()
 
 
 def _unpack(content: bytes, device: str | None) -> Any:
-    # Written in this very launch, into a folder of its own.
+    # Trusted: written by this launch into its own folder.
     return torch.load(io.BytesIO(content), map_location=device, weights_only=False)
 
 
@@ -266,79 +260,76 @@ def _pack_call(
     caller: str, fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any] | None
 ) -> bytes:
     has_cloudpickle = _find_pickler() is not pickle
-    called = name_of(fn)
+    name = name_of(fn)
     missing = MissingExtraError(
-        f"{caller}: {called} is written in a notebook, in the script itself or inside of another function. "
-        "To send such a function to fresh processes takes cloudpickle: pip install 'accelfn[notebook]'. Or "
-        "write it at the top of a module of its own, and import it from there."
+        f"{caller}: {name} is defined in a notebook, in the script itself or in another function. Sending it "
+        "to fresh processes needs cloudpickle: pip install 'accelfn[notebook]'. Or move it to the top level "
+        "of a module, and import it."
     )
     try:
         packed = _pack((fn, tuple(args), options))
-    except _OfThisProcessError as error:
-        where = _place_of(error.thing, fn, args)
+    except _ProcessBoundError as error:
+        where = _find_reference(error.thing, fn, args)
         raise TypeError(
-            f"{caller}: {called} and its arguments can't be sent to fresh processes{where}: {error}. Make it "
-            "inside of the function, where it joins the ranks."
+            f"{caller}: {name} and its arguments can't be sent to fresh processes{where}: {error}. Create it "
+            "inside the function."
         ) from None
     except Exception as error:
-        if not has_cloudpickle and "<" in called:
+        if not has_cloudpickle and "<" in name:
             raise missing from error
         raise TypeError(
-            f"{caller}: {called} and its arguments can't be sent to fresh processes: {text_of(error)}. "
-            "Make what can't be sent (locks, open files, generators, process groups, contexts) inside of "
-            "the function."
+            f"{caller}: {name} and its arguments can't be sent to fresh processes: {text_of(error)}. "
+            "Create locks, open files, generators, process groups and contexts inside the function."
         ) from error
     if not has_cloudpickle and getattr(fn, "__module__", None) == "__main__":
-        raise missing  # a rank has another __main__, without the function
+        raise missing  # the rank has another __main__
     return packed
 
 
-class _OfThisProcessError(TypeError):
-    """What was to be sent holds a part of this process's world; ``thing`` is that part."""
+class _ProcessBoundError(TypeError):
+    """An object to send refers to the process group of this process through ``thing``."""
 
     def __init__(self, thing: object) -> None:
-        super().__init__(
-            f"the {type(thing).__name__} in it belongs to this process, and in another one it would be alone"
-        )
+        super().__init__(f"its {type(thing).__name__} is bound to this process")
         self.thing = thing
 
 
 def _refusing(pickler: ModuleType) -> Any:
-    """Return a pickler that refuses what pickles, but would silently become a world of one elsewhere."""
+    """Return a pickler that refuses objects which would become a world of one rank in another process."""
 
-    class Refusing(pickler.Pickler):
+    class Pickler(pickler.Pickler):
         def reducer_override(self, obj: Any) -> Any:
-            # The shim by its name: to import it would cost each rank more than a second look.
+            # Accelerator by name, because importing it takes long.
             if isinstance(obj, Context | dist.ProcessGroup | DeviceMesh | DistributedDataParallel) or any(
-                (one.__module__, one.__name__) == ("accelfn.accelerator.accelerator", "Accelerator")
-                for one in type(obj).__mro__
+                (base.__module__, base.__name__) == ("accelfn.accelerator.accelerator", "Accelerator")
+                for base in type(obj).__mro__
             ):
-                raise _OfThisProcessError(obj)
-            if isinstance(obj, CodeType):  # newer versions of cloudpickle forget which file it is from
+                raise _ProcessBoundError(obj)
+            if isinstance(obj, CodeType):  # recent cloudpickle drops the file name
                 return marshal.loads, (marshal.dumps(obj),)
-            below = getattr(super(), "reducer_override", None)
-            return NotImplemented if below is None else below(obj)
+            override = getattr(super(), "reducer_override", None)
+            return NotImplemented if override is None else override(obj)
 
-    return SimpleNamespace(Pickler=Refusing, __name__=pickler.__name__)
+    return SimpleNamespace(Pickler=Pickler, __name__=pickler.__name__)
 
 
-def _place_of(thing: object, fn: object, args: Sequence[Any]) -> str:
-    """Return by which name a function reaches a thing, if it is an easy one."""
-    number = next((number for number, one in enumerate(args) if one is thing), None)
-    if number is not None:
-        return f", because of argument {number}"
+def _find_reference(thing: object, fn: object, args: Sequence[Any]) -> str:
+    """Describe how a function refers to a thing: by an argument, a global or a closure variable; else ""."""
+    position = next((position for position, arg in enumerate(args) if arg is thing), None)
+    if position is not None:
+        return f" because of argument {position}"
     if not isinstance(fn, FunctionType):
         return ""
-    reached = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
+    variables = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # of a cell that nothing was put into
-            reached[name] = cell.cell_contents
-    name = next((name for name, one in reached.items() if one is thing), None)
-    return "" if name is None else f", because of {name!r}"
+        with contextlib.suppress(ValueError):  # an empty cell
+            variables[name] = cell.cell_contents
+    name = next((name for name, value in variables.items() if value is thing), None)
+    return "" if name is None else f" because of {name!r}"
 
 
 def name_of(fn: object) -> str:
-    """Return what a function is called in messages."""
+    """Return the name of a function for messages."""
     return str(getattr(fn, "__qualname__", f"<{type(fn).__name__}>"))
 
 

@@ -1,4 +1,4 @@
-"""Start ranks from code: a notebook, a script, a test. Each rank is a fresh process."""
+"""Start ranks from a notebook, a script or a test. Each rank is a fresh process."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from accelfn.errors import CollectiveTimeoutError, ConfigurationError, Distribut
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.function_ranks import (
     RANK_COMMAND,
-    WHERE_ARE_YOU,
-    be_xla_rank,
-    died,
+    STACK_SIGNAL,
+    describe_exit,
     name_of,
     read_outcome,
-    reported,
+    reported_ranks,
+    run_xla_rank,
     write_job,
 )
 from accelfn.launch.plan.commands import Script, plan_torchrun
@@ -41,12 +41,12 @@ from accelfn.testing.part import Outcome, conclude
 __all__ = ("debug_launcher", "launch_processes", "notebook_launcher")
 
 T = TypeVar("T")
-# After one rank has failed, the others get this long to fail in their own words before they are ended.
+# After the failure of a rank, time for the others to raise their own errors.
 _GRACE_S = 3.0
-# And this long to end once they were told to; torch's agent takes half of it for its ranks.
-_LAST_S = 10.0
-_LOOK_S = 0.02
-_ANSWER_S = 1.0
+# Time for processes to exit after SIGTERM. torch's agent uses half of it for its ranks.
+_STOP_S = 10.0
+_POLL_S = 0.02
+_STACK_S = 1.0
 
 
 def launch_processes(
@@ -58,42 +58,41 @@ def launch_processes(
     environment: Mapping[str, str] | None = None,
     **options: Unpack[ContextOptions],
 ) -> list[T]:
-    """Run ``fn(ctx, *args)`` on each of ``num_processes`` fresh processes, and return what each returned.
+    """Run ``fn(ctx, *args)`` on ``num_processes`` fresh processes, and return the results.
 
-    Each process starts anew, as ``python`` would, and makes its own context. So it does not matter whether
-    this process has touched an accelerator, has threads, or runs a notebook; and what ``fn`` changes in its
-    process, this one does not see. The ranks end with this call, or when this process ends, however it ends.
-    Nothing changes here: no variable is set, no process group made.
+    Each rank is a new Python process with its own context. The calling process may have initialized CUDA, run
+    threads or be a notebook. It doesn't change: no variable is set, and no process group is created. The
+    ranks end with this call, or with the calling process.
 
-    A function that a notebook or a script defines itself, or that stands inside of another one, takes
-    cloudpickle (``accelfn[notebook]``). Modules must be importable; the ranks search where this process does.
+    A function that is defined in a notebook, in the script itself or in another function needs cloudpickle
+    (``accelfn[notebook]``). The ranks have the module search path of this process.
 
-    Ranks: local; the calling process is none of the ranks.
+    Ranks: local; the calling process is not a rank.
 
     Args:
-        fn: What every rank runs, with its context before the arguments.
+        fn: Function to run on every rank. Its first argument is the context.
         num_processes: Number of ranks, at least 1.
-        args: Further arguments, the same for all; they are copied.
-        timeout_s: How long the ranks may take in all, their start included; None: for ever.
+        args: Further arguments, copied to all ranks.
+        timeout_s: Maximum time in seconds, including the start; None for no limit.
         environment: Variables to set in the ranks.
-        **options: Keyword arguments of :func:`accelfn.init_context`, for every rank's context.
+        **options: Keyword arguments of :func:`accelfn.init_context` for the contexts of the ranks.
 
     Returns:
-        What ``fn`` returned, by rank; tensors come back on the CPU.
+        The results by rank; tensors are moved to the CPU.
 
     Raises:
-        Exception: What a rank raised: of several, the one that was the cause of the others, with a note that
-            names its rank. Its cause is the traceback of the rank.
+        Exception: The exception of a rank, with a note that names the rank, and its traceback as the cause.
+            Of several, the one that caused the others.
         MissingRankError: A rank died.
-        CollectiveTimeoutError: The ranks did not end in time.
-        MissingExtraError: ``fn`` can be sent by cloudpickle only, which isn't installed.
-        TypeError: ``fn``, an argument or a result can't be sent to another process; what holds a
-            context or an ``Accelerator`` is refused. Or an argument of this function is of the wrong kind.
-        ValueError: ``num_processes`` is less than 1, or ``timeout_s`` not more than 0.
+        CollectiveTimeoutError: The ranks did not finish in time.
+        MissingExtraError: ``fn`` needs cloudpickle, which isn't installed.
+        TypeError: ``fn``, an argument or a result can't be sent to another process, for example because it
+            holds a context or an ``Accelerator``; or an argument of this function has the wrong type.
+        ValueError: ``num_processes`` is less than 1, or ``timeout_s`` is not positive.
     """
     caller = "launch_processes"
     _check_call(caller, fn, args)
-    size = _check_whole(caller, "num_processes", num_processes, 1)
+    size = _check_integer(caller, "num_processes", num_processes, 1)
     if timeout_s is not None:
         _check_seconds(caller, "timeout_s", timeout_s)
     for name in options:
@@ -101,14 +100,14 @@ def launch_processes(
             hint = difflib.get_close_matches(name, ContextOptions.__annotations__, 1)
             raise TypeError(
                 f"{caller}: unknown argument {name!r}. "
-                + (f"Did you mean {hint[0]}?" if hint else "It takes those of init_context.")
+                + (f"Did you mean {hint[0]}?" if hint else "See the arguments of init_context.")
             )
-    given = dict(environment or {})
-    if not all(isinstance(one, str) for one in (*given, *given.values())):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"{caller}: environment must hold texts as names and values, got {given!r}.")
-    with _launch_folder() as place:
-        write_job(place, caller, fn, args, options, {**_threads(size), **given})
-        return conclude(_run_here(caller, place, size, timeout_s=timeout_s), "fresh processes")
+    variables = dict(environment or {})
+    if not all(isinstance(text, str) for text in (*variables, *variables.values())):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"{caller}: environment must map strings to strings, got {variables!r}.")
+    with _launch_folder() as folder:
+        write_job(folder, caller, fn, args, options, {**_threads(size), **variables})
+        return conclude(_run_local(caller, folder, size, timeout_s=timeout_s), "fresh processes")
 
 
 def notebook_launcher(
@@ -128,58 +127,56 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> list[T]:
-    """Run ``function(*args)`` on several fresh processes, and return what each returned.
+    """Run ``function(*args)`` on several fresh processes, and return the results.
 
-    The function makes its own context or ``Accelerator``, and must import or define what it needs, the model
-    and the data above all. It runs in fresh processes, one process too: so it works though the notebook has
-    touched an accelerator, and what it changes the notebook does not see. Nothing is changed here, no
-    variable either.
+    The function creates its own context or ``Accelerator``, model and data. The ranks are fresh processes,
+    even if there is only one, so the notebook may have initialized CUDA. The calling process doesn't change.
 
-    One node without restarts is started right from here; anything else by torch's elastic agent. Where the
-    variables of a TPU machine are set (``PJRT_DEVICE=TPU``, ``TPU_NAME``), torch_xla starts one process per
-    core, and ``num_processes`` and what follows has no meaning.
+    This process starts the ranks of one node without restarts; otherwise torch's elastic agent does. On a TPU
+    machine (``PJRT_DEVICE=TPU`` or ``TPU_NAME``), torch_xla starts one process per core, and
+    ``num_processes`` and the arguments after ``mixed_precision`` are ignored.
 
-    Ranks: local; the calling process is none of the ranks. With several nodes, on each of them.
+    Ranks: local; the calling process is not a rank. With several nodes, call it on each of them.
 
     Args:
-        function: What every rank runs. One from the notebook itself takes cloudpickle
+        function: Function to run on every rank. If the notebook defines it, it needs cloudpickle
             (``accelfn[notebook]``).
-        args: Its arguments, the same for all; they are copied.
-        num_processes: Number of ranks on this node. None: as many as it has accelerators.
-        mixed_precision: What contexts in the ranks use that are given none: ``"no"``, ``"fp16"``, ``"bf16"``
-            or ``"fp8"``.
-        use_port: Port at which the ranks meet. 0: any that is free; on several nodes 29500.
+        args: Its arguments, copied to all ranks.
+        num_processes: Number of ranks on this node; None for one per accelerator.
+        mixed_precision: Default precision of contexts in the ranks: ``"no"``, ``"fp16"``, ``"bf16"`` or
+            ``"fp8"``.
+        use_port: Port of the rendezvous; 0 for a free port, or 29500 with several nodes.
         master_addr: Address of node 0.
-        node_rank: Number of this node, from 0.
-        num_nodes: Number of nodes; the cell is run on each of them.
-        rdzv_backend: How nodes meet: ``"static"``, by ``node_rank``, or ``"c10d"``, which deals out ranks.
-        rdzv_endpoint: Where they meet; ``master_addr`` and ``use_port`` when empty.
-        rdzv_conf: Further options of the meeting, such as ``{"timeout": 60}``.
-        rdzv_id: Name of the run, the same on all nodes.
-        max_restarts: How often all ranks are started again after one has failed.
-        monitor_interval: Seconds between looks at the processes.
-        log_line_prefix_template: What stands before each line of a rank's output, such as
+        node_rank: Rank of this node.
+        num_nodes: Number of nodes.
+        rdzv_backend: Rendezvous backend: ``"static"`` uses ``node_rank``, ``"c10d"`` assigns ranks.
+        rdzv_endpoint: Rendezvous endpoint; empty for ``master_addr`` and ``use_port``.
+        rdzv_conf: Further rendezvous options, such as ``{"timeout": 60}``.
+        rdzv_id: Rendezvous ID, the same on all nodes.
+        max_restarts: Number of times to restart all ranks after a failure.
+        monitor_interval: Seconds between checks of the processes.
+        log_line_prefix_template: Prefix of each output line of a rank, such as
             ``"[${role_name}${rank}]:"``.
 
     Returns:
-        What ``function`` returned on the ranks of this node, in their order; tensors come back on the CPU.
+        The results of the ranks of this node, in order; tensors are moved to the CPU.
 
     Raises:
-        Exception: What a rank raised, with a note that names the rank; its cause is the rank's traceback.
-        ConfigurationError: The port is taken.
+        Exception: The exception of a rank, with a note that names the rank, and its traceback as the cause.
+        ConfigurationError: The port is in use.
         MissingRankError: A rank died.
-        MissingExtraError: ``function`` needs cloudpickle, or the TPU torch_xla, which isn't installed.
-        TypeError: ``function``, an argument or a result can't be sent to another process; what holds a
-            context or an ``Accelerator`` is refused. Or an argument of this function is of the wrong kind.
-        ValueError: An argument is not valid, or contradicts another.
+        MissingExtraError: cloudpickle or torch_xla is needed and isn't installed.
+        TypeError: ``function``, an argument or a result can't be sent to another process, for example because
+            it holds a context or an ``Accelerator``; or an argument of this function has the wrong type.
+        ValueError: An argument is invalid or conflicts with another.
     """
     caller = "notebook_launcher"
     _check_call(caller, function, args)
-    num_nodes = _check_whole(caller, "num_nodes", num_nodes, 1)
-    node_rank = _check_whole(caller, "node_rank", node_rank, 0)
-    max_restarts = _check_whole(caller, "max_restarts", max_restarts, 0)
+    num_nodes = _check_integer(caller, "num_nodes", num_nodes, 1)
+    node_rank = _check_integer(caller, "node_rank", node_rank, 0)
+    max_restarts = _check_integer(caller, "max_restarts", max_restarts, 0)
     _check_seconds(caller, "monitor_interval", monitor_interval)
-    port = _check_whole(caller, "use_port", int(use_port), 0)
+    port = _check_integer(caller, "use_port", int(use_port), 0)
     known = tuple(kind.value for kind in PrecisionType)
     if mixed_precision not in known:
         raise ValueError(
@@ -187,27 +184,26 @@ def notebook_launcher(
         )
     if node_rank >= num_nodes:
         raise ValueError(
-            f"notebook_launcher: node_rank must lie in 0..num_nodes - 1: got node_rank={node_rank} of "
-            f"num_nodes={num_nodes}."
+            f"notebook_launcher: node_rank must be less than num_nodes={num_nodes}, got {node_rank}."
         )
     precision = {"ACCELFN_MIXED_PRECISION": mixed_precision}
-    if _asks_for_tpu(os.environ):
-        with _launch_folder() as place:
-            write_job(place, caller, function, args, None, precision)
-            return conclude(_run_on_tpu(place), "TPU")
+    if _is_tpu(os.environ):
+        with _launch_folder() as folder:
+            write_job(folder, caller, function, args, None, precision)
+            return conclude(_run_on_tpu(folder), "TPU")
     if num_processes is None and torch.accelerator.device_count() == 0:
         raise ConfigurationError(
-            "notebook_launcher: there is no accelerator here to count, so num_processes must be given. Pass "
-            "num_processes=2, for two processes on the CPU."
+            "notebook_launcher: this machine has no accelerator, so num_processes is required. Pass "
+            "num_processes=2 for two processes on the CPU."
         )
     size = torch.accelerator.device_count() if num_processes is None else num_processes
-    size = _check_whole(caller, "num_processes", size, 1)
+    size = _check_integer(caller, "num_processes", size, 1)
     where = "fresh processes of this node"
-    with _launch_folder() as place:
-        write_job(place, caller, function, args, None, {**_threads(size), **precision})
-        named = (rdzv_backend, rdzv_endpoint, rdzv_id) != ("static", "", "none") or bool(rdzv_conf)
-        if num_nodes == 1 and not max_restarts and not named and log_line_prefix_template is None:
-            return conclude(_run_here(caller, place, size, address=master_addr, port=port), where)
+    with _launch_folder() as folder:
+        write_job(folder, caller, function, args, None, {**_threads(size), **precision})
+        has_rendezvous = (rdzv_backend, rdzv_endpoint, rdzv_id) != ("static", "", "none") or bool(rdzv_conf)
+        if num_nodes == 1 and not max_restarts and not has_rendezvous and log_line_prefix_template is None:
+            return conclude(_run_local(caller, folder, size, address=master_addr, port=port), where)
         is_pinned = num_nodes > 1 or port
         config = LaunchConfig(
             num_processes=size * num_nodes,
@@ -215,76 +211,75 @@ def notebook_launcher(
             machine_rank=node_rank,
             main_process_ip=master_addr if is_pinned else None,
             main_process_port=port or None,
-            # After a static meeting only the node that failed would start again.
+            # None, because after a static rendezvous only the failed node would restart.
             rdzv_backend=None if rdzv_backend == "static" else rdzv_backend,
             rdzv_endpoint=rdzv_endpoint or None,
             rdzv_id=rdzv_id,
             rdzv_conf=",".join(f"{name}={value}" for name, value in (rdzv_conf or {}).items()) or None,
             max_restarts=max_restarts,
             monitor_interval=monitor_interval,
-            shutdown_timeout=int(_LAST_S / 2),
+            shutdown_timeout=int(_STOP_S / 2),
             tee="0" if log_line_prefix_template is None else "3",
             no_python=True,
         )
-        return conclude(_run_agent(caller, place, config, log_line_prefix_template), where)
+        return conclude(_run_agent(caller, folder, config, log_line_prefix_template), where)
 
 
 def debug_launcher(function: Callable[..., T], args: Sequence[Any] = (), num_processes: int = 2) -> list[T]:
-    """Run ``function(*args)`` on several fresh processes of the CPU, to try out distributed code.
+    """Run ``function(*args)`` on several fresh CPU processes, to debug distributed code.
 
-    As :func:`notebook_launcher`, but on the CPU also where there is an accelerator, and in full precision
-    unless the function asks for another.
+    As :func:`notebook_launcher`, but always on the CPU, and in full precision by default.
 
-    Ranks: local; the calling process is none of the ranks.
+    Ranks: local; the calling process is not a rank.
 
     Args:
-        function: What every rank runs; it makes its own context or ``Accelerator``.
-        args: Its arguments, the same for all.
+        function: Function to run on every rank. It creates its own context or ``Accelerator``.
+        args: Its arguments, copied to all ranks.
         num_processes: Number of ranks.
 
     Returns:
-        What ``function`` returned, by rank.
+        The results by rank.
 
     Raises:
-        Exception: What a rank raised, with a note that names the rank; its cause is the rank's traceback.
+        Exception: The exception of a rank, with a note that names the rank, and its traceback as the cause.
         MissingRankError: A rank died.
         MissingExtraError: ``function`` needs cloudpickle, which isn't installed.
-        TypeError: ``function``, an argument or a result can't be sent to another process; what holds a
-            context or an ``Accelerator`` is refused. Or an argument of this function is of the wrong kind.
+        TypeError: ``function``, an argument or a result can't be sent to another process, for example because
+            it holds a context or an ``Accelerator``; or an argument of this function has the wrong type.
         ValueError: ``num_processes`` is less than 1.
     """
     _check_call("debug_launcher", function, args)
-    size = _check_whole("debug_launcher", "num_processes", num_processes, 1)
+    size = _check_integer("debug_launcher", "num_processes", num_processes, 1)
     variables = {
         **_threads(size),
         "ACCELFN_USE_CPU": "true",
         "ACCELFN_MIXED_PRECISION": "no",
-        "ACCELFN_TORCH_DEVICE": "cpu",  # whatever this process was told to use
+        "ACCELFN_TORCH_DEVICE": "cpu",  # instead of the calling process's setting
     }
-    with _launch_folder() as place:
-        write_job(place, "debug_launcher", function, args, None, variables)
-        return conclude(_run_here("debug_launcher", place, size), "fresh processes")
+    with _launch_folder() as folder:
+        write_job(folder, "debug_launcher", function, args, None, variables)
+        return conclude(_run_local("debug_launcher", folder, size), "fresh processes")
 
 
 def _check_call(caller: str, fn: object, args: object) -> None:
-    """Check that there is a function and a tuple: a text would be spread into letters, a tensor into rows."""
+    """Check the types of a function and its arguments. A string or a tensor would be unpacked into items."""
     if not callable(fn):
         raise TypeError(f"{caller}: the first argument must be a function, got {fn!r}.")
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise TypeError(
-            f"{caller}: args must be a tuple or list with one item for each argument of {name_of(fn)}, got "
-            f"{type(args).__name__}. For a single one write args=(x,)."
+            f"{caller}: args must be a tuple or list of the arguments of {name_of(fn)}, got "
+            f"{type(args).__name__}. For a single argument use args=(x,)."
         )
 
 
-def _check_whole(caller: str, name: str, given: object, least: int) -> int:
-    """Return ``given`` as a whole number, at least ``least``."""
+def _check_integer(caller: str, name: str, given: object, least: int) -> int:
+    """Return ``given`` as an int, and check that it is at least ``least``."""
     try:
-        number = None if isinstance(given, bool) else operator.index(given)  # pyright: ignore[reportArgumentType] -- asked
+        number = None if isinstance(given, bool) else operator.index(given)  # pyright: ignore[reportArgumentType] -- checked here
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{caller}: {name} must be a whole number, {least} or more, got {given!r}.")
+        raise TypeError(f"{caller}: {name} must be an integer, {least} or more, got {given!r}.")
     if number < least:
         raise ValueError(f"{caller}: {name} must be at least {least}, got {number}.")
     return number
@@ -292,13 +287,13 @@ def _check_whole(caller: str, name: str, given: object, least: int) -> int:
 
 def _check_seconds(caller: str, name: str, given: float) -> None:
     if not given > 0:
-        raise ValueError(f"{caller}: {name} must be more than 0 seconds, got {given!r}.")
+        raise ValueError(f"{caller}: {name} must be a positive number of seconds, got {given!r}.")
 
 
-def _asks_for_tpu(env: Mapping[str, str]) -> bool:
-    """Return whether the variables are those of a machine with a TPU. Pure.
+def _is_tpu(env: Mapping[str, str]) -> bool:
+    """Return whether the variables are those of a TPU machine. Pure.
 
-    >>> _asks_for_tpu({"PJRT_DEVICE": "TPU"}), _asks_for_tpu({"PJRT_DEVICE": "CPU", "TPU_NAME": "t"})
+    >>> _is_tpu({"PJRT_DEVICE": "TPU"}), _is_tpu({"PJRT_DEVICE": "CPU", "TPU_NAME": "t"})
     (True, False)
     """
     device = env.get("PJRT_DEVICE")
@@ -306,7 +301,7 @@ def _asks_for_tpu(env: Mapping[str, str]) -> bool:
 
 
 def _threads(num_processes: int) -> dict[str, str]:
-    """Share the cores of this machine, where nobody has said how many threads a rank shall have."""
+    """Return OMP_NUM_THREADS for each rank, so that they share the cores, unless it is set."""
     if "OMP_NUM_THREADS" in os.environ:
         return {}
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -315,12 +310,12 @@ def _threads(num_processes: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _launch_folder() -> Generator[Path]:
-    # Where this process is killed, the ranks take it away when they end.
+    # If this process is killed, the ranks remove it.
     with tempfile.TemporaryDirectory(prefix="accelfn-launch-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
-def _run_here(
+def _run_local(
     caller: str,
     folder: Path,
     size: int,
@@ -329,14 +324,13 @@ def _run_here(
     port: int = 0,
     timeout_s: float | None = None,
 ) -> list[Outcome]:
-    """Run the job in ``folder`` on fresh processes, and host their store. None of them runs afterwards."""
+    """Run the job in ``folder`` on fresh processes of this machine, and stop all of them."""
     try:
-        # The launcher hosts the store, so that no port is guessed.
+        # This process serves the store, so that port 0 works.
         store = dist.TCPStore(address, port, None, True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{caller}: port {port} of {address} can't be had: {error}. Leave the port out to take any that "
-            "is free."
+            f"{caller}: can't use port {port} of {address}: {error}. Leave the port out to use any free port."
         ) from error
     world = {
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
@@ -350,55 +344,55 @@ def _run_here(
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
     processes: list[subprocess.Popen[bytes]] = []
-    with _ending(processes):
+    with _stopping(processes):
         for rank in range(size):
-            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-            processes.append(_start([sys.executable, *RANK_COMMAND, str(folder)], {**world, **own}))
+            ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+            processes.append(_start([sys.executable, *RANK_COMMAND, str(folder)], {**world, **ranks}))
         outcomes: dict[int, Outcome] = {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        # Wait until each has reported or died; after a failure not much longer.
+        # Wait until each rank has reported or died; after a failure only for the grace time.
         while len(outcomes) < size and (until is None or time.monotonic() < until):
             for rank, process in enumerate(processes):
-                code = process.poll()  # before the look for a report, which it may write last of all
-                found = None if rank in outcomes else read_outcome(folder, rank)
-                if rank in outcomes or (found is None and code is None):
+                if rank in outcomes:
                     continue
-                outcomes[rank] = died(rank, code or 0) if found is None else found
+                code = process.poll()  # before reading the report, which a rank may write at its end
+                outcome = read_outcome(folder, rank)
+                if outcome is None and code is None:
+                    continue
+                outcomes[rank] = outcome or describe_exit(rank, code or 0)
                 if outcomes[rank].error is not None:
                     soon = time.monotonic() + _GRACE_S
                     until = soon if until is None else min(until, soon)
-            time.sleep(_LOOK_S)
-        advice = (
-            "Look" if timeout_s is None else f"Give {caller} a longer timeout_s than {timeout_s:g}, or look"
-        )
+            time.sleep(_POLL_S)
         late = [rank for rank in range(size) if rank not in outcomes]
         who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+        advice = "" if timeout_s is None else f" Increase timeout_s={timeout_s:g} of {caller} if needed."
         for rank in late:
-            stack = _ask_where(folder, rank, processes[rank])
+            stack = _read_stack(folder, rank, processes[rank])
             error = CollectiveTimeoutError(
-                f"{who} did not end in time. {advice} at what keeps {'them' if len(late) > 1 else 'it'}."
-                + (f" Rank {rank} was here:\n{stack}" if stack else "")
+                f"{who} did not finish in time.{advice}"
+                + (f" Stack of rank {rank}:\n{stack}" if stack else "")
             )
             outcomes[rank] = Outcome(error=error, ended=False, stack=stack)
         return [outcomes[rank] for rank in range(size)]
 
 
 def _start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process. Its output goes where that of this process goes."""
+    """Start a process with the output of this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     return subprocess.Popen(command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
 
 
 @contextlib.contextmanager
-def _ending(processes: Sequence[subprocess.Popen[bytes]]) -> Generator[None]:
-    """Leave none of ``processes`` behind, also when the user interrupts."""
+def _stopping(processes: Sequence[subprocess.Popen[bytes]]) -> Generator[None]:
+    """Stop ``processes`` at the end of the block."""
     try:
         yield
     finally:
         for process in processes:
             process.terminate()
-        until = time.monotonic() + _LAST_S
+        until = time.monotonic() + _STOP_S
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
@@ -406,73 +400,73 @@ def _ending(processes: Sequence[subprocess.Popen[bytes]]) -> Generator[None]:
             process.wait()
 
 
-def _ask_where(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> str:
-    """Have a rank that does not end write where each of its threads is."""
-    where = folder / f"where-{rank}"
-    if not where.exists():  # it has not come so far that it could answer
+def _read_stack(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> str:
+    """Return the stacks of all threads of a running rank."""
+    file = folder / f"stack-{rank}"
+    if not file.exists():  # the rank has not registered its handler yet
         return ""
-    process.send_signal(WHERE_ARE_YOU)
-    until, size = time.monotonic() + _ANSWER_S, -1
-    while size != (size := where.stat().st_size) or not size:
+    process.send_signal(STACK_SIGNAL)
+    until, size = time.monotonic() + _STACK_S, -1
+    while size != (size := file.stat().st_size) or not size:
         if time.monotonic() > until:
             break
         time.sleep(0.05)
-    return where.read_text("utf-8", errors="replace")
+    return file.read_text("utf-8", errors="replace")
 
 
 def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | None) -> list[Outcome]:
-    """Have torch's elastic agent start the ranks: for several nodes, restarts, and output with prefixes.
+    """Run the job in ``folder`` with torch's elastic agent: for several nodes, restarts and output prefixes.
 
-    The agent is a process of its own: in this one it would set variables and signal handlers.
+    The agent is a separate process, because it sets variables and signal handlers.
     """
     python = sys.executable
     plan = plan_torchrun(config, Script(python, (*RANK_COMMAND, str(folder))), Machine(python=python))
     variables = {**dict(plan.env_changes), "ACCELFN_AGENT_DIR": str(folder)}
     if prefix is not None:
         variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = prefix
-    # Before the agent loads torch. A rank has its own number of threads in the job.
+    # For the agent itself; ranks read their number of threads from the job.
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     agent = _start(plan.argv, variables)
-    with _ending([agent]):
+    with _stopping([agent]):
         code = agent.wait()
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
-        found = json.loads((folder / "agent.json").read_text("utf-8"))
-    if "error" in found or (code and not found):
-        why = found.get("error", f"the agent ended with status {code}")
+        report = json.loads((folder / "agent.json").read_text("utf-8"))
+    if "error" in report or (code and not report):
+        reason = report.get("error", f"the agent ended with status {code}")
         where = config.rdzv_endpoint or f"{config.main_process_ip}:{config.main_process_port}"
         raise DistributedError(
             f"{caller}: node {config.machine_rank} of {config.num_machines} could not start its ranks "
-            f"(rendezvous at {where}): {why}. Run the same cell on every node, with one address and port "
-            "that each of them reaches."
+            f"(rendezvous at {where}): {reason}. Run the same cell on every node, with an address and port "
+            "that all of them can reach."
         )
-    ended: dict[int, int] = {one["rank"]: one["exitcode"] for one in found.get("failures", ())}
-    attempts = reported(folder)
+    exitcodes: dict[int, int] = {failed["rank"]: failed["exitcode"] for failed in report.get("failures", ())}
+    attempts = reported_ranks(folder)
     last = max(attempts.values(), default=0)
-    ranks = sorted({*ended, *(rank for rank, attempt in attempts.items() if attempt == last)})
-    # A rank without a report that the agent has ended on account of another one isn't reported.
-    outcomes = [(rank, read_outcome(folder, rank, last)) for rank in ranks]
-    return [one or died(rank, ended.get(rank, 0)) for rank, one in outcomes]
+    # Without the ranks that the agent has stopped because of another one.
+    ranks = sorted({*exitcodes, *(rank for rank, attempt in attempts.items() if attempt == last)})
+    return [read_outcome(folder, rank, last) or describe_exit(rank, exitcodes.get(rank, 0)) for rank in ranks]
 
 
 def _run_on_tpu(folder: Path) -> list[Outcome]:
-    """Have torch_xla start a rank on each core. Written against torch_xla 2.8, not run."""
+    """Run the job in ``folder`` on all TPU cores with torch_xla. Written for torch_xla 2.8, not run yet."""
     try:
         torch_xla: Any = importlib.import_module("torch_xla")
     except ImportError as error:
         raise MissingExtraError(
-            "notebook_launcher: PJRT_DEVICE or TPU_NAME says that this machine has a TPU, which takes "
-            "torch_xla: pip install 'torch_xla[tpu]' of the same version as torch. Without a TPU, unset "
-            "the variable."
+            "notebook_launcher: PJRT_DEVICE or TPU_NAME is set, and a TPU needs torch_xla. Run: pip install "
+            "'torch_xla[tpu]', in the version of torch. Without a TPU, unset the variable."
         ) from error
     failure: Exception | None = None
     try:
-        torch_xla.launch(be_xla_rank, args=(str(folder),), start_method="spawn")
-    except Exception as error:  # noqa: BLE001 -- what the ranks have reported tells more
+        torch_xla.launch(run_xla_rank, args=(str(folder),), start_method="spawn")
+    except Exception as error:  # noqa: BLE001 -- the reports of the ranks have more details
         failure = error
-    outcomes = [one for rank in sorted(reported(folder)) if (one := read_outcome(folder, rank)) is not None]
-    if failure is not None and not any(one.error is not None for one in outcomes):
+    ranks = sorted(reported_ranks(folder))
+    outcomes = [outcome for rank in ranks if (outcome := read_outcome(folder, rank)) is not None]
+    if failure is not None and not any(outcome.error is not None for outcome in outcomes):
         raise DistributedError(
-            f"notebook_launcher: torch_xla could not run the ranks: {failure}. Try one of its own programs."
+            f"notebook_launcher: torch_xla could not run the ranks: {failure}. Check its installation with "
+            "one of its examples."
         ) from failure
     return outcomes

@@ -1,4 +1,4 @@
-"""Entry point of the ``accelfn`` command. Imports nothing heavy, and only the command that is run."""
+"""Entry point of the ``accelfn`` command. Imports only the module of the command that runs."""
 
 import argparse
 import errno
@@ -13,41 +13,41 @@ from accelfn import __version__
 from accelfn.errors import AccelfnError, DamagedCheckpointError
 from accelfn.launch.command_line import CommandParser, read_arguments
 
-#: The commands: the module of each, and what it does. A module has ``make_parser()`` and ``run(options)``,
-#: and ``read(argv)`` where more than the parser reads its arguments.
+#: The module and the help of each command. A module defines ``make_parser()`` and ``run(options)``, and
+#: ``read(argv)`` if its arguments need more than the parser.
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "launch": ("launch", "start a training script on one or more processes"),
         "config": ("config_command", "create, show, update and import config files"),
         "env": ("env", "print system information for a bug report"),
-        "test": ("self_test", "try the configured setup, and report what works"),
-        "data-plan": ("data_plan", "draw which rank reads which samples"),
-        "estimate-memory": ("estimate", "estimate how much memory a model takes"),
-        "checkpoint": ("checkpoint", "verify, list, show, prune, convert checkpoints"),
-        "plan-memory": ("plan_memory", "show where parts of a model would be placed"),
-        "runs": ("runs", "list, show and draw runs that were logged"),
-        "merge-weights": ("merge_weights", "merge FSDP's sharded weights into one file"),
-        "to-fsdp2": ("to_fsdp2", "rewrite a configuration of FSDP for FSDP2"),
-        "tpu-config": ("tpu_config", "run commands on every machine of a TPU"),
-        "completion": ("completion", "complete commands and flags in a shell"),
+        "test": ("self_test", "test the configured setup"),
+        "data-plan": ("data_plan", "show which rank reads which samples"),
+        "estimate-memory": ("estimate", "estimate the memory that a model needs"),
+        "checkpoint": ("checkpoint", "verify, list, show, prune and convert checkpoints"),
+        "plan-memory": ("plan_memory", "show on which device each part of a model fits"),
+        "runs": ("runs", "list, show and plot logged runs"),
+        "merge-weights": ("merge_weights", "merge sharded FSDP weights into one file"),
+        "to-fsdp2": ("to_fsdp2", "convert a config file from FSDP to FSDP2"),
+        "tpu-config": ("tpu_config", "run shell commands on every machine of a TPU"),
+        "completion": ("completion", "print a shell completion script"),
     }
 )
-#: Exit status after the reader of a pipe has gone: 128 + SIGPIPE, what a shell reports of ``cat`` there.
+# 128 + SIGPIPE, the status of other programs whose output is no longer read.
 _CLOSED_PIPE = 141
-# Faults of the disk that are faults of a path that was given.
-_OF_PATHS = (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+# Errors caused by a wrong path argument.
+_PATH_ERRORS = (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one ``accelfn`` command.
 
     Args:
-        argv: Arguments after the program's name; ``None`` takes this process's own.
+        argv: Arguments after the program's name; ``None`` for those of this process.
 
     Returns:
-        The exit status: that of the command; 2 after one sentence on what is wrong with the input; 1 where a
-        checkpoint is damaged or a disk fails; 141 where nobody reads on what it prints, 1 where that can't be
-        written, 130 after Ctrl-C. ``accelfn launch`` does not return: this process becomes the launch.
+        The exit status of the command: 2 for invalid input, 1 for a damaged checkpoint, a failed disk or
+        output that can't be written, 141 for a closed output pipe, 130 after Ctrl-C. ``accelfn launch`` does
+        not return: the launched program replaces this process.
     """
     try:
         try:
@@ -55,15 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             print(end="", flush=True)
     except BrokenPipeError:
-        status = _CLOSED_PIPE  # whoever reads has read enough, and nothing is wrong
+        status = _CLOSED_PIPE  # the reader has read enough; no error
     except OSError as error:
-        if error.errno != errno.ENOSPC:  # of a module that a command imports, for example
+        if error.errno != errno.ENOSPC:
             raise
-        print(f"accelfn: error: what it prints can't be written: {error.strerror}.", file=sys.stderr)
+        print(f"accelfn: error: can't write the output: {error.strerror}.", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
         return 130
-    # Else Python tries once more when it ends, and complains.
+    # Otherwise Python flushes again at exit and prints another error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
@@ -78,7 +78,7 @@ def _run(arguments: Sequence[str]) -> int:
     prog = parser.prog
     try:
         try:
-            # Only the first word is ours; the rest belongs to the command, `--help` included.
+            # The rest belongs to the command, including `--help`.
             name = read_arguments(parser, arguments[:1]).command
             if name is None:
                 parser.print_help(sys.stderr)
@@ -88,7 +88,7 @@ def _run(arguments: Sequence[str]) -> int:
                 options = command.read(rest)
             else:
                 options = read_arguments(command.make_parser(), rest)
-        except SystemExit as stop:  # of argparse: after the help, or one sentence on what is wrong
+        except SystemExit as stop:  # from argparse, after the help or an error
             return int(stop.code or 0)
         prog = " ".join(filter(None, (prog, getattr(options, "action", None))))
         return command.run(options)
@@ -99,10 +99,10 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"{prog}: error: {error}", file=sys.stderr)
     except OSError as error:
         if error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC):
-            raise  # of the output
-        said = str(error) if error.filename is None else f"{error.filename}: {error.strerror}."
-        print(f"{prog}: error: {said}", file=sys.stderr)
-        return 2 if isinstance(error, _OF_PATHS) else 1
+            raise  # writing the output failed
+        message = str(error) if error.filename is None else f"{error.filename}: {error.strerror}."
+        print(f"{prog}: error: {message}", file=sys.stderr)
+        return 2 if isinstance(error, _PATH_ERRORS) else 1
     return 2
 
 

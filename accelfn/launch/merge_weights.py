@@ -1,4 +1,4 @@
-"""``accelfn merge-weights``: one file of weights, of the folder that FSDP's ranks wrote."""
+"""``accelfn merge-weights``: merge sharded FSDP weights into one file."""
 
 import argparse
 from pathlib import Path
@@ -8,41 +8,37 @@ from accelfn.launch.command_line import CommandParser
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run ``accelfn merge-weights``. Effect: writes the file, and says where it is.
-
-    Returns:
-        The exit status: 0; 1 where the folder is damaged or the disk fails; 2 for bad input.
-    """
+    """Merge the weights. Effect: writes a file, and prints its path."""
     if not Path(options.checkpoint_dir).is_dir():
-        what = "it is a file" if Path(options.checkpoint_dir).exists() else "there is no such directory"
-        raise ConfigurationError(f"{options.checkpoint_dir}: {what}. Check the path.")
-    # Not at the top: it loads torch, which --help and bad input do without.
+        problem = "is a file" if Path(options.checkpoint_dir).exists() else "doesn't exist"
+        raise ConfigurationError(f"the directory {options.checkpoint_dir} {problem}. Check the path.")
+    # Imported late, because it imports torch.
     from accelfn.checkpoint import merge_fsdp_weights
 
-    made = merge_fsdp_weights(
+    path = merge_fsdp_weights(
         options.checkpoint_dir,
         options.output_path,
         safe_serialization=not options.unsafe_serialization,
         remove_checkpoint_dir=options.remove_checkpoint_dir,
     )
-    print(made)
+    print(path)
     return 0
 
 
 def make_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+    """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn merge-weights",
-        description="Put the sharded weights of FSDP (torch.distributed.checkpoint) together into one file.",
+        description="Merge sharded FSDP weights (torch.distributed.checkpoint) into one file.",
     )
-    parser.add_argument("checkpoint_dir", metavar="CHECKPOINT_DIR", help="the folder with .metadata in it")
-    parser.add_argument("output_path", metavar="OUTPUT", help="directory for the file")
+    parser.add_argument("checkpoint_dir", metavar="CHECKPOINT_DIR", help="directory that contains .metadata")
+    parser.add_argument("output_path", metavar="OUTPUT", help="output directory")
     parser.add_argument(
         "--unsafe_serialization",
         action="store_true",
-        help="pytorch_model.bin by torch.save, and not model.safetensors",
+        help="write pytorch_model.bin with torch.save instead of model.safetensors",
     )
     parser.add_argument(
-        "--remove_checkpoint_dir", action="store_true", help="remove the folder once the file is written"
+        "--remove_checkpoint_dir", action="store_true", help="remove CHECKPOINT_DIR afterwards"
     )
     return parser

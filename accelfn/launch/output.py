@@ -1,4 +1,4 @@
-"""How a command writes what it has to print: in which form, as tables, and where to."""
+"""Output of commands: formats, tables and files."""
 
 from __future__ import annotations
 
@@ -22,75 +22,71 @@ _BY_ENDING = MappingProxyType(
 
 
 def choose_format(given: str | None, output: str | None) -> str:
-    """Choose the form of what is printed or written: as asked, or by the ending of the file.
+    """Return the output format: ``--format``, or else that of the file extension.
 
     Args:
-        given: What ``--format`` says; None if it wasn't given.
-        output: What ``--output`` says; None if it is printed.
+        given: Value of ``--format``, or None.
+        output: Value of ``--output``; None to print.
 
     Raises:
-        ConfigurationError: Nothing is asked for and the ending tells nothing.
+        ConfigurationError: No format is given, and the file extension is unknown.
     """
     ending = Path(output or "").suffix.lower()
     if given is None and ending not in _BY_ENDING:
-        known = ", ".join(one for one in _BY_ENDING if one)
+        known = ", ".join(filter(None, _BY_ENDING))
         raise ConfigurationError(
-            f"--output {output!r} ends in none of {known}. Give it one of them, or say --format."
+            f"unknown file extension in --output {output!r}. Use one of {known}, or pass --format."
         )
     return given or _BY_ENDING[ending]
 
 
 def refuse_missing_model(model: str, output: str | None, *, is_name: bool = False) -> None:
-    """Refuse what is wrong with a model's place or the output's, before torch is loaded to find out.
+    """Check that a model and the directory of the output exist, before torch is imported.
 
     Args:
-        model: A folder, a file, or ``MODULE:FUNCTION``.
-        output: What ``--output`` says; None if it is printed.
-        is_name: Whether the model is a name that another library knows.
+        model: A directory, a file, or ``MODULE:FUNCTION``.
+        output: Value of ``--output``; None to print.
+        is_name: Whether the model is a name that another library resolves.
 
     Raises:
-        ConfigurationError: There is nothing of that name, or no folder for the output.
+        ConfigurationError: The model or the directory doesn't exist.
     """
     if output is not None and not os.path.isdir(os.path.dirname(output) or "."):
-        raise ConfigurationError(f"can't write {output!r}: there is no such folder. Check --output.")
+        raise ConfigurationError(f"can't write {output!r}: the directory doesn't exist. Check --output.")
     if os.path.exists(model) or is_name or _FACTORY.fullmatch(model):
         return
     if _HUB_NAME.fullmatch(model):
         raise ConfigurationError(
-            f"there is no file or folder {model!r} in {os.getcwd()!r}, and nothing is downloaded. If it is a "
-            f"model on the Hugging Face Hub, get its configuration first: hf download {model} config.json "
+            f"no file or directory {model!r} in {os.getcwd()!r}, and models aren't downloaded. For a model "
+            f"on the Hugging Face Hub, get its config first: hf download {model} config.json "
             f"--local-dir {os.path.basename(model)}"
         )
     raise ConfigurationError(
-        f"there is no file or folder {model!r}. Pass a folder with a config.json, a safetensors file or "
-        "index, or MODULE:FUNCTION, such as train:build_model."
+        f"no file or directory {model!r}. Pass a directory with a config.json, a safetensors file or index, "
+        "or MODULE:FUNCTION, such as train:build_model."
     )
 
 
 def show_text(text: str, output: str | None) -> None:
-    """Print a text, or write it to a file. Effect: one of the two.
-
-    Args:
-        text: What to show.
-        output: The file; None to print it.
+    """Print a text, or write it to the file ``output`` if that isn't None.
 
     Raises:
         OSError: As :func:`write_text`.
     """
-    whole = text.removesuffix("\n") + "\n"
+    text = text.removesuffix("\n") + "\n"
     if output is None:
-        print(whole, end="")
+        print(text, end="")
     else:
-        write_text(output, whole)
+        write_text(output, text)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file whole, or leave what is there. Effect: writes beside it, and renames.
+    """Write a file atomically: write a temporary file next to it, and rename that.
 
-    A link stays one, and what is no file, such as ``/dev/stdout`` or a pipe, is written to.
+    A symbolic link is followed; a pipe or a device such as ``/dev/stdout`` is written to directly.
 
     Raises:
-        OSError: It can't be written; it names the file.
+        OSError: The file can't be written.
     """
     is_file = os.path.isfile(path) or not os.path.exists(path)
     target = os.path.realpath(path) if is_file else os.fspath(path)
@@ -112,10 +108,10 @@ def print_table(
     """Print a table as plain text.
 
     Args:
-        head: Names of the columns; empty for a table without.
-        rows: Texts; as many in each as there are columns.
-        right: Columns of numbers, from 0.
-        title: Printed above it, where there is one.
+        head: Column names; empty for a table without a header.
+        rows: Cells of each row.
+        right: Indices of right-aligned columns.
+        title: Title to print above the table.
     """
     if title:
         print(title)
@@ -123,12 +119,7 @@ def print_table(
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Write a table as plain text, its columns two spaces apart. Pure.
-
-    Args:
-        head: As for :func:`print_table`.
-        rows: Likewise.
-        right: Likewise.
+    """Format a table as plain text; arguments as for :func:`print_table`. Pure.
 
     >>> print(format_table(("name", "step"), [("a", "7"), ("last", "120")], right=(1,)))
     name  step
@@ -147,12 +138,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: S
 
 
 def print_origins(resolved: Resolved, *, everything: bool = True) -> None:
-    """Print each option's value, and where it came from. Secrets are hidden.
-
-    Args:
-        resolved: From ``resolve``.
-        everything: Defaults too.
-    """
+    """Print the value of each option and its source, of defaults only with ``everything``. Hides secrets."""
     rows = origin_rows(resolved, everything=everything)
     if rows:
         print_table((), rows)

@@ -1,7 +1,4 @@
-"""Runs that the JSONL tracker has written: records of them, pictures, and the command ``accelfn runs``.
-
-Loads no torch.
-"""
+"""``accelfn runs``: list, show and plot runs of the JSONL tracker, without torch."""
 
 from __future__ import annotations
 
@@ -18,25 +15,25 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.command_line import CommandParser
+from accelfn.launch.command_line import FLAG_NOTE, CommandParser
 from accelfn.launch.output import print_table, show_text
 
 _FORMAT = 1
 _FILE = "events.jsonl"
-_MOST_VALUES = 3
-_MOST = 1e300  # beyond it differences overflow
-# Of the picture, in its own units.
+_MAX_VALUES = 3
+_MAX = 1e300  # differences of larger values overflow
+# Layout of the image.
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW, _RIGHT, _ROW = 360, 200, 70, 34, 30, 20, 20
 _COLORS = ("#14407a", "#d9730d", "#2e8540", "#a23b72", "#7a6a00", "#5b5b5b", "#0b8a8f", "#b3261e")
 _INK, _GREY, _LINE, _GROUND = "#111111", "#666666", "#e2e2e2", "#ffffff"
 
 
 class Curve(NamedTuple):
-    """Values of one name, by step.
+    """Values of a metric by step.
 
     Attributes:
-        steps: Number of each step, growing; a value without one has that after the last, or 0.
-        values: The last that was logged for each.
+        steps: The steps in ascending order. A value without a step gets the next one.
+        values: The last logged value of each step.
     """
 
     steps: tuple[int, ...]
@@ -44,7 +41,7 @@ class Curve(NamedTuple):
 
 
 class RunTable(NamedTuple):
-    """A table that was logged."""
+    """A logged table."""
 
     name: str
     step: int | None
@@ -54,22 +51,22 @@ class RunTable(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """A run, as its file tells it.
+    """The content of a run's file.
 
     Attributes:
-        folder: Of the run.
-        project: What it belongs to.
-        name: Of the run.
-        started_s: When it began, in seconds since 1970.
-        last_s: When the last line was written.
-        is_finished: Whether it has ended by itself. If not it is running, or was killed.
-        num_starts: How often it was started: more than once if it was resumed.
-        config: Its configuration.
-        curves: Numbers by name; ``/`` joins names of nested ones.
-        texts: The last that was logged of each name that isn't a number.
-        images: Files by name, relative to the folder.
-        tables: In the order in which they were logged.
-        num_damaged: Lines that can't be read, as one is torn where a program was killed.
+        folder: Folder of the run.
+        project: Name of the project.
+        name: Name of the run.
+        started_s: Time of the first start, in seconds since 1970.
+        last_s: Time of the last line.
+        is_finished: Whether the run finished. Otherwise it is running or was killed.
+        num_starts: Number of starts; more than 1 if the run was resumed.
+        config: The configuration.
+        curves: Metrics by name; nested names are joined by ``/``.
+        texts: The last logged text by name.
+        images: Image files by name, relative to the folder.
+        tables: Tables in the order in which they were logged.
+        num_damaged: Number of unreadable lines, such as one that a killed program left incomplete.
     """
 
     folder: Path
@@ -88,7 +85,7 @@ class RunRecord:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the longest curve."""
+        """Number of steps of the longest curve."""
         return max((len(curve.steps) for curve in self.curves.values()), default=0)
 
     @property
@@ -98,28 +95,28 @@ class RunRecord:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Return the folders of all runs below a folder, by the names of their projects and their own.
+    """Return the folders of all runs below a folder, sorted.
 
     Raises:
-        FileNotFoundError: There is no such folder.
+        FileNotFoundError: The folder doesn't exist.
     """
     top = Path(folder)
     if not top.is_dir():
-        raise FileNotFoundError(f"there is no folder {str(folder)!r}. Name the logging_dir of the runs.")
+        raise FileNotFoundError(f"no directory {str(folder)!r}. Pass the logging_dir of the runs.")
     return sorted(file.parent for file in top.rglob(_FILE))
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read a run that the JSONL tracker has written, also while it is running.
+    """Read a run of the JSONL tracker, even while it is running.
 
-    A step that was logged twice, as when a run is resumed from a checkpoint, counts as it was logged last.
+    If a step was logged twice, for example after a resumption, the last value counts.
 
     Args:
-        folder: Of the run, or its ``events.jsonl``.
+        folder: Folder of the run, or its ``events.jsonl``.
 
     Raises:
-        FileNotFoundError: There is no run.
-        ConfigurationError: A newer version of accelfn has written it.
+        FileNotFoundError: The run doesn't exist.
+        ConfigurationError: A newer version of accelfn wrote the run.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -130,10 +127,10 @@ def read_run(folder: str | Path) -> RunRecord:
     path = Path(folder)
     file = path if path.name == _FILE else path / _FILE
     if not file.is_file():
-        raise FileNotFoundError(f"there is no run in {str(folder)!r}: it has no {_FILE}.")
+        raise FileNotFoundError(f"no run in {str(folder)!r}: {_FILE} is missing. Check the path.")
     run = RunRecord(folder=file.parent, name=file.parent.name)
     points: dict[str, dict[int, float]] = {}
-    last: dict[str, int] = {}  # step of each name
+    last: dict[str, int] = {}  # the last step of each metric
     with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for line in lines:
             _add_line(run, line, points, last)
@@ -149,20 +146,20 @@ def _add_line(run: RunRecord, line: str, points: dict[str, dict[int, float]], la
     except ConfigurationError:
         raise
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
-        run.num_damaged += 1  # no JSON, or not of the form that the tracker writes
+        run.num_damaged += 1  # not JSON, or not an event
 
 
 def _add_event(
     run: RunRecord, event: dict[str, Any], points: dict[str, dict[int, float]], last: dict[str, int]
 ) -> None:
-    """Add what one line says; kinds of later versions are ignored."""
+    """Add an event to a run; unknown kinds are ignored."""
     kind = event.get("kind")
     run.last_s = float(event.get("time", math.nan))
     if kind == "start":
         if event.get("format", _FORMAT) > _FORMAT:
             raise ConfigurationError(
-                f"the run {event.get('run')!r} is of format {event['format']}, and this version of accelfn "
-                f"reads {_FORMAT}. Read it with a newer version."
+                f"the run {event.get('run')!r} has format {event['format']}, but this accelfn reads format "
+                f"{_FORMAT}. Update accelfn."
             )
         run.started_s = run.last_s if run.num_starts == 0 else run.started_s
         run.num_starts += 1
@@ -173,7 +170,7 @@ def _add_event(
     elif kind == "log":
         step = None if event.get("step") is None else int(event["step"])
         for name, value in _flat(event.get("values") or {}):
-            # What JSON has no number for is written as a text.
+            # JSON has no NaN or infinity, so they are logged as text.
             number = float(value) if value in ("NaN", "Infinity", "-Infinity") else value
             if isinstance(number, (int, float)):
                 last[name] = last.get(name, -1) + 1 if step is None else step
@@ -200,19 +197,16 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield path, value
 
 
-# --- Pictures ---------------------------------------------------------------------------------------
+# --- Images ---------------------------------------------------------------------------------------
 
 
 def draw_runs_svg(runs: Sequence[RunRecord], names: Sequence[str], *, log_scale: bool = False) -> str:
-    """Draw curves of runs over each other, a panel for each name, as an SVG image. Pure.
+    """Plot metrics of runs as an SVG document, with a panel for each metric. Pure.
 
     Args:
-        runs: Each is a line of its own colour.
-        names: Of the curves.
-        log_scale: Whether values are drawn by their logarithm; what isn't positive is left out then.
-
-    Returns:
-        A whole SVG document.
+        runs: Runs, one line each.
+        names: Names of the metrics.
+        log_scale: Use a logarithmic scale, and omit values that aren't positive.
 
     >>> run = RunRecord(folder=Path(), curves={"loss": Curve((0, 1), (2.0, 1.0))})
     >>> draw_runs_svg([run], ["loss"]).count("<polyline")
@@ -241,11 +235,11 @@ def draw_runs_svg(runs: Sequence[RunRecord], names: Sequence[str], *, log_scale:
 
 
 def _panel(name: str, curves: Sequence[Curve], log_scale: bool) -> list[str]:
-    parts = [list(_stretches(curve, log_scale)) for curve in curves]
+    parts = [list(_split_curve(curve, log_scale)) for curve in curves]
     flat = [point for one in parts for part in one for point in part]
     lines = [_text(0, -12, name, _INK, size=14)]
     if not flat:
-        return [*lines, _text(0, _HEIGHT // 2, "nothing to draw", _GREY)]
+        return [*lines, _text(0, _HEIGHT // 2, "no values", _GREY)]
     first, last = min(step for step, _ in flat), max(step for step, _ in flat)
     ticks = _ticks(min(value for _, value in flat), max(value for _, value in flat))
 
@@ -256,7 +250,7 @@ def _panel(name: str, curves: Sequence[Curve], log_scale: bool) -> list[str]:
     for tick in ticks:
         y = _HEIGHT * (ticks[-1] - tick) / (ticks[-1] - ticks[0])
         lines.append(f'<path d="M0 {y:.1f}h{_WIDTH}" stroke="{_LINE}"/>')
-        # 10**tick is no float any more where ticks reach beyond the values.
+        # 10**tick may overflow.
         label = number_text(tick) if not log_scale else number_text(10**tick) if tick < 300 else f"1e{tick:g}"
         lines.append(_text(-6, y + 4, label, _GREY, anchor="end"))
     lines.append(_text(0, _HEIGHT + 16, f"{first}", _GREY))
@@ -273,31 +267,31 @@ def _panel(name: str, curves: Sequence[Curve], log_scale: bool) -> list[str]:
     return lines
 
 
-def _stretches(curve: Curve, log_scale: bool) -> Iterator[list[tuple[int, float]]]:
-    """Yield the points of a curve to draw, in stretches between those that have no place."""
-    stretch: list[tuple[int, float]] = []
+def _split_curve(curve: Curve, log_scale: bool) -> Iterator[list[tuple[int, float]]]:
+    """Yield the parts of a curve between values that can't be drawn."""
+    part: list[tuple[int, float]] = []
     for step, value in zip((*curve.steps, 0), (*curve.values, math.nan), strict=True):
-        if abs(value) < _MOST and not (log_scale and value <= 0):  # NaN isn't less either
-            stretch.append((step, math.log10(value) if log_scale else value))
-        elif stretch:
-            yield _thinned(stretch)
-            stretch = []
+        if abs(value) < _MAX and not (log_scale and value <= 0):  # false for NaN too
+            part.append((step, math.log10(value) if log_scale else value))
+        elif part:
+            yield _thin(part)
+            part = []
 
 
-def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Leave out what can't be seen: of many points, the lowest and the highest of each few stay."""
-    few = len(points) // _WIDTH
-    if few < 4:
+def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Keep the minimum and maximum of each pixel column."""
+    size = len(points) // _WIDTH
+    if size < 4:
         return points
     kept = {points[0], points[-1]}
-    for begin in range(0, len(points), few):
-        some = points[begin : begin + few]
-        kept |= {min(some, key=lambda point: point[1]), max(some, key=lambda point: point[1])}
+    for begin in range(0, len(points), size):
+        column = points[begin : begin + size]
+        kept |= {min(column, key=lambda point: point[1]), max(column, key=lambda point: point[1])}
     return sorted(kept)
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers that reach from ``low`` to ``high``.
+    """Return round tick values that cover ``low`` to ``high``.
 
     >>> _ticks(0.13, 2.2)
     [0.0, 1.0, 2.0, 3.0]
@@ -305,12 +299,12 @@ def _ticks(low: float, high: float) -> list[float]:
     [4.0, 5.0, 6.0]
     """
     most = max(abs(low), abs(high))
-    if high - low < max(most * 1e-9, 1e-300):  # no number between them could be told apart
+    if high - low < max(most * 1e-9, 1e-300):  # ticks would be indistinguishable
         spread = max(most / 5, high - low) or 1.0
         return [low - spread, low, low + spread]
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
-    # The last one is for a logarithm that was rounded down to the power below.
+    # The default is for a logarithm that was rounded down.
     step = next((power * part for part in (1, 2, 5, 10) if power * part >= rough), power * 20)
     return [number * step for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
 
@@ -320,7 +314,7 @@ def _color(number: int) -> str:
 
 
 def _stroke(number: int) -> str:
-    """Return colour and dashes of a line: where colours begin again, dashes tell lines apart."""
+    """Return color and dashes of a line. Dashes distinguish lines with the same color."""
     dashes = number // len(_COLORS)
     return f'stroke="{_color(number)}"' + (f' stroke-dasharray="{2 + 3 * dashes} 3"' if dashes else "")
 
@@ -331,7 +325,7 @@ def _text(x: float, y: float, text: str, color: str, *, anchor: str = "start", s
 
 
 def number_text(value: float) -> str:
-    """Write a number briefly.
+    """Format a number with four digits.
 
     >>> number_text(0.123456), number_text(12000.0), number_text(1e-9), number_text(3.0)
     ('0.1235', '1.2e+04', '1e-09', '3')
@@ -343,11 +337,7 @@ def number_text(value: float) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List, show or draw runs. Effect: prints, or writes a file where one is named.
-
-    Returns:
-        The exit status.
-    """
+    """List, show or plot runs."""
     {"list": _list, "show": _show, "plot": _plot}[options.action](options)
     return 0
 
@@ -365,17 +355,17 @@ def _list(options: argparse.Namespace) -> None:
     rows: list[tuple[str, ...]] = []
     for run in runs:
         last = [f"{name} {number_text(curve.values[-1])}" for name, curve in run.curves.items()]
-        more = f", and {len(last) - _MOST_VALUES} more" if len(last) > _MOST_VALUES else ""
-        name, values = run.folder.relative_to(top).as_posix(), ", ".join(last[:_MOST_VALUES]) + more
+        more = f", and {len(last) - _MAX_VALUES} more" if len(last) > _MAX_VALUES else ""
+        name, values = run.folder.relative_to(top).as_posix(), ", ".join(last[:_MAX_VALUES]) + more
         rows.append((name, _time(run.started_s), _state(run), str(run.num_steps), values))
-    _print_table(("run", "began", "state", "steps", "last values"), rows, right=(3,))
+    _print_table(("run", "started", "state", "steps", "last values"), rows, right=(3,))
 
 
 def _readable(folder: Path) -> RunRecord | None:
     try:
         return read_run(folder)
-    except (ConfigurationError, OSError) as error:  # one of them doesn't hide the others
-        print(f"accelfn runs list: {folder} is left out: {error}", file=sys.stderr)
+    except (ConfigurationError, OSError) as error:  # list the others
+        print(f"accelfn runs list: skipping {folder}: {error}", file=sys.stderr)
         return None
 
 
@@ -384,10 +374,10 @@ def _show(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_facts(run), indent=1))
         return
-    lasted_s = run.last_s - run.started_s
-    lasted = "?" if math.isnan(lasted_s) else str(timedelta(seconds=round(lasted_s)))
-    began = f"{_time(run.started_s)}, {_state(run)}, {lasted}"
-    facts = [("run", run.name), ("project", run.project), ("folder", str(run.folder)), ("began", began)]
+    duration_s = run.last_s - run.started_s
+    duration = "?" if math.isnan(duration_s) else str(timedelta(seconds=round(duration_s)))
+    started = f"{_time(run.started_s)}, {_state(run)}, {duration}"
+    facts = [("run", run.name), ("project", run.project), ("folder", str(run.folder)), ("started", started)]
     if run.num_starts > 1:
         facts.append(("", f"resumed {'once' if run.num_starts == 2 else f'{run.num_starts - 1} times'}"))
     if run.num_damaged:
@@ -399,11 +389,11 @@ def _show(options: argparse.Namespace) -> None:
         numbers = [value for value in curve.values if not math.isnan(value)] or [math.nan]
         shown = (curve.values[0], curve.values[-1], min(numbers), max(numbers))
         rows.append((name, str(len(curve.steps)), *map(number_text, shown)))
-    head = ("name", "steps", "first", "last", "least", "most")
+    head = ("name", "steps", "first", "last", "min", "max")
     _print_table(head, rows, right=(1, 2, 3, 4, 5), space=True)
     _print_table((), list(run.texts.items()), space=True)
     for name, files in run.images.items():
-        print(f"\nimages {_clean(name)}: {len(files)}, the last is {_clean(str(run.folder / files[-1]))}")
+        print(f"\nimages {_clean(name)}: {len(files)}, last: {_clean(str(run.folder / files[-1]))}")
     for table in run.tables:
         where = "" if table.step is None else f", step {table.step}"
         print(f"\ntable {_clean(table.name)}{where}")
@@ -416,19 +406,19 @@ def _plot(options: argparse.Namespace) -> None:
     missing = [name for name in options.names or () if name not in known]
     if missing:
         raise ValueError(
-            f"no run has numbers called {', '.join(map(repr, missing))}. There are: "
+            f"no run has the metrics {', '.join(map(repr, missing))}. Available: "
             f"{', '.join(known) or 'none'}."
         )
     names = options.names or known
     if not names:
-        raise ValueError("there is nothing to draw: no numbers have been logged yet.")
+        raise ValueError("nothing to plot: no metrics were logged.")
     if options.output is None and sys.stdout.isatty():
-        raise ValueError("a terminal shows no picture. Add --output FILE.svg, or see accelfn runs show.")
+        raise ValueError("can't plot on a terminal. Pass --output FILE.svg, or use accelfn runs show.")
     show_text(draw_runs_svg(runs, names, log_scale=options.log_scale), options.output)
 
 
 def _find(given: str, top: str) -> Path:
-    """Find a run by its folder, by its name or the beginning of that, or as the latest one."""
+    """Find a run by its folder, by its name or a prefix of it, or as ``latest``."""
     path = Path(given)
     if path.name == _FILE or (path / _FILE).is_file():
         return path
@@ -438,14 +428,17 @@ def _find(given: str, top: str) -> Path:
         return max(folders, key=lambda folder: (began.get(folder, -math.inf) > 0, began.get(folder, 0.0)))
     names = {folder: folder.relative_to(top).as_posix() for folder in folders}
     exact = [folder for folder in folders if given in (folder.name, names[folder])]
-    found = exact or [one for one in folders if one.name.startswith(given) or names[one].startswith(given)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    matches = exact or [
+        folder for folder in folders if folder.name.startswith(given) or names[folder].startswith(given)
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
         runs = ", ".join(names.values()) or "none"
-        raise FileNotFoundError(f"there is no run {given!r} in {top!r}. Runs there: {runs}.")
-    several = ", ".join(names[one] for one in found)
-    raise ValueError(f"{given!r} may mean several runs: {several}. Give one of these.")
+        raise FileNotFoundError(f"no run {given!r} in {top!r}. Runs there: {runs}.")
+    raise ValueError(
+        f"{given!r} is ambiguous. Pass one of: {', '.join(names[folder] for folder in matches)}."
+    )
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:
@@ -454,7 +447,7 @@ def _facts(run: RunRecord) -> dict[str, Any]:
         "run": run.name,
         "project": run.project,
         "folder": str(run.folder),
-        "began": None if math.isnan(run.started_s) else run.started_s,
+        "started": None if math.isnan(run.started_s) else run.started_s,
         "state": _state(run),
         "steps": run.num_steps,
         "config": run.config,
@@ -475,18 +468,18 @@ def _time(seconds: float) -> str:
 
 
 def _clean(text: str) -> str:
-    r"""Return a text that was logged as one line that does nothing to a terminal.
+    r"""Escape line breaks and control characters of a logged text.
 
     >>> _clean("red \x1b[31m\n")
     'red \\x1b[31m\\n'
     """
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _print_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), *, space: bool = False
 ) -> None:
-    """Print what was logged: rows of any length, and texts with any signs. With ``space``, a line before."""
+    """Print a table whose rows may differ in length. With ``space``, print an empty line before it."""
     if space and not rows:
         return
     width = max(map(len, (head, *rows)))
@@ -496,25 +489,24 @@ def _print_table(
 
 
 def make_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+    """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn runs",
-        description="List, show and draw runs that the JSONL tracker has written.",
-        epilog="In names of flags - and _ mean the same. RUN is a run's folder, its name or the beginning of "
-        "that, or the word latest.",
+        description="List, show and plot runs of the JSONL tracker.",
+        epilog=f"RUN is the folder of a run, its name or a prefix of it, or latest. {FLAG_NOTE}",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|plot")
-    listing = actions.add_parser("list", help="a table of the runs of a folder")
-    listing.add_argument("folder", metavar="DIR", nargs="?", help="the same as --dir")
-    showing = actions.add_parser("show", help="configuration and values of a run")
+    listing = actions.add_parser("list", help="list the runs of a directory")
+    listing.add_argument("folder", metavar="DIR", nargs="?", help="same as --dir")
+    showing = actions.add_parser("show", help="show configuration and values of a run")
     showing.add_argument("run", metavar="RUN")
-    plotting = actions.add_parser("plot", help="curves of one run or several")
+    plotting = actions.add_parser("plot", help="plot metrics of one or more runs")
     plotting.add_argument("runs", metavar="RUN", nargs="+")
-    plotting.add_argument("--names", metavar="NAME", nargs="+", help="which curves, such as loss (all)")
-    plotting.add_argument("--output", metavar="FILE", help="write an SVG image to this file")
-    plotting.add_argument("--log_scale", action="store_true", help="draw values by their logarithm")
-    for one in (listing, showing):
-        one.add_argument("--json", action="store_true", help="for programs")
-    for one in (listing, showing, plotting):
-        one.add_argument("--dir", metavar="DIR", default="runs", help="where to look (runs)")
+    plotting.add_argument("--names", metavar="NAME", nargs="+", help="metrics to plot, such as loss (all)")
+    plotting.add_argument("--output", metavar="FILE", help="write the SVG image to this file")
+    plotting.add_argument("--log_scale", action="store_true", help="use a logarithmic scale")
+    for action in (listing, showing):
+        action.add_argument("--json", action="store_true", help="print JSON")
+    for action in (listing, showing, plotting):
+        action.add_argument("--dir", metavar="DIR", default="runs", help="logging directory (runs)")
     return parser

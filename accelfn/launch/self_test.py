@@ -1,4 +1,4 @@
-"""``accelfn test``: try the configured setup with small programs whose results are known."""
+"""``accelfn test``: test the configured setup with checks whose results are known."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ from types import FrameType
 from typing import Literal, NamedTuple
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.command_line import CommandParser, add_launch_flags, parse_flags, spell
+from accelfn.launch.command_line import (
+    FLAG_NOTE,
+    CommandParser,
+    add_launch_flags,
+    normalize_flag,
+    parse_flags,
+)
 
 _MODULE = "accelfn.launch.self_test_rank"
 _WIDTH = 100
 
-#: Of all checks, in their order.
+#: Names of all checks, in order.
 CHECK_NAMES = (
     "ranks and settings",
     "collectives",
@@ -44,44 +50,43 @@ CHECK_NAMES = (
     "checkpoint round trip",
 )
 
-#: Begins the name of the row of a rank that has not come so far as to be checked.
+#: Prefix of the row of a rank that could not join its world.
 JOINING = "joining"
 
-#: What can be made to go wrong on the last rank, to see that it is found.
+#: Faults to inject on the last rank, to see that they are detected.
 FAULTS = ("settings", "value", "seed", "data", "model", "hang", "death")
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments after ``test``: its own, and in ``launch_flags`` those of ``accelfn launch``.
+    """Parse the arguments after ``test``; those of ``accelfn launch`` are in ``launch_flags``.
 
     Raises:
-        ConfigurationError: A flag is unknown or has a wrong value, or a script is given.
+        ConfigurationError: A flag is unknown or invalid, or a script is given.
     """
-    options, launch_flags = _own_parser().parse_known_args([spell(token) for token in argv])
-    launched = parse_flags(launch_flags)
-    if launched.script is not None:
+    options, launch_flags = _own_parser().parse_known_args([normalize_flag(token) for token in argv])
+    script = parse_flags(launch_flags).script
+    if script is not None:
         raise ConfigurationError(
-            f"it takes no script, got {launched.script!r}. Give flags of accelfn launch only."
+            f"accelfn test takes no script, got {script!r}. Pass only flags of accelfn launch."
         )
     if options.timeout <= 0:
-        raise ConfigurationError(f"--timeout must be more than 0 seconds, got {options.timeout:g}.")
+        raise ConfigurationError(f"--timeout must be positive, got {options.timeout:g}.")
     return argparse.Namespace(**vars(options), launch_flags=launch_flags)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run ``accelfn test``. Effect: launches the self-test, and prints its table.
+    """Launch the self-test, and print the results.
 
     Returns:
-        0 where every check has passed, 2 where the launch was refused, 128 and more after a signal, 1
-        otherwise.
+        0 if all checks passed, 2 if the launch was refused, 128 and more after a signal, else 1.
     """
     with tempfile.TemporaryDirectory(prefix="accelfn-test-") as folder:
         report = Path(folder) / "results"
         command = self_test_command(options, options.launch_flags, str(report))
         status, stop = _run(command)
         results = read_results(report)
-        asked = [name for name in CHECK_NAMES if name in options.only] if options.only else CHECK_NAMES
-        results = add_missing(results, asked) if results or status not in (0, 2) else ()
+        names = [name for name in CHECK_NAMES if name in options.only] if options.only else CHECK_NAMES
+        results = add_missing(results, names) if results or status not in (0, 2) else ()
         failed = status != 0 or any(result.verdict != "pass" for result in results)
         if options.json:
             rows = [result._asdict() for result in results]
@@ -89,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         elif results:
             print_results(results, "accelfn test")
     if status == 2 and not results:
-        return 2  # of the launch, which has said why
+        return 2  # the launch has printed the error
     if status != 0 and not options.json:
         sys.stdout.flush()
         print(f"accelfn test: the launch ended with status {status}.", file=sys.stderr)
@@ -97,13 +102,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(command: Sequence[str]) -> tuple[int, int | None]:
-    """Run the launch, and stay until it has ended: it alone knows how to end its ranks.
+    """Run the launch until it ends, since only the launch can stop its ranks.
 
     Returns:
-        Its exit status, and the first signal that came to stop it.
+        Its exit status, and the first signal that was forwarded to it.
     """
-    # A session of its own: Ctrl-C in a terminal must reach it once, and from here. Of torch's C++ part errors
-    # will do: what it warns of, the table says.
+    # In a new session, so that Ctrl-C reaches it only through the handler below. Warnings of torch's C++ code
+    # would repeat the table.
     process = subprocess.Popen(
         command,
         env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
@@ -112,25 +117,25 @@ def _run(command: Sequence[str]) -> tuple[int, int | None]:
     )
     caught: list[int] = []
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def forward(number: int, _: FrameType | None) -> None:
         caught.append(number)
         process.send_signal(number)
 
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    kept = {
-        number: signal.signal(number, pass_on)
+    previous = {
+        number: signal.signal(number, forward)
         for number in numbers
-        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup has it
+        if signal.getsignal(number) is not signal.SIG_IGN  # ignored under nohup
     }
     try:
         return process.wait(), caught[0] if caught else None
     finally:
-        for number, handler in kept.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def _end_with_parent() -> None:
-    """Have the system send this process SIGTERM if its parent is killed."""
+    """Make Linux send SIGTERM to this process if its parent is killed."""
     set_death_signal = 1
     ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGTERM))
 
@@ -138,10 +143,10 @@ def _end_with_parent() -> None:
 def self_test_command(
     options: argparse.Namespace, launch_flags: Sequence[str], report: str
 ) -> tuple[str, ...]:
-    """Write the command that launches the self-test. Pure.
+    """Build the command that launches the self-test.
 
     Args:
-        options: Of ``accelfn test``.
+        options: Options of ``accelfn test``.
         launch_flags: Flags for ``accelfn launch``.
         report: File for the results.
     """
@@ -157,59 +162,58 @@ def self_test_command(
 
 
 def _own_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+    """Build the parser of the flags of ``accelfn test`` alone."""
     parser = CommandParser(
         prog="accelfn test",
         usage="accelfn test [--config_file FILE] [flags of accelfn launch]",
-        description="Launch the self-test as a script would be launched, and print what works.",
-        epilog="All other flags are those of accelfn launch, such as --cpu --num_processes 2. In names of "
-        "flags - and _ mean the same.",
+        description="Launch the self-test like a script, and print which checks pass.",
+        epilog=f"All other flags are those of accelfn launch, such as --cpu --num_processes 2. {FLAG_NOTE}",
     )
-    parser.add_argument("--config_file", metavar="FILE", help="configuration to test (the default one)")
+    parser.add_argument("--config_file", metavar="FILE", help="config file to use instead of the default")
     parser.add_argument(
         "--only",
         metavar="CHECK",
         action="append",
         default=[],
         choices=CHECK_NAMES,
-        help="run this check alone; may be repeated",
+        help="run only this check; repeatable",
     )
     parser.add_argument(
-        "--folder", metavar="DIR", default="", help="for checkpoints; all nodes must share it"
+        "--folder", metavar="DIR", default="", help="directory for checkpoints, shared by all nodes"
     )
     parser.add_argument(
         "--timeout",
         metavar="S",
         type=float,
         default=120.0,
-        help="seconds that ranks wait for each other (120)",
+        help="seconds for which ranks wait for each other (120)",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument(
         "--fault",
         choices=FAULTS,
         default="",
-        help="break something on the last rank, to see that it is found",
+        help="inject a fault on the last rank, to see that it is detected",
     )
     return parser
 
 
 def make_parser() -> CommandParser:
-    """Describe the arguments of the command: its own, and those of ``accelfn launch``."""
+    """Build the parser of the command, with the flags of ``accelfn launch``."""
     parser = _own_parser()
     add_launch_flags(parser)
     return parser
 
 
 class Result(NamedTuple):
-    """What became of a check.
+    """Result of a check.
 
     Attributes:
-        name: Of the check.
-        verdict: ``"pass"``, ``"FAIL"``, or ``"cut off"``: it had begun when the ranks ended,
-            or ``"not run"``: after a failure the ranks did not meet again.
-        seconds: That it took.
-        remark: What there is to say.
+        name: Name of the check.
+        verdict: ``"pass"``, ``"FAIL"``, ``"cut off"`` if the ranks ended during the check, or ``"not run"``
+            if the ranks could not reconnect after a failure.
+        seconds: Duration.
+        remark: Details or the error.
     """
 
     name: str
@@ -219,50 +223,43 @@ class Result(NamedTuple):
 
 
 def write_result(path: Path, result: Result) -> None:
-    """Add a line to a file of results. It is read also when the ranks come to a sudden end."""
+    """Append a result to a file, so that it is kept if the ranks are killed."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(result) + "\n")
 
 
 def read_results(path: Path) -> tuple[Result, ...]:
-    """Read a file of results; of several lines on one check the last counts.
-
-    Args:
-        path: That ranks have written; it may be missing.
-    """
+    """Read the results in a file, the last one of each check. The file may be missing."""
     if not path.exists():
         return ()
     rows = [Result(*json.loads(line)) for line in path.read_text("utf-8").splitlines()]
     return tuple({row.name: row for row in rows}.values())
 
 
-def add_missing(results: Sequence[Result], asked: Sequence[str]) -> tuple[Result, ...]:
-    """Add a row for each check that the ranks have not come to. Pure.
+def add_missing(results: Sequence[Result], names: Sequence[str]) -> tuple[Result, ...]:
+    """Add a ``"not run"`` result for each missing check. Pure.
 
-    >>> found = add_missing([Result("trigger", "pass", 0.0, "")], ["trigger", "collectives"])
-    >>> found[1].verdict, found[1].name
+    >>> results = add_missing([Result("trigger", "pass", 0.0, "")], ["trigger", "collectives"])
+    >>> results[1].verdict, results[1].name
     ('not run', 'collectives')
     """
-    why = "the ranks had ended before"
-    there = {result.name for result in results}
-    missing = (Result(name, "not run", 0.0, why) for name in asked if name not in there)
-    return (*results, *missing)
+    present = {result.name for result in results}
+    missing = [name for name in names if name not in present]
+    return (
+        *results,
+        *(Result(name, "not run", 0.0, "the ranks ended before this check") for name in missing),
+    )
 
 
 def print_results(results: Sequence[Result], title: str) -> None:
-    """Print a table.
-
-    Args:
-        results: In their order.
-        title: Of the whole.
-    """
+    """Print a table of results, and the errors below it."""
     failed = [result for result in results if result.verdict != "pass"]
     total_s = sum(result.seconds for result in results)
     verdict = f"{len(results) - len(failed)} of {len(results)} checks passed in {total_s:.1f} s"
     width = max([len(result.name) for result in results], default=0)
     print(title)
     for result in results:
-        # What failed is told below in full.
+        # Errors are printed below.
         remark = result.remark if result.verdict == "pass" else ""
         line = f"  {result.verdict:<7}  {result.name:<{width}}  {result.seconds:6.2f} s  {remark}"
         print(line.rstrip())

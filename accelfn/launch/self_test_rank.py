@@ -1,4 +1,4 @@
-"""The self-test on one rank: each check in turn, and after a failure in a world made anew."""
+"""Run the self-test on one rank: all checks in order, with a new world after a failure."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from accelfn.launch.self_test_checks import CHECKS, Check, Trial
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the self-test as one rank of whatever world the launcher's variables describe.
+    """Run the self-test as one rank of the world that the environment variables describe.
 
     Args:
-        argv: Arguments of the program; None takes this process's own.
+        argv: Arguments of the program; None for those of this process.
 
     Returns:
-        The exit status: 1 where a check failed; where the results go into a file, where ranks were lost.
+        The exit status: 1 if a check failed. With ``--report``, only if ranks may be lost.
     """
     options = _parser().parse_args(argv)
     timeout = timedelta(seconds=options.timeout)
@@ -36,37 +36,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         return init_context(guard=guard, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
 
     report = Path(options.report) if options.report else None
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     try:
         ctx = open_context()
-    except Exception as error:  # noqa: BLE001 -- whatever goes wrong is what the test is for
-        # No world: each rank says so by itself.
+    except Exception as error:  # noqa: BLE001 -- any error is a result of the test
+        # Without a world, each rank reports by itself.
         if report is None:
             print(
                 f"accelfn test: the ranks can't be set up: {text_of(error) or repr(error)}", file=sys.stderr
             )
         else:
             name = f"{JOINING} of rank {os.environ.get('RANK', '0')}"
-            write_result(report, Result(name, "FAIL", time.perf_counter() - began, _said(error)))
+            write_result(report, Result(name, "FAIL", time.perf_counter() - start_s, _describe(error)))
         return 1
-    speaks = ctx.is_local_main_process if report is not None else ctx.is_main_process
-    place = (
+    reports = ctx.is_local_main_process if report is not None else ctx.is_main_process
+    title = (
         f"accelfn test: {ctx.num_processes} process(es) on {ctx.world.num_nodes} node(s), {ctx.device.type}"
     )
 
-    def told(result: Result) -> None:
-        if report is not None and speaks:
+    def on_result(result: Result) -> None:
+        if report is not None and reports:
             write_result(report, result)
 
-    chosen = [check for check in CHECKS if not options.only or check.name in options.only]
-    results = run_checks(ctx, open_context, chosen, fault=options.fault, folder=options.folder, told=told)
+    checks = [check for check in CHECKS if not options.only or check.name in options.only]
+    results = run_checks(
+        ctx, open_context, checks, fault=options.fault, folder=options.folder, on_result=on_result
+    )
     if report is not None:
-        # A rank that is lost may still be there, and the launcher ends it only where another has failed. That
-        # none is lost, only a check that comes after the failed ones can tell.
+        # The launcher stops a rank that hangs only if another one fails. A check that passes after a failure
+        # shows that no rank hangs.
         is_lost = any(result.verdict == "not run" for result in results)
         return int(is_lost or bool(results and results[-1].verdict != "pass"))
-    if speaks:
-        print_results(results, place)
+    if reports:
+        print_results(results, title)
     return int(any(result.verdict != "pass" for result in results))
 
 
@@ -77,58 +79,58 @@ def run_checks(
     *,
     fault: str = "",
     folder: str = "",
-    told: Callable[[Result], None] = lambda result: None,
+    on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Run checks, each after the other on all ranks, and close the context.
+    """Run checks in order on all ranks, and close the context.
 
-    What fails on one rank fails on all, and ends their world; the next check gets a new one.
+    A check that fails on one rank fails on all, and closes their world. The next check gets a new one.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The configured context.
-        open_context: Makes another one like it.
-        checks: What to run.
-        fault: What is to go wrong on the last rank, or "".
-        folder: For files; "": the system's own.
-        told: Is given each result, and before that a ``"cut off"`` one when its check begins.
+        open_context: Opens a context with the same configuration.
+        checks: The checks.
+        fault: Fault to inject on the last rank, or "".
+        folder: Directory for files; "" for a temporary one.
+        on_result: Called with each result, and with ``"cut off"`` when a check starts.
 
     Returns:
-        What became of each check, as this rank sees it.
+        The results on this rank.
     """
     results: list[Result] = []
-    now: Context | None = ctx
-    lost = ""
+    current: Context | None = ctx
+    reason = ""
     for check in checks:
-        began = time.perf_counter()
-        if now is None and not lost:
+        start_s = time.perf_counter()
+        if current is None and not reason:
             try:
-                now = open_context()
+                current = open_context()
             except (AccelfnError, OSError) as error:
-                lost = f"after the failure above the ranks did not meet again: {text_of(error)}"
-        if now is None:
-            results.append(Result(check.name, "not run", time.perf_counter() - began, lost))
-            told(results[-1])
+                reason = f"the ranks could not reconnect after the failure above: {text_of(error)}"
+        if current is None:
+            results.append(Result(check.name, "not run", time.perf_counter() - start_s, reason))
+            on_result(results[-1])
             continue
-        told(Result(check.name, "cut off", 0.0, "the ranks ended during this check"))
+        on_result(Result(check.name, "cut off", 0.0, "the ranks ended during this check"))
         try:
-            with failing_together(now, check.name):
-                remark = check.run(Trial(ctx=now, fault=fault, folder=folder))
-                wait_for_everyone(now)
+            with failing_together(current, check.name):
+                remark = check.run(Trial(ctx=current, fault=fault, folder=folder))
+                wait_for_everyone(current)
             verdict = "pass"
-        except Exception as error:  # noqa: BLE001 -- whatever goes wrong is what the test is for
-            verdict, remark = "FAIL", _said(error)
-            with contextlib.suppress(Exception):  # it has failed already
-                close_context(now)
-            now = None
-        results.append(Result(check.name, verdict, time.perf_counter() - began, remark))
-        told(results[-1])
-    if now is not None:
-        close_context(now)
+        except Exception as error:  # noqa: BLE001 -- any error is a result of the test
+            verdict, remark = "FAIL", _describe(error)
+            with contextlib.suppress(Exception):  # the check has failed already
+                close_context(current)
+            current = None
+        results.append(Result(check.name, verdict, time.perf_counter() - start_s, remark))
+        on_result(results[-1])
+    if current is not None:
+        close_context(current)
     return results
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, RemoteRankError):
         return f"rank {error.rank}: {error.cause}: {error.message}"
     name = type(error).__name__

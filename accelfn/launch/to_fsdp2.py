@@ -1,4 +1,4 @@
-"""``accelfn to-fsdp2``: a configuration for FSDP, rewritten for FSDP2."""
+"""``accelfn to-fsdp2``: convert a config file from FSDP to FSDP2."""
 
 import argparse
 import os
@@ -13,15 +13,15 @@ from accelfn.launch.config.files import format_tree, read_text, read_tree
 from accelfn.launch.config.options import RENAMED
 from accelfn.launch.output import write_text
 
-# Section of a file, and what stands before its keys: Accelerate's, and ours.
+# The FSDP section and the prefix of its keys: Accelerate's and ours.
 _SECTIONS = (("fsdp_config", "fsdp_"), ("fsdp", ""))
 _DROPPED = MappingProxyType(
     {
-        "backward_prefetch": "FSDP2 has no such choice",
-        "sync_module_states": "FSDP2 has no such choice",
-        "use_orig_params": "FSDP2 always keeps the parameters",
-        "forward_prefetch": "not implemented for FSDP2",
-        "limit_all_gathers": "it is always on",
+        "backward_prefetch": "FSDP2 has no such option",
+        "sync_module_states": "FSDP2 has no such option",
+        "use_orig_params": "FSDP2 always keeps the original parameters",
+        "forward_prefetch": "FSDP2 doesn't implement it",
+        "limit_all_gathers": "always on in FSDP2",
     }
 )
 _RESHARDS = MappingProxyType(
@@ -36,11 +36,11 @@ _RESHARDS = MappingProxyType(
 
 
 class Rewritten(NamedTuple):
-    """A configuration for FSDP2.
+    """A config file converted to FSDP2.
 
     Attributes:
-        tree: The whole configuration.
-        notes: What was changed, in whole sentences; empty where nothing was.
+        tree: The content of the file.
+        notes: One sentence per change; empty if nothing changed.
     """
 
     tree: dict[str, Any]
@@ -48,107 +48,102 @@ class Rewritten(NamedTuple):
 
 
 def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
-    """Rewrite the FSDP section of a configuration, of accelfn's or of Accelerate's layout. Pure.
+    """Convert the FSDP section of a config file of accelfn or Accelerate. Pure.
 
     Args:
-        tree: Names and values of the file; left as it is.
+        tree: The content of the file.
 
     Raises:
-        ConfigurationError: The section isn't one, or its sharding strategy is unknown.
+        ConfigurationError: The section isn't a mapping, or its sharding strategy is unknown.
 
     >>> rewrite_for_fsdp2({"fsdp": {"version": 1, "sharding_strategy": "FULL_SHARD"}}).tree
     {'fsdp': {'version': 2, 'reshard_after_forward': True}}
     """
-    found = [(section, prefix) for section, prefix in _SECTIONS if tree.get(section) is not None]
-    if not found:
+    section, prefix = next((pair for pair in _SECTIONS if tree.get(pair[0]) is not None), ("", ""))
+    if not section:
         return Rewritten(dict(tree), ())
-    section, prefix = found[0]
-    given = tree[section]
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(f"{section} must hold names and values, got {given!r}. Correct the file.")
-    fields = {str(key).removeprefix(prefix): value for key, value in cast("Mapping[Any, Any]", given).items()}
+    entries = tree[section]
+    if not isinstance(entries, Mapping):
+        raise ConfigurationError(f"{section} must be a section, got {entries!r}. Correct the file.")
+    fields = {
+        str(key).removeprefix(prefix): entry for key, entry in cast("Mapping[Any, Any]", entries).items()
+    }
     if str(fields.get("version", 1)) == "2":
         return Rewritten(dict(tree), ())
     fields.pop("version", None)
-    made: dict[str, Any] = {"version": 2}
+    converted: dict[str, Any] = {"version": 2}
     notes: list[str] = []
     for spelled, value in fields.items():
         name = RENAMED.get(f"fsdp_{spelled}", f"fsdp_{spelled}").removeprefix("fsdp_")
         if name != spelled and name in fields:
-            notes.append(f"{prefix}{spelled} is dropped: {prefix}{name} says it.")
+            notes.append(f"{prefix}{spelled} is dropped: {prefix}{name} replaces it.")
         elif name in _DROPPED:
             notes.append(f"{prefix}{spelled} is dropped: {_DROPPED[name]}.")
         elif name == "sharding_strategy":
-            made["reshard_after_forward"] = _reshards(value)
-            answer = str(made["reshard_after_forward"]).lower()
-            notes.append(f"{prefix}{name}: {value} is {prefix}reshard_after_forward: {answer}.")
-            if _spelled(value) == "NO_SHARD":
-                notes.append("FSDP2 always shards. To keep whole copies, use plain data parallelism.")
+            converted["reshard_after_forward"] = _reshards(value)
+            text = str(converted["reshard_after_forward"]).lower()
+            notes.append(f"{prefix}{name}: {value} becomes {prefix}reshard_after_forward: {text}.")
+            if _strategy_name(value) == "NO_SHARD":
+                notes.append("FSDP2 always shards. For replicas, use plain data parallelism.")
         elif name != "reshard_after_forward" or "sharding_strategy" not in fields:
-            made[name] = value
+            converted[name] = value
             if name != spelled:
-                notes.append(f"{prefix}{spelled} is called {prefix}{name} now.")
+                notes.append(f"{prefix}{spelled} is renamed to {prefix}{name}.")
             if name == "state_dict_type" and value == "LOCAL_STATE_DICT":
-                notes.append("FSDP2 has no LOCAL_STATE_DICT: choose SHARDED_STATE_DICT or FULL_STATE_DICT.")
-    notes.append(f"{prefix}version is 2.")
-    return Rewritten(
-        {**tree, section: {f"{prefix}{name}": value for name, value in made.items()}}, tuple(notes)
-    )
+                notes.append("FSDP2 has no LOCAL_STATE_DICT. Use SHARDED_STATE_DICT or FULL_STATE_DICT.")
+    notes.append(f"{prefix}version is set to 2.")
+    section_2 = {f"{prefix}{name}": value for name, value in converted.items()}
+    return Rewritten({**tree, section: section_2}, tuple(notes))
 
 
-def _spelled(strategy: object) -> str:
-    """Return a strategy's name; torch also numbers them, from 1."""
+def _strategy_name(strategy: object) -> str:
+    """Return a strategy's name; torch also numbers them from 1."""
     text = str(strategy).upper()
     names = tuple(_RESHARDS)
     return names[int(text) - 1] if text.isdecimal() and 0 < int(text) <= len(names) else text
 
 
 def _reshards(strategy: object) -> bool:
-    name = _spelled(strategy)
+    name = _strategy_name(strategy)
     if name not in _RESHARDS:
         raise ConfigurationError(
-            f"unknown sharding strategy {strategy!r}: it must be one of {', '.join(_RESHARDS)}. Correct "
-            "the file."
+            f"unknown sharding strategy {strategy!r}. Use one of {', '.join(_RESHARDS)}."
         )
     return _RESHARDS[name]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run ``accelfn to-fsdp2``. Effect: writes the new file, and says what was changed.
-
-    Returns:
-        The exit status.
-    """
+    """Convert a config file. Effect: writes the new file, and prints the changes."""
     if options.output_file is None and not options.overwrite:
         raise ConfigurationError(
-            "give --output_file for the new file, or --overwrite to replace the old one."
+            "pass --output_file for the new file, or --overwrite to replace the old one."
         )
     for name in ("config_file", "output_file"):
         given: str | None = getattr(options, name)
         if given is not None and not given.strip():
-            raise ConfigurationError(f"--{name} needs the name of a file, got {given!r}.")
+            raise ConfigurationError(f"--{name} needs a file name, got {given!r}.")
     target = Path(options.output_file or options.config_file)
     if options.output_file is not None and os.path.lexists(target) and not options.overwrite:
-        raise ConfigurationError(f"{target} is there already. Give another --output_file, or --overwrite.")
+        raise ConfigurationError(f"{target} exists. Pass another --output_file, or --overwrite.")
     tree = read_tree(read_text(options.config_file), options.config_file, typed=True)
     if not tree:
-        raise ConfigurationError(f"{options.config_file} is empty. Make a new file, or give another one.")
-    made = rewrite_for_fsdp2(tree)
-    if made.notes or options.output_file is not None:
-        write_text(target, format_tree(made.tree, str(target)))
-    for note in made.notes:
+        raise ConfigurationError(f"{options.config_file} is empty. Pass another file.")
+    converted = rewrite_for_fsdp2(tree)
+    if converted.notes or options.output_file is not None:
+        write_text(target, format_tree(converted.tree, str(target)))
+    for note in converted.notes:
         print(note)
-    print(f"{target}: {'rewritten for FSDP2' if made.notes else 'nothing to change'}")
+    print(f"{target}: {'converted to FSDP2' if converted.notes else 'nothing to change'}")
     return 0
 
 
 def make_parser() -> CommandParser:
-    """Describe the arguments of the command."""
+    """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn to-fsdp2",
-        description="Rewrite the FSDP section of a configuration file for FSDP2.",
+        description="Convert the FSDP section of a config file to FSDP2.",
     )
-    parser.add_argument("--config_file", metavar="FILE", required=True, help="configuration to read")
-    parser.add_argument("--output_file", metavar="FILE", help="configuration to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    parser.add_argument("--config_file", metavar="FILE", required=True, help="config file to read")
+    parser.add_argument("--output_file", metavar="FILE", help="config file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     return parser

@@ -1,4 +1,4 @@
-"""What a run shows and leaves to look at: experiment trackers, logs, progress, profiles."""
+"""Experiment trackers, logging, progress bars and profiling."""
 
 from accelfn.tracking.adapters import (
     AimTracker,

@@ -1,4 +1,4 @@
-"""The built-in trackers: thin adapters, each to a package that is imported when the tracker starts."""
+"""The built-in trackers: thin adapters to packages, which are imported when a tracker starts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from accelfn.tracking.values import as_array, as_pillow, flatten_names, read_pix
 
 
 class Table(NamedTuple):
-    """What ``log_table`` was called with.
+    """Arguments of ``log_table``.
 
     Attributes:
-        columns: Their names; empty where none were given.
-        rows: The cells.
-        frame: A dataframe in place of both, or None.
+        columns: Column names; may be empty.
+        rows: Cells of each row.
+        frame: A dataframe that replaces both, or None.
     """
 
     columns: list[str]
@@ -33,93 +33,92 @@ class Table(NamedTuple):
     frame: Any
 
     def spread(self) -> tuple[list[str], list[list[Any]]]:
-        """Return columns and rows, of a dataframe too."""
+        """Return columns and rows, also of a dataframe."""
         if self.frame is None:
             return self.columns, self.rows
-        return [str(one) for one in self.frame.columns], self.frame.values.tolist()
+        return [str(column) for column in self.frame.columns], self.frame.values.tolist()
 
     def arguments(self, **more: Any) -> dict[str, Any]:
-        """Return the arguments of ``Table`` of wandb and trackio; columns without names are numbered."""
+        """Return arguments for ``Table`` of wandb and trackio; columns without names are numbered."""
         if self.frame is not None:
             return {"dataframe": self.frame}
         width = max(map(len, self.rows), default=0)
-        return {"columns": self.columns or [str(one) for one in range(width)], "data": self.rows, **more}
+        return {"columns": self.columns or [str(index) for index in range(width)], "data": self.rows, **more}
 
 
 class BuiltInTracker(GeneralTracker):
     """Base of the built-in trackers.
 
     Attributes:
-        modules: What is imported, any of them; by default that of its name.
-        install: What pip installs; by default the first of them.
-        default_directory: Where it writes when no directory is given; None if one must be given, or it
-            writes nowhere.
+        modules: Modules to import, one of which is needed; by default the one with the tracker's name.
+        install: Package to install with pip; by default the first module.
+        default_directory: Directory to write to if none is given; None if one is required or none is used.
     """
 
     requires_logging_directory = False
     modules: ClassVar[tuple[str, ...]]
     install: ClassVar[str]
     default_directory: ClassVar[str | None] = None
-    #: Name of the attribute that is the object behind it.
+    #: Name of the attribute with the package's object.
     handle: ClassVar[str] = "run"
 
     def __init_subclass__(cls) -> None:
-        """Name the package, where it isn't called otherwise."""
+        """Set ``modules`` and ``install`` to their defaults."""
         if "modules" not in vars(cls) and "name" in vars(cls):
             cls.modules = (cls.name,)
         if "install" not in vars(cls) and vars(cls).get("modules"):
             cls.install = cls.modules[0]
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        """Keep the name and the arguments; nothing is started before ``start``."""
+        """Store the name and the arguments; ``start`` starts the run."""
         super().__init__()
         self.run_name = run_name
         self._options = kwargs
-        self._left_out: set[str] = set()
+        self._skipped: set[str] = set()
 
     @property
     def tracker(self) -> Any:
-        """The run, or what the package calls it."""
+        """The package's object for the run."""
         return getattr(self, self.handle)
 
     @classmethod
     def is_installed(cls) -> bool:
         """Return whether the package is installed, without importing it."""
-        return not cls.modules or any(map(_is_there, cls.modules))
+        return not cls.modules or any(map(_can_import, cls.modules))
 
     def load(self) -> Any:
         """Import the package.
 
         Raises:
-            MissingExtraError: It isn't installed.
+            MissingExtraError: The package isn't installed.
         """
         for name in self.modules:
-            if _is_there(name):
+            if _can_import(name):
                 return importlib.import_module(name)
         raise MissingExtraError(
-            f"the tracker {self.name!r} needs {' or '.join(self.modules)}, which isn't installed: "
-            f"pip install {self.install}"
+            f"the tracker {self.name!r} needs {' or '.join(self.modules)}, which isn't installed. "
+            f"Run: pip install {self.install}"
         )
 
-    def leave_out(self, name: str, value: object) -> None:
-        """Warn that a value can't be logged, once for each name. None is left out without a word."""
-        if value is not None and name not in self._left_out:
-            self._left_out.add(name)
+    def skip(self, name: str, value: object) -> None:
+        """Warn that a value can't be logged, once per name. None is skipped silently."""
+        if value is not None and name not in self._skipped:
+            self._skipped.add(name)
             kind = type(value).__name__
             warn_caller(f"{self.name} can't log a value of type {kind}; skipping {name!r} (warned once).")
 
-    def keep(self, values: Mapping[str, Any], *kinds: type) -> dict[str, Any]:
-        """Return the values of some types with flat names, and leave out the rest."""
-        kept: dict[str, Any] = {}
+    def select(self, values: Mapping[str, Any], *kinds: type) -> dict[str, Any]:
+        """Return the values of some types by flat names, and skip the others."""
+        selected: dict[str, Any] = {}
         for name, value in flatten_names(values):
             if isinstance(value, kinds):
-                kept[name] = value
+                selected[name] = value
             else:
-                self.leave_out(name, value)
-        return kept
+                self.skip(name, value)
+        return selected
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images; ``kwargs`` are for the package's call or class for an image."""
+        """Log images; ``kwargs`` are passed to the package's function or class for images."""
         if type(self)._images is BuiltInTracker._images:
             super().log_images(values, step, **kwargs)
         for name, images in values.items():
@@ -134,51 +133,51 @@ class BuiltInTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep a table; ``kwargs`` are for the package's call."""
+        """Log a table; ``kwargs`` are passed to the package's function."""
         if type(self)._table is BuiltInTracker._table:
             super().log_table(table_name, columns, data, dataframe, step, **kwargs)
         table = Table(list(columns or ()), [list(row) for row in data or ()], dataframe)
         self._table(table_name, table, step, kwargs)
 
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        """Keep the images of one name."""
+        """Log the images of one name."""
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
-        """Keep a table."""
+        """Log a table."""
 
 
-def _is_there(name: str) -> bool:
+def _can_import(name: str) -> bool:
     try:
         spec = importlib.util.find_spec(name)
-    except ValueError:  # a module that was put in place by hand
+    except ValueError:  # a module without a spec, put into sys.modules
         return True
-    # A folder that a run of wandb has left in the working directory passes for a package without code.
+    # A namespace package may be the folder of a wandb run in the working directory.
     return spec is not None and spec.origin is not None
 
 
 class _ProjectTracker(BuiltInTracker):
-    """Base of those whose package begins the run of a project by ``init(project=...)``, as wandb does."""
+    """Base of trackers whose package has ``init(project=...)``, like wandb."""
 
     def start(self) -> None:
-        """Begin the run."""
+        """Start the run."""
         self._package = self.load()
         self.run: Any = self._package.init(**{"project": self.run_name, **self._options})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration."""
+        """Log the configuration."""
         self.run.config.update(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values: what JSON can hold, and objects of the package; ``kwargs`` are for ``run.log``."""
-        shown: dict[str, Any] = {}
+        """Log JSON values and objects of the package; ``kwargs`` are passed to ``run.log``."""
+        selected: dict[str, Any] = {}
         for name, value in values.items():
-            if self._is_shown(value):
-                shown[name] = value
+            if self._can_log(value):
+                selected[name] = value
             else:
-                self.leave_out(name, value)
-        self.run.log(shown, step=step, **kwargs)
+                self.skip(name, value)
+        self.run.log(selected, step=step, **kwargs)
 
-    def _is_shown(self, value: Any) -> bool:
+    def _can_log(self, value: Any) -> bool:
         if type(value).__module__.partition(".")[0] in self.modules:
             return True
         try:
@@ -188,7 +187,7 @@ class _ProjectTracker(BuiltInTracker):
         return True
 
     def finish(self) -> None:
-        """End the run."""
+        """Finish the run."""
         self.run.finish()
 
 
@@ -197,17 +196,17 @@ class WandBTracker(_ProjectTracker):
 
     Args:
         run_name: The project.
-        **kwargs: For ``wandb.init``.
+        **kwargs: Arguments of ``wandb.init``.
     """
 
     name = "wandb"
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration."""
+        """Log the configuration."""
         self.run.config.update(values, allow_val_change=True)
 
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        self.run.log({name: [self._package.Image(one.numpy(), **options) for one in images]}, step=step)
+        self.run.log({name: [self._package.Image(image.numpy(), **options) for image in images]}, step=step)
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         cells = table.arguments(allow_mixed_types=True)
@@ -219,14 +218,14 @@ class TrackioTracker(_ProjectTracker):
 
     Args:
         run_name: The project.
-        **kwargs: For ``trackio.init``.
+        **kwargs: Arguments of ``trackio.init``.
     """
 
     name = "trackio"
 
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        drawn = _numbered(name, [self._package.Image(one.numpy(), **options) for one in images], "/")
-        self.run.log(drawn, step=step)
+        numbered = _numbered(name, [self._package.Image(image.numpy(), **options) for image in images], "/")
+        self.run.log(numbered, step=step)
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         self.run.log({name: self._package.Table(**table.arguments())}, step=step, **options)
@@ -237,40 +236,41 @@ class SwanLabTracker(_ProjectTracker):
 
     Args:
         run_name: The project.
-        **kwargs: For ``swanlab.init``.
+        **kwargs: Arguments of ``swanlab.init``.
     """
 
     name = "swanlab"
 
     def start(self) -> None:
-        """Begin the run, and tell SwanLab which framework it is of."""
+        """Start the run, and set the framework in its configuration."""
         super().start()
         self._package.config.update({"FRAMEWORK": "accelfn"})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration."""
+        """Log the configuration."""
         self._package.config.update(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep numbers, and texts as ``swanlab.Text``; ``kwargs`` are for ``run.log``."""
-        kept = self.keep(values, int, float, str)
-        texts = {name: self._package.Text(one) for name, one in kept.items() if isinstance(one, str)}
-        self.run.log({**kept, **texts}, step=step, **kwargs)
+        """Log numbers, and texts as ``swanlab.Text``; ``kwargs`` are passed to ``run.log``."""
+        selected = self.select(values, int, float, str)
+        texts = {
+            name: self._package.Text(value) for name, value in selected.items() if isinstance(value, str)
+        }
+        self.run.log({**selected, **texts}, step=step, **kwargs)
 
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        self.run.log({name: [self._package.Image(as_array(one), **options) for one in images]}, step=step)
+        self.run.log({name: [self._package.Image(as_array(image), **options) for image in images]}, step=step)
 
 
 class TensorBoardTracker(BuiltInTracker):
-    """Writes event files for TensorBoard, by ``torch.utils.tensorboard``, or by tensorboardX.
+    """Writes TensorBoard event files with ``torch.utils.tensorboard`` or tensorboardX.
 
-    Numbers are scalars, texts are texts, a mapping of numbers is a group of scalars in one chart. None and
-    lists are left out.
+    A mapping of numbers becomes a group of scalars in one chart. None and lists are skipped.
 
     Args:
-        run_name: Folder of the run.
-        logging_dir: What it is made in.
-        **kwargs: For ``SummaryWriter``.
+        run_name: Directory of the run.
+        logging_dir: Parent directory.
+        **kwargs: Arguments of ``SummaryWriter``.
     """
 
     name = "tensorboard"
@@ -279,7 +279,7 @@ class TensorBoardTracker(BuiltInTracker):
     handle = "writer"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Choose the folder; nothing is written before ``start``."""
+        """Set the directory; ``start`` creates the event file."""
         super().__init__(run_name, **kwargs)
         self.logging_dir: str = os.path.join(logging_dir, run_name)
 
@@ -291,7 +291,7 @@ class TensorBoardTracker(BuiltInTracker):
         self.writer: Any = package.SummaryWriter(self.logging_dir, **self._options)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration as hyperparameters, and in ``<time>/hparams.yml``."""
+        """Log the configuration as hyperparameters, and write it to ``<time>/hparams.yml``."""
         plain = {
             name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
             for name, value in flatten_names(values)
@@ -300,27 +300,27 @@ class TensorBoardTracker(BuiltInTracker):
         self.writer.flush()
         folder = Path(self.logging_dir) / str(time.time())
         folder.mkdir(parents=True, exist_ok=True)
-        # JSON is YAML too, and needs no package.
+        # JSON is valid YAML.
         (folder / "hparams.yml").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values; ``kwargs`` are for each ``add_scalar``, ``add_text`` or ``add_scalars``."""
+        """Log values; ``kwargs`` are passed to ``add_scalar``, ``add_text`` and ``add_scalars``."""
         for name, value in values.items():
             if isinstance(value, (int, float)):
                 self.writer.add_scalar(name, value, global_step=step, **kwargs)
             elif isinstance(value, str):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
-                group = self.keep({name: value}, int, float)
+                group = self.select({name: value}, int, float)
                 parts = {path.removeprefix(f"{name}/"): number for path, number in group.items()}
                 if parts:
                     self.writer.add_scalars(name, parts, global_step=step, **kwargs)
             else:
-                self.leave_out(name, value)
+                self.skip(name, value)
         self.writer.flush()
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images; with ``dataformats`` a value goes to ``add_images`` as it is."""
+        """Log images; with ``dataformats``, a value is passed to ``add_images`` unchanged."""
         if "dataformats" in kwargs:
             for name, images in values.items():
                 self.writer.add_images(name, images, global_step=step, **kwargs)
@@ -329,11 +329,11 @@ class TensorBoardTracker(BuiltInTracker):
         self.writer.flush()
 
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        for tag, one in _numbered(name, images, "/").items():
-            self.writer.add_image(tag, one, global_step=step, dataformats="HWC", **options)
+        for tag, image in _numbered(name, images, "/").items():
+            self.writer.add_image(tag, image, global_step=step, dataformats="HWC", **options)
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
-        # As Markdown, which TensorBoard draws.
+        # As Markdown, which TensorBoard renders.
         columns, rows = table.spread()
         lines = [" | ".join(str(cell).replace("|", "\\|") for cell in row) for row in (columns, *rows)]
         lines.insert(1, " | ".join(["---"] * len(columns)))
@@ -351,8 +351,8 @@ class AimTracker(BuiltInTracker):
 
     Args:
         run_name: Name of the run.
-        logging_dir: Its repository.
-        **kwargs: For ``aim.Run``.
+        logging_dir: Aim repository.
+        **kwargs: Arguments of ``aim.Run``.
     """
 
     name = "aim"
@@ -363,34 +363,33 @@ class AimTracker(BuiltInTracker):
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any
     ) -> None:
-        """Keep the name; nothing is started before ``start``."""
+        """Store the name and the arguments; ``start`` starts the run."""
         repo = None if logging_dir is None else os.fspath(logging_dir)
         super().__init__(run_name, **{"repo": repo, **kwargs})
 
     def start(self) -> None:
-        """Begin the run."""
+        """Start the run."""
         self._package = self.load()
         self.writer: Any = self._package.Run(**self._options)
         self.writer.name = self.run_name
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration as ``run["hparams"]``."""
+        """Log the configuration as ``run["hparams"]``."""
         self.writer["hparams"] = values
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values; ``kwargs`` are for each ``track``."""
+        """Log values; ``kwargs`` are passed to ``track``."""
         for name, value in values.items():
             if isinstance(value, (int, float, str)):
-                shown = self._package.Text(value) if isinstance(value, str) else value
-                self.writer.track(shown, name=name, step=step, **kwargs)
+                tracked = self._package.Text(value) if isinstance(value, str) else value
+                self.writer.track(tracked, name=name, step=step, **kwargs)
             else:
-                self.leave_out(name, value)
+                self.skip(name, value)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images, each with a caption where a value is a pair of the two.
+        """Log images; a value may be a pair of images and a caption.
 
-        ``kwargs`` may have two mappings: ``aim_image`` for each ``aim.Image``, and ``track`` for each
-        ``track``.
+        ``kwargs`` may contain two mappings: ``aim_image`` for ``aim.Image``, and ``track`` for ``track``.
         """
         for name, value in values.items():
             images, options = value, dict(kwargs.get("aim_image") or {})
@@ -398,11 +397,11 @@ class AimTracker(BuiltInTracker):
             if len(pair) == 2 and isinstance(pair[1], str):
                 images, options["caption"] = pair
             for pixels in read_pixels(images, name):
-                picture = self._package.Image(as_pillow(pixels), **options)
-                self.writer.track(picture, name=name, step=step, **(kwargs.get("track") or {}))
+                image = self._package.Image(as_pillow(pixels), **options)
+                self.writer.track(image, name=name, step=step, **(kwargs.get("track") or {}))
 
     def finish(self) -> None:
-        """End the run."""
+        """Finish the run."""
         self.writer.close()
 
 
@@ -411,26 +410,26 @@ class CometMLTracker(BuiltInTracker):
 
     Args:
         run_name: The project.
-        **kwargs: For ``comet_ml.start``, or before version 3.41 for ``comet_ml.Experiment``.
+        **kwargs: Arguments of ``comet_ml.start``, or of ``comet_ml.Experiment`` before version 3.41.
     """
 
     name = "comet_ml"
     handle = "writer"
 
     def start(self) -> None:
-        """Begin the experiment."""
+        """Start the experiment."""
         package = self.load()
         begin = package.start if hasattr(package, "start") else package.Experiment
         self.writer: Any = begin(**{"project_name": self.run_name, **self._options})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration as parameters."""
+        """Log the configuration as parameters."""
         self.writer.log_parameters(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep numbers as metrics, texts as other values, mappings as groups of metrics.
+        """Log numbers as metrics, texts as other values, and mappings as groups of metrics.
 
-        ``kwargs`` are for each of these.
+        ``kwargs`` are passed to each call.
         """
         if step is not None:
             self.writer.set_step(step)
@@ -443,11 +442,11 @@ class CometMLTracker(BuiltInTracker):
                 group = dict(cast("Mapping[str, Any]", value))
                 self.writer.log_metrics(group, prefix=name, step=step, **kwargs)
             else:
-                self.leave_out(name, value)
+                self.skip(name, value)
 
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        for one in images:
-            self.writer.log_image(as_pillow(one), name=name, step=step, **options)
+        for image in images:
+            self.writer.log_image(as_pillow(image), name=name, step=step, **options)
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         file = name if name.endswith((".csv", ".tsv", ".json", ".md")) else f"{name}.csv"
@@ -457,48 +456,48 @@ class CometMLTracker(BuiltInTracker):
         self.writer.log_table(file, **cells, **options)
 
     def finish(self) -> None:
-        """End the experiment."""
+        """Finish the experiment."""
         self.writer.end()
 
 
 class ClearMLTracker(BuiltInTracker):
     """Logs to ClearML.
 
-    A task that is at work already is used, and left open at the end. The variables ``CLEARML_PROJECT`` and
-    ``CLEARML_TASK`` name a new one.
+    The current task is used if there is one, and stays open at the end. The variables ``CLEARML_PROJECT`` and
+    ``CLEARML_TASK`` set the names of a new task.
 
     Args:
-        run_name: The project and the task, where no variable names them.
-        **kwargs: For ``Task.init``.
+        run_name: Default name of project and task.
+        **kwargs: Arguments of ``Task.init``.
     """
 
     name = "clearml"
     handle = "task"
 
     def start(self) -> None:
-        """Take the task that is at work, or begin one."""
+        """Use the current task, or start one."""
         package = self.load()
         self.task: Any = package.Task.current_task()
-        self._is_ours = self.task is None
+        self._is_owner = self.task is None
         if self.task is None:
-            named = {
+            names = {
                 "project_name": os.environ.get("CLEARML_PROJECT") or self.run_name,
                 "task_name": os.environ.get("CLEARML_TASK") or self.run_name,
             }
-            self.task = package.Task.init(**{**named, **self._options})
+            self.task = package.Task.init(**{**names, **self._options})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration."""
+        """Log the configuration."""
         self.task.connect_configuration(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep numbers: without a step as single values, else as scalars.
+        """Log numbers: as scalars, or as single values without a step.
 
-        ``eval_loss`` is the series ``eval`` of the chart ``loss``; the same of ``test_`` and ``train_``, and
-        a name with none of them is of the series ``train``. ``kwargs`` are for each call.
+        ``eval_loss`` becomes the series ``eval`` of the chart ``loss``, likewise with ``test_`` and
+        ``train_``. Other names belong to the series ``train``. ``kwargs`` are passed to each call.
         """
         logger = self.task.get_logger()
-        for name, value in self.keep(values, int, float).items():
+        for name, value in self.select(values, int, float).items():
             if step is None:
                 logger.report_single_value(name=name, value=value, **kwargs)
             else:
@@ -508,8 +507,8 @@ class ClearMLTracker(BuiltInTracker):
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
         title, series = _split(name)
         logger = self.task.get_logger()
-        for part, one in _numbered(series, images, " ").items():
-            logger.report_image(title=title, series=part, iteration=step, image=one.numpy(), **options)
+        for part, image in _numbered(series, images, " ").items():
+            logger.report_image(title=title, series=part, iteration=step, image=image.numpy(), **options)
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         cells = [table.columns, *table.rows] if table.columns else table.rows
@@ -520,13 +519,13 @@ class ClearMLTracker(BuiltInTracker):
         )
 
     def finish(self) -> None:
-        """Close the task, unless somebody else has begun it."""
-        if self._is_ours:
+        """Close the task if this tracker started it."""
+        if self._is_owner:
             self.task.close()
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return chart and series of a name.
+    """Split a name into chart and series.
 
     >>> _split("eval_loss"), _split("loss")
     (('loss', 'eval'), ('loss', 'train'))
@@ -535,75 +534,73 @@ def _split(name: str) -> tuple[str, str]:
     return (title, series) if title and series in ("eval", "test", "train") else (name, "train")
 
 
-def _numbered(name: str, values: Sequence[Any], between: str) -> dict[str, Any]:
-    """Return values by name, and by name and number where there are several."""
+def _numbered(name: str, values: Sequence[Any], separator: str) -> dict[str, Any]:
+    """Return a single value by name, or several by name and number."""
     if len(values) == 1:
         return {name: values[0]}
-    return {f"{name}{between}{number}": one for number, one in enumerate(values)}
+    return {f"{name}{separator}{number}": value for number, value in enumerate(values)}
 
 
 class DVCLiveTracker(BuiltInTracker):
-    """Logs by DVCLive.
+    """Logs with DVCLive.
 
     Args:
-        run_name: Not used: DVCLive names its runs itself.
-        live: A ``dvclive.Live`` that is there already; None makes one.
-        **kwargs: For ``dvclive.Live``.
+        run_name: Ignored; DVCLive names its runs itself.
+        live: An existing ``dvclive.Live``; None to create one.
+        **kwargs: Arguments of ``dvclive.Live``.
     """
 
     name = "dvclive"
     handle = "live"
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
-        """Keep the options; nothing is started before ``start``."""
+        """Store the arguments; ``start`` starts the run."""
         super().__init__(run_name, **kwargs)
         self.live: Any = live
 
     def start(self) -> None:
-        """Begin the run."""
+        """Start the run."""
         if self.live is None:
             self.live = self.load().Live(**self._options)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration as parameters."""
+        """Log the configuration as parameters."""
         self.live.log_params(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep numbers and texts as metrics, and end the step; ``kwargs`` are for each ``log_metric``."""
+        """Log numbers and texts as metrics, and end the step; ``kwargs`` are passed to ``log_metric``."""
         if step is not None:
             self.live.step = step
-        for name, value in self.keep(values, int, float, str).items():
+        for name, value in self.select(values, int, float, str).items():
             self.live.log_metric(name, value, **kwargs)
         self.live.next_step()
 
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
         if step is not None:
             self.live.step = step
-        for file, one in _numbered(name, images, "-").items():
-            self.live.log_image(f"{file}.png", as_array(one), **options)
+        for file, image in _numbered(name, images, "-").items():
+            self.live.log_image(f"{file}.png", as_array(image), **options)
 
     def finish(self) -> None:
-        """End the run."""
+        """Finish the run."""
         self.live.end()
 
 
 class MLflowTracker(BuiltInTracker):
-    """Logs to MLflow, where its tracking address says.
+    """Logs to MLflow.
 
-    Names keep letters, digits, and ``_ - . /`` and blanks, which is what MLflow takes; all else in them
-    becomes ``_``.
-
-    The variables ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (JSON) and
-    ``MLFLOW_NESTED_RUN`` win over the arguments, as for other programs that log to MLflow.
+    Characters that MLflow doesn't allow in names are replaced by ``_``. The variables
+    ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (JSON) and ``MLFLOW_NESTED_RUN`` take
+    precedence over the arguments.
 
     Args:
-        experiment_name: The experiment; one of this name is used, or made.
-        logging_dir: Where a new experiment keeps its files; None leaves that to MLflow.
-        run_id: Of a run to go on with.
-        tags: Of the run, and of a new experiment.
-        nested_run: Whether the run is part of one that is at work.
-        run_name: Of a new run.
-        description: Of a new run.
+        experiment_name: Name of the experiment, which is created if it doesn't exist.
+        logging_dir: Artifact location of a new experiment; None for MLflow's default.
+        run_id: ID of a run to resume.
+        tags: Tags of the run and of a new experiment.
+        nested_run: Whether to nest the run in the active one.
+        run_name: Name of a new run.
+        description: Description of a new run.
     """
 
     name = "mlflow"
@@ -619,7 +616,7 @@ class MLflowTracker(BuiltInTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        """Keep the names; nothing is started before ``start``."""
+        """Store the arguments; ``start`` starts the run."""
         super().__init__(run_name)
         self.experiment_name: str | None = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment_name
         self.logging_dir: str | None = None if logging_dir is None else os.fspath(logging_dir)
@@ -630,12 +627,18 @@ class MLflowTracker(BuiltInTracker):
         self.description = description
 
     def start(self) -> None:
-        """Find or make the experiment, and begin the run."""
+        """Find or create the experiment, and start the run."""
         self._package = self.load()
         experiment = None
         if self.experiment_name is not None:
-            found = self._package.get_experiment_by_name(self.experiment_name)
-            experiment = found.experiment_id if found is not None else self._new_experiment()
+            existing = self._package.get_experiment_by_name(self.experiment_name)
+            experiment = (
+                existing.experiment_id
+                if existing is not None
+                else self._package.create_experiment(
+                    self.experiment_name, artifact_location=self.logging_dir, tags=self.tags
+                )
+            )
         self.active_run: Any = self._package.start_run(
             run_id=self.run_id,
             experiment_id=experiment,
@@ -645,62 +648,57 @@ class MLflowTracker(BuiltInTracker):
             description=self.description,
         )
 
-    def _new_experiment(self) -> Any:
-        return self._package.create_experiment(
-            self.experiment_name, artifact_location=self.logging_dir, tags=self.tags
-        )
-
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration as parameters, without texts that are too long for MLflow."""
-        longest = importlib.import_module("mlflow.utils.validation").MAX_PARAM_VAL_LENGTH
+        """Log the configuration as parameters, without texts that are too long for MLflow."""
+        max_length = importlib.import_module("mlflow.utils.validation").MAX_PARAM_VAL_LENGTH
         pairs: list[tuple[str, Any]] = []
         for name, value in flatten_names(values):
-            if len(str(value)) <= longest:
-                pairs.append((_name(name), value))
+            if len(str(value)) <= max_length:
+                pairs.append((_clean_name(name), value))
             else:
-                self.leave_out(name, value)
-        for begin in range(0, len(pairs), 100):  # what servers take at once, of old and new versions
+                self.skip(name, value)
+        for begin in range(0, len(pairs), 100):  # the maximum of old servers
             self._package.log_params(dict(pairs[begin : begin + 100]))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep numbers as metrics; ``kwargs`` are for ``mlflow.log_metrics``."""
-        numbers = {_name(name): value for name, value in self.keep(values, int, float).items()}
+        """Log numbers as metrics; ``kwargs`` are passed to ``mlflow.log_metrics``."""
+        numbers = {_clean_name(name): value for name, value in self.select(values, int, float).items()}
         self._package.log_metrics(numbers, step=step, **kwargs)
 
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        at = "" if step is None else f"{step}-"
-        for number, one in enumerate(images):
-            file = f"images/{_name(name)}-{at}{number}.png"
-            self._package.log_image(one.numpy(), artifact_file=file, **options)
+        prefix = "" if step is None else f"{step}-"
+        for number, image in enumerate(images):
+            file = f"images/{_clean_name(name)}-{prefix}{number}.png"
+            self._package.log_image(image.numpy(), artifact_file=file, **options)
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
-        # A JSON file of the run; tables of one name grow.
+        # A JSON file; tables of the same name are appended to it.
         cells = table.frame
         if cells is None:
-            cells = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
-        self._package.log_table(cells, artifact_file=f"{_name(name)}.json", **options)
+            cells = {name: [row[index] for row in table.rows] for index, name in enumerate(table.columns)}
+        self._package.log_table(cells, artifact_file=f"{_clean_name(name)}.json", **options)
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keep a figure of matplotlib or plotly as a file of the run."""
+        """Log a matplotlib or plotly figure as an artifact."""
         self._package.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Keep a file with the run."""
+        """Log a file as an artifact."""
         self._package.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Keep a folder with the run."""
+        """Log a directory as an artifact."""
         self._package.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     def finish(self) -> None:
-        """End the run."""
+        """Finish the run."""
         self._package.end_run()
 
 
-def _name(name: str) -> str:
-    """Return a name as MLflow takes it: one odd name would lose all that is sent with it.
+def _clean_name(name: str) -> str:
+    """Replace what MLflow doesn't allow in a name; an invalid name would lose all values sent with it.
 
-    >>> _name("acc@5"), _name("../top//1")
+    >>> _clean_name("acc@5"), _clean_name("../top//1")
     ('acc_5', 'top/1')
     """
     parts = [part for part in re.sub(r"[^/\w.\- ]", "_", name).split("/") if part.strip(". ")]
@@ -713,10 +711,10 @@ def _read_tags(tags: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
     try:
         return dict(json.loads(tags))
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"mlflow: tags must be a JSON object: got {tags!r} ({error}).") from error
+        raise ConfigurationError(f"mlflow: tags must be a JSON object, got {tags!r} ({error}).") from error
 
 
-#: Those that need a package.
+#: Trackers that need a package.
 ADAPTERS: tuple[type[BuiltInTracker], ...] = (
     *(AimTracker, TensorBoardTracker, WandBTracker, TrackioTracker, CometMLTracker, MLflowTracker),
     *(ClearMLTracker, DVCLiveTracker, SwanLabTracker),

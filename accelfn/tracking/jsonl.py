@@ -1,4 +1,4 @@
-"""The tracker that needs no package: one file of JSON lines for each run."""
+"""A tracker without dependencies: one file of JSON lines per run."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from accelfn.tracking.values import as_pillow, plain_config, read_pixels
 
 
 class JSONLTracker(BuiltInTracker):
-    """Writes a run into a folder: ``<logging_dir>/<project_name>/<run_name>/``.
+    """Writes a run to the directory ``<logging_dir>/<project_name>/<run_name>/``.
 
-    ``events.jsonl`` in it has one JSON object a line, and lines are only ever added, each by one write; so
-    what was logged is there after a crash, and at most the last line is torn. Images are PNG files in
-    ``images/``, which takes Pillow. ``accelfn runs`` lists, shows and draws such folders, and
-    :func:`accelfn.launch.read_run` reads them. The guide describes the lines.
+    ``events.jsonl`` contains one JSON object per line. Each line is appended by a single write, so that a
+    crash loses at most the last line. Images are PNG files in ``images/``, which needs Pillow. ``accelfn
+    runs`` lists, shows and plots runs, and :func:`accelfn.launch.read_run` reads them. The guide describes
+    the format.
 
     Args:
-        project_name: Folder of the runs that belong together.
-        logging_dir: What the folders are made in.
-        run_name: Of this run; None makes one of the time and six random digits.
-        resume: Whether to continue the run of this name if it is there; without ``run_name`` the latest one
-            of the project, by when its last line was written. A step that is logged again counts as it was
-            logged last. Where there is nothing to continue, a run begins.
+        project_name: Name of the project, a directory of runs.
+        logging_dir: Parent directory.
+        run_name: Name of the run; None for the time and six random digits.
+        resume: Whether to continue an existing run: the one with this name or, without ``run_name``, the last
+            one of the project. If a step is logged again, the last value counts. If there is no run to
+            continue, a new one starts.
     """
 
     name = "jsonl"
@@ -50,7 +50,7 @@ class JSONLTracker(BuiltInTracker):
         run_name: str | None = None,
         resume: bool = False,
     ) -> None:
-        """Choose the folder; nothing is written before ``start``."""
+        """Set the directory; ``start`` creates it."""
         project = Path(logging_dir) / _safe(project_name)
         if resume and run_name is None:
             run_name = _latest(project)
@@ -64,17 +64,16 @@ class JSONLTracker(BuiltInTracker):
         self._is_torn = False
 
     def start(self) -> None:
-        """Make the folder, and write the first line.
+        """Create the directory, and write the first line.
 
         Raises:
-            ConfigurationError: There is a run of this name, and ``resume`` isn't set.
+            ConfigurationError: The run exists, and ``resume`` isn't set.
         """
         path = self.folder / "events.jsonl"
-        is_there = path.exists()
-        if is_there and not self.resume:
+        if path.exists() and not self.resume:
             raise ConfigurationError(
-                f"jsonl: there is a run {self.run_name!r} in {self.folder.parent} already. Choose another "
-                "run_name, or go on with it by resume=True."
+                f"jsonl: the run {self.run_name!r} exists in {self.folder.parent}. Choose another run_name, "
+                "or pass resume=True to continue it."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
@@ -93,20 +92,20 @@ class JSONLTracker(BuiltInTracker):
         )
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write a line with the configuration."""
+        """Log the configuration."""
         self._write("config", values=values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write a line with the values of a step.
+        """Log the values of a step.
 
         Raises:
-            TypeError: ``kwargs`` are given.
+            TypeError: ``kwargs`` isn't empty.
         """
         _refuse(kwargs)
         self._write("log", step=step, values=plain_config(values))
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write images as PNG files, and a line that names them; ``captions`` has one text for each image."""
+        """Write images as PNG files, and log their names; ``captions`` has one text per image."""
         captions = kwargs.pop("captions", None)
         _refuse(kwargs)
         for name, images in values.items():
@@ -126,7 +125,7 @@ class JSONLTracker(BuiltInTracker):
         self._write("table", step=step, name=name, columns=columns, rows=plain_config({"": rows})[""])
 
     def finish(self) -> None:
-        """Write the last line, and close the file when it is on the disk."""
+        """Write the last line, and flush the file to disk."""
         if self._file is None:
             return
         self._write("finish")
@@ -137,28 +136,28 @@ class JSONLTracker(BuiltInTracker):
     def _write(self, kind: str, **fields: Any) -> None:
         if self._file is None:
             raise ConfigurationError(
-                f"jsonl: the run {self.run_name!r} isn't open: it has not been started, or it has ended."
+                f"jsonl: the run {self.run_name!r} is not open. Log between start and finish."
             )
         line = json.dumps(
             {"kind": kind, "time": time.time(), **_finite(fields)}, ensure_ascii=False, allow_nan=False
         )
-        # After a torn line, of a crash or a full disk, the next one stands on its own.
+        # After an incomplete line, start a new one.
         data = (b"\n" if self._is_torn else b"") + line.encode(errors="backslashreplace") + b"\n"
-        # One write for the whole line: a process that is killed leaves it whole, or nothing of it.
+        # A single write, so that a killed process leaves no partial line.
         written = os.write(self._file, data)
         self._is_torn = written < len(data)
         if self._is_torn:
-            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes of a line were written")
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written")
 
 
 def _latest(project: Path) -> str | None:
-    """Name the run of a project whose file was written last."""
+    """Return the run of a project that was written last, or None."""
     files = sorted(project.glob("*/events.jsonl"), key=lambda file: file.stat().st_mtime)
     return files[-1].parent.name if files else None
 
 
 def _safe(name: str) -> str:
-    """Return a name as one part of a path.
+    """Return a name as a single path component.
 
     >>> _safe("a/b: c"), _safe("..")
     ('a_b_ c', '_')
@@ -167,16 +166,16 @@ def _safe(name: str) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Write what JSON has no number for as text."""
+    """Replace NaN and infinity, which JSON lacks, by text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in cast("Mapping[str, Any]", value).items()}
+        return {name: _finite(item) for name, item in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, list):
-        return [_finite(one) for one in cast("list[Any]", value)]
+        return [_finite(item) for item in cast("list[Any]", value)]
     return value
 
 
 def _refuse(kwargs: Mapping[str, Any]) -> None:
     if kwargs:
-        raise TypeError(f"jsonl takes no {', '.join(kwargs)} in log_kwargs. Leave it out.")
+        raise TypeError(f"jsonl doesn't support {', '.join(kwargs)} in log_kwargs. Leave it out.")

@@ -1,4 +1,4 @@
-"""What a program prints: logs in a world of ranks, progress bars, tracebacks."""
+"""Rank-aware logging, progress bars and rich tracebacks."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ else:
 
 
 class RankLogger(_Adapter):
-    """A logger that knows its rank; made by :func:`get_logger`.
+    """A logger that knows its rank; created by :func:`get_logger`.
 
-    All methods of a logger take two keywords more. ``main_process_only=False`` logs on every rank that calls.
-    ``in_order=True`` logs on every rank, one after the other: every rank must call it, whatever its level.
+    All logging methods have two additional keywords. ``main_process_only=False`` logs on every rank that
+    calls. ``in_order=True`` logs on all ranks in order; every rank must call it, whatever its level.
     """
 
     def __init__(self, logger: logging.Logger, ctx: Context | None) -> None:
         """Wrap ``logger``."""
         super().__init__(logger, {})
-        self._rank, self._size = _place(ctx)
+        self._rank, self._size = _rank_and_size(ctx)
         self._ctx = ctx
         self._warned: set[str] = set()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a message on the main process, or as ``main_process_only`` and ``in_order`` say.
+        """Log a message on the main process, or on the ranks that the keywords select.
 
         Ranks: any; every rank of the context with ``in_order``.
 
         Args:
-            level: Of the message.
+            level: Level of the message.
             msg: The message.
-            *args: What is put into it.
-            **kwargs: As ``logging.Logger.log`` takes them, and ``main_process_only``, ``in_order``.
+            *args: Its arguments.
+            **kwargs: Keywords of ``logging.Logger.log``, and ``main_process_only`` and ``in_order``.
 
         Raises:
-            ConfigurationError: ``in_order`` in a world of several ranks, and the logger has no context.
+            ConfigurationError: ``in_order`` is set, there are several ranks, and the logger has no context.
         """
         main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        # One frame, this one, lies between the logging package and whoever called it.
+        # Skip this frame when logging looks for the caller.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         if in_order and self._size > 1 and self._ctx is None:
             raise ConfigurationError(
-                f"in_order=True lets {self._size} ranks wait for each other, for which a logger needs their "
-                "context: get_logger(name, ctx=ctx)."
+                f"in_order=True needs a context to synchronize {self._size} ranks. Use get_logger(name, "
+                "ctx=ctx)."
             )
         for turn in range(self._size) if in_order else [self._rank]:
             is_mine = turn == self._rank and (in_order or not main_process_only or self._rank == 0)
@@ -70,11 +70,11 @@ class RankLogger(_Adapter):
                 wait_for_everyone(self._ctx)
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
-        """Put the rank before a message."""
+        """Prepend the rank to a message."""
         return f"[RANK {self._rank}] {msg}", kwargs
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a warning, unless this logger has given the same one before.
+        """Log a warning, unless this logger has logged the same one before.
 
         Ranks: as :meth:`log`.
         """
@@ -85,24 +85,22 @@ class RankLogger(_Adapter):
 
 
 def get_logger(name: str, log_level: str | int | None = None, *, ctx: Context | None = None) -> RankLogger:
-    """Return a logger whose messages come once, from the main process, with the rank before them.
+    """Return a logger that logs on the main process only, with the rank in each message.
 
-    It works before there is a context: then the launcher's variables say which rank this is. It is Python's
-    own logger of that name, so handlers and formats are set as always; the level of the root logger is left
-    alone.
+    Without a context, the rank is that of the launcher's variables. The logger wraps Python's logger of that
+    name, whose handlers and formats apply. The root logger doesn't change.
 
     Ranks: any; doesn't communicate.
 
     Args:
-        name: Of the logger, such as ``__name__``.
-        log_level: Level that the logger is set to: a name of ``LogLevel``, in any case, or a number. None:
-            what the variable ``ACCELFN_LOG_LEVEL``, or else
-            ``ACCELERATE_LOG_LEVEL``, says; without it the level stays what it is.
-        ctx: The world; needed for ``in_order=True``.
+        name: Name of the logger, such as ``__name__``.
+        log_level: Level to set: a name of ``LogLevel``, ignoring case, or a number. None for the variable
+            ``ACCELFN_LOG_LEVEL`` or ``ACCELERATE_LOG_LEVEL``, without which the level doesn't change.
+        ctx: The context; needed for ``in_order=True``.
 
     Raises:
-        ConfigurationError: There is no such level.
-        EnvironmentPlanError: Without ``ctx``, the launcher's variables contradict each other.
+        ConfigurationError: The level is unknown.
+        EnvironmentPlanError: Without ``ctx``, the launcher's variables conflict.
 
     >>> import sys
     >>> logger = get_logger("example", "INFO", ctx=Context())
@@ -121,15 +119,15 @@ def get_logger(name: str, log_level: str | int | None = None, *, ctx: Context | 
         if level not in LogLevel:
             where = f" (from the variable {source})" if source else ""
             raise ConfigurationError(
-                f"get_logger: there is no level {level!r}{where}. Use one of {', '.join(LogLevel.values())}."
+                f"get_logger: unknown level {level!r}{where}. Use one of {', '.join(LogLevel.values())}."
             )
     if level is not None:
         logger.setLevel(level)
     return RankLogger(logger, ctx)
 
 
-def _place(ctx: Context | None) -> tuple[int, int]:
-    """Return rank and size of the world: those of the context, or else what the launcher's variables say."""
+def _rank_and_size(ctx: Context | None) -> tuple[int, int]:
+    """Return rank and world size of the context, or else of the launcher's variables."""
     if ctx is not None:
         return ctx.rank, ctx.num_processes
     plan = detect_environment(os.environ)
@@ -137,10 +135,10 @@ def _place(ctx: Context | None) -> tuple[int, int]:
 
 
 class ProgressBar(Protocol[T_co]):
-    """What programs use of tqdm's bars: ``update``, ``set_postfix`` and the like, beside the loop."""
+    """A tqdm bar: iterable, and with methods such as ``update`` and ``set_postfix``."""
 
     def __iter__(self) -> Iterator[T_co]:
-        """Return the items, and show how many there have been."""
+        """Iterate over the items, and update the bar."""
         ...
 
     def __enter__(self) -> Self:
@@ -161,49 +159,48 @@ def tqdm(
     main_process_only: bool = True,
     **options: Any,
 ) -> ProgressBar[T]:
-    """Show a progress bar on the main process, and none elsewhere; the loop is the same on all.
+    """Iterate with a progress bar on the main process, and without one elsewhere.
 
     Ranks: any; doesn't communicate.
 
     Args:
-        iterable: What is gone through; None for a bar that ``update`` moves.
-        ctx: The world; None: what the launcher's variables say.
-        main_process_only: False shows a bar on every rank.
-        *args: For ``tqdm.auto.tqdm``: what stands before the bar, the number of items, and so on.
-        **options: For it too; it, which refuses names that it doesn't know. With ``disable=True``
-            there is no bar anywhere.
+        iterable: The items; None for a bar that ``update`` advances.
+        ctx: The context; None for the rank of the launcher's variables.
+        main_process_only: False to show a bar on every rank.
+        *args: Further arguments of ``tqdm.auto.tqdm``.
+        **options: Keyword arguments of ``tqdm.auto.tqdm``.
 
     Raises:
         MissingExtraError: tqdm isn't installed.
-        TypeError: ``iterable`` is True or False, as in an older form of Accelerate's.
+        TypeError: ``iterable`` is a bool, as in older versions of Accelerate.
 
     >>> [number for number in tqdm(range(3), disable=True)]
     [0, 1, 2]
     """
     if isinstance(cast("object", iterable), bool):
         raise TypeError(
-            f"tqdm: the first argument is what is gone through, got {iterable}. Pass "
-            f"main_process_only={iterable} by its name."
+            f"tqdm: the first argument is the iterable, got {iterable}. Pass main_process_only={iterable} by "
+            "name."
         )
     try:
         package: Any = importlib.import_module("tqdm.auto")
     except ImportError as error:
-        raise MissingExtraError("tqdm needs tqdm: pip install 'accelfn[progress]'.") from error
-    if main_process_only and _place(ctx)[0] > 0:
+        raise MissingExtraError("tqdm is not installed. Run: pip install 'accelfn[progress]'.") from error
+    if main_process_only and _rank_and_size(ctx)[0] > 0:
         options["disable"] = True
     return package.tqdm(iterable, *args, **options)
 
 
 def install_rich_tracebacks(*, show_locals: bool = False) -> Callable[[], None]:
-    """Let rich print the exception that ends this program. Effect: sets ``sys.excepthook``.
+    """Print uncaught exceptions with rich. Effect: sets ``sys.excepthook``.
 
-    Ranks: any; each process for itself.
+    Ranks: any; affects only this process.
 
     Args:
-        show_locals: Print local variables too. They may hold secrets.
+        show_locals: Print local variables too, which may contain secrets.
 
     Returns:
-        A function that undoes it, unless somebody else has set the hook since.
+        A function that restores the previous hook, unless the hook was changed since.
 
     Raises:
         MissingExtraError: rich isn't installed.
@@ -211,13 +208,15 @@ def install_rich_tracebacks(*, show_locals: bool = False) -> Callable[[], None]:
     try:
         package: Any = importlib.import_module("rich.traceback")
     except ImportError as error:
-        raise MissingExtraError("install_rich_tracebacks needs rich: pip install 'accelfn[cli]'.") from error
+        raise MissingExtraError(
+            "install_rich_tracebacks needs rich. Run: pip install 'accelfn[cli]'."
+        ) from error
     before = sys.excepthook
     package.install(show_locals=show_locals)
-    ours = sys.excepthook
+    hook = sys.excepthook
 
     def undo() -> None:
-        if sys.excepthook is ours:
+        if sys.excepthook is hook:
             sys.excepthook = before
 
     return undo

@@ -1,4 +1,4 @@
-"""See where the time goes: torch's profiler, and a trace of each rank."""
+"""torch's profiler with one trace per rank."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def profile(
 ) -> Generator[torch.profiler.profile, None, None]:
     """Run a block under torch's profiler.
 
-    With ``output_trace_dir`` each rank writes ``profile_{rank}.json`` there, a Chrome trace, and the ranks
-    wait for each other at the end. With a schedule the file holds the latest cycle that was recorded. A block
-    that raises leaves its trace as well; then nobody is waited for.
+    With ``output_trace_dir``, each rank writes a Chrome trace ``profile_{rank}.json``, and the ranks
+    synchronize at the end. With a schedule, the file contains the last recorded cycle. If the block raises,
+    the trace is written without synchronization.
 
-    Ranks: every rank of ``ctx`` where traces are written, otherwise any.
+    Ranks: every rank of ``ctx`` if traces are written, otherwise any.
 
     Args:
-        ctx: The world, and the ``ProfileKwargs`` of its ``kwargs_handlers``.
-        profile_handler: Used instead of the context's.
+        ctx: The context, with ``ProfileKwargs`` in its ``kwargs_handlers``.
+        profile_handler: Replaces those of the context.
 
     Yields:
-        The profiler; call its ``step()`` after each step where there is a schedule.
+        The profiler. With a schedule, call its ``step()`` after each step.
 
     Raises:
-        NotAvailableError: Ranks are threads, or an activity can't be watched here.
-        ConfigurationError: ``on_trace_ready`` has written the trace somewhere else.
+        NotAvailableError: Ranks are threads, or an activity isn't supported here.
+        ConfigurationError: ``on_trace_ready`` has already exported the trace.
         OSError: A trace can't be written (``RemoteRankError`` on the other ranks).
 
     >>> with profile(Context()) as profiler:
@@ -50,8 +50,9 @@ def profile(
     check_context("profile", ctx)
     if ctx.num_processes > 1 and not dist.is_initialized():
         raise NotAvailableError(
-            "profile: these ranks are threads of one process, and torch has one profiler for all of them. "
-            'Profile processes, such as run_ranks(..., on="processes"), or a world of one.'
+            "profile: these ranks are threads, but torch has one profiler per process. Profile processes, "
+            "such "
+            'as run_ranks(..., on="processes"), or a single rank.'
         )
     options = ctx.profiling if profile_handler is None else profile_handler
     if options.output_trace_dir is None:
@@ -59,19 +60,19 @@ def profile(
             yield profiler
         return
     path = Path(options.output_trace_dir) / f"profile_{ctx.rank}.json"
-    problems: list[Exception] = []  # raised when the block is over: not amid a step
+    problems: list[Exception] = []  # raised after the block, not during a step
     written: list[Path] = []
 
-    def ready(profiler: torch.profiler.profile) -> None:
+    def on_ready(profiler: torch.profiler.profile) -> None:
         if options.on_trace_ready is not None:
             options.on_trace_ready(profiler)
-        done, error = catch(lambda: _write(profiler, path))
+        file, error = catch(lambda: _write(profiler, path))
         if error is not None:
             problems.append(error)
-        elif done is not None:
-            written.append(done)
+        elif file is not None:
+            written.append(file)
 
-    with dataclasses.replace(options, on_trace_ready=ready).build() as profiler:
+    with dataclasses.replace(options, on_trace_ready=on_ready).build() as profiler:
         yield profiler
     error = problems[0] if problems else None
     if ctx.num_processes > 1:
@@ -95,9 +96,9 @@ def _write(profiler: torch.profiler.profile, path: Path) -> Path:
         if "already saved" not in str(error):
             raise
         raise ConfigurationError(
-            f"profile: on_trace_ready has written the trace already, and torch gives each one away once, so "
-            f"{path} can't be written. Leave out the export there, or output_trace_dir."
+            f"profile: can't write {path}, because on_trace_ready has already exported the trace, and torch "
+            "exports each one once. Remove the export there, or output_trace_dir."
         ) from error
-    if not path.is_file():  # torch only logs that it couldn't
-        raise OSError(f"profile: torch could not write {path}. Pass a directory that can be written to.")
+    if not path.is_file():  # torch only logs the error
+        raise OSError(f"profile: torch could not write {path}. Pass a writable directory.")
     return path

@@ -1,4 +1,4 @@
-"""What an experiment tracker is: the contract that the built-in ones keep, and those of your own."""
+"""The interface of experiment trackers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class GeneralTracker:
-    """Base of trackers: where values go that a run logs.
+    """Base class of experiment trackers.
 
-    A tracker of your own has ``name`` and ``requires_logging_directory`` as class attributes, has a property
-    ``tracker`` (the object behind it), and does in the methods below what it can::
+    A subclass defines the class attributes ``name`` and ``requires_logging_directory``, the property
+    ``tracker``, and the methods that it supports::
 
         class Printer(GeneralTracker):
             name = "printer"
@@ -33,65 +33,65 @@ class GeneralTracker:
             def log(self, values, step=None, **kwargs):
                 print(step, values)
 
-    An instance goes into ``log_with`` as it is. A class may too, and is built when trackers are started, as
-    ``cls(project_name, **init_kwargs)``, or ``cls(project_name, logging_dir, **init_kwargs)`` if it requires
-    a directory. Whatever reaches for a network or a file belongs into ``start``, not into the constructor.
+    ``log_with`` accepts instances and classes. A class is instantiated when trackers start, as
+    ``cls(project_name, **init_kwargs)``, or as ``cls(project_name, logging_dir, **init_kwargs)`` if it
+    requires a directory. Open files and connections in ``start``, not in the constructor.
 
     Attributes:
-        name: By which it is asked for, and found again.
-        requires_logging_directory: Whether it writes to a directory that must be given.
-        main_process_only: Whether it acts on the main process alone, or on every rank. Default True.
-        tracker: The object behind it, for what only its package can do.
+        name: Name of the tracker, for ``log_with`` and ``get_tracker``.
+        requires_logging_directory: Whether it needs a directory to write to.
+        main_process_only: Whether it runs only on the main process (default) or on every rank.
+        tracker: The underlying object of the tracker's package.
 
     Raises:
-        NotImplementedError: At construction: attributes are missing; it names them.
+        NotImplementedError: In the constructor, if attributes are missing.
     """
 
     name: str
     requires_logging_directory: bool
     main_process_only: bool = True
 
-    if TYPE_CHECKING:  # at run time its absence is found by check_tracker, and an attribute may stand for it
+    if TYPE_CHECKING:  # at run time it may be an attribute, and check_tracker checks it
 
         @property
         def tracker(self) -> Any: ...  # noqa: D102 -- described above
 
     def __init__(self, project_name: str = "") -> None:
-        """Check that the attributes are there. What a project is, its own constructor knows."""
+        """Check that the required attributes exist."""
         check_tracker(self)
 
     def start(self) -> None:
-        """Begin the run. Called once, before anything else, on the ranks on which it acts."""
+        """Start the run. Called once, before other methods, on the ranks where the tracker runs."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the configuration of the run.
+        """Log the configuration of the run.
 
         Args:
-            values: Names and plain values: numbers, texts, None, lists and mappings of these.
+            values: Plain values by name: numbers, strings, None, lists and mappings of them.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep values of a step.
+        """Log the values of a step.
 
         Args:
-            values: Names and values. Tensors have become numbers, or lists of numbers.
-            step: Number of the step.
-            **kwargs: What the caller passed for this tracker in ``log_kwargs``.
+            values: Values by name. Tensors were converted to numbers or lists of numbers.
+            step: The step, or None.
+            **kwargs: This tracker's ``log_kwargs``.
         """
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images of a step.
+        """Log images of a step.
 
         Args:
-            values: Names, and a list of images each: arrays or tensors ``(H, W)``, ``(H, W, C)`` or
-                ``(C, H, W)``, or a batch of these, or images of Pillow.
-            step: Number of the step.
-            **kwargs: What the caller passed for this tracker in ``log_kwargs``.
+            values: Lists of images by name: arrays or tensors ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)``,
+                batches of these, or Pillow images.
+            step: The step, or None.
+            **kwargs: This tracker's ``log_kwargs``.
 
         Raises:
-            NotAvailableError: It keeps no images.
+            NotAvailableError: The tracker doesn't support images.
         """
-        raise NotAvailableError(f"the tracker {self.name!r} keeps no images. Log them with another one.")
+        raise NotAvailableError(f"the tracker {self.name!r} doesn't support images. Use another one.")
 
     def log_table(
         self,
@@ -102,22 +102,22 @@ class GeneralTracker:
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep a table of a step: ``columns`` and rows of ``data``, or a ``dataframe``.
+        """Log a table of a step: ``columns`` and rows of ``data``, or a ``dataframe``.
 
         Raises:
-            NotAvailableError: It keeps no tables.
+            NotAvailableError: The tracker doesn't support tables.
         """
-        raise NotAvailableError(f"the tracker {self.name!r} keeps no tables. Log them with another one.")
+        raise NotAvailableError(f"the tracker {self.name!r} doesn't support tables. Use another one.")
 
     def finish(self) -> None:
-        """End the run: what was logged is safe when it returns."""
+        """Finish the run, and flush all values."""
 
 
 class BlankTracker:
-    """Stands for a tracker where it doesn't act: on the other ranks, or when it couldn't be started.
+    """A tracker that does nothing, for ranks on which a tracker doesn't run, or if it could not start.
 
-    Whatever is called, set, looked up or entered on it does nothing, and so does what is behind it, so that
-    one program text fits all ranks. It is false, empty, and has nothing to iterate over.
+    All attributes, calls, items and context managers of it do nothing too, so that all ranks can run the same
+    code. It is false and empty.
 
     >>> blank = BlankTracker("wandb")
     >>> blank.tracker.log_artifact("model").wait()
@@ -132,11 +132,11 @@ class BlankTracker:
     main_process_only = True
 
     def __init__(self, name: str) -> None:
-        """Take the name of the one that it stands for."""
+        """Store the name of the tracker."""
         self.__dict__["name"] = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks for, such as in copy and pickle
+        if name.startswith("__"):  # special methods, as in copy and pickle
             raise AttributeError(f"BlankTracker has no attribute {name!r}.")
         return self
 
@@ -153,7 +153,7 @@ class BlankTracker:
         return self
 
     def __truediv__(self, name: Any) -> Self:
-        """Do nothing: a path, such as the folder of JSONLTracker, is a stand-in too."""
+        """Do nothing; for paths such as the folder of JSONLTracker."""
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -163,14 +163,14 @@ class BlankTracker:
         """Do nothing."""
 
     def __exit__(self, *raised: object) -> None:
-        """Do nothing; what was raised goes on."""
+        """Do nothing; exceptions propagate."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Have nothing to iterate over."""
+        """Return an empty iterator."""
         return iter(())
 
     def __len__(self) -> int:
-        """Be empty, and false."""
+        """Return 0."""
         return 0
 
     def __repr__(self) -> str:
@@ -178,23 +178,23 @@ class BlankTracker:
 
 
 def check_tracker(tracker: GeneralTracker | type[GeneralTracker]) -> None:
-    """Check that a tracker, or a class of them, has the attributes of the contract.
+    """Check that a tracker or tracker class has the required attributes.
 
     Raises:
-        NotImplementedError: Some are missing; it names them.
+        NotImplementedError: Attributes are missing.
     """
-    # Statically: a property may only work once the tracker has started.
+    # Statically, because a property may fail before the tracker starts.
     missing = [name for name in _REQUIRED if inspect.getattr_static(tracker, name, None) is None]
     if missing:
         cls = tracker if isinstance(tracker, type) else type(tracker)
         raise NotImplementedError(
-            f"the tracker {cls.__name__} has no {' and no '.join(missing)}. A tracker has the class "
-            "attributes name and requires_logging_directory, and a property tracker: the object behind it."
+            f"the tracker {cls.__name__} lacks {', '.join(missing)}. Define the class attributes name and "
+            "requires_logging_directory, and the property tracker."
         )
 
 
 def warn_caller(message: str) -> None:
-    """Warn, and name the nearest line outside of accelfn as the place."""
+    """Warn with the nearest line outside of accelfn as the location."""
     depth = 1
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):

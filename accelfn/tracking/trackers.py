@@ -1,7 +1,7 @@
-"""Experiment trackers as functions: choose them, start them, log to them, end them.
+"""Start experiment trackers, log to them, and finish them.
 
-Every rank may call these, and a tracker acts on the main process alone, or on every rank if its
-``main_process_only`` is False. Nothing here communicates, so it does no harm if only some ranks call.
+Any rank may call these functions, which don't communicate. A tracker runs on the main process, or on every
+rank if its ``main_process_only`` is False.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _BUILT_IN: tuple[type[BuiltInTracker], ...] = (JSONLTracker, *ADAPTERS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerPlan:
-    """Which trackers a run gets. Nothing has been started, and no package imported.
+    """The trackers of a run, before they start.
 
     Attributes:
-        chosen: Trackers, and classes that are built when they are started, in order; names differ.
-        skipped: Notes on those that ``"all"`` leaves out although they are installed.
-        logging_dir: Where those write that require a directory.
+        chosen: Trackers and tracker classes in order, with different names.
+        skipped: Reasons for which ``"all"`` skips installed trackers.
+        logging_dir: Directory for trackers that require one.
     """
 
     chosen: tuple[GeneralTracker | type[GeneralTracker], ...] = ()
@@ -42,106 +42,100 @@ class TrackerPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the chosen ones."""
-        return tuple(one.name for one in self.chosen)
+        """Names of the trackers."""
+        return tuple(tracker.name for tracker in self.chosen)
 
 
-# Classes go into log_with themselves: a register that a class is entered in by a call would be a global,
-# which two programs in one process would share. So there is nothing like register_tracker_class.
+# There is no register_tracker_class: a registry would be global state. Pass classes in log_with.
 def plan_trackers(
     log_with: Any,
     logging_dir: str | os.PathLike[str] | None = None,
     *,
-    installed: Callable[[type[BuiltInTracker]], bool] = lambda one: one.is_installed(),
+    installed: Callable[[type[BuiltInTracker]], bool] = lambda cls: cls.is_installed(),
 ) -> TrackerPlan:
-    """Return which trackers a run gets. Pure, but for a look at which packages are installed.
+    """Select the trackers of a run. Checks which packages are installed, without importing them.
 
     Args:
-        log_with: A name, a :class:`GeneralTracker` or a class of these, or a list; ``"all"`` stands for each
-            built-in one that is installed. What a class or an instance is called wins over a built-in one of
-            that name, if that was only meant by ``"all"``.
-        logging_dir: Where those write that require a directory.
-        installed: Whether the package of a built-in tracker is there.
+        log_with: A name, a :class:`GeneralTracker` instance or class, or a list of them. ``"all"`` selects
+            all installed built-in trackers, except those with the name of a listed instance or class.
+        logging_dir: Directory for trackers that require one.
+        installed: Returns whether the package of a built-in tracker is installed.
 
     Raises:
-        ConfigurationError: There is no tracker of a name, two have one name, or one requires a directory and
-            none is given. (Under ``"all"`` such a one is skipped.)
-        MissingExtraError: The package of one that was named isn't installed.
-        TypeError: Something isn't a tracker.
+        ConfigurationError: A name is unknown or repeated, or a tracker that isn't selected by ``"all"`` lacks
+            a directory.
+        MissingExtraError: The package of a named tracker isn't installed.
+        TypeError: A value isn't a tracker.
         NotImplementedError: A tracker lacks attributes.
 
-    >>> plan_trackers("all", installed=lambda one: one.name in ("tensorboard", "wandb", "jsonl")).names
+    >>> plan_trackers("all", installed=lambda cls: cls.name in ("tensorboard", "wandb", "jsonl")).names
     ('jsonl', 'wandb')
     """
-    asked = settle_log_with(log_with)
-    chosen = [_find(one, installed) for one in asked if one != "all"]
-    names = [one.name for one in chosen]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    requested = settle_log_with(log_with)
+    chosen = [_find(item, installed) for item in requested if item != "all"]
+    names = [tracker.name for tracker in chosen]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
         raise ConfigurationError(
-            f"log_with names {', '.join(twice)} twice. Give each tracker a name of its own, by which "
-            "get_tracker finds it."
+            f"log_with contains several trackers with the name {', '.join(repeated)}. Use different names."
         )
     directory = None if logging_dir is None else os.fspath(logging_dir)
-    for one in chosen:
-        if not _has_directory(one, directory):
+    for tracker in chosen:
+        if not _has_directory(tracker, directory):
             raise ConfigurationError(
-                f"the tracker {one.name!r} writes to a directory, and none is given. Pass logging_dir, or "
-                "project_dir for all that the run writes."
+                f"the tracker {tracker.name!r} needs a directory. Pass logging_dir or project_dir."
             )
     skipped: list[str] = []
-    if "all" in asked:
-        for one in _BUILT_IN:
-            if one.name in names or not installed(one):
+    if "all" in requested:
+        for cls in _BUILT_IN:
+            if cls.name in names or not installed(cls):
                 continue
-            if _has_directory(one, directory):
-                chosen.append(one)
+            if _has_directory(cls, directory):
+                chosen.append(cls)
             else:
-                skipped.append(
-                    f"{one.name} writes to a directory, and no logging_dir or project_dir is given"
-                )
+                skipped.append(f"{cls.name} needs a logging_dir or project_dir")
     return TrackerPlan(chosen=tuple(chosen), skipped=tuple(skipped), logging_dir=directory)
 
 
-def _has_directory(one: GeneralTracker | type[GeneralTracker], directory: str | None) -> bool:
-    if isinstance(one, GeneralTracker) or not one.requires_logging_directory:  # an instance has its own
-        return True
-    return directory is not None or getattr(one, "default_directory", None) is not None
+def _has_directory(tracker: GeneralTracker | type[GeneralTracker], directory: str | None) -> bool:
+    if isinstance(tracker, GeneralTracker) or not tracker.requires_logging_directory:
+        return True  # an instance has its directory already
+    return directory is not None or getattr(tracker, "default_directory", None) is not None
 
 
 def _find(
-    asked: Any, installed: Callable[[type[BuiltInTracker]], bool]
+    item: Any, installed: Callable[[type[BuiltInTracker]], bool]
 ) -> GeneralTracker | type[GeneralTracker]:
-    if isinstance(asked, str):
-        found = next(one for one in _BUILT_IN if one.name == asked)
-        if not installed(found):
+    if isinstance(item, str):
+        built_in = next(tracker for tracker in _BUILT_IN if tracker.name == item)
+        if not installed(built_in):
             raise MissingExtraError(
-                f"log_with asks for {asked!r}, which needs {' or '.join(found.modules)}, and that isn't "
-                f"installed: pip install {found.install}"
+                f"the tracker {item!r} needs {' or '.join(built_in.modules)}, which isn't installed. Run: "
+                f"pip install {built_in.install}"
             )
-        return found
-    cls = asked if isinstance(asked, type) else type(asked)
+        return built_in
+    cls = item if isinstance(item, type) else type(item)
     if not issubclass(cls, GeneralTracker):
         raise TypeError(
-            f"log_with takes names, trackers and classes of these, which extend accelfn.GeneralTracker: got "
+            "log_with accepts names, and instances and subclasses of accelfn.GeneralTracker, got "
             f"{cls.__name__}."
         )
-    check_tracker(asked)
-    return asked
+    check_tracker(item)
+    return item
 
 
 @dataclass(kw_only=True, eq=False)
 class Trackers:
-    """Trackers of a run, made by :func:`init_trackers`. The functions below count in it what has failed.
+    """The trackers of a run, created by :func:`init_trackers`.
 
     Attributes:
-        ctx: Who this rank is.
-        names: Of all that were chosen; the same on every rank.
-        active: Those that act on this rank.
-        on_error: What happens when a tracker fails: ``"warn"`` warns once for each tracker, and the run goes
-            on; ``"raise"`` raises, on every rank.
-        failures: How often each tracker has failed, by name.
-        is_finished: Whether the run has ended.
+        ctx: The context.
+        names: Names of all trackers, the same on every rank.
+        active: Trackers that run on this rank.
+        on_error: If a tracker fails, ``"warn"`` warns once per tracker and continues; ``"raise"`` raises on
+            every rank.
+        failures: Number of failures of each tracker, by name.
+        is_finished: Whether :func:`finish` was called.
     """
 
     ctx: Context = field(default_factory=Context)
@@ -162,33 +156,31 @@ def init_trackers(
     logging_dir: str | os.PathLike[str] | None = None,
     on_error: OnError = "warn",
 ) -> Trackers:
-    """Start experiment trackers. Effect: they open files and connections, on the ranks where they act.
+    """Start experiment trackers. Effect: opens files and connections on the ranks where trackers run.
 
-    What is wrong with the arguments is an error on every rank that calls. A tracker that can't be started,
-    for want of a network or a key, is left out with a warning, unless ``on_error="raise"``.
+    Invalid arguments are an error on every rank. A tracker that can't start, for example without a network,
+    is skipped with a warning, unless ``on_error="raise"``.
 
     Ranks: any; doesn't communicate.
 
     Args:
-        ctx: The world, and the context's ``log_with`` and directories.
-        project_name: What the runs belong to; each tracker has its own word for it.
-        log_with: Which trackers, as :func:`plan_trackers` takes it; None: those of the context, and where
-            that names none, ``"jsonl"``.
-        config: Configuration of the run, for all of them: a mapping, a dataclass or an
-            ``argparse.Namespace``.
-        init_kwargs: Further arguments for the constructors, by the name of the tracker.
-        logging_dir: Where those write that need a directory; None: the context's.
-        on_error: What happens when a tracker fails, now and later.
+        ctx: The context, with ``log_with`` and directories.
+        project_name: Name of the project.
+        log_with: As in :func:`plan_trackers`; None for that of the context, or else ``"jsonl"``.
+        config: Configuration of the run: a mapping, a dataclass or an ``argparse.Namespace``.
+        init_kwargs: Further arguments of the constructors, by tracker name.
+        logging_dir: Directory for trackers that require one; None for that of the context.
+        on_error: What to do if a tracker fails, now and later.
 
     Returns:
-        The trackers, for :func:`log` and the others.
+        The trackers, for :func:`log` and other functions.
 
     Raises:
-        ConfigurationError: As :func:`plan_trackers`; ``init_kwargs`` name a tracker that isn't chosen, or a
-            tracker refuses them.
-        MissingExtraError: The package of a tracker that was named isn't installed.
-        TypeError: A tracker's constructor doesn't take its ``init_kwargs``.
-        Exception: With ``on_error="raise"``, what a tracker raised; ``RemoteRankError`` on other ranks.
+        ConfigurationError: As :func:`plan_trackers`; or ``init_kwargs`` contains an unknown tracker, or
+            arguments that a tracker doesn't accept.
+        MissingExtraError: The package of a named tracker isn't installed.
+        TypeError: A tracker's constructor doesn't accept its ``init_kwargs``.
+        Exception: With ``on_error="raise"``, the exception of a tracker; ``RemoteRankError`` on other ranks.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -201,34 +193,34 @@ def init_trackers(
     check_context("init_trackers", ctx)
     if on_error not in ("warn", "raise"):
         raise ValueError(f'init_trackers: on_error must be "warn" or "raise", got {on_error!r}.')
-    asked = log_with if log_with is not None else ctx.log_with or "jsonl"
+    requested = log_with if log_with is not None else ctx.log_with or "jsonl"
     directory = logging_dir if logging_dir is not None else ctx.project.logging_dir
-    plan = plan_trackers(asked, directory)
+    plan = plan_trackers(requested, directory)
     options = init_kwargs or {}
-    _check_names("init_trackers: init_kwargs has arguments for", options, plan.names)
+    _check_names("init_trackers: init_kwargs:", options, plan.names)
     values = None if config is None else plain_config(config)
     trackers = Trackers(ctx=ctx, names=plan.names, on_error=on_error)
     if ctx.is_main_process:
         for note in plan.skipped:
-            warn_caller(f'log_with="all": {note}, so it is left out.')
-    for one in plan.chosen:
-        if ctx.is_main_process or not one.main_process_only:
-            _start(trackers, one, plan, project_name, options.get(one.name, {}))
+            warn_caller(f'log_with="all": {note}; skipping it.')
+    for chosen in plan.chosen:
+        if ctx.is_main_process or not chosen.main_process_only:
+            _start(trackers, chosen, plan, project_name, options.get(chosen.name, {}))
     if values is not None:
-        _each(trackers, "store_init_configuration", lambda one: one.store_init_configuration(dict(values)))
+        _each(trackers, "store_init_configuration", lambda each: each.store_init_configuration(dict(values)))
     return trackers
 
 
-def _number_of(operation: str, step: object) -> int | None:
-    """Return a step as an int.
+def _check_step(operation: str, step: object) -> int | None:
+    """Return a step as an int or None.
 
     Raises:
-        TypeError: It is no whole number.
+        TypeError: The step isn't an integer.
     """
     try:
         return None if step is None else index(cast("Any", step))
     except TypeError:
-        raise TypeError(f"{operation}: step must be a whole number or None, got {step!r}.") from None
+        raise TypeError(f"{operation}: step must be an integer or None, got {step!r}.") from None
 
 
 def log(
@@ -238,32 +230,31 @@ def log(
     *,
     log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Log values of a step. Effect: the trackers that act on this rank keep them.
+    """Log values of a step with the trackers of this rank.
 
-    Tensors become numbers, only on ranks on which a tracker acts: elsewhere this returns at once. They are
-    this rank's: reduce over ranks first what is to be a mean over them. What a tracker can't show (None, most
-    lists) it leaves out. A value that can't be read, such as a sharded tensor, is skipped with a warning that
-    names it.
+    Converts tensors to numbers, only on ranks where a tracker runs. Values are those of this rank; reduce
+    them first to log means over ranks. Trackers skip values that they don't support, such as None and most
+    lists. A value that can't be converted, such as a sharded tensor, is skipped with a warning.
 
     Ranks: any; doesn't communicate.
 
     Args:
         trackers: From :func:`init_trackers`.
-        values: Names and values: numbers, tensors of any shape, texts, None, or mappings and lists of these.
-        step: Number of the step, an integer of any kind.
-        log_kwargs: Further arguments for one tracker's calls, by its name.
+        values: Values by name: numbers, tensors, strings, None, or mappings and lists of them.
+        step: The step, or None.
+        log_kwargs: Further arguments of the trackers' calls, by tracker name.
 
     Raises:
-        ConfigurationError: The trackers have ended, or ``log_kwargs`` name one that isn't there.
-        TypeError: ``step`` is no whole number, or ``values`` is no mapping.
-        Exception: With ``on_error="raise"``, what a tracker raised; ``RemoteRankError`` on other ranks.
+        ConfigurationError: The trackers are finished, or ``log_kwargs`` contains an unknown tracker.
+        TypeError: ``step`` isn't an integer, or ``values`` isn't a mapping.
+        Exception: With ``on_error="raise"``, the exception of a tracker; ``RemoteRankError`` on other ranks.
     """
     options = _options(trackers, "log", log_kwargs)
     if not trackers.active:
         return
     if not isinstance(cast("object", values), Mapping):
         raise TypeError(f"log: values must be a mapping of names to values, got {type(values).__name__}.")
-    at = _number_of("log", step)
+    number = _check_step("log", step)
     numbers: dict[str, Any] = {}
 
     def read(name: str) -> None:
@@ -271,7 +262,7 @@ def log(
 
     problems = [_attempt(trackers, f"value {name!r}", "log", lambda name=name: read(name)) for name in values]
     _raise_first(trackers, "log", problems)
-    _each(trackers, "log", lambda one: one.log(dict(numbers), step=at, **options.get(one.name, {})))
+    _each(trackers, "log", lambda each: each.log(dict(numbers), step=number, **options.get(each.name, {})))
 
 
 def log_images(
@@ -281,31 +272,31 @@ def log_images(
     *,
     log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Log images of a step. Effect: the trackers that act on this rank keep them.
+    """Log images of a step with the trackers of this rank.
 
-    A tracker that keeps no images is named in a warning, once.
+    Warns once about each tracker that doesn't support images.
 
     Ranks: any; doesn't communicate.
 
     Args:
         trackers: From :func:`init_trackers`.
-        values: Names, and images: an array or tensor ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or
-            4 channels (floats in 0..1, integers in 0..255), a batch of four dimensions, an image of Pillow,
-            or a list. Where the first and the last dimension could be channels, the last one is.
-        step: Number of the step.
-        log_kwargs: Further arguments for one tracker's calls, by its name.
+        values: Images by name: an array or tensor ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4
+            channels (floats in 0..1, integers in 0..255), a four-dimensional batch, a Pillow image, or a
+            list. If both the first and the last dimension may be channels, the last one is.
+        step: The step, or None.
+        log_kwargs: Further arguments of the trackers' calls, by tracker name.
 
     Raises:
         ConfigurationError: As :func:`log`.
         Exception: As :func:`log`.
     """
     options = _options(trackers, "log_images", log_kwargs)
-    at = _number_of("log_images", step)
+    number = _check_step("log_images", step)
 
-    def keep(one: GeneralTracker) -> None:
-        one.log_images(dict(values), step=at, **options.get(one.name, {}))
+    def log_one(tracker: GeneralTracker) -> None:
+        tracker.log_images(dict(values), step=number, **options.get(tracker.name, {}))
 
-    _each(trackers, "log_images", keep)
+    _each(trackers, "log_images", log_one)
 
 
 def log_table(
@@ -318,107 +309,107 @@ def log_table(
     step: int | None = None,
     log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Log a table. Effect: the trackers that act on this rank keep it.
+    """Log a table with the trackers of this rank.
 
-    A tracker that keeps no tables is named in a warning, once.
+    Warns once about each tracker that doesn't support tables.
 
     Ranks: any; doesn't communicate.
 
     Args:
         trackers: From :func:`init_trackers`.
-        name: Of the table.
-        columns: Names of the columns.
-        data: Rows; tensors in them become numbers.
-        dataframe: A dataframe of pandas, in place of columns and rows.
-        step: Number of the step.
-        log_kwargs: Further arguments for one tracker's calls, by its name.
+        name: Name of the table.
+        columns: Column names.
+        data: Rows, whose tensors are converted to numbers.
+        dataframe: A pandas dataframe, instead of columns and rows.
+        step: The step, or None.
+        log_kwargs: Further arguments of the trackers' calls, by tracker name.
 
     Raises:
-        ValueError: Neither rows nor a dataframe, or both, or a row that doesn't fit the columns.
+        ValueError: Neither or both of rows and dataframe are given, or a row doesn't match the columns.
         ConfigurationError: As :func:`log`.
         Exception: As :func:`log`.
     """
     if (data is None) == (dataframe is None):
-        raise ValueError(f"log_table: {name!r} needs rows or a dataframe, one of the two.")
-    given = None if data is None else [list(row) for row in data]  # an iterator is read once
+        raise ValueError(f"log_table: {name!r} needs either data or a dataframe.")
+    given = None if data is None else [list(row) for row in data]  # data may be an iterator
     for number, row in enumerate(given or ()):
         if columns is not None and len(row) != len(columns):
             raise ValueError(
-                f"log_table: each row of {name!r} needs {len(columns)} cells, one for each column: row "
-                f"{number} has {len(row)}."
+                f"log_table: each row of {name!r} must have {len(columns)} cells, but row {number} has "
+                f"{len(row)}."
             )
     options = _options(trackers, "log_table", log_kwargs)
     if not trackers.active:
         return
-    at = _number_of("log_table", step)
+    number = _check_step("log_table", step)
     rows: list[list[Any]] | None = None if given is None else read_numbers({"rows": given})["rows"]
 
-    def keep(one: GeneralTracker) -> None:
-        one.log_table(name, columns, rows, dataframe, at, **options.get(one.name, {}))
+    def log_one(tracker: GeneralTracker) -> None:
+        tracker.log_table(name, columns, rows, dataframe, number, **options.get(tracker.name, {}))
 
-    _each(trackers, "log_table", keep)
+    _each(trackers, "log_table", log_one)
 
 
 def finish(trackers: Trackers) -> None:
-    """End the trackers. Effect: each keeps what it still holds; twice does no harm.
+    """Finish the trackers, and flush their values. A second call does nothing.
 
     Ranks: any; doesn't communicate.
 
     Raises:
-        Exception: With ``on_error="raise"``, what a tracker raised, after all have been ended.
+        Exception: With ``on_error="raise"``, the exception of a tracker, after all have been finished.
     """
     if trackers.is_finished:
         return
     trackers.is_finished = True
-    _each(trackers, "finish", lambda one: one.finish())
+    _each(trackers, "finish", lambda each: each.finish())
 
 
 def get_tracker(trackers: Trackers, name: str, unwrap: bool = False) -> Any:
-    """Return a tracker by its name, for what only its package can do.
+    """Return a tracker by name, to use its package directly.
 
     Ranks: any; doesn't communicate.
 
     Args:
         trackers: From :func:`init_trackers`.
-        name: Of the tracker.
-        unwrap: Return the object behind it, such as the run.
+        name: Name of the tracker.
+        unwrap: Return the underlying object, such as the run.
 
     Returns:
-        The tracker, or what is behind it. Where it doesn't act, or couldn't be started, a stand-in on which
-        any call does nothing.
+        The tracker or its underlying object. A :class:`BlankTracker` on ranks where the tracker doesn't run,
+        or if it could not start.
 
     Raises:
-        ConfigurationError: No tracker of this name was chosen.
+        ConfigurationError: The run has no tracker of this name.
     """
-    _check_names("get_tracker: asked for", (name,), trackers.names)
-    found = next((one for one in trackers.active if one.name == name), None)
-    if found is None:
+    _check_names("get_tracker:", (name,), trackers.names)
+    tracker = next((tracker for tracker in trackers.active if tracker.name == name), None)
+    if tracker is None:
         return BlankTracker(name)
-    return found.tracker if unwrap else found
+    return tracker.tracker if unwrap else tracker
 
 
 def _start(
     trackers: Trackers,
-    one: GeneralTracker | type[GeneralTracker],
+    chosen: GeneralTracker | type[GeneralTracker],
     plan: TrackerPlan,
     project_name: str,
     options: Mapping[str, Any],
 ) -> None:
-    """Build and start a tracker, and make it an active one."""
+    """Create and start a tracker, and add it to the active ones."""
     with failing_together(trackers.ctx, "init_trackers"):
-        if isinstance(one, GeneralTracker):
+        if isinstance(chosen, GeneralTracker):
             if options:
                 raise ConfigurationError(
-                    f"init_trackers: init_kwargs has arguments for {one.name!r}, which was passed as an "
-                    "instance. Pass its class instead, or the arguments to its constructor."
+                    f"init_trackers: init_kwargs has arguments for {chosen.name!r}, which is an instance. "
+                    "Pass its class instead, or the arguments to its constructor."
                 )
-            tracker = one
+            tracker = chosen
         else:
-            build: Any = one  # what constructors take, the contract says
-            if one.requires_logging_directory:
-                directory = plan.logging_dir or getattr(one, "default_directory", None)
+            create: Any = chosen
+            if chosen.requires_logging_directory:
+                directory = plan.logging_dir or getattr(chosen, "default_directory", None)
                 options = {"logging_dir": directory, **options}
-            tracker = build(project_name, **options)
+            tracker = create(project_name, **options)
 
     def start() -> None:
         tracker.start()
@@ -432,47 +423,50 @@ def _options(
 ) -> Mapping[str, Mapping[str, Any]]:
     if trackers.is_finished:
         raise ConfigurationError(
-            f"{operation}: these trackers have ended. Log before finish, or start them again."
+            f"{operation}: the trackers are finished. Log before finish, or start new ones."
         )
-    _check_names(f"{operation}: log_kwargs has arguments for", log_kwargs or (), trackers.names)
+    _check_names(f"{operation}: log_kwargs:", log_kwargs or (), trackers.names)
     return log_kwargs or {}
 
 
-def _check_names(what: str, given: Iterable[str], names: Sequence[str]) -> None:
-    """Check that each name is that of a tracker of the run."""
+def _check_names(where: str, given: Iterable[str], names: Sequence[str]) -> None:
+    """Check that the run has trackers with these names."""
     for name in given:
         if name not in names:
             raise ConfigurationError(
-                f"{what} {name!r}, which isn't in this run. Its trackers: {', '.join(names) or 'none'}. Add "
-                "it to log_with."
+                f"{where} this run has no tracker {name!r}, only {', '.join(names) or 'none'}. Add it to "
+                "log_with."
             )
 
 
 def _each(trackers: Trackers, doing: str, action: Callable[[GeneralTracker], None]) -> None:
-    """Do something with each tracker; what the first raised is raised after the last, if that is wanted."""
-    problems = [_attempt(trackers, one.name, doing, lambda one=one: action(one)) for one in trackers.active]
+    """Call ``action`` with each active tracker. With ``on_error="raise"``, raise the first error last."""
+    problems = [
+        _attempt(trackers, tracker.name, doing, lambda tracker=tracker: action(tracker))
+        for tracker in trackers.active
+    ]
     _raise_first(trackers, doing, problems)
 
 
 def _attempt(trackers: Trackers, name: str, doing: str, action: Callable[[], None]) -> Exception | None:
-    """Do something; return what is to be raised, or else count a failure and warn of the first."""
+    """Call ``action``. Return an exception to raise; otherwise count the failure, and warn of the first."""
     _, error = catch(action)
     if error is None:
         return None
     trackers.failures[name] = trackers.failures.get(name, 0) + 1
-    # What the caller has asked for wrongly would be wrong on every day, unlike a network that is down.
+    # Errors of the caller, unlike those of the network.
     is_mistake = doing == "start" and isinstance(error, (ConfigurationError, MissingExtraError))
     if trackers.on_error == "raise" or is_mistake:
         return error
     if trackers.failures[name] == 1:
-        what, end = f"the tracker {name!r}", "it may lack what is logged"
+        what, effect = f"the tracker {name!r}", "values may be missing in it"
         if doing == "start":
-            end = "it is left out of this run"
+            effect = "the run continues without it"
         elif name not in trackers.names:
-            what, end = f"the {name}", "it is skipped"
+            what, effect = f"the {name}", "it is skipped"
         warn_caller(
-            f"{what} failed in {doing}: {type(error).__name__}: {str(error).rstrip('.')}. The run goes on, "
-            f'and {end} (warned once). With on_error="raise" this would stop the run.'
+            f"{what} failed in {doing}: {type(error).__name__}: {str(error).rstrip('.')}; {effect} (warned "
+            'once). Pass on_error="raise" to stop the run instead.'
         )
     return None
 

@@ -1,4 +1,4 @@
-"""What is logged, made plain: numbers, texts, lists and mappings of these; and images as pixels."""
+"""Convert logged values to plain numbers, strings, lists and mappings, and images to pixels."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ _CHANNELS = (1, 3, 4)
 
 
 def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with numbers in place of tensors and arrays.
+    """Return ``values`` with tensors and arrays replaced by numbers, also inside mappings and lists.
 
-    What has one element becomes a number, all else a list of numbers, at any depth of mappings and lists.
-    All that is no tensor or array stays what it is.
+    A tensor with one element becomes a number, others become lists of numbers.
 
     Ranks: local.
 
     Args:
-        values: Names and values.
+        values: Values by name.
 
     Raises:
         NotAvailableError: A tensor is sharded over ranks.
@@ -43,33 +42,33 @@ def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 def _read(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        return {str(name): _read(one, f"{path}/{name}") for name, one in items}
+        return {str(name): _read(item, f"{path}/{name}") for name, item in items}
     if isinstance(value, (list, tuple)):
         items = enumerate(cast("Sequence[Any]", value))
-        return [_read(one, f"{path}/{place}") for place, one in items]
+        return [_read(item, f"{path}/{index}") for index, item in items]
     if isinstance(value, torch.Tensor):
-        if is_dtensor(value) and not all(one.is_replicate() for one in cast("Any", value).placements):
+        if is_dtensor(value) and not all(each.is_replicate() for each in cast("Any", value).placements):
             raise NotAvailableError(
-                f"{path!r} is a tensor that is sharded over ranks, and what is logged is read on one of "
-                "them. Log .full_tensor() of it, which every rank must call."
+                f"{path!r} is sharded over ranks, but logged on one of them. Log its .full_tensor(), which "
+                "every rank must call."
             )
         local: Any = local_of(value).detach()
         return local.item() if local.numel() == 1 else local.tolist()
-    # Arrays and numbers of numpy, without importing it.
+    # NumPy arrays and scalars, without importing numpy.
     if all(hasattr(value, name) for name in ("tolist", "dtype", "shape")):
         return value.item() if value.size == 1 else value.tolist()
     return value
 
 
 def plain_config(config: object) -> dict[str, Any]:
-    """Return a configuration as names and plain values, which any tracker can keep.
+    """Convert a configuration to plain values that any tracker can log.
 
     Args:
-        config: A mapping, a dataclass or an ``argparse.Namespace``; dataclasses, enums, paths, dtypes, sets
-            and tensors inside of it become plain too, and of anything else its text is taken.
+        config: A mapping, a dataclass or an ``argparse.Namespace``. Nested dataclasses, enums, paths, dtypes,
+            sets and tensors are converted too, and other objects to strings.
 
     Raises:
-        TypeError: It is nothing of these.
+        TypeError: ``config`` has another type.
 
     >>> plain_config({"dtype": torch.bfloat16, "sizes": (64, 10), "seed": None})
     {'dtype': 'torch.bfloat16', 'sizes': [64, 10], 'seed': None}
@@ -77,7 +76,7 @@ def plain_config(config: object) -> dict[str, Any]:
     plain = _plain(config)
     if not isinstance(plain, dict):
         raise TypeError(
-            f"config must be a mapping, a dataclass or an argparse.Namespace: got {type(config).__name__}."
+            f"config must be a mapping, a dataclass or an argparse.Namespace, got {type(config).__name__}."
         )
     return cast("dict[str, Any]", plain)
 
@@ -90,22 +89,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         items = cast("Mapping[object, object]", value).items()
-        return {str(name): _plain(one) for name, one in items}
+        return {str(name): _plain(item) for name, item in items}
     if isinstance(value, AbstractSet):
         return sorted(map(_plain, cast("AbstractSet[Any]", value)), key=str)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [_plain(one) for one in cast("Sequence[Any]", value)]
-    read = _read(value, "config")
-    if read is not value:
-        return read
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
+    converted = _read(value, "config")
+    if converted is not value:
+        return converted
     return os.fspath(value) if isinstance(value, pathlib.PurePath) else str(cast("object", value))
 
 
 def flatten_names(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and values of nested mappings, with ``/`` between the names.
+    """Yield the values of nested mappings, with names joined by ``/``.
 
     >>> dict(flatten_names({"model": {"layers": 2, "width": 64}, "lr": 0.1}))
     {'model/layers': 2, 'model/width': 64, 'lr': 0.1}
@@ -119,47 +118,45 @@ def flatten_names(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[
 
 
 def read_pixels(images: Any, name: str = "image") -> list[torch.Tensor]:
-    """Return images as pixels.
+    """Convert images to pixels.
 
     Args:
-        images: One image, a batch of them as one array or tensor of four dimensions, or a list. An image is
-            an array or tensor ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels, or an image
-            of Pillow with 8 bits a channel. Where both could be channels, the last dimension is. Floats are
-            in 0..1, integers in 0..255; what is outside is clamped.
-        name: What they are called, for messages.
+        images: An image, a batch as a four-dimensional array or tensor, or a list. An image is an array or
+            tensor ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels, or a Pillow image with
+            8 bits per channel. If both the first and the last dimension may be channels, the last one is.
+            Floats are clamped to 0..1, integers to 0..255.
+        name: Name of the images, for messages.
 
     Returns:
-        uint8 on the CPU, ``(H, W, C)`` each.
+        For each image a uint8 tensor ``(H, W, C)`` on the CPU.
 
     Raises:
-        ValueError: Something has another shape.
-        TypeError: Something isn't an image.
+        ValueError: An image has another shape or more than 8 bits per channel.
+        TypeError: A value isn't an image.
 
-    >>> [tuple(one.shape) for one in read_pixels(torch.zeros(2, 3, 8, 9))]
+    >>> [tuple(image.shape) for image in read_pixels(torch.zeros(2, 3, 8, 9))]
     [(8, 9, 3), (8, 9, 3)]
     """
     if isinstance(images, (list, tuple)):
-        return [pixels for one in cast("Sequence[Any]", images) for pixels in read_pixels(one, name)]
+        return [pixels for image in cast("Sequence[Any]", images) for pixels in read_pixels(image, name)]
     if isinstance(images, torch.Tensor):
         tensor = images.detach().cpu()
     elif hasattr(images, "convert") and images.mode.startswith(("I", "F")):
-        raise ValueError(  # Pillow's own conversion would clamp what is above 255
-            f"{name!r} has an image of Pillow with more than 8 bits a channel (mode {images.mode}). Scale "
-            "it, and convert it to L or RGB."
+        raise ValueError(  # Pillow would clamp values above 255
+            f"{name!r} is a Pillow image with more than 8 bits per channel (mode {images.mode}). Scale it, "
+            "and convert it to L or RGB."
         )
     elif hasattr(images, "__array__") or hasattr(images, "__array_interface__"):
         import numpy as np
 
-        is_other = hasattr(images, "convert") and images.mode not in ("L", "RGB", "RGBA")
-        tensor = torch.as_tensor(np.array(images.convert("RGB") if is_other else images))
+        needs_rgb = hasattr(images, "convert") and images.mode not in ("L", "RGB", "RGBA")
+        tensor = torch.as_tensor(np.array(images.convert("RGB") if needs_rgb else images))
     else:
-        raise TypeError(
-            f"{name!r} must be images: arrays, tensors or images of Pillow, got {type(images).__name__}."
-        )
-    return [_one(image, name) for image in (tensor if tensor.dim() == 4 else [tensor])]
+        raise TypeError(f"{name!r} must be arrays, tensors or Pillow images, got {type(images).__name__}.")
+    return [_to_uint8(image, name) for image in (tensor if tensor.dim() == 4 else [tensor])]
 
 
-def _one(image: torch.Tensor, name: str) -> torch.Tensor:
+def _to_uint8(image: torch.Tensor, name: str) -> torch.Tensor:
     shape = tuple(image.shape)
     if image.dim() == 2:
         image = image.unsqueeze(-1)
@@ -167,8 +164,8 @@ def _one(image: torch.Tensor, name: str) -> torch.Tensor:
         image = image.permute(1, 2, 0)
     if image.dim() != 3 or image.shape[-1] not in _CHANNELS or not image.numel():
         raise ValueError(
-            f"an image is of shape (H, W), (H, W, C) or (C, H, W), with 1, 3 or 4 channels and at least one "
-            f"pixel: {name!r} has one of shape {shape}."
+            "an image must have the shape (H, W), (H, W, C) or (C, H, W) with 1, 3 or 4 channels and at "
+            f"least one pixel: {name!r} has {shape}."
         )
     if image.dtype == torch.bool:
         return image.to(torch.uint8) * 255
@@ -178,10 +175,7 @@ def _one(image: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def as_array(pixels: torch.Tensor) -> Any:
-    """Return pixels as an array of numpy, as most packages take them: ``(H, W)`` where there is one channel.
-
-    Args:
-        pixels: uint8 on the CPU, ``(H, W, C)``.
+    """Convert pixels ``(H, W, C)`` to a NumPy array, ``(H, W)`` if there is one channel.
 
     >>> as_array(torch.zeros(8, 9, 1, dtype=torch.uint8)).shape
     (8, 9)
@@ -190,10 +184,7 @@ def as_array(pixels: torch.Tensor) -> Any:
 
 
 def as_pillow(pixels: torch.Tensor) -> Any:
-    """Return pixels as an image of Pillow.
-
-    Args:
-        pixels: uint8 on the CPU, ``(H, W, C)``.
+    """Convert pixels ``(H, W, C)`` to a Pillow image.
 
     Raises:
         MissingExtraError: Pillow isn't installed.
@@ -201,5 +192,7 @@ def as_pillow(pixels: torch.Tensor) -> Any:
     try:
         pillow: Any = importlib.import_module("PIL.Image")
     except ImportError as error:
-        raise MissingExtraError("images need Pillow, which isn't installed: pip install pillow") from error
+        raise MissingExtraError(
+            "images need Pillow, which isn't installed. Run: pip install pillow"
+        ) from error
     return pillow.fromarray(as_array(pixels))

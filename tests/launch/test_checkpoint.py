@@ -87,7 +87,7 @@ def test_a_sound_checkpoint_is_ok_file_by_file(tmp_path: Path, read: Read) -> No
     assert [line for line in read().splitlines() if line[0] != " "] == [str(tmp_path / "step_1"), str(place)]
 
 
-def test_all_that_is_damaged_is_said(tmp_path: Path, read: Read) -> None:
+def test_all_damaged_files_are_reported(tmp_path: Path, read: Read) -> None:
     place = save(tmp_path, 1)
     save(tmp_path, 2)
     damage(place)
@@ -96,7 +96,7 @@ def test_all_that_is_damaged_is_said(tmp_path: Path, read: Read) -> None:
     lines = read().splitlines()
     assert re.fullmatch(r"  manifest\.json .*OK", lines[1])
     assert re.match(r"  tensors-00000\.safetensors .*DAMAGED: .*tensor 'model/w'", lines[2])
-    assert re.fullmatch(r"  notes\.txt +4 B  not part of the checkpoint, not checked", lines[3])
+    assert re.fullmatch(r"  notes\.txt +4 B  not part of the checkpoint, not verified", lines[3])
     assert run("verify", tmp_path, "--all") == 1
     assert "step_2\n  manifest.json" in read()
     assert run("verify", tmp_path) == 0
@@ -117,7 +117,7 @@ def test_attached_files_are_checked_and_others_are_no_damage(tmp_path: Path, rea
     assert run("verify", place) == 0
     lines = read().splitlines()
     assert re.fullmatch(r"  unet/config\.json +2 B  OK", lines[3])
-    assert re.fullmatch(r"  unet/notes\.txt +4 B  not part of the checkpoint, not checked", lines[4])
+    assert re.fullmatch(r"  unet/notes\.txt +4 B  not part of the checkpoint, not verified", lines[4])
     (place / "unet" / "config.json").write_text("[]")
     assert run("verify", place) == 1
     assert re.search(r"  unet/config\.json +2 B  DAMAGED: .*config\.json is damaged", read())
@@ -127,7 +127,7 @@ def test_a_place_without_checkpoints_is_bad_input(tmp_path: Path, capsys: pytest
     assert run("verify", tmp_path) == 2
     assert "the directory is empty" in capsys.readouterr().err
     assert run("verify", tmp_path, "--all") == 2
-    assert "there is no checkpoint of accelfn in it" in capsys.readouterr().err
+    assert "it contains no checkpoint of accelfn" in capsys.readouterr().err
 
 
 # --- list ----------------------------------------------------------------------------------------
@@ -154,21 +154,21 @@ def test_the_table_has_the_checkpoints_and_what_else_is_there(tmp_path: Path, re
     assert rows[3].startswith("damaged: step_11: ")
     hint = "turn it into one with `accelfn checkpoint convert`"
     assert rows[4:] == [
-        f"unfinished: {stage.name} (left by a dead save)",
-        "no checkpoint: logs (the directory is empty)",
-        "no checkpoint: notes.txt (a file)",
-        f"no checkpoint: theirs (it is a checkpoint of Accelerate; {hint})",
+        f"unfinished: {stage.name} (left by a failed save)",
+        "not a checkpoint: logs (the directory is empty)",
+        "not a checkpoint: notes.txt (a file)",
+        f"not a checkpoint: theirs (it is a checkpoint of Accelerate; {hint})",
     ]
     assert run("list", tmp_path, "--json") == 0
-    told = json.loads(read())
-    assert {one["name"]: (one["step"], one["metric"]) for one in told["checkpoints"]} == {
+    reported = json.loads(read())
+    assert {one["name"]: (one["step"], one["metric"]) for one in reported["checkpoints"]} == {
         "best": (None, None),
         "step_9": (9, 0.5),
         "step_10": (10, 0.25),
     }
-    assert told["leftovers"] == [{"name": stage.name, "kind": "staging", "dead": True}]
-    assert [one["name"] for one in told["damaged"]] == ["step_11"]
-    assert [one["name"] for one in told["others"]] == ["logs", "notes.txt", "theirs"]
+    assert reported["leftovers"] == [{"name": stage.name, "kind": "staging", "dead": True}]
+    assert [one["name"] for one in reported["damaged"]] == ["step_11"]
+    assert [one["name"] for one in reported["others"]] == ["logs", "notes.txt", "theirs"]
 
 
 def test_an_empty_directory_is_listed_too(tmp_path: Path, read: Read) -> None:
@@ -270,9 +270,9 @@ def test_what_differs_between_ranks_is_marked(tmp_path: Path, read: Read) -> Non
         ("same", "float32 [1], 4 B"),
     ]
     assert run("show", tmp_path / "run", "--json") == 0
-    told = json.loads(read())
-    assert told["world_size"] == 3
-    leaves = [one for one in told["leaves"] if one["path"] in ("odd", "own")]
+    reported = json.loads(read())
+    assert reported["world_size"] == 3
+    leaves = [one for one in reported["leaves"] if one["path"] in ("odd", "own")]
     tensor = {"path": "own", "kind": "tensor", "dtype": "float32", "shape": [2], "bytes": 8}
     assert leaves == [
         *({**tensor, "ranks": [rank]} for rank in range(3)),
@@ -283,14 +283,14 @@ def test_what_differs_between_ranks_is_marked(tmp_path: Path, read: Read) -> Non
 def test_the_json_is_the_essence_of_the_manifest(tmp_path: Path, read: Read) -> None:
     place = save(tmp_path, 4, 0.5, dtype=torch.float16)
     assert run("show", tmp_path, "--json") == 0
-    told = json.loads(read())
-    assert told.pop("files") == {
+    reported = json.loads(read())
+    assert reported.pop("files") == {
         "tensors-00000.safetensors": os.path.getsize(place / "tensors-00000.safetensors")
     }
-    assert told.pop("created_by").startswith("accelfn ")
-    assert {"python", "torch"} <= set(told.pop("random"))
+    assert reported.pop("created_by").startswith("accelfn ")
+    assert {"python", "torch"} <= set(reported.pop("random"))
     tensor = {"kind": "tensor", "dtype": "float32"}
-    assert told == {
+    assert reported == {
         "path": str(place),
         "step": 4,
         "metric": 0.5,
@@ -318,7 +318,7 @@ def test_the_plan_is_printed_and_done(tmp_path: Path, read: Read) -> None:
         "keep    step_20",
         "keep    step_40",
         "remove  step_30",
-        f"remove  {stage.name} (left by a dead save)",
+        f"remove  {stage.name} (left by a failed save)",
     ]
     assert run("prune", tmp_path, *rules, "--dry-run") == 0
     assert read().splitlines() == [*plan, "nothing was removed: --dry_run"]
@@ -335,7 +335,7 @@ def test_a_checkpoint_with_somebodys_files_stays_and_the_plan_says_so(tmp_path: 
     (tmp_path / "step_1" / "notes.txt").write_text("mine")
     assert run("prune", tmp_path, "--last", 1) == 0
     assert read().splitlines() == [
-        "keep    step_1 (it contains notes.txt; move that away)",
+        "keep    step_1 (it contains other files: notes.txt; move them away)",
         "keep    step_2",
         "removed 0 checkpoints and 0 leftovers",
     ]
@@ -384,9 +384,9 @@ def test_a_checkpoint_is_converted_for_others(tmp_path: Path, capsys: pytest.Cap
     place = save(tmp_path, 1)
     theirs, bare = tmp_path / "theirs", tmp_path / "bare"
     assert run("convert", place, theirs, "--to", "accelerate") == 2
-    said = capsys.readouterr().err
-    assert "has no place for 'epoch'" in said
-    assert said.endswith("On the command line names is --name, leave_out is --leave_out.\n")
+    output = capsys.readouterr().err
+    assert "has no place for 'epoch'" in output
+    assert output.endswith("On the command line, names is --name, leave_out is --leave_out.\n")
     assert run("convert", place, theirs, "--to", "accelerate", "--leave-out", "epoch") == 0
     assert capsys.readouterr().out == f"{theirs}: model\n"
     assert {"model.safetensors", "random_states_0.pkl"} <= {path.name for path in theirs.iterdir()}
@@ -412,8 +412,8 @@ BAD: tuple[tuple[tuple[str, ...], str], ...] = (
     ((), "command must be given"),
     (("look",), "got 'look'"),
     (("verify",), "DIRECTORY must be given"),
-    (("verify", "/no/such"), "/no/such: there is no such directory"),
-    (("list", "pyproject.toml"), "pyproject.toml: it is a file"),
+    (("verify", "/no/such"), "the directory /no/such doesn't exist"),
+    (("list", "pyproject.toml"), "the directory pyproject.toml is a file"),
     (("show", ".", "--nonsense"), "--nonsense"),
     (("prune", ".", "--last", "0"), "--last must be at least 1, got 0"),
     (("prune", ".", "--best", "2"), "--best needs --mode"),
@@ -423,13 +423,13 @@ BAD: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("argv", "said"), BAD, ids=str)
-def test_bad_input_is_said_in_one_sentence(
-    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("argv", "output"), BAD, ids=str)
+def test_bad_input_is_one_sentence(
+    argv: tuple[str, ...], output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert run(*argv) == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert output in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("action", ["list", "prune"])
@@ -438,7 +438,7 @@ def test_a_checkpoint_is_no_directory_of_checkpoints(
 ) -> None:
     place = save(tmp_path, 1)
     assert run(action, place) == 2
-    assert "is a checkpoint itself" in capsys.readouterr().err
+    assert "is a checkpoint. Pass its parent directory" in capsys.readouterr().err
 
 
 PROBE = """

@@ -39,7 +39,7 @@ def test_default_writes_what_launch_reads_and_never_overwrites(
     assert config.mixed_precision == "bf16"
     before = path.read_text()
     assert main(["config", "default", "--config_file", str(path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert " exists. Pass --overwrite" in capsys.readouterr().err
     assert path.read_text() == before
     assert main(["config", "default", "--config_file", str(path), "--overwrite"]) == 0
     assert path.read_text() != before
@@ -52,11 +52,11 @@ def test_update_writes_the_same_in_todays_words(tmp_path: Path) -> None:
     assert path.read_text() == "config_version: 1\ncpu: true\nmixed_precision: 'no'\nnum_machines: 1\n"
 
 
-def test_show_says_where_values_come_from(
+def test_show_prints_the_sources_of_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["config", "show"]) == 0
-    assert capsys.readouterr().out == f"file: {tmp_path}/accelfn/config.yaml (not there)\n"
+    assert capsys.readouterr().out == f"file: {tmp_path}/accelfn/config.yaml (doesn't exist)\n"
     (tmp_path / "accelfn").mkdir()
     (tmp_path / "accelfn" / "config.yaml").write_text("num_processes: 2")
     monkeypatch.setenv("ACCELFN_CPU", "1")
@@ -98,14 +98,14 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
     (tmp_path / "folder").mkdir()
     for name, why in (
         ("file/a.yaml", ": can't be written: "),
-        ("folder", " must be a file, and is a folder"),
+        ("folder", " is a directory"),
     ):
         place = tmp_path / name
         assert main(["config", "default", "--overwrite", "--config_file", str(place)]) == 2
-        said = capsys.readouterr().err
-        assert f"{place}{why}" in said
-        assert said.startswith("accelfn config default: error: ")
-        assert len(said.splitlines()) == 1
+        output = capsys.readouterr().err
+        assert f"{place}{why}" in output
+        assert output.startswith("accelfn config default: error: ")
+        assert len(output.splitlines()) == 1
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder"]
 
 
@@ -113,8 +113,8 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / f"a.yaml.{os.getpid()}.part").symlink_to("/dev/full")
     assert main(["config", "default", "--config_file", str(tmp_path / "a.yaml")]) == 1
-    said = "accelfn config default: error: {}: can't be written: No space left on device.\n"
-    assert capsys.readouterr().err == said.format(tmp_path / "a.yaml")
+    output = "accelfn config default: error: {}: can't be written: No space left on device.\n"
+    assert capsys.readouterr().err == output.format(tmp_path / "a.yaml")
     assert list(tmp_path.iterdir()) == []
 
 

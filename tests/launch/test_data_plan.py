@@ -48,27 +48,27 @@ def test_ranks_that_share_a_batch_are_one_row(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "output"),
     [
         (
             ("--num_samples", "1", "--batch_size", "1", "--num_processes", "3", "--sharing", "2"),
-            "--sharing must divide the number of ranks: got --num_processes 3 and --sharing 2",
+            "--sharing must divide --num_processes 3, got 2",
         ),
         ((), "--num_samples, --batch_size"),
         (("--num_samples", "-1", "--batch_size", "2"), "--num_samples must be at least 0, got -1"),
         (("--num_samples", "1", "--batch_size", "0"), "--batch_size must be at least 1, got 0"),
         ((*GIVEN, "--num_processes", "0"), "--num_processes must be at least 1, got 0"),
         ((*GIVEN, "--start", "-2"), "--start must be at least 0, got -2"),
-        ((*GIVEN, "--start", "12"), "got --start 12 of 11"),
+        ((*GIVEN, "--start", "12"), "--start must be at most --num_samples 11, got 12"),
         ((*GIVEN, "--num_processes", "3", "--split_batches"), "got batch_size=2 and 3 ranks"),
         ((*GIVEN, "--svg", "/no/such/folder/a.svg"), "/no/such/folder/a.svg: can't be written: No such file"),
         ((*GIVEN, "--nonsense"), "--nonsense"),
     ],
 )
-def test_bad_input_is_said_in_one_sentence(
-    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+def test_bad_input_is_one_sentence(
+    argv: tuple[str, ...], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data-plan", *argv]) == 2
     errors = capsys.readouterr().err
     assert "accelfn data-plan: error: " in errors
-    assert said in errors
+    assert output in errors

@@ -35,9 +35,9 @@ def test_the_report_names_versions_variables_and_the_configuration(
     assert report["configuration"]["file"] == str(config)
     assert report["configuration"]["contents"] == {
         "num_processes": "2",
-        "aws_secret_access_key": "(left out)",
+        "aws_secret_access_key": "(hidden)",
     }
-    assert "unknown key 'aws_secret_access_key'" in report["configuration"]["fault"]
+    assert "unknown key 'aws_secret_access_key'" in report["configuration"]["error"]
     assert "hush" not in out
     assert "abc" not in out
     assert main(["env", "--config-file", str(config)]) == 0
@@ -75,18 +75,16 @@ def test_no_secret_of_a_configuration_is_shown(
     assert "hush" not in json.dumps(report)
 
 
-def test_what_is_broken_is_told_and_the_rest_still_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_part_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> dict[str, Any]:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(env, "describe_torch", fail)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
     report = describe_environment({"WORLD_SIZE": "2"}, str(tmp_path / "binary.yaml"))
-    assert report["torch"] == {"failure": "OSError: libcuda.so.1: cannot open shared object file"}
+    assert report["torch"] == {"error": "OSError: libcuda.so.1: cannot open shared object file"}
     assert "WORLD_SIZE" in str(report["launcher"])
-    assert "can't be read" in report["configuration"]
+    assert "can't read the config file" in report["configuration"]
     assert describe_environment({}, str(tmp_path / "absent.yaml"))["configuration"].startswith("none (")
     assert format_report(report)
 
@@ -107,7 +105,7 @@ def test_nothing_secret_and_nothing_private_is_shown(env: dict[str, str]) -> Non
     assert shown.keys() == {name for name in env if name.startswith(("ACCELFN_", "NCCL_"))}
     for name, value in shown.items():
         secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL"))
-        assert value == ("(left out)" if secret else hide_in_text(env[name]))
+        assert value == ("(hidden)" if secret else hide_in_text(env[name]))
 
 
 def test_no_secret_in_the_value_of_a_variable_is_shown() -> None:
@@ -138,17 +136,15 @@ def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
     facts = env.describe_torch()
     assert facts["accelerators"][1] == "cuda:1 Stand-in, 8.0 GiB, capability 9.0"
-    assert facts["reach each other directly"] == ["cuda:0 to 1", "cuda:1 to none"]
+    assert facts["peer-to-peer access"] == ["cuda:0 to 1", "cuda:1 to none"]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"), [("absent.yaml", "there is no configuration file"), ("", "needs the name")]
-)
+@pytest.mark.parametrize(("given", "output"), [("absent.yaml", "no config file"), ("", "needs a file name")])
 def test_a_file_that_was_asked_for_must_be_there(
-    given: str, said: str, capsys: pytest.CaptureFixture[str]
+    given: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["env", "--config_file", given]) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_an_unknown_flag_is_refused() -> None:

@@ -229,11 +229,11 @@ def test_each_format_is_printed_or_written(weights: Path, capsys: pytest.Capture
         ),
         (
             ("absent/folder/model.safetensors",),
-            "there is no file or folder 'absent/folder/model.safetensors'",
+            "no file or directory 'absent/folder/model.safetensors'",
         ),
         (
             ("nets.safetensors", "--output", "absent/a.svg"),
-            "can't write 'absent/a.svg': there is no such folder",
+            "can't write 'absent/a.svg': the directory doesn't exist",
         ),
         (("net", "--format", "png"), "got 'png'"),
         (("net", "--library_name", "other"), "got 'other'"),

@@ -55,7 +55,7 @@ def test_a_yes_or_no_may_stand_alone_or_have_a_value(argv: tuple[str, ...], text
     assert (parsed.flags["fsdp_offload_params"].text, parsed.script) == (text, script)
 
 
-def test_every_yes_or_no_is_read_alike() -> None:
+def test_all_spellings_of_booleans_are_read() -> None:
     assert parse_flags(["--cpu", "t.py"]).script == "t.py"
     assert parse_flags(["--cpu", "false", "t.py"]).flags["cpu"].text == "false"
     assert parse_flags(["--dry_run=yes", "t.py"]).actions == {"dry_run": "yes"}
@@ -63,7 +63,7 @@ def test_every_yes_or_no_is_read_alike() -> None:
     assert parse_flags(["--cpu=false", "t.py"]).flags["cpu"].text == "false"
 
 
-def test_what_may_repeat_adds_up() -> None:
+def test_repeatable_flags_accumulate() -> None:
     assert parse_flags(["--vm", "a", "--vm=b", "t.py"]).flags["vm"].text == "a\nb"
 
 
@@ -73,15 +73,15 @@ def test_what_may_repeat_adds_up() -> None:
         (("--num_proceses", "2"), "unknown flag --num_proceses. Did you mean --num_processes?"),
         (("--num_proc", "2"), "unknown flag --num_proc. Did you mean --num_processes?"),
         (("--use_cpu",), "unknown flag --use_cpu. Did you mean --cpu?"),
-        (("-np", "2", "t.py"), "Did you mean --num_processes, which counts all machines?"),
+        (("-np", "2", "t.py"), "Did you mean --num_processes, the number on all machines?"),
         (("-mtrain",), "unknown flag -mtrain."),
         (
             ("--nproc_per_node=2",),
-            "unknown flag --nproc_per_node. Did you mean --num_processes, which counts",
+            "unknown flag --nproc_per_node. Did you mean --num_processes, the number",
         ),
         (
             ("--nproc-per-node", "2"),
-            "unknown flag --nproc-per-node. Did you mean --num_processes, which counts",
+            "unknown flag --nproc-per-node. Did you mean --num_processes, the number",
         ),
         (("--nnodes", "3"), "unknown flag --nnodes. Did you mean --num_machines?"),
         (("--node_rank",), "unknown flag --node_rank. Did you mean --machine_rank?"),
@@ -103,6 +103,8 @@ def test_mistakes(argv: tuple[str, ...], message: str) -> None:
 
 
 def test_the_help_names_every_flag() -> None:
-    said = launch_parser().format_help()
-    assert all(f"--{name} " in said or f"--{name}\n" in said or f"--{name}," in said for name in OPTIONS)
-    assert max(map(len, said.splitlines())) <= 120
+    output = launch_parser().format_help()
+    assert all(
+        f"--{name} " in output or f"--{name}\n" in output or f"--{name}," in output for name in OPTIONS
+    )
+    assert max(map(len, output.splitlines())) <= 120

@@ -117,7 +117,7 @@ def test_a_rank_that_is_killed_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_end_are_ended_and_say_where_they_were(tmp_path: Path) -> None:
+def test_ranks_that_do_not_finish_are_stopped_with_their_stacks(tmp_path: Path) -> None:
     def fn(ctx: af.Context) -> None:
         (tmp_path / "pid").write_text(str(os.getpid()))
         if ctx.rank == 1:
@@ -125,16 +125,16 @@ def test_ranks_that_do_not_end_are_ended_and_say_where_they_were(tmp_path: Path)
         wait_for_godot = threading.Event()
         wait_for_godot.wait()
 
-    with pytest.raises(CollectiveTimeoutError, match="ranks 0, 2 did not end in time") as caught:
+    with pytest.raises(CollectiveTimeoutError, match="ranks 0, 2 did not finish in time") as caught:
         af.launch_processes(fn, 3, timeout_s=8)
     assert "in fn" in str(caught.value)
-    assert "longer timeout_s than 8" in str(caught.value)
+    assert "Increase timeout_s=8" in str(caught.value)
     assert wait_until_gone([int((tmp_path / "pid").read_text())])
 
 
-def test_what_cannot_be_sent_is_refused_on_either_way() -> None:
+def test_unpicklable_values_are_refused_in_both_directions() -> None:
     lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"can't be sent to fresh processes: .*lock.*inside of the function"):
+    with pytest.raises(TypeError, match=r"can't be sent to fresh processes: .*lock.*inside the function"):
         af.launch_processes(lambda ctx: lock.locked(), 1)
 
     def give_lock(_: af.Context) -> object:
@@ -145,7 +145,7 @@ def test_what_cannot_be_sent_is_refused_on_either_way() -> None:
 
 
 def test_leaving_the_process_is_an_error_and_not_the_launchers_own_end() -> None:
-    with pytest.raises(DistributedError, match=r"rank 0 left by sys.exit\(3\)"):
+    with pytest.raises(DistributedError, match=r"rank 0 called sys.exit\(3\)"):
         af.launch_processes(lambda ctx: sys.exit(3), 1, timeout_s=60)
 
     all_reduce = cast("Any", torch.distributed).all_reduce
@@ -156,7 +156,7 @@ def test_leaving_the_process_is_an_error_and_not_the_launchers_own_end() -> None
         for _ in range(2):  # its connection is lost, which isn't what went wrong
             all_reduce(torch.ones(1))
 
-    with pytest.raises(DistributedError, match=r"rank 1 left by sys.exit\(0\)"):
+    with pytest.raises(DistributedError, match=r"rank 1 called sys.exit\(0\)"):
         af.launch_processes(leave, 2, timeout_s=60)
 
 
@@ -175,7 +175,7 @@ def test_without_cloudpickle_a_function_of_a_module_is_sent_and_another_is_refus
     exec("def train(ctx): return 1", of_the_notebook.__dict__)
     of_the_notebook.train.__module__ = "__main__"
     monkeypatch.setattr(sys.modules["__main__"], "train", of_the_notebook.train, raising=False)
-    with pytest.raises(MissingExtraError, match="train is written in a notebook"):
+    with pytest.raises(MissingExtraError, match="train is defined in a notebook"):
         write_job(tmp_path, "launch_processes", of_the_notebook.train, (), {}, {})
 
 
@@ -183,11 +183,15 @@ def test_without_cloudpickle_a_function_of_a_module_is_sent_and_another_is_refus
     ("change", "kind", "message"),
     [
         *(
-            ({"num_processes": given}, TypeError, "num_processes must be a whole number, 1 or more, got ")
+            ({"num_processes": given}, TypeError, "num_processes must be an integer, 1 or more, got ")
             for given in ("2", 2.0, 1.5, True)
         ),
         ({"num_processes": -1}, ValueError, "num_processes must be at least 1, got -1"),
-        ({"args": "ab"}, TypeError, r"args must be a tuple .* got str. For a single one write args=\(x,\)"),
+        (
+            {"args": "ab"},
+            TypeError,
+            r"args must be a tuple .* got str. For a single argument use args=\(x,\)",
+        ),
         ({"args": 3}, TypeError, "args must be a tuple or list .* got int"),
         ({"args": torch.zeros(2)}, TypeError, "args must be a tuple or list .* got Tensor"),
         ({"fn": "train"}, TypeError, "the first argument must be a function, got 'train'"),
@@ -195,7 +199,7 @@ def test_without_cloudpickle_a_function_of_a_module_is_sent_and_another_is_refus
     ids=str,
 )
 @pytest.mark.parametrize("launcher", [af.launch_processes, af.notebook_launcher, af.debug_launcher])
-def test_what_is_no_call_is_refused_before_anything_starts(
+def test_invalid_calls_are_refused_before_the_start(
     launcher: Any,
     change: dict[str, Any],
     kind: type[Exception],
@@ -211,19 +215,19 @@ def test_what_is_no_call_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"num_processes": None}, TypeError, "num_processes must be a whole number"),
-        ({"environment": {"FOO": 1}}, TypeError, "environment must hold texts as names and values, got"),
+        ({"num_processes": None}, TypeError, "num_processes must be an integer"),
+        ({"environment": {"FOO": 1}}, TypeError, "environment must map strings to strings, got"),
         (
             {"mixed_precison": "no"},
             TypeError,
             "unknown argument 'mixed_precison'. Did you mean mixed_precision?",
         ),
-        ({"timeout_s": 0}, ValueError, "timeout_s must be more than 0 seconds, got 0"),
-        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be more than 0 seconds, got nan"),
+        ({"timeout_s": 0}, ValueError, "timeout_s must be a positive number of seconds, got 0"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be a positive number of seconds, got nan"),
     ],
     ids=str,
 )
-def test_what_launch_processes_alone_takes(
+def test_invalid_arguments_of_launch_processes(
     change: dict[str, Any], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
@@ -269,9 +273,9 @@ def test_a_context_of_this_process_is_not_sent(make: Any, holder: str, tmp_path:
     thing = make()
     fn, args = ways_to_hold(thing)[holder]
     name = type(thing).__name__
-    with pytest.raises(TypeError, match=f"can't be sent.*the {name} in it belongs to this process") as caught:
+    with pytest.raises(TypeError, match=f"can't be sent.*its {name} is bound to this process") as caught:
         write_job(tmp_path, "launch_processes", fn, args, {}, {})
-    assert "Make it inside of the function" in str(caught.value)
+    assert "Create it inside the function" in str(caught.value)
     where = {"closure": "because of 'thing'", "global": "because of 'thing'", "argument": "argument 0"}
     assert where.get(holder, "") in str(caught.value)
     if make is af.Accelerator:
@@ -282,7 +286,7 @@ def test_without_cloudpickle_a_context_is_not_sent_either(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(TypeError, match="because of argument 0: the Context in it belongs to this process"):
+    with pytest.raises(TypeError, match="because of argument 0: its Context is bound to this process"):
         write_job(tmp_path, "launch_processes", at_the_top_of_a_module, (af.Context(),), {}, {})
 
 
@@ -290,7 +294,7 @@ def test_a_context_does_not_come_back_and_still_pickles_for_workers_of_a_loader(
     assert write_report(tmp_path, 1, 0, 3, None) is None
     error = write_report(tmp_path, 1, 0, [af.Context()], None)
     assert isinstance(error, TypeError)
-    assert "rank 1 returned list, which can't be sent back: the Context in it" in str(error)
+    assert "rank 1 returned list, which can't be sent back: its Context is bound" in str(error)
     assert pickle.loads(pickle.dumps(af.Context())).num_processes == 1
 
 
@@ -448,7 +452,7 @@ def fail_with_an_open_context() -> None:
     af.wait_for_everyone(ctx)
 
 
-def test_the_rank_that_failed_is_told_of_though_the_others_fail_too() -> None:
+def test_the_first_failed_rank_is_reported() -> None:
     with pytest.raises(LookupError, match="no such column") as caught:
         af.debug_launcher(fail_with_an_open_context)
     if sys.version_info >= (3, 11):
@@ -459,9 +463,9 @@ def test_the_rank_that_failed_is_told_of_though_the_others_fail_too() -> None:
     ("arguments", "message"),
     [
         ({"mixed_precision": "bf15"}, "mixed_precision must be one of no, .*got 'bf15'"),
-        ({"node_rank": 2, "num_nodes": 2}, "got node_rank=2 of num_nodes=2"),
+        ({"node_rank": 2, "num_nodes": 2}, "node_rank must be less than num_nodes=2, got 2"),
         ({"max_restarts": -1}, "max_restarts must be at least 0, got -1"),
-        ({"monitor_interval": 0}, "monitor_interval must be more than 0 seconds, got 0"),
+        ({"monitor_interval": 0}, "monitor_interval must be a positive number of seconds, got 0"),
         ({"use_port": "http"}, "invalid literal for int"),
         ({"num_processes": 0}, "num_processes must be at least 1, got 0"),
     ],
@@ -476,7 +480,7 @@ def test_the_number_of_processes_is_that_of_the_accelerators_or_must_be_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    with pytest.raises(ConfigurationError, match="num_processes must be given"):
+    with pytest.raises(ConfigurationError, match="num_processes is required"):
         af.notebook_launcher(describe, (0,))
     with pytest.raises(ValueError, match="num_processes must be at least 1, got 0"):
         af.debug_launcher(describe, (0,), 0)
@@ -484,12 +488,12 @@ def test_the_number_of_processes_is_that_of_the_accelerators_or_must_be_given(
         af.launch_processes(at_the_top_of_a_module, 0)
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_port_in_use_is_named() -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
         port = str(listener.getsockname()[1])
-        with pytest.raises(ConfigurationError, match=f"port {port} of 127.0.0.1 can't be had"):
+        with pytest.raises(ConfigurationError, match=f"can't use port {port} of 127.0.0.1"):
             af.notebook_launcher(describe, (0,), 2, use_port=port)
 
 
@@ -556,7 +560,7 @@ def test_two_nodes_meet(backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_nodes_that_do_not_meet_are_told_so() -> None:
+def test_nodes_without_a_rendezvous_are_an_error() -> None:
     with pytest.raises(DistributedError, match=r"node 1 of 2 could not start its ranks .*at 127.0.0.1:1\)"):
         af.notebook_launcher(
             place, (), 1, use_port=1, num_nodes=2, node_rank=1, rdzv_conf={"timeout": 2, "read_timeout": 2}
@@ -569,7 +573,7 @@ def test_nodes_that_do_not_meet_are_told_so() -> None:
 def test_a_tpu_takes_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setitem(sys.modules, "torch_xla", None)
-    with pytest.raises(MissingExtraError, match="takes torch_xla"):
+    with pytest.raises(MissingExtraError, match="needs torch_xla"):
         af.notebook_launcher(describe, (0,), 8)
 
 

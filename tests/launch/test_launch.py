@@ -39,19 +39,19 @@ def test_one_machine_beats_the_step_wholly(
     flags = ("--num_machines=1",) if by_flag else ()
     for tasks in ("2", "4"):  # several launches on a node, each a world of its own, as was asked for
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
-        status, said = dry_run(capsys, *flags, "--num_processes=2")
-        assert status == 0, said
-        assert "--nnodes=1" in said
-        assert "gpu1" not in said
+        status, output = dry_run(capsys, *flags, "--num_processes=2")
+        assert status == 0, output
+        assert "--nnodes=1" in output
+        assert "gpu1" not in output
 
 
 def test_another_number_of_machines_takes_neither_rank_nor_address(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status, said = dry_run(capsys, "--num_machines=4", "--num_processes=4")
+    status, output = dry_run(capsys, "--num_machines=4", "--num_processes=4")
     assert status == 2
-    assert "--num_machines 4 needs --main_process_ip" in said
-    assert "SLURM" not in said
+    assert "--num_machines 4 needs --main_process_ip" in output
+    assert "SLURM" not in output
 
 
 def test_the_steps_own_number_of_machines_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,20 +62,20 @@ def test_the_steps_own_number_of_machines_changes_nothing(capsys: pytest.Capture
     assert "--node-rank=1" in bare
 
 
-def test_a_number_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = dry_run(capsys, "--num_machines=two")
-    assert (status, "argument --num_machines: it must be a whole number" in said) == (2, True)
+def test_an_invalid_number_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    status, output = dry_run(capsys, "--num_machines=two")
+    assert (status, "argument --num_machines: it must be an integer" in output) == (2, True)
 
 
 def test_sbatch_writes_over_its_own_scripts_only(capsys: pytest.CaptureFixture[str]) -> None:
     Path("own.sh").write_text("echo mine\n")
     flags = ("--num_machines=2", "--num_processes=2", "--cpu")
     assert main(["launch", *flags, "--sbatch", "own.sh", "t.py"]) == 2
-    assert "--sbatch own.sh is there" in capsys.readouterr().err
+    assert "--sbatch own.sh exists" in capsys.readouterr().err
     assert Path("own.sh").read_text() == "echo mine\n"
-    for anew in ("", " anew"):
+    for verb in ("wrote", "replaced"):
         assert main(["launch", *flags, "--sbatch", "job.sh", "t.py"]) == 0
-        assert capsys.readouterr().out == f"wrote job.sh{anew}; start it with: sbatch job.sh\n"
+        assert capsys.readouterr().out == f"{verb} job.sh; submit it with: sbatch job.sh\n"
 
 
 def test_a_dry_run_of_sbatch_prints_the_script_and_writes_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +106,7 @@ use_cpu: true
 """
 
 
-def test_a_configuration_of_accelerate_is_read_and_it_is_said(
+def test_a_config_file_of_accelerate_is_imported_with_a_note(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in STEP:
@@ -115,8 +115,8 @@ def test_a_configuration_of_accelerate_is_read_and_it_is_said(
     assert main(["launch", "--config_file", "default_config.yaml", "--print_config"]) == 0
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
-        "accelfn launch: default_config.yaml is a configuration of Accelerate, and is read as one.",
-        "accelfn launch: use_xpu: left out; torch finds an XPU itself.",
+        "accelfn launch: default_config.yaml is a config file of Accelerate, and was imported.",
+        "accelfn launch: use_xpu: dropped; torch detects an XPU itself.",
     ]
     rows = {line.split()[0]: line.split()[1:] for line in captured.out.splitlines()}
     assert rows["num_processes"] == ["2", "file", "default_config.yaml"]
@@ -131,10 +131,9 @@ def test_an_engine_to_come_is_refused_with_its_place_and_without_advice(
 ) -> None:
     Path("a.yaml").write_text(text)
     assert main(["launch", "--config_file", "a.yaml", "--num_machines=1", "t.py"]) == 2
-    said = capsys.readouterr().err
-    assert f"--{text.partition(':')[0]} (from file a.yaml, line 1) can't be launched" in said
-    assert "yet. Leave it out." in said
-    assert "install" not in said
+    output = capsys.readouterr().err
+    assert f"yet. Leave --{text.partition(':')[0]} (from file a.yaml, line 1) out." in output
+    assert "install" not in output
 
 
 def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -142,7 +141,7 @@ def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     tmp_path.with_name("moved").joinpath("t.py").unlink()
     tmp_path.with_name("moved").rmdir()
     assert main(["launch", "t.py"]) == 2
-    assert "the current folder isn't there any more" in capsys.readouterr().err
+    assert "the current directory no longer exists" in capsys.readouterr().err
 
 
 def test_a_folder_of_logs_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,4 +150,4 @@ def test_a_folder_of_logs_that_cannot_be_made(capsys: pytest.CaptureFixture[str]
     assert (
         main(["launch", "--cpu", "--num_machines=1", "--num_processes=2", "--log_dir=/proc/x", "t.py"]) == 2
     )
-    assert "--log_dir /proc/x can't be made" in capsys.readouterr().err
+    assert "can't create --log_dir /proc/x" in capsys.readouterr().err

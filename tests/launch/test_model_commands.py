@@ -42,7 +42,9 @@ def test_the_ending_of_the_output_says_its_form(
 ) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
     given = [command, str(tmp_path / "model.safetensors")]
-    if command == "plan-memory":  # otherwise the plan shows how much memory is free, which changes between runs
+    if (
+        command == "plan-memory"
+    ):  # otherwise the plan shows how much memory is free, which changes between runs
         given += ["--max_memory", "cpu=1GB"]
     for ending, begin in (("txt", None), ("json", "{"), ("SVG", "<svg"), ("html", "<!")):
         assert main([*given, "--output", str(tmp_path / f"a.{ending}")]) == 0
@@ -52,7 +54,7 @@ def test_the_ending_of_the_output_says_its_form(
     assert main([*given, "--output", str(tmp_path / "plain")]) == 0
     assert (tmp_path / "plain").read_text() == (tmp_path / "a.txt").read_text()
     assert main([*given, "--output", str(tmp_path / "a.foo")]) == 2
-    said = "a.foo' ends in none of .txt, .json, .svg, .html, .htm. Give it one of them, or say --format."
+    said = "a.foo'. Use one of .txt, .json, .svg, .html, .htm, or pass --format."
     assert said in capsys.readouterr().err
     assert not (tmp_path / "a.foo").exists()
     assert main([*given, "--output", str(tmp_path / "a.foo"), "--format", "json"]) == 0

@@ -52,8 +52,8 @@ def test_a_full_disk_is_one_sentence(argv: tuple[str, ...]) -> None:
         done = into(full, argv)
     finally:
         os.close(full)
-    said = "accelfn: error: what it prints can't be written: No space left on device.\n"
-    assert (done.returncode, done.stderr) == (1, said)
+    message = "accelfn: error: can't write the output: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (1, message)
 
 
 def test_a_table_is_plain_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         ((), "SOURCE"),
         (("absent:build",), "No module named 'absent'"),
-        (("no/such",), "there is no file or folder 'no/such'"),
+        (("no/such",), "no file or directory 'no/such'"),
         (
             ("{source}", "--max_memory", "0"),
             "--max_memory takes PLACE=SIZE, such as 0=10GB or cpu=30GB: got '0'",
@@ -168,7 +168,7 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("{source}", "--format", "png"), "--format"),
         (
             ("{source}", "--max_memory", "cpu=1GB", "--output", "/no/such/a"),
-            "can't write '/no/such/a': there is no such folder",
+            "can't write '/no/such/a': the directory doesn't exist",
         ),
         (("{source}", "--nonsense"), "--nonsense"),
     ],

@@ -18,7 +18,7 @@ from accelfn import Context
 from accelfn.errors import ConfigurationError
 from accelfn.launch import Curve, RunRecord, draw_runs_svg, find_runs, read_run
 from accelfn.launch.main import main
-from accelfn.launch.runs import _thinned, _ticks  # pyright: ignore[reportPrivateUsage]
+from accelfn.launch.runs import _thin, _ticks  # pyright: ignore[reportPrivateUsage]
 from accelfn.tracking import JSONLTracker, finish, init_trackers, log, log_images, log_table
 
 
@@ -87,7 +87,7 @@ def test_a_step_that_is_logged_again_counts_as_it_was_last(tmp_path: Path) -> No
     assert (run.num_starts, run.is_finished, run.started_s) == (2, False, 1e9)
 
 
-def test_what_is_torn_strange_or_of_a_later_version_is_passed_by(tmp_path: Path) -> None:
+def test_unreadable_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
     strange = ("[1]", '{"kind": "log", "values": 3}', '{"kind": "log", "step": "x", "values": {"a": 1}}', "{")
     later: dict[str, Any] = {"kind": "__class__", "values": {}}
     run = read_run(write(tmp_path, begin("one"), step(1, a=1.0), *strange, later, step(2, a=2.0)))
@@ -95,7 +95,7 @@ def test_what_is_torn_strange_or_of_a_later_version_is_passed_by(tmp_path: Path)
     assert run.num_damaged == 4
 
 
-def test_a_value_without_a_step_stands_behind_the_last(tmp_path: Path) -> None:
+def test_a_value_without_a_step_gets_the_next_one(tmp_path: Path) -> None:
     run = read_run(write(tmp_path, begin("one"), step(1, a=1.0), step(None, a=2.0), step(None, b=3.0)))
     assert run.curves["a"] == Curve((1, 2), (1.0, 2.0))
     assert run.curves["b"] == Curve((0,), (3.0,))
@@ -118,11 +118,11 @@ def test_lines_that_fit_nothing_cost_only_themselves(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_and_a_missing_run_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'one' is of format 2, and this version of accelfn reads 1"):
+    with pytest.raises(ConfigurationError, match="'one' has format 2, but this accelfn reads format 1"):
         read_run(write(tmp_path / "a", begin("one", format=2)))
-    with pytest.raises(FileNotFoundError, match="there is no run in"):
+    with pytest.raises(FileNotFoundError, match="no run in"):
         read_run(tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
+    with pytest.raises(FileNotFoundError, match="no directory"):
         find_runs(tmp_path / "nowhere")
 
 
@@ -173,7 +173,7 @@ def test_of_many_points_the_peaks_stay() -> None:
     points = [(number, 0.0) for number in range(100_000)]
     points[54_321] = (54_321, 9.0)
     points[54_322] = (54_322, -9.0)
-    kept = _thinned(points)
+    kept = _thin(points)
     assert len(kept) < 2000
     assert {(54_321, 9.0), (54_322, -9.0), points[-1]} <= set(kept)
 
@@ -184,7 +184,7 @@ def test_gaps_points_and_names_are_drawn_as_they_are() -> None:
     assert (picture.count("<polyline"), picture.count("<circle")) == (1, 1)
     assert "a&lt;b" in picture
     assert "&lt;one&gt;" in picture
-    assert "nothing to draw" in picture
+    assert "no values" in picture
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -206,18 +206,18 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["runs", *arguments]) == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("runs")
 def test_the_list_is_in_order_of_time(capsys: pytest.CaptureFixture[str]) -> None:
-    head, first, second = said(capsys, "list").splitlines()
-    assert head.split() == ["run", "began", "state", "steps", "last", "values"]
+    head, first, second = output(capsys, "list").splitlines()
+    assert head.split() == ["run", "started", "state", "steps", "last", "values"]
     assert (first.split()[0], first.split()[-2:]) == ("digits/first", ["open", "0"])
     assert second.endswith("finished      4  loss 0.25, b 0, c 0, and 1 more")
-    assert [one["run"] for one in json.loads(said(capsys, "list", "--json"))] == ["first", "second"]
+    assert [one["run"] for one in json.loads(output(capsys, "list", "--json"))] == ["first", "second"]
 
 
 def test_one_run_that_cannot_be_read_does_not_hide_the_others(
@@ -227,8 +227,8 @@ def test_one_run_that_cannot_be_read_does_not_hide_the_others(
     assert main(["runs", "list", "--dir", str(runs)]) == 0
     found = capsys.readouterr()
     assert [line.split()[0] for line in found.out.splitlines()] == ["run", "digits/first", "digits/second"]
-    assert f"{runs / 'digits/later'} is left out: the run 'later' is of format 99" in found.err
-    assert said(capsys, "show", "latest").startswith("run      second\n")
+    assert f"{runs / 'digits/later'}: the run 'later' has format 99" in found.err
+    assert output(capsys, "show", "latest").startswith("run      second\n")
 
 
 def test_what_was_logged_does_nothing_to_the_terminal(
@@ -237,50 +237,50 @@ def test_what_was_logged_does_nothing_to_the_terminal(
     name = "a\x1b[31m\nb"
     write(tmp_path / "one", begin(name), step(1, **{name: 1.0}), step(1, note="\ud800\x07"))
     for action in (("list", str(tmp_path)), ("show", "one", "--dir", str(tmp_path))):
-        text = said(capsys, *action)
+        text = output(capsys, *action)
         assert "a\\x1b[31m\\nb" in text
         assert not any(sign in text for sign in "\x1b\x07\ud800")
 
 
 def test_an_empty_folder_has_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "list", str(tmp_path)) == f"no runs in {str(tmp_path)!r}\n"
+    assert output(capsys, "list", str(tmp_path)) == f"no runs in {str(tmp_path)!r}\n"
 
 
 @pytest.mark.parametrize("given_as", ["second", "sec", "digits/second", "latest", "runs/digits/second"])
 @pytest.mark.usefixtures("runs")
 def test_a_run_is_found_by_what_it_is_called(given_as: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "show", given_as)
+    text = output(capsys, "show", given_as)
     assert text.startswith("run      second\nproject  digits\n")
     assert "finished, 0:01:15" in text
-    assert "loss      4      1  0.25   0.25     1" in text
+    assert "loss      4      1  0.25  0.25    1" in text
     assert "note  x" in text
-    assert "images faces: 1, the last is runs/digits/second/images/1.png" in text
+    assert "images faces: 1, last: runs/digits/second/images/1.png" in text
     assert "table rows, step 2\na\n1" in text
-    assert json.loads(said(capsys, "show", given_as, "--json"))["last"]["loss"] == 0.25
+    assert json.loads(output(capsys, "show", given_as, "--json"))["last"]["loss"] == 0.25
 
 
 @pytest.mark.usefixtures("runs")
 def test_curves_are_drawn_to_a_file_or_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = said(capsys, "plot", "second", "first", "--names", "loss")
+    printed = output(capsys, "plot", "second", "first", "--names", "loss")
     assert ElementTree.fromstring(printed).tag.endswith("svg")
     assert printed.count("<polyline") == 1
-    assert said(capsys, "plot", "latest", "--output", "curves.svg", "--log-scale") == ""
+    assert output(capsys, "plot", "latest", "--output", "curves.svg", "--log-scale") == ""
     assert (tmp_path / "curves.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("show", "third"), "there is no run 'third' in 'runs'. Runs there: digits/first, digits/second."),
-        (("show", "d"), "'d' may mean several runs: digits/first, digits/second. Give one of these."),
-        (("plot", "first"), "there is nothing to draw: no numbers have been logged yet."),
-        (("plot", "second", "--names", "los"), "no run has numbers called 'los'. There are: loss, b, c, d."),
+        (("show", "third"), "no run 'third' in 'runs'. Runs there: digits/first, digits/second."),
+        (("show", "d"), "'d' is ambiguous. Pass one of: digits/first, digits/second."),
+        (("plot", "first"), "nothing to plot: no metrics were logged."),
+        (("plot", "second", "--names", "los"), "no run has the metrics 'los'. Available: loss, b, c, d."),
         (("plot", "second", "--output", "no/x.svg"), "no/x.svg: can't be written"),
-        (("list", "nowhere"), "there is no folder 'nowhere'. Name the logging_dir of the runs."),
+        (("list", "nowhere"), "no directory 'nowhere'. Pass the logging_dir of the runs."),
     ],
 )
 @pytest.mark.usefixtures("runs")
-def test_what_is_wrong_is_one_sentence(
+def test_errors_are_one_sentence(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["runs", *arguments]) == 2
@@ -301,7 +301,7 @@ def test_on_a_terminal_a_picture_takes_a_file(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert main(["runs", "plot", "latest", "--names", "loss", "--dir", str(runs)]) == 2
-    assert "Add --output FILE.svg" in capsys.readouterr().err
+    assert "Pass --output FILE.svg" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("show", "second"), ("plot", "second"), ("--help",)])

@@ -65,7 +65,7 @@ def test_the_configured_mesh_is_tried(flags: str, mesh: str) -> None:
     assert rows["mesh"]["remark"] == mesh
 
 
-def test_a_broken_setup_fails_and_the_table_says_why() -> None:
+def test_a_broken_setup_fails_with_the_reason() -> None:
     only = ("--only", "random states", "--only", "trigger")
     done = run("accelfn", "test", "--cpu", "--num_processes", "2", "--fault", "seed", *only)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -74,22 +74,22 @@ def test_a_broken_setup_fails_and_the_table_says_why() -> None:
     assert "rank 1  numbers after set_seed(11)" in done.stdout
 
 
-def test_a_rank_that_dies_is_seen_by_what_it_was_at() -> None:
+def test_a_rank_that_dies_fails_its_current_check() -> None:
     arguments = ("--cpu", "--num_processes", "2", "--fault", "death", "--only", "collectives", "--json")
     done = run("accelfn", "test", *arguments, "--only", "trigger")
     assert done.returncode == 1
-    told = json.loads(done.stdout)
-    assert not told["passed"]
-    assert told["status"] != 0
+    reported = json.loads(done.stdout)
+    assert not reported["passed"]
+    assert reported["status"] != 0
     # Which of the two depends on whether the other rank has come to say so before it is ended.
-    assert [(one["name"], one["verdict"] in ("FAIL", "cut off")) for one in told["checks"]] == [
+    assert [(one["name"], one["verdict"] in ("FAIL", "cut off")) for one in reported["checks"]] == [
         ("collectives", True),
         ("trigger", False),
     ]
-    assert told["checks"][1]["verdict"] == "not run"
+    assert reported["checks"][1]["verdict"] == "not run"
 
 
-def test_ranks_that_cannot_join_end_with_a_table_that_says_why() -> None:
+def test_ranks_that_cannot_join_report_the_reason() -> None:
     flags = ("--cpu", "--num_processes", "2", "--only", "trigger")
     done = run("accelfn", "test", *flags, GLOO_SOCKET_IFNAME="nosuch0")
     assert done.returncode == 1
@@ -118,7 +118,7 @@ def test_a_script_is_refused_and_not_run(
     (tmp_path / "noop.py").write_text("open('ran', 'w')")
     monkeypatch.chdir(tmp_path)
     assert main(["test", *argv]) == 2
-    assert "accelfn test: error: it takes no script, got 'noop" in capsys.readouterr().err
+    assert "accelfn test: error: accelfn test takes no script, got 'noop" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 
@@ -166,11 +166,11 @@ def test_a_setup_that_accelfn_does_not_support_yet_fails() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["train.py"], "it takes no script, got 'train.py'"),
-        (["--timeout", "0"], "--timeout must be more than 0"),
+        (["train.py"], "accelfn test takes no script, got 'train.py'"),
+        (["--timeout", "0"], "--timeout must be positive"),
         (["--fault", "bad-luck"], "got 'bad-luck'"),
         (["--only", "the weather"], "'mesh', 'loader, shuffled', 'loader, even batches'"),
-        (["--num_processes", "0"], "--num_processes: it must be a whole number, 1 or more"),
+        (["--num_processes", "0"], "--num_processes: it must be an integer, 1 or more"),
     ],
     ids=str,
 )
@@ -264,6 +264,6 @@ def test_a_rank_that_hangs_is_named_and_ended_in_seconds() -> None:
     assert done.returncode == 1
     assert "CollectiveTimeoutError" in done.stdout
     assert "0 of 2 checks passed" in done.stdout
-    assert "the ranks did not meet again" in done.stdout
+    assert "the ranks could not reconnect" in done.stdout
     alone = run("accelfn", "test", *argv, "--only", "collectives")  # and no check tells that it is lost
     assert (alone.returncode, "0 of 1 checks passed" in alone.stdout) == (1, True)

@@ -59,14 +59,14 @@ def test_training_random_states_and_checkpoints_are_sound_on_processes() -> None
 )
 def test_training_as_configured_is_sound_in_each_precision(precision: str, window: int) -> None:
     (check,) = (check for check in CHECKS if check.name == "training, as configured")
-    said = run_ranks(
+    output = run_ranks(
         lambda ctx: check.run(Trial(ctx=ctx)),
         2,
         on="processes",
         mixed_precision=precision,
         gradient_accumulation_steps=window,
     )
-    assert all(one.startswith(f"{precision}, {window} per window, within ") for one in said)
+    assert all(one.startswith(f"{precision}, {window} per window, within ") for one in output)
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def be_well(trial: Trial) -> str:
 
 def test_after_a_failure_the_next_check_has_a_new_world() -> None:
     opened: list[af.Context] = []
-    told: list[Result] = []
+    reported: list[Result] = []
 
     def open_context() -> af.Context:
         opened.append(af.Context())
@@ -100,14 +100,14 @@ def test_after_a_failure_the_next_check_has_a_new_world() -> None:
         raise OSError(f"no disk for {trial.fault}")
 
     checks = (Check("one", fail), Check("two", crash), Check("three", be_well))
-    results = run_checks(af.Context(), open_context, checks, fault="seed", told=told.append)
+    results = run_checks(af.Context(), open_context, checks, fault="seed", on_result=reported.append)
     assert [(one.name, one.verdict, one.remark) for one in results] == [
         ("one", "FAIL", "this rank is the first"),
         ("two", "FAIL", "OSError: no disk for seed"),
         ("three", "pass", "well"),
     ]
     assert len(opened) == 2
-    assert [one.verdict for one in told] == ["cut off", "FAIL", "cut off", "FAIL", "cut off", "pass"]
+    assert [one.verdict for one in reported] == ["cut off", "FAIL", "cut off", "FAIL", "cut off", "pass"]
 
 
 def test_a_world_that_can_not_be_made_again_fails_what_is_left() -> None:
@@ -121,11 +121,11 @@ def test_a_world_that_can_not_be_made_again_fails_what_is_left() -> None:
     results = run_checks(af.Context(), refuse, checks)
     assert [(one.verdict, one.remark) for one in results] == [
         ("FAIL", "first"),
-        ("not run", "after the failure above the ranks did not meet again: nobody came"),
+        ("not run", "after the failure above the ranks could not reconnect: nobody came"),
     ]
 
 
-def test_what_one_rank_finds_every_rank_is_told() -> None:
+def test_a_failure_on_one_rank_reaches_all() -> None:
     def fail_on_one(trial: Trial) -> str:
         demand(trial.ctx.rank == 0, "only here")
         return ""

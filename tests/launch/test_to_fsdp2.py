@@ -42,7 +42,7 @@ NEW: dict[str, Any] = {
 def test_a_file_of_accelerate_is_rewritten() -> None:
     made = rewrite_for_fsdp2(OLD)
     assert made.tree == NEW
-    assert "fsdp_sharding_strategy: SHARD_GRAD_OP is fsdp_reshard_after_forward: false." in made.notes
+    assert "fsdp_sharding_strategy: SHARD_GRAD_OP becomes fsdp_reshard_after_forward: false." in made.notes
     assert len(made.notes) == 6
     assert OLD["fsdp_config"]["fsdp_version"] == 1
 
@@ -103,9 +103,9 @@ def test_spellings_of_older_versions(section: str, prefix: str) -> None:
     made = rewrite_for_fsdp2({section: {f"{prefix}{name}": value for name, value in fields.items()}})
     kept = {"version": 2, "transformer_layer_cls_to_wrap": "Block"}
     assert made.tree == {section: {f"{prefix}{name}": value for name, value in kept.items()}}
-    told = " ".join(made.notes)
-    assert f"{prefix}backward_prefetch_policy is dropped: FSDP2 has no such choice." in told
-    assert f"{prefix}transformer_cls_to_wrap is called {prefix}transformer_layer_cls_to_wrap now." in told
+    reported = " ".join(made.notes)
+    assert f"{prefix}backward_prefetch_policy is dropped: FSDP2 has no such option." in reported
+    assert f"{prefix}transformer_cls_to_wrap is renamed to {prefix}transformer_layer_cls_to_wrap." in reported
     both = {f"{prefix}transformer_cls_to_wrap": "A", f"{prefix}transformer_layer_cls_to_wrap": "B"}
     assert rewrite_for_fsdp2({section: both}).tree[section][f"{prefix}transformer_layer_cls_to_wrap"] == "B"
 
@@ -113,7 +113,7 @@ def test_spellings_of_older_versions(section: str, prefix: str) -> None:
 def test_bad_sections_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="unknown sharding strategy 'HALF'"):
         rewrite_for_fsdp2({"fsdp": {"sharding_strategy": "HALF"}})
-    with pytest.raises(ConfigurationError, match="fsdp must hold names and values"):
+    with pytest.raises(ConfigurationError, match="fsdp must be a section"):
         rewrite_for_fsdp2({"fsdp": "yes"})
 
 
@@ -125,7 +125,7 @@ def test_the_command_writes_the_new_file(
     old, new = tmp_path / f"old{suffix}", tmp_path / f"new{suffix}"
     old.write_text(json.dumps(OLD))
     assert main(["to-fsdp2", "--config_file", str(old), "--output-file", str(new)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"{new}: rewritten for FSDP2"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{new}: converted to FSDP2"
     yaml = pytest.importorskip("yaml")
     assert yaml.safe_load(new.read_text()) == NEW
     assert json.loads(old.read_text()) == OLD
@@ -143,11 +143,11 @@ def test_the_command_writes_the_new_file(
         ("{}", ("--overwrite",), "is empty"),
         ("fsdp: [", ("--overwrite",), "line 1, column 8"),
         ("fsdp: &a {version: *a}", ("--overwrite",), "aliases (*name) aren't supported"),
-        ("fsdp: 2026-99-99", ("--overwrite",), "this is not valid YAML: month must be"),
-        ("fsdp: {version: 1}", (), "give --output_file"),
-        ("fsdp: {version: 1}", ("--output_file", "config.yaml"), "is there already"),
-        ("- 1", ("--overwrite",), "this is something else"),
-        (None, ("--overwrite",), "there is no configuration file"),
+        ("fsdp: 2026-99-99", ("--overwrite",), "not valid YAML: month must be"),
+        ("fsdp: {version: 1}", (), "pass --output_file"),
+        ("fsdp: {version: 1}", ("--output_file", "config.yaml"), "config.yaml exists"),
+        ("- 1", ("--overwrite",), "must be a mapping of keys to values"),
+        (None, ("--overwrite",), "no config file"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(

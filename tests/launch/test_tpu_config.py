@@ -71,11 +71,11 @@ def test_a_file_of_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "no TPU is named"),
-        (("--tpu_name", "t"), "there is nothing to run"),
-        (("--tpu_name", "t", "--command_file", "absent"), "there is no file of commands 'absent'"),
-        (("--config_file", "absent.yaml"), "there is no configuration file 'absent.yaml'"),
-        (("--tpu_name", "t", "--command", "x"), "gcloud isn't on the PATH"),
+        ((), "no TPU given"),
+        (("--tpu_name", "t"), "no command given"),
+        (("--tpu_name", "t", "--command_file", "absent"), "no command file 'absent'"),
+        (("--config_file", "absent.yaml"), "no config file 'absent.yaml'"),
+        (("--tpu_name", "t", "--command", "x"), "gcloud is not on the PATH"),
     ],
     ids=str,
 )

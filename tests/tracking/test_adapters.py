@@ -279,8 +279,8 @@ def test_swanlab(put: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["aim", "dvclive", "swanlab"])
-def test_those_that_keep_no_tables_say_so(name: str, put: Any, tmp_path: Any) -> None:
+def test_trackers_without_tables_warn(name: str, put: Any, tmp_path: Any) -> None:
     put(name)
     trackers = init_trackers(Context().replace(project_dir=tmp_path), "digits", log_with=name)
-    with pytest.warns(UserWarning, match=f"'{name}' failed in log_table.*keeps no tables"):
+    with pytest.warns(UserWarning, match=f"'{name}' failed in log_table.*doesn't support tables"):
         log_table(trackers, "rows", ["a"], [[1]])

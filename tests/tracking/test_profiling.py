@@ -76,12 +76,12 @@ def test_a_schedule_that_records_nothing_says_so(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trace_that_was_given_away_already_is_an_error_behind_the_block(tmp_path: Path) -> None:
+def test_a_trace_that_was_already_exported_is_an_error_after_the_block(tmp_path: Path) -> None:
     def ready(profiler: Any) -> None:
         profiler.export_chrome_trace(str(tmp_path / "mine.json"))
 
     ended = False
-    with pytest.raises(ConfigurationError, match="has written the trace already"):  # noqa: PT012
+    with pytest.raises(ConfigurationError, match="has already exported the trace"):  # noqa: PT012
         with af.profile(Context(), ProfileKwargs(on_trace_ready=ready, output_trace_dir=str(tmp_path))):
             work()
             ended = True
@@ -115,7 +115,7 @@ def test_what_cannot_be_watched_is_refused() -> None:
             raise AssertionError
 
     def run(ctx: Context) -> None:
-        with pytest.raises(NotAvailableError, match="threads of one process"), af.profile(ctx):
+        with pytest.raises(NotAvailableError, match="ranks are threads"), af.profile(ctx):
             raise AssertionError
 
     run_ranks(run, 2)

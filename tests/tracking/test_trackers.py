@@ -155,7 +155,7 @@ def test_a_class_that_requires_a_directory_gets_the_one_of_the_context(tmp_path:
     ctx = Context().replace(project_dir=tmp_path, log_with=Filed)
     memory = get_tracker(init_trackers(ctx, "project"), "filed")
     assert memory.calls[0] == ("built", "project", {"logging_dir": str(tmp_path)})
-    with pytest.raises(ConfigurationError, match="'filed' writes to a directory, and none is given"):
+    with pytest.raises(ConfigurationError, match="'filed' needs a directory"):
         init_trackers(Context(), "project", log_with=Filed)
 
 
@@ -230,7 +230,7 @@ def test_two_runs_at_once_know_nothing_of_each_other() -> None:
 def test_logging_after_the_end_is_an_error() -> None:
     trackers = init_trackers(Context(), "project", log_with=Memory)
     finish(trackers)
-    with pytest.raises(ConfigurationError, match="log: these trackers have ended"):
+    with pytest.raises(ConfigurationError, match="log: the trackers are finished"):
         log(trackers, {"a": 1})
 
 
@@ -274,7 +274,7 @@ def test_all_means_what_is_installed_and_skips_with_a_note_what_lacks_a_director
     )
 
 
-def test_the_notes_of_all_are_said_once_on_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_on_all_are_printed_once_on_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(*_: object) -> TrackerPlan:
         return TrackerPlan(chosen=(Memory,), skipped=("aim writes to a directory",))
 
@@ -297,21 +297,21 @@ def test_a_class_of_a_built_in_name_takes_its_place_under_all() -> None:
     [
         ("tensorbord", ConfigurationError, "there is no tracker 'tensorbord'. Did you mean 'tensorboard'"),
         (["jsonl", "nothing like it"], ConfigurationError, "Known are all, jsonl, aim, "),
-        ("wandb", MissingExtraError, "needs wandb, and that isn't installed: pip install wandb"),
-        ("tensorboard", MissingExtraError, "tensorboard or tensorboardX.*: pip install tensorboard"),
+        ("wandb", MissingExtraError, "needs wandb, which isn't installed. Run: pip install wandb"),
+        ("tensorboard", MissingExtraError, "tensorboard or tensorboardX.* pip install tensorboard"),
         ("aim", MissingExtraError, r"pip install 'aim<4'"),
-        ([Memory, Memory()], ConfigurationError, "names memory twice"),
-        (3, TypeError, "which extend accelfn.GeneralTracker: got int"),
+        ([Memory, Memory()], ConfigurationError, "several trackers with the name memory"),
+        (3, TypeError, "subclasses of accelfn.GeneralTracker, got int"),
         (dict, TypeError, "got dict"),
     ],
 )
-def test_what_is_wrong_with_log_with_is_said(log_with: Any, error: type[Exception], message: str) -> None:
+def test_invalid_log_with_is_refused(log_with: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         names(log_with)
 
 
 def test_a_named_tracker_without_its_directory_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="Pass logging_dir, or project_dir"):
+    with pytest.raises(ConfigurationError, match="Pass logging_dir or project_dir"):
         names("tensorboard", there=("tensorboard",))
 
 
@@ -327,21 +327,23 @@ def test_attributes_that_are_missing_are_named() -> None:
     class Bare(GeneralTracker):
         def __init__(self) -> None: ...
 
-    with pytest.raises(NotImplementedError, match="Half has no requires_logging_directory and no tracker"):
+    with pytest.raises(NotImplementedError, match="Half lacks requires_logging_directory, tracker"):
         Half()
-    with pytest.raises(NotImplementedError, match="Bare has no name and no requires_logging_dir"):
+    with pytest.raises(NotImplementedError, match="Bare lacks name, requires_logging_dir"):
         plan_trackers(Bare())
-    with pytest.raises(NotImplementedError, match="Half has no"):
+    with pytest.raises(NotImplementedError, match="Half lacks"):
         plan_trackers(Half)
 
 
 def test_arguments_for_a_tracker_that_is_not_chosen_are_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"arguments for 'wandb', .* Its trackers: memory"):
+    with pytest.raises(
+        ConfigurationError, match=r"init_kwargs: this run has no tracker 'wandb', only memory"
+    ):
         init_trackers(Context(), "project", log_with=Memory, init_kwargs={"wandb": {}})
     trackers = init_trackers(Context(), "project", log_with=Memory)
-    with pytest.raises(ConfigurationError, match="log_kwargs has arguments for 'wandb'"):
+    with pytest.raises(ConfigurationError, match="log_kwargs: this run has no tracker 'wandb'"):
         log(trackers, {}, log_kwargs={"wandb": {}})
-    with pytest.raises(ConfigurationError, match="asked for 'wandb', which isn't in this run"):
+    with pytest.raises(ConfigurationError, match="get_tracker: this run has no tracker 'wandb'"):
         get_tracker(trackers, "wandb")
     with pytest.raises(ValueError, match="on_error must be"):
         init_trackers(Context(), "project", log_with=Memory, on_error="ignore")  # pyright: ignore[reportArgumentType]
@@ -362,9 +364,9 @@ def test_a_step_of_another_package_is_a_number(step: Any) -> None:
 
 def test_a_table_has_rows_that_fit_its_columns() -> None:
     trackers = init_trackers(Context(), "project", log_with=Memory)
-    with pytest.raises(ValueError, match="one of the two"):
+    with pytest.raises(ValueError, match="needs either data or a dataframe"):
         log_table(trackers, "t")
-    with pytest.raises(ValueError, match=r"needs 2 cells.*row 1 has 1"):
+    with pytest.raises(ValueError, match=r"must have 2 cells.*row 1 has 1"):
         log_table(trackers, "t", ["a", "b"], [[1, 2], [3]])
 
 
@@ -379,7 +381,7 @@ def test_rows_of_a_table_come_from_anything(data: Any) -> None:
     assert memory.calls[-1][3] == [[1.0], [1.0]]
 
 
-def test_a_tracker_that_fails_is_said_once_and_the_others_go_on() -> None:
+def test_a_failing_tracker_warns_once_and_the_others_continue() -> None:
     memory, broken = Memory(), Broken(breaks=("config", "log", "finish"))
     with pytest.warns(UserWarning, match="'broken' failed in store_init_.*ConnectionError: no net") as caught:  # noqa: PT031 -- the number of warnings of all of it is the point
         trackers = init_trackers(Context(), "project", log_with=[broken, memory], config={"a": 1})
@@ -392,9 +394,9 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_go_on() -> None:
     assert kinds(memory) == ["built", "start", "config", "log", "log", "log", "finish"]
 
 
-def test_a_tracker_that_can_not_start_is_left_out() -> None:
+def test_a_tracker_that_can_not_start_is_skipped() -> None:
     memory, broken = Memory(), Broken(breaks=("start",))
-    with pytest.warns(UserWarning, match="'broken' failed in start.*left out of this run"):
+    with pytest.warns(UserWarning, match="'broken' failed in start.*continues without it"):
         trackers = init_trackers(Context(), "project", log_with=[broken, memory])
     log(trackers, {"a": 1})
     assert trackers.active == (memory,)
@@ -446,19 +448,19 @@ def test_a_value_that_can_not_be_read_does_not_stop_the_run() -> None:
     assert memory.calls[-1] == ("log", {"b": 2}, 1, {})
 
 
-def test_what_a_tracker_does_not_keep_is_said_once() -> None:
+def test_unsupported_values_are_reported_once() -> None:
     class Plain(GeneralTracker):
         name = "plain"
         requires_logging_directory = False
         tracker = "behind"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     trackers = init_trackers(Context(), "project", log_with=Plain)
-    with pytest.warns(UserWarning, match="'plain' keeps no images") as caught:  # noqa: PT031 -- of both
+    with pytest.warns(UserWarning, match="'plain' doesn't support images") as caught:  # noqa: PT031 -- of both
         log_images(trackers, {"a": torch.zeros(1, 1)})
         log_table(trackers, "t", ["a"], [[1]])
     assert len(caught) == 1
     strict = init_trackers(Context(), "project", log_with=Plain, on_error="raise")
-    with pytest.raises(NotAvailableError, match="keeps no tables"):
+    with pytest.raises(NotAvailableError, match="doesn't support tables"):
         log_table(strict, "t", ["a"], [[1]])
 
 
@@ -483,7 +485,7 @@ def test_a_tensor_of_one_element_is_a_number_and_others_are_lists(values: dict[s
         assert number == (one.item() if one.numel() == 1 else one.tolist())
 
 
-def test_what_is_no_tensor_stays_what_it_is() -> None:
+def test_other_values_stay_unchanged() -> None:
     numpy = pytest.importorskip("numpy")
     values = {"a": None, "b": "x", "c": [1, 2.5], "d": numpy.float32(0.5), "e": numpy.arange(2), "f": (True,)}
     found = af.tracking.read_numbers(values)
@@ -498,7 +500,7 @@ def test_a_sharded_tensor_is_refused_by_its_name_and_the_rest_of_the_step_is_log
 
         mesh = init_device_mesh("cpu", (ctx.num_processes,))
         spread = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
-        with pytest.raises(NotAvailableError, match=r"'norms/0' is a tensor that is sharded.*full_tensor"):
+        with pytest.raises(NotAvailableError, match=r"'norms/0' is sharded.*full_tensor"):
             af.tracking.read_numbers({"norms": [spread]})
         memory = Memory()
         trackers = init_trackers(ctx, "project", log_with=memory)
@@ -574,7 +576,7 @@ def _quiet() -> Iterator[None]:
     ("values", "step", "message"),
     [
         ([1, 2], None, "log: values must be a mapping of names to values, got list"),
-        ({"a": 1}, 1.5, "log: step must be a whole number or None, got 1.5"),
+        ({"a": 1}, 1.5, "log: step must be an integer or None, got 1.5"),
     ],
 )
 def test_what_can_not_be_logged_is_refused_and_nothing_is_kept(values: Any, step: Any, message: str) -> None:

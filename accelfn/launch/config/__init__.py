@@ -1,4 +1,4 @@
-"""The configuration of a launch, and where its values come from."""
+"""The configuration of a launch and the sources of its values."""
 
 from accelfn.launch.config.files import (
     ConfigFile,

@@ -1,4 +1,4 @@
-"""From a config file of Accelerate, in any layout from 0.11 to 1.15, to a configuration of ours."""
+"""Import config files of Accelerate, of versions 0.11 to 1.15."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from accelfn.launch.config.record import LaunchConfig
 
 
 class Imported(NamedTuple):
-    """What a file of Accelerate says."""
+    """An imported config file of Accelerate."""
 
     config: LaunchConfig
-    notes: tuple[str, ...]  # a sentence on each key that was left out
+    notes: tuple[str, ...]  # one sentence per dropped key
 
 
-# Sections of Accelerate, and the prefix of their keys in the table of options.
+# Sections of Accelerate, and the prefix of their keys in our table.
 _SECTIONS: Mapping[str, str] = MappingProxyType(
     {
         "fsdp_config": "fsdp_",
@@ -32,20 +32,20 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
         "ipex_config": "",
     }
 )
-# Keys that are left out, and why.
+# Dropped keys, and the reason.
 _DROPPED: Mapping[str, str] = MappingProxyType(
     {
-        "additional_args": "arguments of the estimator can't be given yet",
-        "mpirun_ccl": "it is Intel's library's own business; set CCL_WORKER_COUNT",
-        "fsdp_limit_all_gathers": "it is always on",
-        "fp8_use_mxfp8_block_scaling": "set ACCELFN_FP8_USE_MXFP8_BLOCK_SCALING",
-        "ipex": "accelfn doesn't use Intel's extension; a script may import it itself",
-        "use_xpu": "torch finds an XPU itself",
+        "additional_args": "SageMaker is not supported",
+        "mpirun_ccl": "set CCL_WORKER_COUNT instead",
+        "fsdp_limit_all_gathers": "always on",
+        "fp8_use_mxfp8_block_scaling": "set ACCELFN_FP8_USE_MXFP8_BLOCK_SCALING instead",
+        "ipex": "accelfn doesn't use Intel's extension; import it in the script",
+        "use_xpu": "torch detects an XPU itself",
     }
 )
-# Those of them that ask for something only where they are true.
+# Dropped keys that matter only if true.
 _SWITCHES = ("ipex", "use_xpu", "fsdp_limit_all_gathers", "fp8_use_mxfp8_block_scaling")
-# By number, as layouts before 0.23 wrote them.
+# Written as numbers before Accelerate 0.23.
 _NUMBERED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         name: OPTIONS[name].kind.choices
@@ -58,17 +58,14 @@ _ENGINES: Mapping[str, str] = MappingProxyType(
 
 
 def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
-    """Turn a configuration of Accelerate into one of ours. Pure.
+    """Convert a config file of Accelerate. Pure.
 
     Args:
-        tree: From ``read_tree``: scalars are texts.
-        path: The file's name, for messages.
-
-    Returns:
-        The configuration, and a sentence on each key that was left out.
+        tree: From ``read_tree``, with scalars as texts.
+        path: The path, for messages.
 
     Raises:
-        ConfigurationError: A key is not known, a value isn't understood, or the values contradict each other.
+        ConfigurationError: A key is unknown, a value is invalid, or values conflict.
     """
     values: dict[str, object] = {}
     notes: list[str] = []
@@ -76,15 +73,15 @@ def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
     kind = str(flat.pop("distributed_type", None) or "NO").upper()
     if flat.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise ConfigurationError(f"{path}: compute_environment AMAZON_SAGEMAKER: {NO_SAGEMAKER}")
-    _take_kind(kind, values, notes, path)
+    _read_type(kind, values, notes, path)
     if _is_true(flat.pop("fp16", None)):
         flat.setdefault("mixed_precision", "fp16")
     if str(flat.get("mixed_precision", "")).lower() in ("false", ""):
         flat.pop("mixed_precision", None)
     for key, value in flat.items():
-        _take(key, value, values, notes, path)
+        _read_entry(key, value, values, notes, path)
     if values.get("num_machines", 1) == 1:
-        # Accelerate writes these for one machine as well, where they mean nothing.
+        # Accelerate writes these for one machine too, without effect.
         values.pop("rdzv_backend", None)
         if values.get("machine_rank") == 0:
             del values["machine_rank"]
@@ -95,23 +92,23 @@ def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
     try:
         return Imported(LaunchConfig(**values), tuple(notes))
     except ConfigurationError as error:
-        raise ConfigurationError(f"{path} says what can't be launched: {error}") from None
+        raise ConfigurationError(f"{path} has conflicting values: {error}") from None
 
 
 def _flatten(tree: Mapping[str, Any]) -> dict[str, object]:
-    """Return keys and values, those of sections under their flags' names."""
-    found: dict[str, object] = {}
+    """Return the entries of all sections, by flag name."""
+    entries: dict[str, object] = {}
     for key, value in tree.items():
         prefix = _SECTIONS.get(key)
         if prefix is None:
-            found[key] = value
+            entries[key] = value
         elif isinstance(value, dict):
             section = cast("dict[str, object]", value)
-            found |= {prefix + name.removeprefix(prefix): one for name, one in section.items()}
-    return found
+            entries |= {prefix + name.removeprefix(prefix): entry for name, entry in section.items()}
+    return entries
 
 
-def _take_kind(kind: str, values: dict[str, object], notes: list[str], path: str) -> None:
+def _read_type(kind: str, values: dict[str, object], notes: list[str], path: str) -> None:
     if kind in _ENGINES:
         values[_ENGINES[kind]] = True
     elif kind in ("TPU", "XLA"):
@@ -121,21 +118,23 @@ def _take_kind(kind: str, values: dict[str, object], notes: list[str], path: str
     elif kind.startswith("MULTI_"):
         values["multi_gpu"] = True
         if kind != "MULTI_GPU":
-            notes.append(f"distributed_type {kind}: taken as multi_gpu; torch finds the accelerators itself.")
-    elif kind not in ("NO", "FALSE", "0"):  # what YAML makes of an unquoted NO
+            notes.append(
+                f"distributed_type {kind}: imported as multi_gpu; torch detects the accelerators itself."
+            )
+    elif kind not in ("NO", "FALSE", "0"):  # YAML reads an unquoted NO as false
         close = suggest(kind, (*_ENGINES, "MULTI_GPU", "MULTI_CPU", "XLA", "NO"))
         hint = f"Did you mean {close}?" if close else "Correct it, or write a new file with accelfn config."
-        raise ConfigurationError(f"{path}: distributed_type {kind!r} is not known. {hint}")
+        raise ConfigurationError(f"{path}: unknown distributed_type {kind!r}. {hint}")
 
 
-def _take(key: str, value: object, values: dict[str, object], notes: list[str], path: str) -> None:
+def _read_entry(key: str, value: object, values: dict[str, object], notes: list[str], path: str) -> None:
     name = RENAMED.get(key, key)
     if key in _DROPPED:
         if key not in _SWITCHES or _is_true(value):
-            notes.append(f"{key}: left out; {_DROPPED[key]}.")
+            notes.append(f"{key}: dropped; {_DROPPED[key]}.")
         return
     if name not in OPTIONS:
-        raise ConfigurationError(f"{path}: accelfn doesn't know the key {key!r}. Remove it and try again.")
+        raise ConfigurationError(f"{path}: unknown key {key!r}. Remove it and try again.")
     option = OPTIONS[name]
     try:
         text = _text_of(option, value)
@@ -144,26 +143,26 @@ def _take(key: str, value: object, values: dict[str, object], notes: list[str], 
         ):
             return
         if text == "auto" and name in ("gradient_accumulation_steps", "gradient_clipping"):
-            return  # what DeepSpeed does anyway
+            return  # DeepSpeed's default
         if name in _NUMBERED and text.isdecimal() and 0 < int(text) <= len(_NUMBERED[name]):
             text = _NUMBERED[name][int(text) - 1]
         if name == "dynamo_backend" and text.lower() in ("false", "no"):
-            return  # what YAML makes of an unquoted NO
+            return  # YAML reads an unquoted NO as false
         if name == "num_processes" and text == "-1":
-            notes.append("num_processes -1: left out; as many as there are accelerators are started.")
+            notes.append("num_processes -1: dropped; one process per accelerator is started.")
             return
         if name == "cpu" and (values.get("cpu") or values.get("multi_gpu")):
-            return  # distributed_type decides
-        found = read_value(option, text)
+            return  # distributed_type takes precedence
+        parsed = read_value(option, text)
     except ValueError as error:
         raise ConfigurationError(f"{path}: {key}: {error}") from None
-    if found != option.default:
-        values[name] = found
+    if parsed != option.default:
+        values[name] = parsed
 
 
 def _text_of(option: Option, value: object) -> str:
     if isinstance(value, dict):
-        return ",".join(f"{name}={one}" for name, one in cast("dict[str, object]", value).items())
+        return ",".join(f"{name}={item}" for name, item in cast("dict[str, object]", value).items())
     return join_items(option, value)
 
 

@@ -1,4 +1,4 @@
-"""Carries the questionnaire of ``accelfn config`` out on a terminal."""
+"""Ask the questions of ``accelfn config`` on a terminal."""
 
 from __future__ import annotations
 
@@ -26,34 +26,32 @@ from accelfn.launch.config.questions import (
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.plan.machine import Machine
 
-#: Puts a question to the user: question, choices, and the default offered. Gives the text of the answer; an
-#: empty one takes the default.
-Put = Callable[[Question, tuple[str, ...], object], str]
+#: Asks a question, given its choices and default. Returns the text of the answer, empty for the default.
+Ask = Callable[[Question, tuple[str, ...], object], str]
 
 
 def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
-    """Ask everything on the terminal. Effect: reads the file at ``path``, and talks to the user.
+    """Ask all questions on the terminal.
 
     Args:
-        path: Where the answers will be written; a file that is there already gives the defaults.
-        machine: This machine; what it can't run is not asked about.
+        path: Config file to write; an existing one provides the defaults.
+        machine: This machine; questions about missing hardware are skipped.
 
     Returns:
-        Values by the options' names, or None if the user wants to keep a file that can't be read.
+        Values by option name, or None if the user keeps an invalid file.
 
     Raises:
-        ConfigurationError: There is no terminal, or nothing can be written at ``path``.
+        ConfigurationError: There is no terminal, or ``path`` isn't writable.
         MissingExtraError: questionary isn't installed.
-        KeyboardInterrupt: The user doesn't want any more.
-        EOFError: Likewise, or the terminal is gone.
+        KeyboardInterrupt: The user cancels.
+        EOFError: The user cancels, or the terminal is closed.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigurationError(
-            "questions need a terminal, and this is none. Write a plain configuration with accelfn config "
-            "default, or give flags to accelfn launch."
+            "accelfn config needs a terminal. Use accelfn config default, or pass flags to accelfn launch."
         )
     questionary = _load_questionary()
-    _check_place(path)
+    _check_writable(path)
     saved: Mapping[str, object] = MappingProxyType({})
     if os.path.exists(path):
         try:
@@ -61,43 +59,43 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
             LaunchConfig(**saved)
         except ConfigurationError as error:
             print(f"note: {error}", file=sys.stderr)
-            if not questionary.confirm("Replace that file by your answers?", default=False).unsafe_ask():
+            if not questionary.confirm("Replace the file?", default=False).unsafe_ask():
                 return None
             saved = MappingProxyType({})
 
-    def put(question: Question, few: tuple[str, ...], default: object) -> str:
-        return _put(questionary, question, few, default)
+    def ask(question: Question, choices: tuple[str, ...], default: object) -> str:
+        return _ask(questionary, question, choices, default)
 
     has_tpu = importlib.util.find_spec("torch_xla") is not None
     first = first_answers(saved, machine.devices, has_tpu=has_tpu)
-    return values_of(ask_questions(first, saved, put, print))
+    return values_of(ask_questions(first, saved, ask, print))
 
 
 def ask_questions(
-    answers: Answers, saved: Mapping[str, object], put: Put, say: Callable[[str], None]
+    answers: Answers, saved: Mapping[str, object], ask: Ask, report: Callable[[str], None]
 ) -> Answers:
-    """Put each question of the plan until nothing is left to ask. Effect: only those of ``put`` and ``say``.
+    """Ask all questions, and return the answers.
 
     Args:
         answers: From ``first_answers``.
-        saved: Values of a file that is there already; they are the defaults.
-        put: Puts one question.
-        say: Called with why an answer is invalid, before the question is put again.
+        saved: Values of the existing config file, used as defaults.
+        ask: Asks one question.
+        report: Called with the error before a question is asked again.
     """
     question = next_question(answers)
     while question is not None:
         default = default_of(question, answers, saved)
-        text = put(question, question.choices(answers), default)
+        text = ask(question, question.choices(answers), default)
         is_path = question.kind is FILE
         if is_path and text.strip() and text.strip().lower() != "none":
-            text = os.path.abspath(os.path.expanduser(text.strip()))  # the file is read from any folder
+            text = os.path.abspath(os.path.expanduser(text.strip()))  # valid in any directory
         try:
             takes_default = not text.strip() and (default is not None or question.optional)
             value = default if takes_default else read_answer(question, answers, text)
             if is_path and isinstance(value, str) and not os.path.isfile(value):
-                raise ValueError(f"there is no file {value!r}. Make it first, or check the path.")
+                raise ValueError(f"no file {value!r}. Create it first, or check the path.")
         except ValueError as error:
-            say(f"  Invalid answer: {error}")
+            report(f"  Invalid answer: {error}")
             continue
         answers = {**answers, question.name: value}
         question = next_question(answers)
@@ -105,31 +103,29 @@ def ask_questions(
 
 
 def format_launch(values: Mapping[str, object], config_file: str | None) -> str:
-    """Write how to launch with a configuration. Pure.
+    """Format the launch command for a configuration. Pure.
 
     Args:
         values: From ``ask_values``.
-        config_file: The value that ``--config_file`` must have; None where the file is found by itself.
+        config_file: Value for ``--config_file``; None for the default file.
 
     >>> print(format_launch({"num_machines": 2, "machine_rank": 0}, "my config.yaml"))
     launch with: accelfn launch --config_file 'my config.yaml' your_script.py
-    on the other machines, with the same file: give --machine_rank as well, 0 to 1
+    on the other machines, use the same file and add --machine_rank (0 to 1)
     """
     flag = "" if config_file is None else f"--config_file {shlex.quote(config_file)} "
     lines = [f"launch with: accelfn launch {flag}your_script.py"]
     machines = values.get("num_machines", 1)
     if isinstance(machines, int) and values.get("machine_rank") is not None:
-        lines.append(
-            f"on the other machines, with the same file: give --machine_rank as well, 0 to {machines - 1}"
-        )
+        lines.append(f"on the other machines, use the same file and add --machine_rank (0 to {machines - 1})")
     return "\n".join(lines)
 
 
 def format_prompt(question: Question, default: object) -> str:
-    """Write a question whose answer is typed, with what Enter alone would answer. Pure.
+    """Format a question with its default. Pure.
 
     >>> from accelfn.launch.config.questions import QUESTIONS
-    >>> format_prompt(next(one for one in QUESTIONS if one.name == "num_machines"), 2)
+    >>> format_prompt(next(each for each in QUESTIONS if each.name == "num_machines"), 2)
     'How many machines? [2]:'
     """
     if default is not None:
@@ -144,35 +140,36 @@ def _load_questionary() -> Any:
         import questionary
     except ImportError as error:
         raise MissingExtraError(
-            "the questions need questionary, which is not installed. Run: pip install 'accelfn[cli]'"
+            "accelfn config needs questionary, which is not installed. Run: pip install 'accelfn[cli]'"
         ) from error
     return questionary
 
 
-def _check_place(path: str) -> None:
-    """Refuse before the first question what could not be written after the last."""
-    place = Path(path).absolute()
-    if place.is_dir():
-        raise ConfigurationError(f"{path} is a folder. Name a file: accelfn config --config_file FILE")
-    folder = next(one for one in place.parents if one.exists())
+def _check_writable(path: str) -> None:
+    """Check before the first question that the file can be written after the last."""
+    file = Path(path).absolute()
+    if file.is_dir():
+        raise ConfigurationError(f"{path} is a directory. Pass a file: accelfn config --config_file FILE")
+    folder = next(parent for parent in file.parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigurationError(
-            f"{path} can't be written: {folder} is not a folder that you may write to. Name another file: "
-            "accelfn config --config_file FILE"
+            f"can't write {path}: {folder} is not a writable directory. Pass another file: accelfn config "
+            "--config_file FILE"
         )
 
 
-def _put(questionary: Any, question: Question, few: tuple[str, ...], default: object) -> str:
+def _ask(questionary: Any, question: Question, few: tuple[str, ...], default: object) -> str:
     if question.kind.is_bool:
         answer = questionary.confirm(question.text, default=default is True).unsafe_ask()
         return "true" if answer else "false"
     if few:
-        # Digits move to a choice; there are nine that need no other key. A choice that is itself a digit is
-        # reached by that one, whatever its place.
-        own = all(len(one) == 1 and one.isdecimal() for one in few)
+        # The shortcut of a choice is its digit if all choices are digits, else its position.
+        are_digits = all(len(choice) == 1 and choice.isdecimal() for choice in few)
         choices = [
-            questionary.Choice(question.title(one), value=one, shortcut_key=one if own else True)
-            for one in few
+            questionary.Choice(
+                question.title(choice), value=choice, shortcut_key=choice if are_digits else True
+            )
+            for choice in few
         ]
         return questionary.select(
             question.text,

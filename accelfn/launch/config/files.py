@@ -1,4 +1,4 @@
-"""Config files: where they are looked for, how they are read, and how one is written."""
+"""Config files: find, parse and write them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.config.options import OPTIONS, RENAMED, SECTIONS, Option, read_value, suggest
 from accelfn.launch.config.record import LaunchConfig, changed_values
 
-#: The layout that this version writes.
+#: The version of the file format.
 CONFIG_VERSION = 1
 
-# Keys that only files of Accelerate have at the top.
-_OF_ACCELERATE = (
+# Top-level keys that only config files of Accelerate have.
+_ACCELERATE_KEYS = (
     *("distributed_type", "deepspeed_config", "fsdp_config", "megatron_lm_config", "mpirun_config"),
 )
-# How YAML writes that there is no value.
+# YAML's null.
 NULLS = ("", "~", "null", "Null", "NULL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """What a config file says.
+    """The content of a config file.
 
     Attributes:
-        path: Where it was read.
-        values: Values by the options' names; only those that are in it.
-        lines: The line of each, such as ``line 3``; missing where it isn't known.
+        path: Its path.
+        values: The values in it, by option name.
+        lines: The line of each value, such as ``line 3``, if known.
     """
 
     path: str
@@ -43,12 +43,12 @@ class ConfigFile:
 
 
 def default_path(environment: Mapping[str, str], platform: str, home: str) -> PurePath:
-    """Return the path of the configuration where nobody names another. Pure.
+    """Return the path of the default config file. Pure.
 
     Args:
-        environment: Variables; ``XDG_CONFIG_HOME`` or ``APPDATA`` counts.
+        environment: Variables; ``XDG_CONFIG_HOME`` and ``APPDATA`` are read.
         platform: As ``sys.platform``.
-        home: The user's folder.
+        home: The user's home directory.
 
     >>> str(default_path({}, "linux", "/home/ann"))
     '/home/ann/.config/accelfn/config.yaml'
@@ -60,7 +60,7 @@ def default_path(environment: Mapping[str, str], platform: str, home: str) -> Pu
         base = PurePosixPath(home, "Library", "Application Support")
     else:
         given = environment.get("XDG_CONFIG_HOME")
-        # The convention's own rule: a path that isn't absolute doesn't count.
+        # The XDG specification ignores relative paths.
         base = PurePosixPath(given) if given and given.startswith("/") else PurePosixPath(home, ".config")
     return base / "accelfn" / "config.yaml"
 
@@ -68,73 +68,73 @@ def default_path(environment: Mapping[str, str], platform: str, home: str) -> Pu
 def find_config_file(
     given: str | None, environment: Mapping[str, str], platform: str, home: str
 ) -> tuple[str, bool]:
-    """Return which config file counts: the flag's, else ``ACCELFN_CONFIG``, else the default one.
+    """Return the config file in effect: that of the flag, else of ``ACCELFN_CONFIG``, else the default.
 
     Args:
         given: Value of ``--config_file``.
         environment: Variables.
         platform: As ``sys.platform``.
-        home: The user's folder.
+        home: The user's home directory.
 
     Returns:
-        Its path, and whether it was asked for, so that it is an error if it isn't there.
+        Its path, and whether it was requested, so that it must exist.
 
     Raises:
-        ConfigurationError: The flag names no file.
+        ConfigurationError: The flag is empty.
 
     >>> find_config_file(None, {"ACCELFN_CONFIG": "my.yaml"}, "linux", "/home/ann")
     ('my.yaml', True)
     """
     if given is not None and not given.strip():
-        raise ConfigurationError(f"--config_file needs the name of a file, got {given!r}.")
-    named = given or environment.get("ACCELFN_CONFIG", "").strip()
-    if named:
-        return os.path.expanduser(named), True
+        raise ConfigurationError(f"--config_file needs a file name, got {given!r}.")
+    requested = given or environment.get("ACCELFN_CONFIG", "").strip()
+    if requested:
+        return os.path.expanduser(requested), True
     return str(default_path(environment, platform, home)), False
 
 
 def read_config(path: str) -> ConfigFile:
-    """Read a config file. Effect: reads the disk.
+    """Read a config file.
 
     Raises:
-        ConfigurationError: It can't be read, isn't YAML or JSON, or a key or value in it is wrong.
-        MissingExtraError: It is YAML and PyYAML isn't installed.
+        ConfigurationError: It can't be read, isn't YAML or JSON, or has an invalid key or value.
+        MissingExtraError: It is YAML, and PyYAML isn't installed.
     """
     return parse_config(read_text(path), path)
 
 
 def read_text(path: str) -> str:
-    """Read the text of a config file. Effect: reads the disk.
+    """Read the text of a config file.
 
     Raises:
-        ConfigurationError: It isn't there, or can't be read.
+        ConfigurationError: It doesn't exist or can't be read.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigurationError(
-            f"there is no configuration file {path!r}. Check the path, or make one with accelfn config."
+            f"no config file {path!r}. Check the path, or create one with accelfn config."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it isn't a text in UTF-8"
-        raise ConfigurationError(f"the configuration file {path!r} can't be read: {reason}.") from error
+        reason = error.strerror if isinstance(error, OSError) else "it isn't UTF-8"
+        raise ConfigurationError(f"can't read the config file {path!r}: {reason}.") from error
 
 
 def parse_config(text: str, path: str) -> ConfigFile:
-    """Read the text of a config file. Pure.
+    """Parse a config file. Pure.
 
     Args:
         text: JSON if ``path`` ends in ``.json``, else YAML.
-        path: Its name, for messages.
+        path: Its path, for messages.
 
     Raises:
-        ConfigurationError: As for :func:`read_config`.
-        MissingExtraError: As for :func:`read_config`.
+        ConfigurationError: As :func:`read_config`.
+        MissingExtraError: As :func:`read_config`.
     """
     tree = read_tree(text, path)
     if is_of_accelerate(tree):
         raise ConfigurationError(
-            f"{path} is a configuration of Accelerate. Import it with: accelfn config import {path}"
+            f"{path} is a config file of Accelerate. Import it with: accelfn config import {path}"
         )
     _check_version(tree.pop("config_version", "1"), path)
     by_path = {option.path: option for option in OPTIONS.values()}
@@ -158,66 +158,66 @@ def parse_config(text: str, path: str) -> ConfigFile:
 
 
 def is_of_accelerate(tree: Mapping[str, Any]) -> bool:
-    """Return whether a file is one of Accelerate's, by the keys that only those have at the top. Pure."""
-    return "config_version" not in tree and any(key in tree for key in _OF_ACCELERATE)
+    """Return whether this is a config file of Accelerate. Pure."""
+    return "config_version" not in tree and any(key in tree for key in _ACCELERATE_KEYS)
 
 
 def find_line(text: str, keys: tuple[str, ...]) -> str:
-    r"""Find the line of a key in the text of a file; "" if it isn't at the start of one. Pure.
+    r"""Find the line of a key in a config file; "" if no line begins with it. Pure.
 
     >>> find_line("cpu: no\nfsdp:\n  version: 2", ("fsdp", "version"))
     'line 3'
     """
     start = 0
     for key in keys:
-        found = re.compile(rf"^[\s{{\"']*{re.escape(key)}[\"']?\s*:", re.MULTILINE).search(text, start)
-        if found is None:
+        match = re.compile(rf"^[\s{{\"']*{re.escape(key)}[\"']?\s*:", re.MULTILINE).search(text, start)
+        if match is None:
             return ""
-        start = found.end()
+        start = match.end()
     return f"line {text.count(chr(10), 0, start) + 1}"
 
 
 def join_items(option: Option, value: object) -> str:
-    """Return an entry of a file as the text that a flag would have.
+    """Return a value of a config file as the text of a flag.
 
     Raises:
-        ValueError: It is a section, or a list of lists.
+        ValueError: The value is a section or a list of lists.
     """
     items = cast("list[object]", value) if isinstance(value, list) else [value]
-    if not all(isinstance(one, str) for one in items):
+    if not all(isinstance(item, str) for item in items):
         what = "a section" if isinstance(value, dict) else "a list of lists"
         raise ValueError(f"it must be {option.kind.accepts}, got {what}.")
     return option.kind.separator.join(map(str, items))
 
 
-def _check_version(given: object, path: str) -> None:
-    if not (isinstance(given, str) and given.isdecimal() and int(given) > 0):
+def _check_version(version: object, path: str) -> None:
+    if not (isinstance(version, str) and version.isdecimal() and int(version) > 0):
         raise ConfigurationError(f"{path}: config_version must be {CONFIG_VERSION}.")
-    if int(given) > CONFIG_VERSION:
+    if int(version) > CONFIG_VERSION:
         raise ConfigurationError(
-            f"{path}: config_version {given} is newer than this accelfn, which knows {CONFIG_VERSION}. "
+            f"{path}: config_version {version} is newer than version {CONFIG_VERSION} of this accelfn. "
             "Update accelfn, or write a new file with accelfn config."
         )
 
 
 def _flatten(tree: Mapping[str, Any], path: str) -> list[tuple[tuple[str, ...], object]]:
-    found: list[tuple[tuple[str, ...], object]] = []
+    entries: list[tuple[tuple[str, ...], object]] = []
     for key, value in tree.items():
         if key not in SECTIONS:
-            found.append(((key,), value))
+            entries.append(((key,), value))
         elif isinstance(value, dict):
-            found += [((key, inner), one) for inner, one in cast("dict[str, object]", value).items()]
+            entries += [((key, inner), entry) for inner, entry in cast("dict[str, object]", value).items()]
         elif value not in NULLS:
-            raise ConfigurationError(f"{path}: {key} must be a section of its own, with keys in it.")
-    return found
+            raise ConfigurationError(f"{path}: {key} must be a section.")
+    return entries
 
 
 def _hint(key: str, by_path: Mapping[str, Option], path: str) -> str:
-    if key in _OF_ACCELERATE:
-        return f" It is one of Accelerate's: accelfn config import {path} imports a file of its layout."
+    if key in _ACCELERATE_KEYS:
+        return f" It is a key of Accelerate. Import its config file with: accelfn config import {path}"
     names = {option.key: option.path for option in by_path.values()}
-    names |= {option.name: option.path for option in by_path.values()} | {one: one for one in by_path}
-    # Within its section first: `versoin` under fsdp is fsdp.version.
+    names |= {option.name: option.path for option in by_path.values()} | {key: key for key in by_path}
+    # Suggest a key of the same section first: `versoin` under fsdp is fsdp.version.
     close = RENAMED.get(key) or suggest(key, by_path) or suggest(key.rpartition(".")[2], names)
     section, dot, inner = names.get(close or "", "").rpartition(".")
     if not inner:
@@ -226,44 +226,41 @@ def _hint(key: str, by_path: Mapping[str, Option], path: str) -> str:
 
 
 def read_tree(text: str, path: str, *, typed: bool = False) -> dict[str, Any]:
-    """Read YAML or JSON into mappings, lists, and scalars. Pure.
+    """Parse YAML or JSON into mappings, lists and scalars. Pure.
 
     Args:
         text: JSON if ``path`` ends in ``.json``, else YAML.
-        path: Its name, for messages.
-        typed: Whether scalars are what YAML takes them for. Otherwise they are the texts of the file, so that
-            ``no`` is a word; and null is "".
+        path: Its path, for messages.
+        typed: Convert scalars as YAML does. Otherwise they stay texts, so that ``no`` is a word and null "".
 
     Raises:
-        ConfigurationError: It is not valid, or not a mapping, or has a key twice.
-        MissingExtraError: It is YAML and PyYAML isn't installed.
+        ConfigurationError: It is invalid, isn't a mapping, or repeats a key.
+        MissingExtraError: It is YAML, and PyYAML isn't installed.
     """
     try:
         tree = _read_json(text, path, typed) if path.endswith(".json") else _read_yaml(text, path, typed)
     except RecursionError:
         raise ConfigurationError(
-            f"{path}: this is nested too deeply; a configuration has sections, and keys in them."
+            f"{path} is nested too deeply. A config file has sections with keys."
         ) from None
     if not isinstance(tree, dict):
-        raise ConfigurationError(
-            f"{path}: a configuration is a list of `key: value`, this is something else."
-        )
+        raise ConfigurationError(f"{path} must be a mapping of keys to values.")
     return {str(key): value for key, value in cast("dict[Any, Any]", tree).items()}
 
 
 def _read_json(text: str, path: str, typed: bool) -> object:
     def as_text(value: object) -> object:
         if isinstance(value, dict):
-            return {key: as_text(one) for key, one in cast("dict[str, object]", value).items()}
+            return {key: as_text(item) for key, item in cast("dict[str, object]", value).items()}
         if isinstance(value, list):
-            return [as_text(one) for one in cast("list[object]", value)]
+            return [as_text(item) for item in cast("list[object]", value)]
         return "" if value is None else value if isinstance(value, str) else json.dumps(value)
 
     try:
         tree = json.loads(text)
         return tree if typed else as_text(tree)
     except ValueError as error:
-        raise ConfigurationError(f"{path}: this is not valid JSON: {error}.") from error
+        raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
 
 
 def _read_yaml(text: str, path: str, typed: bool) -> object:
@@ -271,7 +268,7 @@ def _read_yaml(text: str, path: str, typed: bool) -> object:
     base: Any = yaml.SafeLoader if typed else yaml.BaseLoader
 
     class Loader(base):
-        """Refuses what YAML takes in silence, and what no configuration needs."""
+        """Refuses repeated keys, which YAML accepts silently, and aliases."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
@@ -284,47 +281,47 @@ def _read_yaml(text: str, path: str, typed: bool) -> object:
             for key, _ in node.value:
                 if str(key.value) in seen:
                     line = key.start_mark.line + 1
-                    raise ConfigurationError(
-                        f"{path}, line {line}: the key {key.value!r} is there twice. Remove one."
-                    )
+                    raise ConfigurationError(f"{path}, line {line}: repeated key {key.value!r}. Remove one.")
                 seen.add(str(key.value))
             return base.construct_mapping(self, node, deep=deep)
 
     try:
         tree: object = yaml.load(text, Loader)
+    except ConfigurationError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
         mark: Any = getattr(error, "problem_mark", None)
         where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigurationError(f"{path}{where}: this is not valid YAML: {problem}.") from error
+        raise ConfigurationError(f"{path}{where}: not valid YAML: {problem}.") from error
     return {} if tree is None or tree == "" else tree
 
 
 def load_yaml(path: str) -> Any:
-    """Import PyYAML, to read or write ``path``.
+    """Import PyYAML to read or write ``path``.
 
     Raises:
-        MissingExtraError: It isn't installed.
+        MissingExtraError: PyYAML isn't installed.
     """
     try:
         return importlib.import_module("yaml")
     except ImportError:
         raise MissingExtraError(
-            f"{path} is YAML, and PyYAML is not installed. Run: pip install 'accelfn[cli]'. A file that ends "
-            "in .json needs nothing."
+            f"{path} is YAML, and PyYAML is not installed. Run: pip install 'accelfn[cli]', or use a .json "
+            "file."
         ) from None
 
 
 def format_config(config: LaunchConfig, path: str, names: frozenset[str] | None = None) -> str:
-    """Write a configuration as the text of a file. Pure; what is read from it is equal.
+    """Format a configuration as a config file. Pure.
 
     Args:
-        config: What to write.
+        config: The configuration.
         path: JSON if it ends in ``.json``, else YAML.
-        names: Options to write; those that differ from their defaults if None.
+        names: Options to write; None for those that differ from their defaults.
 
     Raises:
-        MissingExtraError: It is to be YAML, and PyYAML isn't installed.
+        MissingExtraError: The format is YAML, and PyYAML isn't installed.
 
     >>> print(format_config(LaunchConfig(num_processes=2, use_fsdp=True), "a.yaml"), end="")
     config_version: 1
@@ -332,7 +329,7 @@ def format_config(config: LaunchConfig, path: str, names: frozenset[str] | None 
     use_fsdp: true
     """
     tree: dict[str, Any] = {"config_version": CONFIG_VERSION}
-    for name in changed_values(config) if names is None else [one for one in OPTIONS if one in names]:
+    for name in changed_values(config) if names is None else [name for name in OPTIONS if name in names]:
         option, value = OPTIONS[name], getattr(config, name)
         if value is None:
             continue
@@ -342,10 +339,10 @@ def format_config(config: LaunchConfig, path: str, names: frozenset[str] | None 
 
 
 def format_tree(tree: Mapping[str, Any], path: str) -> str:
-    """Write names and values as text: JSON where ``path`` ends in ``.json``, else YAML. Pure.
+    """Format a mapping as JSON if ``path`` ends in ``.json``, else as YAML. Pure.
 
     Raises:
-        MissingExtraError: It is to be YAML, and PyYAML isn't installed.
+        MissingExtraError: The format is YAML, and PyYAML isn't installed.
     """
     if path.endswith(".json"):
         return json.dumps(tree, indent=2) + "\n"

@@ -1,7 +1,7 @@
-"""The table of options, of which flags, variables, keys of files, questions and the reference are made.
+"""The table of launch options. Flags, variables, config keys, questions and the reference come from it.
 
-One row is one option: its name, the kind of its value, the default and the help. A :class:`Kind` says in
-words what it accepts, so that help, errors and documentation can't drift apart.
+Each row is an option: name, kind of value, default and help. A :class:`Kind` describes what it accepts, so
+that help, errors and documentation agree.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _N = TypeVar("_N", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One way to write a value as text.
+    """How a value is written as text.
 
     Attributes:
-        accepts: What is accepted, in words.
-        read: Returns the value of a text; raises ``ValueError`` for one that isn't of this kind.
-        metavar: Stands for the value in the help.
-        choices: The only texts; empty where there are others.
-        is_bool: Whether a flag of this kind can do without a value, and has a ``--no_`` form.
-        separator: Of the items of a value that has several. For a line break, the flag may be repeated.
+        accepts: A description of the accepted values.
+        read: Parses a text; raises ``ValueError`` if it is invalid.
+        metavar: Placeholder for the value in the help.
+        choices: The allowed texts; empty if any text that ``read`` parses is allowed.
+        is_bool: Whether a flag of this kind needs no value and has a ``--no_`` form.
+        separator: Separator of items. If it is a line break, the flag may be repeated.
     """
 
     accepts: str
@@ -49,11 +49,11 @@ class Kind:
 
     @property
     def repeats(self) -> bool:
-        """Whether the flag may be given several times, one item each."""
+        """Whether the flag may be repeated, with one item each time."""
         return self.separator == "\n"
 
     def can_read(self, text: str) -> bool:
-        """Return whether a text stands for a value of this kind."""
+        """Return whether a text is valid for this kind."""
         try:
             self.read(text)
         except ValueError:
@@ -61,13 +61,13 @@ class Kind:
         return True
 
     def write(self, value: object) -> str:
-        """Return a text that ``read`` turns into the value again."""
+        """Return the text of a value, the inverse of ``read``."""
         if isinstance(value, tuple):
             return self.separator.join(map(self.write, cast("tuple[object, ...]", value)))
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def holds(self, value: object) -> bool:
-        """Return whether a value is one that some text stands for."""
+        """Return whether a value is one that ``read`` can return."""
         text = self.write(value)
         if not self.can_read(text):
             return False
@@ -76,20 +76,20 @@ class Kind:
 
 
 def integer(least: int, most: int | None = None) -> Kind:
-    """Return the kind of whole numbers from ``least`` to ``most`` (None: no bound)."""
+    """Return the kind of integers from ``least`` to ``most`` (None: unbounded)."""
 
     def read(text: str) -> int:
-        # int() alone would take "1_000" and other digits than these.
+        # int() alone accepts "1_000" and non-ASCII digits.
         if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
             raise ValueError(text)
         return _within(int(text), least, most)
 
-    words = f"a whole number, {least} or more" if most is None else f"a whole number from {least} to {most}"
+    words = f"an integer, {least} or more" if most is None else f"an integer from {least} to {most}"
     return Kind(words, read, "N")
 
 
 def real(least: float, most: float | None = None, *, above: bool = False) -> Kind:
-    """Return the kind of finite numbers from ``least`` to ``most``; with ``above``, more than ``least``."""
+    """Return the kind of finite numbers from ``least`` (exclusive with ``above``) to ``most``."""
 
     def read(text: str) -> float:
         number = _within(float(text), least, most)
@@ -97,12 +97,12 @@ def real(least: float, most: float | None = None, *, above: bool = False) -> Kin
             raise ValueError(text)
         return number
 
-    words = f"a number more than {least:g}" if above else f"a number, {least:g} or more"
+    words = f"a number greater than {least:g}" if above else f"a number, {least:g} or more"
     return Kind(words if most is None else f"a number from {least:g} to {most:g}", read, "NUMBER")
 
 
 def choice(*choices: str) -> Kind:
-    """Return the kind of a few words, in any case.
+    """Return the kind with these choices; case is ignored.
 
     >>> choice("HYBRID", "E4M3").read("hybrid")
     'HYBRID'
@@ -147,7 +147,7 @@ def _read_text(text: str) -> str:
 
 
 def _read_size(text: str) -> int:
-    # Launchers write counts of parameters as 1e8 or 100000000.0.
+    # Parameter counts may be written as 1e8 or 100000000.0.
     number = float(text)
     if not number.is_integer() or number < 0:
         raise ValueError(text)
@@ -171,38 +171,37 @@ def _read_three(text: str) -> tuple[bool, ...]:
     return _read_bool(first), _read_bool(second), _read_bool(third)
 
 
-BOOL: Kind = Kind("true or false (yes, no, on, off, 1 and 0 do too)", _read_bool, "BOOL", is_bool=True)
-TEXT: Kind = Kind("a text that is not empty", _read_text, "TEXT")
-#: A file that must be there when the value is used; ``accelfn.launch.launch`` looks for it.
-FILE: Kind = Kind("the name of a file", _read_text, "FILE")
-HOST: Kind = Kind("the name or address of a machine", _matching(r"[\w.:%-]+|\[[\w.:%-]+\]"), "HOST")
+BOOL: Kind = Kind("true or false (or yes, no, on, off, 1, 0)", _read_bool, "BOOL", is_bool=True)
+TEXT: Kind = Kind("a non-empty text", _read_text, "TEXT")
+#: A file that must exist when the value is used; ``accelfn.launch.launch`` checks that.
+FILE: Kind = Kind("a file name", _read_text, "FILE")
+HOST: Kind = Kind("a host name or address", _matching(r"[\w.:%-]+|\[[\w.:%-]+\]"), "HOST")
 ENDPOINT: Kind = Kind(
-    "HOST:PORT, the name or address of a machine and a port",
+    "HOST:PORT",
     _matching(r"([\w.%-]+|\[[\w.:%-]+\])(:[0-9]+)?"),
     "HOST:PORT",
 )
-NAMES: Kind = Kind("names separated by commas", _read_names, "A,B,...")
-#: Several texts of any form; in a variable one a line.
+NAMES: Kind = Kind("comma-separated names", _read_names, "A,B,...")
+#: Any texts; in a variable, one per line.
 TEXTS: Kind = Kind("one or more texts", _read_texts, "TEXT", separator="\n")
-SIZE: Kind = Kind("a whole number, 0 or more (1e8 is accepted)", _read_size, "N")
-DEVICES: Kind = Kind("device ids separated by commas, or all", _read_devices, "A,B,...")
-FLAGS_3: Kind = Kind("three of true or false, separated by commas", _read_three, "BOOL,BOOL,BOOL")
+SIZE: Kind = Kind("an integer, 0 or more (also as 1e8)", _read_size, "N")
+DEVICES: Kind = Kind("comma-separated device IDs, or all", _read_devices, "A,B,...")
+FLAGS_3: Kind = Kind("three comma-separated booleans", _read_three, "BOOL,BOOL,BOOL")
 COUNT: Kind = integer(1)
 PORT: Kind = integer(0, 65535)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Options that stand together in the help, and in a config file where they have a section of their own.
+    """A group of options in the help and, if it has a name, a section of the config file.
 
     Attributes:
         title: Heading in the help.
-        name: Key in a file; empty for options at its top.
-        prefix: What its options' names begin with, and their keys in the file don't.
-        switch: Option that makes the section active; ``"sbatch"`` for the flag of that name; empty if the
-            section always is.
-        on: The switch's value that does; None for any but ``no``.
-        exports: Prefix of its options' names in the variables of Accelerate; empty if there are none.
+        name: Key in a config file; empty for top-level options.
+        prefix: Prefix of the options' names that their keys in the file omit.
+        switch: Option that activates the section, or ``"sbatch"``, the flag; empty if it is always active.
+        on: The switch's value that activates it; None for any value except ``no``.
+        exports: Prefix of the options' variables in Accelerate; empty if there are none.
     """
 
     title: str
@@ -214,22 +213,22 @@ class Section:
 
     @property
     def needs(self) -> str:
-        """What a user types to make it active."""
+        """The flag that activates it."""
         return f"--{self.switch}" if self.on is True else f"--{self.switch} {self.on or 'NAME'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a launch, under all its names.
+    """A launch option under all its names.
 
     Attributes:
-        name: Its unique name: the flag's without dashes, such as ``fsdp_version``.
-        kind: How its value is written.
-        default: Value where no source gives one.
-        about: Help in a few words.
-        alias: Short spelling of the flag, such as ``-m``.
-        file_key: Key in a file, where it isn't the name without the section's prefix.
-        section: What it belongs to.
+        name: Name of the flag without dashes, such as ``fsdp_version``.
+        kind: Kind of its value.
+        default: Value if no source sets it.
+        about: One-line help.
+        alias: Short form of the flag, such as ``-m``.
+        file_key: Key in a config file, if it isn't the name without the section's prefix.
+        section: Its section.
     """
 
     name: str
@@ -242,27 +241,27 @@ class Option:
 
     @property
     def key(self) -> str:
-        """Its key in the section of a file, such as ``version``."""
+        """Key within its section of a config file, such as ``version``."""
         return self.file_key or self.name.removeprefix(self.section.prefix)
 
     @property
     def path(self) -> str:
-        """Its keys in a file, such as ``fsdp.version``."""
+        """Path of its key in a config file, such as ``fsdp.version``."""
         return f"{self.section.name}.{self.key}" if self.section.name else self.key
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Spellings that set it, the long one first."""
+        """Its flags, the long form first."""
         return (f"--{self.name}", self.alias) if self.alias else (f"--{self.name}",)
 
     @property
     def no_flag(self) -> str:
-        """Spelling that sets it to false; empty if it isn't a yes or no."""
+        """Flag that sets it to false; empty if it isn't boolean."""
         return f"--no_{self.name}" if self.kind.is_bool else ""
 
     @property
     def exports(self) -> tuple[str, ...]:
-        """Variables that the started processes read it from: accelfn's name, and Accelerate's."""
+        """Variables by which processes receive it: accelfn's name and Accelerate's."""
         by_rule = f"{self.section.exports}{self.key.upper()}" if self.section.exports else ""
         theirs = _EXPORTED.get(self.name, by_rule)
         if not theirs:
@@ -272,25 +271,25 @@ class Option:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Variables that give it to the launcher, in the order in which they are looked for."""
+        """Variables that set it for the launcher, in order of precedence."""
         return tuple(dict.fromkeys((f"ACCELFN_{self.name.upper()}", *self.exports[:1])))
 
     @property
     def help(self) -> str:
-        """What it is for, with a note where no launch can be given it yet."""
+        """Its help text, with a note if accelfn doesn't support it yet."""
         choices = f": {self.kind.accepts}" if self.kind.metavar == "NAME" else ""
-        waits = NOT_YET.get(self.name, (False,))[0] is True
-        return f"{self.about}{choices}{_LATER if waits else ''}"
+        is_later = NOT_YET.get(self.name, (False,))[0] is True
+        return f"{self.about}{choices}{_LATER if is_later else ''}"
 
     @property
     def heading(self) -> str:
         """Heading in the help."""
-        waits = (self.section.switch, self.section.on) in [(name, on) for name, (on, _) in NOT_YET.items()]
-        return self.section.title + _LATER * waits
+        is_later = (self.section.switch, self.section.on) in [(name, on) for name, (on, _) in NOT_YET.items()]
+        return self.section.title + _LATER * is_later
 
 
-#: What the table has for engines to come: the option, the value that asks for one, and its name. A launch
-#: refuses it, and the questionnaire does not ask.
+#: Engines that aren't supported yet: the option, the value that selects one, and its name. A launch refuses
+#: them, and the questionnaire doesn't offer them.
 NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
         "use_deepspeed": (True, "DeepSpeed"),
@@ -298,17 +297,18 @@ NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
         "mixed_precision": ("fp8", "fp8"),
     }
 )
-#: What a launch and an import say of Amazon SageMaker.
+#: The error for Amazon SageMaker.
 NO_SAGEMAKER = (
-    "accelfn doesn't start SageMaker's jobs. Start one with the estimator of the sagemaker package, whose "
-    "entry point runs accelfn launch."
+    "accelfn doesn't start SageMaker jobs. Use an estimator of the sagemaker package whose entry point runs "
+    "accelfn launch."
 )
-#: Options of which at most one may be true; one from a stronger source puts out those of weaker ones.
+#: Groups of mutually exclusive options; the source with higher precedence wins.
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("cpu", "multi_gpu", "tpu"),
+    ("module", "no_python"),
     ("use_deepspeed", "use_fsdp", "use_megatron_lm"),
 )
-#: Keys of Accelerate, of any version, that are called otherwise here.
+#: Keys of any version of Accelerate that have another name here.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "use_cpu": "cpu",
@@ -359,123 +359,121 @@ _OFFLOAD = choice("none", "cpu", "nvme")
 # Each section, and the options in it.
 _TABLE: tuple[Section | Option, ...] = (
     Section("General"),
-    Option("module", BOOL, False, "the script is a module, as in python -m", alias="-m"),
-    Option("no_python", BOOL, False, "the script is a program of its own"),
-    Option("debug", BOOL, False, "compare calls in full before each operation across ranks"),
-    Option("quiet", BOOL, False, "no line at the start, no report after a failure", alias="-q"),
+    Option("module", BOOL, False, "run the script as a module, as python -m does", alias="-m"),
+    Option("no_python", BOOL, False, "run the script directly, without Python"),
+    Option("debug", BOOL, False, "check the arguments of every collective on all ranks"),
+    Option("quiet", BOOL, False, "print neither the start line nor the failure report", alias="-q"),
     Option("compute_environment", _PLACES, "LOCAL_MACHINE", "where the script runs"),
     Section("Hardware"),
-    Option("cpu", BOOL, False, "use the CPU even where there is an accelerator"),
+    Option("cpu", BOOL, False, "use the CPU even if there is an accelerator"),
     Option("multi_gpu", BOOL, False, "use several accelerators"),
-    Option("tpu", BOOL, False, "use TPUs, through torch_xla"),
+    Option("tpu", BOOL, False, "use TPUs, with torch_xla"),
     Section("Resources"),
     Option(
         "mixed_precision",
         choice("no", "fp16", "bf16", "fp8"),
         None,
-        "precision of contexts without their own",
+        "default mixed precision of contexts",
     ),
-    Option("gradient_accumulation_steps", COUNT, None, "accumulation of contexts without their own"),
+    Option("gradient_accumulation_steps", COUNT, None, "default gradient accumulation steps of contexts"),
     Option(
         "num_processes",
         COUNT,
         None,
-        "processes on all machines (one per accelerator; 1 on a CPU)",
+        "number of processes on all machines (one per accelerator)",
         alias="-n",
     ),
-    Option("num_machines", COUNT, 1, "machines that take part"),
-    Option("num_cpu_threads_per_process", COUNT, None, "OMP_NUM_THREADS (cores / processes if unset)"),
+    Option("num_machines", COUNT, 1, "number of machines"),
+    Option("num_cpu_threads_per_process", COUNT, None, "OMP_NUM_THREADS of each process (cores / processes)"),
     Option("enable_cpu_affinity", BOOL, False, "bind each process to the NUMA node of its GPU"),
     Section("Paradigm", exports="ACCELERATE_"),
     Option("use_deepspeed", BOOL, False, "train with DeepSpeed"),
     Option("use_fsdp", BOOL, False, "train with FSDP"),
     Option("use_megatron_lm", BOOL, False, "train with Megatron-LM"),
-    Option("use_parallelism_config", BOOL, False, "lay the processes out as a mesh"),
+    Option("use_parallelism_config", BOOL, False, "arrange the processes in a device mesh"),
     Section("Machines"),
-    Option("gpu_ids", DEVICES, "all", "accelerators of this machine to use"),
-    Option("machine_rank", integer(0), None, "index of this machine, from 0"),
+    Option("gpu_ids", DEVICES, "all", "IDs of the accelerators to use on this machine"),
+    Option("machine_rank", integer(0), None, "rank of this machine, from 0"),
     Option("main_process_ip", HOST, None, "address of machine 0"),
     Option("main_process_port", PORT, None, "port on machine 0 (29500; on one machine any free port)"),
-    Option("same_network", BOOL, True, "the machines are in one network; the plan is the same either way"),
-    Option("rdzv_backend", choice("static", "c10d"), None, "ranks: by machine_rank, or assigned"),
-    Option("rdzv_endpoint", ENDPOINT, None, "rendezvous, for main_process_ip and main_process_port"),
+    Option("same_network", BOOL, True, "accepted for compatibility; has no effect"),
+    Option("rdzv_backend", choice("static", "c10d"), None, "static uses machine_rank, c10d assigns ranks"),
+    Option("rdzv_endpoint", ENDPOINT, None, "rendezvous, instead of main_process_ip and main_process_port"),
     Option("rdzv_id", TEXT, None, "rendezvous ID, the same on every machine"),
-    Option("rdzv_conf", TEXT, None, "further options of the rendezvous, as key=value,..."),
-    Option("preflight", BOOL, True, "compare the machines before the start, and share failures"),
-    Option("preflight_timeout", real(0, above=True), 60.0, "seconds to wait for the other machines there"),
+    Option("rdzv_conf", TEXT, None, "further rendezvous options, as key=value,..."),
+    Option("preflight", BOOL, True, "compare the machines before the start, and share failures between them"),
+    Option("preflight_timeout", real(0, above=True), 60.0, "seconds to wait for other machines"),
     Section("Elastic"),
-    Option("max_restarts", integer(0), 0, "start all processes again so many times after one failed"),
-    Option("monitor_interval", real(0, above=True), 0.1, "seconds between looks at the processes"),
-    Option("shutdown_timeout", COUNT, None, "seconds from a signal until processes are killed (30)"),
-    Option("role", TEXT, "default", "name of the processes in messages"),
-    Option("log_dir", TEXT, None, "folder where the output of each process is kept"),
-    Option("tee", TEXT, "0", "streams to show and keep: 3 is both, 0:1,1:2 differs by process", alias="-t"),
-    Option("redirects", TEXT, "0", "streams to keep and not to show, as with tee", alias="-r"),
+    Option("max_restarts", integer(0), 0, "number of times to restart all processes after a failure"),
+    Option("monitor_interval", real(0, above=True), 0.1, "seconds between checks of the processes"),
+    Option("shutdown_timeout", COUNT, None, "seconds between a stop signal and SIGKILL (30)"),
+    Option("role", TEXT, "default", "role of the processes in torchrun's messages"),
+    Option("log_dir", TEXT, None, "directory for the logs of each process"),
+    Option("tee", TEXT, "0", "streams to show and log: 3 for both, or 0:1,1:2 per process", alias="-t"),
+    Option("redirects", TEXT, "0", "streams to log only; same format as tee", alias="-r"),
     Section("TPU", switch="tpu"),
-    Option("main_training_function", TEXT, "main", "function of the script that each process of a TPU runs"),
-    Option("downcast_bf16", BOOL, False, "with bf16 on a TPU, double means fp32"),
+    Option("main_training_function", TEXT, "main", "function of the script to run on each TPU core"),
+    Option("downcast_bf16", BOOL, False, "with bf16 on a TPU, use fp32 for double"),
     Section("FSDP", "fsdp", "fsdp_", "use_fsdp", exports="FSDP_"),
-    Option("fsdp_version", integer(1, 2), 1, "whose options are read; torch's fully_shard does both"),
-    Option("fsdp_offload_params", BOOL, False, "keep parameters in host memory"),
-    Option("fsdp_min_num_params", SIZE, 10**8, "size of wrapped modules, with SIZE_BASED_WRAP"),
-    Option("fsdp_sharding_strategy", choice(*_STRATEGIES), "FULL_SHARD", "what version 1 shards"),
-    Option("fsdp_reshard_after_forward", BOOL, True, "shard parameters again after forward, in version 2"),
-    Option("fsdp_auto_wrap_policy", choice(*_WRAPS), None, "which modules are wrapped"),
-    Option("fsdp_transformer_layer_cls_to_wrap", NAMES, None, "classes to wrap, with TRANSFORMER_BASED_WRAP"),
-    Option("fsdp_backward_prefetch", choice(*_PREFETCHES), None, "when version 1 fetches ahead in backward"),
-    Option("fsdp_state_dict_type", choice(*_STATE_DICTS), None, "form of saved weights"),
-    Option("fsdp_forward_prefetch", BOOL, False, "fetch ahead in forward, in version 1"),
-    Option("fsdp_use_orig_params", BOOL, True, "keep the original parameters, in version 1"),
-    Option("fsdp_cpu_ram_efficient_loading", BOOL, False, "only the main process loads the weights"),
-    Option("fsdp_sync_module_states", BOOL, True, "broadcast the weights of process 0, in version 1"),
-    Option("fsdp_activation_checkpointing", BOOL, False, "compute activations again in backward"),
-    Option("fsdp_activation_checkpointing_offload", BOOL, False, "in host memory (version 2)"),
-    Option("fsdp_ignored_modules", TEXT, None, "modules that stay whole, as a pattern of names"),
+    Option("fsdp_version", integer(1, 2), 1, "FSDP version of the options; both run on torch's fully_shard"),
+    Option("fsdp_offload_params", BOOL, False, "offload parameters to host memory"),
+    Option("fsdp_min_num_params", SIZE, 10**8, "minimum parameters of a module to wrap (SIZE_BASED_WRAP)"),
+    Option("fsdp_sharding_strategy", choice(*_STRATEGIES), "FULL_SHARD", "what to shard (version 1)"),
+    Option("fsdp_reshard_after_forward", BOOL, True, "reshard parameters after the forward pass (version 2)"),
+    Option("fsdp_auto_wrap_policy", choice(*_WRAPS), None, "which modules to wrap"),
+    Option("fsdp_transformer_layer_cls_to_wrap", NAMES, None, "classes to wrap (TRANSFORMER_BASED_WRAP)"),
+    Option("fsdp_backward_prefetch", choice(*_PREFETCHES), None, "backward prefetching (version 1)"),
+    Option("fsdp_state_dict_type", choice(*_STATE_DICTS), None, "format of saved weights"),
+    Option("fsdp_forward_prefetch", BOOL, False, "prefetch in the forward pass (version 1)"),
+    Option("fsdp_use_orig_params", BOOL, True, "keep the original parameters (version 1)"),
+    Option("fsdp_cpu_ram_efficient_loading", BOOL, False, "load the weights on the main process only"),
+    Option("fsdp_sync_module_states", BOOL, True, "broadcast the weights from rank 0 (version 1)"),
+    Option("fsdp_activation_checkpointing", BOOL, False, "recompute activations in the backward pass"),
+    Option("fsdp_activation_checkpointing_offload", BOOL, False, "offload them to host memory (version 2)"),
+    Option("fsdp_ignored_modules", TEXT, None, "regular expression of module names not to shard"),
     Section("DeepSpeed", "deepspeed", "deepspeed_", "use_deepspeed", exports="ACCELERATE_DEEPSPEED_"),
-    Option("deepspeed_config_file", FILE, None, "DeepSpeed's own JSON file"),
+    Option("deepspeed_config_file", FILE, None, "DeepSpeed's JSON config file"),
     Option("zero_stage", integer(0, 3), None, "ZeRO stage (0 to 3)"),
-    Option("offload_optimizer_device", _OFFLOAD, None, "where optimizer states are kept"),
-    Option("offload_param_device", _OFFLOAD, None, "where parameters are kept"),
-    Option("offload_optimizer_nvme_path", TEXT, None, "folder for optimizer states on nvme"),
-    Option("offload_param_nvme_path", TEXT, None, "folder for parameters on nvme"),
-    Option("gradient_clipping", real(0), None, "bound of the norm of gradients"),
-    Option("zero3_init_flag", BOOL, None, "construct models sharded (zero.Init)"),
-    Option("zero3_save_16bit_model", BOOL, None, "save whole 16-bit weights in stage 3"),
-    Option("deepspeed_hostfile", FILE, None, "file that names the machines"),
-    Option("deepspeed_exclusion_filter", TEXT, None, "machines and devices to leave out"),
-    Option("deepspeed_inclusion_filter", TEXT, None, "machines and devices to use"),
-    Option(
-        "deepspeed_multinode_launcher", choice(*_LAUNCHERS), None, "how several machines are started (pdsh)"
-    ),
+    Option("offload_optimizer_device", _OFFLOAD, None, "where to keep optimizer states"),
+    Option("offload_param_device", _OFFLOAD, None, "where to keep parameters"),
+    Option("offload_optimizer_nvme_path", TEXT, None, "NVMe directory for optimizer states"),
+    Option("offload_param_nvme_path", TEXT, None, "NVMe directory for parameters"),
+    Option("gradient_clipping", real(0), None, "maximum gradient norm"),
+    Option("zero3_init_flag", BOOL, None, "construct models already sharded (zero.Init)"),
+    Option("zero3_save_16bit_model", BOOL, None, "save unsharded 16-bit weights in stage 3"),
+    Option("deepspeed_hostfile", FILE, None, "file that lists the hosts"),
+    Option("deepspeed_exclusion_filter", TEXT, None, "hosts and devices to exclude"),
+    Option("deepspeed_inclusion_filter", TEXT, None, "hosts and devices to include"),
+    Option("deepspeed_multinode_launcher", choice(*_LAUNCHERS), None, "launcher for several hosts (pdsh)"),
     Option("deepspeed_moe_layer_cls_names", NAMES, None, "classes of mixture-of-experts layers"),
     Section("Megatron-LM", "megatron_lm", "megatron_lm_", "use_megatron_lm", exports="MEGATRON_LM_"),
-    Option("megatron_lm_tp_degree", COUNT, 1, "processes that share a layer"),
-    Option("megatron_lm_pp_degree", COUNT, 1, "stages of the pipeline"),
-    Option("megatron_lm_num_micro_batches", COUNT, None, "micro-batches of the pipeline"),
+    Option("megatron_lm_tp_degree", COUNT, 1, "tensor-parallel size"),
+    Option("megatron_lm_pp_degree", COUNT, 1, "pipeline-parallel size"),
+    Option("megatron_lm_num_micro_batches", COUNT, None, "micro-batches per pipeline step"),
     Option("megatron_lm_sequence_parallelism", BOOL, None, "shard activations along the sequence"),
-    Option("megatron_lm_recompute_activations", BOOL, None, "compute activations again in backward"),
+    Option("megatron_lm_recompute_activations", BOOL, None, "recompute activations in the backward pass"),
     Option("megatron_lm_use_distributed_optimizer", BOOL, None, "shard optimizer states"),
-    Option("megatron_lm_gradient_clipping", real(0), 1.0, "bound of the norm of gradients"),
-    Option("megatron_lm_recompute_granularity", choice("full", "selective"), None, "how much is repeated"),
-    Option("megatron_lm_recompute_method", choice("uniform", "block"), None, "which layers are repeated"),
-    Option("megatron_lm_recompute_num_layers", COUNT, None, "layers of a unit that is computed again"),
-    Option("megatron_lm_attention_backend", choice(*_ATTENTION), None, "how attention is computed"),
-    Option("megatron_lm_expert_model_parallel_size", COUNT, None, "processes that share the experts"),
-    Option("megatron_lm_context_parallel_size", COUNT, None, "processes that share a sequence"),
-    Option("megatron_lm_attention_dropout", real(0, 1), None, "dropout of attention"),
-    Option("megatron_lm_hidden_dropout", real(0, 1), None, "dropout of hidden states"),
-    Option("megatron_lm_attention_softmax_in_fp32", BOOL, None, "softmax of attention in fp32"),
-    Option("megatron_lm_expert_tensor_parallel_size", COUNT, None, "processes that share an expert"),
-    Option("megatron_lm_calculate_per_token_loss", BOOL, None, "scale the loss by tokens"),
-    Option("megatron_lm_use_rotary_position_embeddings", BOOL, None, "rotary position embeddings"),
-    Option("megatron_lm_decoder_last_pipeline_num_layers", COUNT, None, "layers of the last stage"),
-    Option("megatron_lm_use_custom_fsdp", BOOL, False, "Megatron's own FSDP"),
-    Option("megatron_lm_no_load_optim", BOOL, False, "leave the optimizer out when loading"),
-    Option("megatron_lm_eod_mask_loss", BOOL, False, "no loss at ends of documents"),
-    Option("megatron_lm_overlap_cpu_optimizer_d2h_h2d", BOOL, False, "copy beside the optimizer on the CPU"),
-    Option("megatron_lm_no_save_optim", BOOL, False, "leave the optimizer out when saving"),
+    Option("megatron_lm_gradient_clipping", real(0), 1.0, "maximum gradient norm"),
+    Option("megatron_lm_recompute_granularity", choice("full", "selective"), None, "how much to recompute"),
+    Option("megatron_lm_recompute_method", choice("uniform", "block"), None, "which layers to recompute"),
+    Option("megatron_lm_recompute_num_layers", COUNT, None, "layers per recomputed unit"),
+    Option("megatron_lm_attention_backend", choice(*_ATTENTION), None, "attention implementation"),
+    Option("megatron_lm_expert_model_parallel_size", COUNT, None, "expert-parallel size"),
+    Option("megatron_lm_context_parallel_size", COUNT, None, "context-parallel size"),
+    Option("megatron_lm_attention_dropout", real(0, 1), None, "dropout rate of attention"),
+    Option("megatron_lm_hidden_dropout", real(0, 1), None, "dropout rate of hidden states"),
+    Option("megatron_lm_attention_softmax_in_fp32", BOOL, None, "compute the attention softmax in fp32"),
+    Option("megatron_lm_expert_tensor_parallel_size", COUNT, None, "tensor-parallel size of experts"),
+    Option("megatron_lm_calculate_per_token_loss", BOOL, None, "scale the loss by the number of tokens"),
+    Option("megatron_lm_use_rotary_position_embeddings", BOOL, None, "use rotary position embeddings"),
+    Option("megatron_lm_decoder_last_pipeline_num_layers", COUNT, None, "layers of the last pipeline stage"),
+    Option("megatron_lm_use_custom_fsdp", BOOL, False, "use Megatron's own FSDP"),
+    Option("megatron_lm_no_load_optim", BOOL, False, "don't load the optimizer"),
+    Option("megatron_lm_eod_mask_loss", BOOL, False, "mask the loss at ends of documents"),
+    Option("megatron_lm_overlap_cpu_optimizer_d2h_h2d", BOOL, False, "overlap copies with the CPU optimizer"),
+    Option("megatron_lm_no_save_optim", BOOL, False, "don't save the optimizer"),
     Option("megatron_lm_optimizer_cpu_offload", BOOL, False, "run the optimizer on the CPU"),
-    Option("megatron_lm_use_precision_aware_optimizer", BOOL, False, "optimizer states in lower precision"),
+    Option("megatron_lm_use_precision_aware_optimizer", BOOL, False, "low-precision optimizer states"),
     Section(
         "Parallelism",
         "parallelism",
@@ -483,59 +481,70 @@ _TABLE: tuple[Section | Option, ...] = (
         "use_parallelism_config",
         exports="PARALLELISM_CONFIG_",
     ),
-    Option("parallelism_config_dp_replicate_size", COUNT, 1, "copies of the model"),
-    Option("parallelism_config_dp_shard_size", COUNT, 1, "processes that share a copy"),
-    Option("parallelism_config_tp_size", COUNT, 1, "processes that share a layer"),
-    Option("parallelism_config_cp_size", COUNT, 1, "processes that share a sequence"),
-    Option("parallelism_config_sp_size", COUNT, 1, "processes that share a sequence, by heads"),
-    Option("parallelism_config_pp_size", COUNT, 1, "stages of the model"),
-    Option("parallelism_config_ep_size", COUNT, 1, "processes that experts are spread over"),
-    Option("parallelism_config_cp_backend", choice("torch"), "torch", "engine of cp"),
-    Option("parallelism_config_cp_comm_strategy", _CP_STRATEGIES, "allgather", "how cp exchanges"),
-    Option("parallelism_config_sp_backend", choice("torch", "deepspeed"), "torch", "engine of sp"),
-    Option("parallelism_config_sp_seq_length", COUNT, None, "length of the sequences of sp"),
-    Option("parallelism_config_sp_seq_length_is_variable", BOOL, True, "sequences of several lengths"),
-    Option("parallelism_config_sp_attn_implementation", TEXT, "sdpa", "attention of sp"),
+    Option("parallelism_config_dp_replicate_size", COUNT, 1, "data-parallel replicas"),
+    Option("parallelism_config_dp_shard_size", COUNT, 1, "data-parallel shards"),
+    Option("parallelism_config_tp_size", COUNT, 1, "tensor-parallel size"),
+    Option("parallelism_config_cp_size", COUNT, 1, "context-parallel size"),
+    Option("parallelism_config_sp_size", COUNT, 1, "sequence-parallel size (by heads)"),
+    Option("parallelism_config_pp_size", COUNT, 1, "pipeline-parallel size"),
+    Option("parallelism_config_ep_size", COUNT, 1, "expert-parallel size"),
+    Option("parallelism_config_cp_backend", choice("torch"), "torch", "backend of cp"),
+    Option("parallelism_config_cp_comm_strategy", _CP_STRATEGIES, "allgather", "communication of cp"),
+    Option("parallelism_config_sp_backend", choice("torch", "deepspeed"), "torch", "backend of sp"),
+    Option("parallelism_config_sp_seq_length", COUNT, None, "sequence length for sp"),
+    Option("parallelism_config_sp_seq_length_is_variable", BOOL, True, "allow different sequence lengths"),
+    Option("parallelism_config_sp_attn_implementation", TEXT, "sdpa", "attention implementation for sp"),
     Section("torch.compile", "dynamo", "dynamo_", "dynamo_backend", None, "ACCELERATE_DYNAMO_"),
-    Option("dynamo_backend", choice(*_DYNAMO_BACKENDS), None, "backend of torch.compile for models"),
-    Option("dynamo_mode", choice(*_DYNAMO_MODES), "default", "what to optimise for"),
-    Option("dynamo_use_fullgraph", BOOL, False, "a model must be one graph"),
-    Option("dynamo_use_dynamic", BOOL, None, "compile for all shapes at once"),
+    Option("dynamo_backend", choice(*_DYNAMO_BACKENDS), None, "torch.compile backend for models"),
+    Option("dynamo_mode", choice(*_DYNAMO_MODES), "default", "torch.compile mode"),
+    Option("dynamo_use_fullgraph", BOOL, False, "require one graph per model"),
+    Option("dynamo_use_dynamic", BOOL, None, "compile with dynamic shapes"),
     Option("dynamo_use_regional_compilation", BOOL, False, "compile repeated blocks once"),
     Section("FP8", "fp8", "fp8_", "mixed_precision", "fp8", "ACCELERATE_FP8_"),
-    Option("fp8_backend", choice("ao", "te", "msamp"), None, "engine: torchao, Transformer Engine, MS-AMP"),
-    Option("fp8_use_autocast_during_eval", BOOL, False, "fp8 in evaluation too (te)"),
+    Option("fp8_backend", choice("ao", "te", "msamp"), None, "torchao, Transformer Engine or MS-AMP"),
+    Option("fp8_use_autocast_during_eval", BOOL, False, "use fp8 in evaluation too (te)"),
     Option("fp8_margin", integer(0), 0, "margin of the scaling factor (te)"),
-    Option("fp8_interval", COUNT, 1, "steps between new scaling factors (te)"),
-    Option("fp8_format", choice("HYBRID", "E4M3", "E5M2"), "HYBRID", "format of the numbers (te)"),
-    Option("fp8_amax_history_len", COUNT, 1024, "steps that the scaling factor looks back (te)"),
-    Option("fp8_amax_compute_algo", choice("max", "most_recent"), "most_recent", "how it uses them (te)"),
-    Option("fp8_override_linear_precision", FLAGS_3, (False,) * 3, "not fp8 in fprop, dgrad, wgrad (te)"),
-    Option("fp8_opt_level", choice("O1", "O2"), "O2", "what is in fp8 (msamp)"),
-    Option("fp8_enable_fsdp_float8_all_gather", BOOL, True, "FSDP gathers in fp8 (ao)"),
-    Option("fp8_pad_inner_dim", BOOL, True, "pad matrices to what the kernels want (ao)"),
+    Option("fp8_interval", COUNT, 1, "steps between updates of the scaling factor (te)"),
+    Option("fp8_format", choice("HYBRID", "E4M3", "E5M2"), "HYBRID", "fp8 format (te)"),
+    Option("fp8_amax_history_len", COUNT, 1024, "length of the amax history (te)"),
+    Option(
+        "fp8_amax_compute_algo",
+        choice("max", "most_recent"),
+        "most_recent",
+        "reduction of the history (te)",
+    ),
+    Option("fp8_override_linear_precision", FLAGS_3, (False,) * 3, "no fp8 in fprop, dgrad, wgrad (te)"),
+    Option("fp8_opt_level", choice("O1", "O2"), "O2", "optimization level (msamp)"),
+    Option("fp8_enable_fsdp_float8_all_gather", BOOL, True, "all-gather FSDP parameters in fp8 (ao)"),
+    Option("fp8_pad_inner_dim", BOOL, True, "pad matrices to the sizes that the kernels need (ao)"),
     Section("MPI", "mpirun", "mpirun_"),
-    Option("mpirun_hostfile", FILE, None, "start through mpirun, on the machines that this file names"),
+    Option("mpirun_hostfile", FILE, None, "start with mpirun on the hosts that this file lists"),
     Section("TPU", "tpu_options", "tpu_", "tpu"),
-    Option("tpu_cluster", BOOL, False, "start on every machine, through gcloud", file_key="use_cluster"),
-    Option("tpu_use_sudo", BOOL, False, "start there with sudo"),
+    Option(
+        "tpu_cluster",
+        BOOL,
+        False,
+        "start on every machine of the pod with gcloud",
+        file_key="use_cluster",
+    ),
+    Option("tpu_use_sudo", BOOL, False, "use sudo on the TPU machines"),
     Option("tpu_name", TEXT, None, "name of the TPU"),
     Option("tpu_zone", TEXT, None, "zone of the TPU"),
-    Option("vm", TEXTS, None, "machine of the TPU to start on; repeatable"),
-    Option("env", TEXTS, None, "NAME=VALUE to set there; repeatable"),
-    Option("command_file", FILE, None, "file of shell commands that accelfn tpu-config runs there"),
-    Option("commands", TEXTS, None, "shell command that accelfn tpu-config runs there; repeatable"),
+    Option("vm", TEXTS, None, "TPU machine to start on; repeatable"),
+    Option("env", TEXTS, None, "NAME=VALUE to set on the TPU machines; repeatable"),
+    Option("command_file", FILE, None, "file of shell commands for accelfn tpu-config"),
+    Option("commands", TEXTS, None, "shell command for accelfn tpu-config; repeatable"),
     Section("SLURM", "slurm", "slurm_", "sbatch", "FILE"),
-    Option("slurm_partition", TEXT, None, "partition to run in"),
+    Option("slurm_partition", TEXT, None, "partition"),
     Option("slurm_account", TEXT, None, "account to charge"),
     Option("slurm_time", TEXT, None, "time limit, such as 08:00:00"),
-    Option("slurm_job_name", TEXT, "accelfn", "name of the job"),
-    Option("slurm_gpus_per_node", integer(0), None, "accelerators of a machine (its processes)"),
-    Option("slurm_cpus_per_task", COUNT, None, "cores of each machine"),
-    Option("slurm_mem", TEXT, None, "memory of each machine, such as 64G"),
-    Option("slurm_output", TEXT, None, "file for the output, such as logs/%j.out"),
-    Option("slurm_extra", TEXTS, None, "a further option of sbatch, such as --qos=high; repeatable"),
-    Option("slurm_setup", TEXTS, None, "shell command before it, such as module load cuda; repeatable"),
+    Option("slurm_job_name", TEXT, "accelfn", "job name"),
+    Option("slurm_gpus_per_node", integer(0), None, "accelerators per machine (its number of processes)"),
+    Option("slurm_cpus_per_task", COUNT, None, "cores per machine"),
+    Option("slurm_mem", TEXT, None, "memory per machine, such as 64G"),
+    Option("slurm_output", TEXT, None, "output file, such as logs/%j.out"),
+    Option("slurm_extra", TEXTS, None, "further option for sbatch, such as --qos=high; repeatable"),
+    Option("slurm_setup", TEXTS, None, "shell command to run first, such as module load cuda; repeatable"),
 )
 
 
@@ -555,10 +564,10 @@ SECTIONS: tuple[str, ...] = tuple(row.name for row in _TABLE if isinstance(row, 
 
 
 def read_value(option: Option, text: str) -> object:
-    """Read an option's value from its text. ``none`` is no value, for an option that may have none.
+    """Parse an option's value. ``none`` is None if that is the option's default.
 
     Raises:
-        ValueError: The text is not of the option's kind; the message says what is.
+        ValueError: The text is invalid; the message describes what is accepted.
 
     >>> read_value(OPTIONS["num_processes"], "4"), read_value(OPTIONS["fsdp_offload_params"], "yes")
     (4, True)
@@ -574,7 +583,7 @@ def read_value(option: Option, text: str) -> object:
 
 
 def suggest(word: str, words: Iterable[str]) -> str | None:
-    """Return the one of ``words`` that ``word`` was probably meant to be, if there is any.
+    """Return the most similar of ``words``, or None if none is similar.
 
     >>> suggest("num_proceses", ["num_machines", "num_processes"])
     'num_processes'

@@ -1,16 +1,16 @@
-"""What must not be shown: passwords, tokens and keys, by the names that they have."""
+"""Redact passwords, tokens and keys, recognized by their names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-#: Stands for what is not shown.
+#: Replaces a secret.
 HIDDEN = "***"
 
-# Whatever has one of these in its name.
+# A name that contains one of these is secret.
 _ALWAYS = ("secret", "password", "passwd", "passphrase", "credential")
-# A token is secret unless it is one of a text; a key is only where it opens something: data has keys too.
+# A token is secret unless it is a text token; a key is secret only if it grants access.
 _OF_TEXT = frozenset(
     (
         *("pad", "eos", "bos", "unk", "cls", "sep", "mask", "image", "video", "audio", "special"),
@@ -24,20 +24,20 @@ _OPENING = frozenset(
     )
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-# A name, and what parts it from its value, and the value: HF_TOKEN=abc, --api-key "a b", password: abc
+# A name, then a separator and a value: HF_TOKEN=abc, --api-key "a b", password: abc
 _NAME = re.compile(r"""(?P<dash>--?)?["']?\b(?P<name>[A-Za-z_][\w.-]*)["']?""")
 _VALUE = re.compile(r"""(?P<middle>\s*[=:]\s*|(?<=\w)\s+(?=\S))(?:"[^"]*"|'[^']*'|[^\s,;&|"']+)""")
-# A name and a password in an address, and what a server is shown.
+# User and password in a URL, and a bearer token.
 _ADDRESS = re.compile(r"(?P<start>\w+://)[^/\s@]+(?P<end>@)")
 _BEARER = re.compile(r"(?P<start>\bBearer\s+)[^\s\"']+(?P<end>)", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
-    """Whether what has this name is better not shown.
+    """Return whether the value of a name is a secret.
 
-    That is: a secret, password, passphrase or credential of any kind; ``..._token``, but not a token of a
-    text (``pad_token``); ``..._key`` and ``..._key_id`` of what is opened (``api_key``, ``access_key_id``),
-    but not any key (``text_key``, ``num_key_value_heads``).
+    Secrets, passwords, passphrases and credentials are; so are ``..._token`` except text tokens
+    (``pad_token``), and ``..._key`` or ``..._key_id`` that grant access (``api_key``, ``access_key_id``, not
+    ``text_key`` or ``num_key_value_heads``).
 
     >>> is_secret("aws_secret_access_key"), is_secret("HF_TOKEN"), is_secret("--wandbApiKey")
     (True, True, True)
@@ -56,7 +56,7 @@ def is_secret(name: str) -> bool:
 
 
 def hide_in_text(text: str) -> str:
-    """Hide the values of names that look secret, in a text such as a shell command. Pure.
+    """Redact the values of secret names in a text such as a shell command. Pure.
 
     >>> hide_in_text("export HF_TOKEN=hf_abc; train --api-key 'a b' --lr 1")
     'export HF_TOKEN=***; train --api-key *** --lr 1'
@@ -64,11 +64,11 @@ def hide_in_text(text: str) -> str:
     'pip install git+https://***@host/repo'
     """
     shown, end = "", 0
-    for found in _NAME.finditer(text):
-        value = _VALUE.match(text, found.end()) if found.start() >= end and is_secret(found["name"]) else None
-        # Without a sign between them, only a flag has what follows for its value.
-        if value is not None and (value["middle"].strip() or found["dash"]):
-            shown += f"{text[end : found.end()]}{value['middle']}{HIDDEN}"
+    for match in _NAME.finditer(text):
+        value = _VALUE.match(text, match.end()) if match.start() >= end and is_secret(match["name"]) else None
+        # Without = or :, the next word is a value only after a flag.
+        if value is not None and (value["middle"].strip() or match["dash"]):
+            shown += f"{text[end : match.end()]}{value['middle']}{HIDDEN}"
             end = value.end()
     shown += text[end:]
     for pattern in (_ADDRESS, _BEARER):
@@ -77,20 +77,20 @@ def hide_in_text(text: str) -> str:
 
 
 def hide_in_words(words: Sequence[str]) -> tuple[str, ...]:
-    """Hide them in a command's words, each of which stands for itself. Pure.
+    """Redact secrets in the arguments of a command. Pure.
 
     >>> hide_in_words(("train.py", "--token", "a b", "--password=x y", "--lr", "1"))
     ('train.py', '--token', '***', '--password=***', '--lr', '1')
     """
-    found: list[str] = []
+    shown: list[str] = []
     before = ""
     for word in words:
         name, equals, _ = word.partition("=")
         if before.startswith("-") and "=" not in before and is_secret(before) and not word.startswith("-"):
-            found.append(HIDDEN)
+            shown.append(HIDDEN)
         elif equals and re.fullmatch(r"[\w.-]+", name) and is_secret(name):
-            found.append(f"{name}={HIDDEN}")
+            shown.append(f"{name}={HIDDEN}")
         else:
-            found.append(hide_in_text(word))
+            shown.append(hide_in_text(word))
         before = word
-    return tuple(found)
+    return tuple(shown)

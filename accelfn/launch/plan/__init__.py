@@ -1,4 +1,4 @@
-"""From a configuration and facts about the machine to what is started: pure functions."""
+"""Plan the command that starts the processes of a machine: pure functions."""
 
 from accelfn.launch.plan.choose import plan_launch
 from accelfn.launch.plan.commands import LaunchPlan, Script, format_plan

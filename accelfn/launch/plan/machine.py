@@ -1,4 +1,4 @@
-"""Facts about this machine that a plan needs, found without torch."""
+"""Properties of this machine that a plan needs, read without torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a plan has to know about a machine.
+    """Properties of a machine.
 
     Attributes:
-        cores: Cores that its processes share.
-        devices: Accelerators, as far as they can be counted without torch; None if they can't be.
-        device_variable: Variable by which accelerators are chosen.
-        has_false_peers: Whether its accelerators say that they reach each other's memory and don't: several
-            GeForce RTX 40 cards with a driver before 550.40.07.
-        python: The interpreter.
+        cores: Number of available CPU cores.
+        devices: Number of accelerators; None if they can't be counted without torch.
+        device_variable: Variable that selects accelerators.
+        has_false_peers: Whether the accelerators wrongly report peer-to-peer access: several GeForce RTX 40
+            cards with a driver before 550.40.07.
+        python: Path of the interpreter.
         mpirun: Path of mpirun or mpiexec, or None.
-        is_open_mpi: Whether that is Open MPI's.
+        is_open_mpi: Whether ``mpirun`` is Open MPI's.
     """
 
     cores: int = 1
@@ -38,11 +38,11 @@ class Machine:
 
 
 def read_machine(environment: Mapping[str, str], *, root: str = "/", wants_mpi: bool = False) -> Machine:
-    """Look at this machine. Effect: reads /dev and /sys, and may start ``nvidia-smi`` and ``mpirun``.
+    """Inspect this machine. Effect: reads /dev and /sys, and may run ``nvidia-smi`` and ``mpirun``.
 
     Args:
-        environment: Variables; those that choose accelerators count.
-        root: Where /dev and /sys lie.
+        environment: Variables, for those that select accelerators.
+        root: Root directory of /dev and /sys.
         wants_mpi: Whether to look for mpirun.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -60,32 +60,32 @@ def read_machine(environment: Mapping[str, str], *, root: str = "/", wants_mpi: 
     )
 
 
-def count_devices(found: int | None, environment: Mapping[str, str]) -> int | None:
-    """Count the accelerators that variables leave of those that were found. Pure.
+def count_devices(total: int | None, environment: Mapping[str, str]) -> int | None:
+    """Return the number of visible accelerators, given the number in the machine. Pure.
 
     >>> count_devices(8, {"CUDA_VISIBLE_DEVICES": "0,3"}), count_devices(8, {}), count_devices(None, {})
     (2, 8, None)
     """
-    if not found:
-        return found
+    if not total:
+        return total
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environment:
             ids = [part for part in environment[name].split(",") if part.strip()]
             return len(ids[: ids.index("-1")] if "-1" in ids else ids)
-    return found
+    return total
 
 
 def _read_devices(root: str) -> int | None:
-    """Count accelerators of NVIDIA or AMD; where there may be others, only torch knows."""
+    """Count the accelerators of NVIDIA or AMD; None if there may be others, which only torch can count."""
     cards = [path for path in Path(root, "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if cards:
         return len(cards)
-    if Path(root, "dev/dxg").exists():  # Windows' Linux, which has no /dev/nvidia0
+    if Path(root, "dev/dxg").exists():  # WSL has no /dev/nvidia0
         return _ask_nvidia_smi()
     kfd = Path(root, "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
-    found = sum(_read_text(path).strip() not in ("", "0") for path in kfd)
-    has_others = sys.platform != "linux" or _device_variable(root) != "CUDA_VISIBLE_DEVICES"
-    return None if has_others and not found else found
+    count = sum(_read_text(path).strip() not in ("", "0") for path in kfd)
+    may_have_others = sys.platform != "linux" or _device_variable(root) != "CUDA_VISIBLE_DEVICES"
+    return None if may_have_others and not count else count
 
 
 def _has_false_peers(driver: Path) -> bool:
@@ -104,8 +104,8 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-# Files that drivers of other makers put into /dev, and the variables that choose among their accelerators.
-_OTHERS: tuple[tuple[str, str], ...] = (
+# Device files of other vendors, and the variables that select their accelerators.
+_OTHER_VENDORS: tuple[tuple[str, str], ...] = (
     ("davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES"),
     ("accel/accel[0-9]*", "HABANA_VISIBLE_MODULES"),
     ("cambricon_dev[0-9]*", "MLU_VISIBLE_DEVICES"),
@@ -116,8 +116,8 @@ _OTHERS: tuple[tuple[str, str], ...] = (
 
 
 def _device_variable(root: str) -> str:
-    """Name the variable that chooses among the accelerators of this machine's maker."""
-    for pattern, variable in _OTHERS:
+    """Return the variable that selects accelerators, depending on the vendor."""
+    for pattern, variable in _OTHER_VENDORS:
         if any(Path(root, "dev").glob(pattern)):
             return variable
     for path in Path(root, "sys/class/drm").glob("renderD*/device/vendor"):

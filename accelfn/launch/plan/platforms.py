@@ -1,4 +1,4 @@
-"""Clusters: which machine of how many this is under mpirun and SLURM, and a script for sbatch. Pure."""
+"""SLURM and MPI: read rank and number of machines from variables, and write batch scripts. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.plan.commands import Script
 from accelfn.launch.plan.machine import Machine
 
-# Names of rank, size and size on this node, of Open MPI and of Intel MPI and MPICH.
+# Rank, size and local size: of Open MPI, and of Intel MPI and MPICH.
 _RANKS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
@@ -19,17 +19,13 @@ _RANKS = (
 
 
 def read_mpi(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
-    """Read which machine of how many this is, where mpirun starts one launch on each. Pure.
-
-    Args:
-        environment: Variables.
+    """Read rank and number of machines if mpirun has started one launch per machine. Pure.
 
     Returns:
-        Values by the fields' names with the variable that says so; empty if mpirun didn't start this, or
-        started a script that now starts this.
+        Values by option name, each with its variable; empty if mpirun didn't start this launch directly.
 
     Raises:
-        ConfigurationError: mpirun starts several launches on a node, and none would know of the others.
+        ConfigurationError: mpirun starts several launches on a node.
 
     >>> one = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     >>> {name: value for name, (value, _) in read_mpi(one).items()}
@@ -43,28 +39,25 @@ def read_mpi(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
             continue
         if environment.get(local_size) != "1":
             raise ConfigurationError(
-                f"mpirun starts accelfn launch {texts[1]} times ({size}), several on a node, and each would "
-                "start processes of its own. Use mpirun python train.py without accelfn launch, one launch a "
-                "node, or accelfn launch --mpirun_hostfile."
+                f"mpirun starts accelfn launch {texts[1]} times ({size}), several times per node. Use mpirun "
+                "python train.py without accelfn launch, one launch per node, or accelfn launch "
+                "--mpirun_hostfile."
             )
         return {"num_machines": (int(texts[1]), size), "machine_rank": (int(texts[0]), rank)}
     return {}
 
 
 def read_step(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
-    """Read from the variables of a SLURM step which machine of how many this is. Pure.
+    """Read rank and number of machines from the variables of a SLURM step. Pure.
 
-    Only variables that ``srun`` sets for its step count: a batch script also has those of the whole
-    allocation, and is one process.
-
-    Args:
-        environment: Variables.
+    Reads only variables that ``srun`` sets for a step. A batch script is a single process, but has the
+    variables of the whole allocation.
 
     Returns:
-        Values by the fields' names with the variable that says so; empty outside of a step of several nodes.
+        Values by option name, each with its variable; empty outside of a step of several nodes.
 
     Raises:
-        ConfigurationError: The step has several tasks on a node, or its variables make no sense.
+        ConfigurationError: The step has several tasks per node, or its variables are invalid.
 
     >>> step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
     >>> {name: value for name, (value, _) in read_step({**step, "SLURM_STEP_NODELIST": "gpu[07-08]"}).items()}
@@ -77,47 +70,46 @@ def read_step(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
     if num_tasks > num_nodes:
         raise ConfigurationError(
-            f"srun starts accelfn launch {num_tasks} times on {num_nodes} node(s), and each would start "
-            "processes of its own. Use srun --ntasks-per-node=1 accelfn launch ..., or srun python train.py "
-            "without accelfn launch."
+            f"srun starts accelfn launch {num_tasks} times on {num_nodes} node(s). Use srun "
+            "--ntasks-per-node=1 accelfn launch ..., or srun python train.py without accelfn launch."
         )
     if num_nodes < 2:
         return {}
-    found: dict[str, tuple[object, str]] = {
+    step: dict[str, tuple[object, str]] = {
         "num_machines": (num_nodes, "SLURM_STEP_NUM_NODES"),
         "machine_rank": (_number(environment, "SLURM_NODEID"), "SLURM_NODEID"),
     }
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if environment.get(name):
-            found["main_process_ip"] = (expand_hosts(environment[name])[0], name)
+            step["main_process_ip"] = (expand_hosts(environment[name])[0], name)
             break
-    # The same on every node, and another one for another job or step on the same node.
+    # The same port on every node, and different ports for different jobs and steps.
     job = _number(environment, "SLURM_JOB_ID") * 7 + _number(environment, "SLURM_STEP_ID")
-    found["main_process_port"] = (20000 + job % 10000, "SLURM_JOB_ID")
-    return found
+    step["main_process_port"] = (20000 + job % 10000, "SLURM_JOB_ID")
+    return step
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name) or "0"
     if not text.isdecimal():
-        raise ConfigurationError(f"the variable {name} must be a whole number, got {text!r}.")
+        raise ConfigurationError(f"the variable {name} must be an integer, got {text!r}.")
     return int(text)
 
 
 def expand_hosts(hosts: str) -> tuple[str, ...]:
-    """Read a host list as SLURM writes it. Pure.
+    """Expand a SLURM host list. Pure.
 
     Raises:
-        ConfigurationError: It has an unknown form.
+        ConfigurationError: The format is unknown.
 
     >>> expand_hosts("gpu[007-009,12],login"), expand_hosts("rack[1-2]n[3,5]")
     (('gpu007', 'gpu008', 'gpu009', 'gpu12', 'login'), ('rack1n3', 'rack1n5', 'rack2n3', 'rack2n5'))
     """
-    # A comma inside brackets separates numbers; outside of them, names.
+    # Commas inside brackets separate numbers, others separate host names.
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts.strip())
     if not parts or ",".join(parts) != hosts.strip():
         raise ConfigurationError(
-            f"SLURM's list of nodes has an unknown form: {hosts!r}, such as 'gpu[01-03]'."
+            f"unknown format of a SLURM host list: {hosts!r}. Expected a list such as 'gpu[01-03]'."
         )
     return tuple(host for part in parts for host in _expand(part))
 
@@ -138,21 +130,18 @@ def _expand(pattern: str) -> list[str]:
 
 
 def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], machine: Machine) -> str:
-    """Write a script for ``sbatch`` that starts the same launch on all its nodes. Pure.
+    """Format a batch script for ``sbatch`` that starts one launch per node. Pure.
 
     Args:
-        config: How many machines and processes, and the options of SLURM.
-        script: What to run.
-        tokens: The flags as they were written, without ``--sbatch`` and those that SLURM answers for.
-        machine: Where the script is written; its interpreter is used.
-
-    Returns:
-        The text of the script.
+        config: The configuration.
+        script: The script.
+        tokens: The flags as typed, without ``--sbatch`` and SLURM's options.
+        machine: The machine whose interpreter to use.
     """
     gpus = config.slurm_gpus_per_node
     if gpus is None and not config.cpu:
         gpus = (config.num_processes or config.num_machines) // config.num_machines
-    wanted = (
+    settings = (
         ("job-name", config.slurm_job_name),
         ("nodes", config.num_machines),
         ("ntasks-per-node", 1),
@@ -164,9 +153,9 @@ def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], ma
         ("account", config.slurm_account),
         ("output", config.slurm_output),
     )
-    given = [(name, shlex.quote(str(value))) for name, value in wanted if value is not None]
-    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={text}" for name, text in given)]
-    lines += [f"#SBATCH {one}" for one in config.slurm_extra or ()]
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in settings if value is not None]
+    lines += [f"#SBATCH {extra}" for extra in config.slurm_extra or ()]
     lines += ["", "set -euo pipefail", *(config.slurm_setup or ())]
     if config.num_processes is not None:
         others = [token for token in tokens if not token.startswith("--num_processes=")]
@@ -174,7 +163,7 @@ def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], ma
     command = shlex.join((machine.python, "-m", "accelfn", "launch", *tokens, script.name, *script.args))
     lines += [
         "",
-        "# One launch a node; it finds the number of nodes, its own and the first one's address by itself.",
+        "# One launch per node, which reads number, rank and address of the nodes from srun's variables.",
         f"srun --ntasks-per-node=1 --kill-on-bad-exit=1 {command}",
     ]
     return "\n".join(lines) + "\n"

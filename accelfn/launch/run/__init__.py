@@ -1,3 +1,3 @@
-"""What runs in the processes of a launch: torchrun's agent, the worker of each script, the report."""
+"""Processes of a launch: the agent that runs torchrun, the worker that runs the script, and the report."""
 
-__all__: tuple[str, ...] = ()  # programs, and what they need
+__all__: tuple[str, ...] = ()  # modules are programs or their helpers

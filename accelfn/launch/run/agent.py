@@ -1,8 +1,7 @@
-"""torchrun, with another end: the last lines name what failed first, and no process is left behind.
+"""Run torchrun, report the first failure in the last lines, and leave no process behind.
 
-This file is started by its path in the place of ``accelfn launch``, takes torchrun's own arguments (or, after
-``--command``, another program that starts workers), and imports accelfn only where several machines meet or
-something has failed.
+``accelfn launch`` becomes this program. Its arguments are those of torchrun or, after ``--command``, another
+command that starts workers. It imports accelfn only for several machines or after a failure.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 if TYPE_CHECKING:
     from accelfn.launch.run.machines import Machines
 
-# Signals by which schedulers speak to the script; torchrun would die of them.
-_TO_SCRIPTS = ("SIGUSR1", "SIGUSR2")
-_LOOK_S = 0.5
-# How long what is left has to end before it is killed: a tracker's uploader may have to send what came last.
-# So long, too, have ranks to find out that another machine's have failed: they then say what they waited for.
+# Signals that schedulers send to scripts. They are forwarded; torchrun would exit.
+_FORWARDED = ("SIGUSR1", "SIGUSR2")
+_POLL_S = 0.5
+# Time for remaining processes to exit before they are killed: a tracker may upload its last values. Also the
+# time for ranks to notice the failure of another machine, so that they report what they waited for.
 _GRACE_S = 5.0
-# How long torchrun has to end after a signal where no process is left: it waits for the other machines'.
-_ALONE_S = 3.0
+# After a signal, torchrun may wait for other machines this long without local processes.
+_WAIT_ALONE_S = 3.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun or another command. Effect: starts processes and waits for them.
+    """Run torchrun or another command, and wait for it.
 
     Args:
         argv: torchrun's arguments, or ``--command`` and a command.
 
     Returns:
-        The exit status: the failed process's own, 128 and more for a signal; 2 where machines differ. Where
-        scripts answer a signal by leaving with one status of their own, it is that one.
+        The exit status of the first failed process, 128 and more for a signal; 2 if machines differ. If all
+        scripts answer a signal with the same exit status, that one.
     """
-    sys.path.append(str(Path(__file__).parents[3]))  # where accelfn lies, should the script's folders not say
-    # A launcher in code gives a folder, and makes its own report.
+    sys.path.append(str(Path(__file__).parents[3]))  # accelfn, in case it isn't installed
+    # A launcher in code passes a folder, and reports failures itself.
     given = os.environ.pop("ACCELFN_AGENT_DIR", "")
     folder = given or tempfile.mkdtemp(prefix="accelfn-run-")
     os.environ["ACCELFN_RUN_DIR"] = folder
@@ -57,17 +56,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         return agent.run(argv)
     finally:
-        if not given or os.getppid() != agent.caller:  # it has gone
+        if not given or os.getppid() != agent.caller:  # the caller has ended
             shutil.rmtree(folder, ignore_errors=True)
-        agent.dismiss_guard()
+        agent.stop_guard()
 
 
 class _Agent:
-    """One run.
+    """State of one launch on this machine.
 
     Attributes:
-        stops: Signals that came to stop it.
-        reason: What another machine reported that makes this one end.
+        stops: Signals that were received to stop the launch.
+        reason: The message of another machine for which this one stops.
     """
 
     def __init__(self, folder: str, *, has_caller: bool) -> None:
@@ -81,18 +80,18 @@ class _Agent:
         self.log_dir: str | None = None
         self._is_quiet = bool(os.environ.pop("ACCELFN_AGENT_QUIET", ""))
         self._rendezvous = os.environ.pop("ACCELFN_AGENT_RENDEZVOUS", "")
-        self._patience_s = 45.0
-        self._restarts, self._stopped_s, self._ended_s, self._reason_s = 0, 0.0, 0.0, 0.0
-        self._is_over = threading.Event()
+        self._stop_timeout_s = 45.0
+        self._num_restarts, self._stopped_s, self._ended_s, self._reason_s = 0, 0.0, 0.0, 0.0
+        self._is_done = threading.Event()
         self._guard_pid, self._guard = _start_guard(folder, owner=self.caller if has_caller else 0)
 
     def run(self, argv: Sequence[str]) -> int:
         wake, signalled = os.pipe()
         os.set_blocking(signalled, False)
-        for name in _TO_SCRIPTS:
+        for name in _FORWARDED:
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), lambda number, frame: None)
-        # The C part of Python writes each signal there, whatever the main thread waits for.
+        # Python writes each signal to the pipe, even while the main thread is blocked.
         signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
         watcher = threading.Thread(target=self._watch, args=(wake,), daemon=True)
         try:
@@ -105,47 +104,47 @@ class _Agent:
             print(f"accelfn launch: error: {error}", file=sys.stderr)
             return 2
         for number in _stop_signals():
-            signal.signal(number, self._leave)  # torchrun's would raise
-        self._is_over.set()
+            signal.signal(number, self._exit)  # torchrun's handlers would raise
+        self._is_done.set()
         watcher.join()
-        return status if self.has_caller else self._conclude(status)
+        return status if self.has_caller else self._finish(status)
 
     def _run_command(self, command: Sequence[str]) -> int:
-        # A session of its own: Ctrl-C in a terminal must reach the command once, and from here.
+        # In a new session, so that Ctrl-C reaches the command only through the handler below.
         child = self.child = subprocess.Popen(command, start_new_session=True)
-        handed: list[int] = []
+        received: list[int] = []
 
-        def hand_on(number: int, frame: FrameType | None) -> None:
-            if not handed or number != signal.SIGINT:  # the second Ctrl-C is this process's own
-                handed.append(number)
+        def forward(number: int, frame: FrameType | None) -> None:
+            if not received or number != signal.SIGINT:  # the watcher handles the second Ctrl-C
+                received.append(number)
                 child.send_signal(number)
 
         for number in _stop_signals():
-            signal.signal(number, hand_on)
+            signal.signal(number, forward)
         status = child.wait()
         return 128 - status if status < 0 else status
 
     def _run_torchrun(self, argv: Sequence[str], watcher: threading.Thread) -> int:
-        # Until torch has loaded there is nothing to end, and an interrupt would print a traceback of imports.
-        previous = {number: signal.signal(number, self._leave) for number in _stop_signals()}
-        logs_cpp = "TORCH_CPP_LOG_LEVEL" in os.environ
-        if "LOGLEVEL" not in os.environ:  # with that, somebody wants to see torchrun's log
-            # What goes wrong is in the report. torch's C++ part reads the variable when it loads.
+        # While torch is imported there is nothing to stop, and an interrupt would print a traceback.
+        previous = {number: signal.signal(number, self._exit) for number in _stop_signals()}
+        has_cpp_level = "TORCH_CPP_LOG_LEVEL" in os.environ
+        if "LOGLEVEL" not in os.environ:
+            # The report replaces torchrun's log. torch's C++ code reads the variable when it is loaded.
             logging.disable(logging.ERROR)
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        if not logs_cpp:
-            os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # the scripts are to have their own
+        if not has_cpp_level:
+            os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # not for the scripts
         options = cast("Any", torchrun).parse_args(list(argv))
         self.log_dir = options.log_dir
         if options.log_dir is None:
-            options.log_dir = os.path.join(self.folder, "torchrun")  # else it leaves a folder behind
+            options.log_dir = os.path.join(self.folder, "torchrun")  # torchrun's default isn't removed
         self.num_processes = int(options.nnodes.partition(":")[0]) * int(options.nproc_per_node)
-        self._patience_s = (getattr(options, "shutdown_timeout", None) or 30) + 15.0
-        # Started by nohup, it is to outlive the terminal.
+        self._stop_timeout_s = (getattr(options, "shutdown_timeout", None) or 30) + 15.0
+        # Ignored signals, such as SIGHUP under nohup, stay ignored.
         options.signals_to_handle = ",".join(signal.Signals(number).name for number in previous)
         if self._rendezvous:
             self._join_machines()
@@ -155,20 +154,16 @@ class _Agent:
         try:
             cast("Callable[[Any], None]", torchrun.run)(options)  # pyright: ignore[reportUnknownMemberType]
         except ChildFailedError as error:
+            host = socket.gethostname()
             failures = [
-                {
-                    "rank": rank,
-                    "exitcode": one.exitcode,
-                    "host": socket.gethostname(),
-                    "time_s": one.timestamp,
-                }
-                for rank, one in error.failures.items()
+                {"rank": rank, "exitcode": child.exitcode, "host": host, "time_s": child.timestamp}
+                for rank, child in error.failures.items()
             ]
             self._write({"failures": failures})
             return 1
         except (KeyboardInterrupt, SignalException) as stop:
             return 128 + int(getattr(stop, "sigval", signal.SIGINT))
-        except Exception as error:  # noqa: BLE001 -- it goes to the report
+        except Exception as error:  # noqa: BLE001 -- reported at the end
             self._write({"error": f"{type(error).__name__}: {error}", "time_s": time.time()})
             return 1
         return 0
@@ -185,33 +180,33 @@ class _Agent:
     def _write(self, outcome: dict[str, object]) -> None:
         Path(self.folder, "agent.json").write_text(json.dumps(outcome), encoding="utf-8")
 
-    def _leave(self, number: int, frame: FrameType | None) -> NoReturn:
+    def _exit(self, number: int, frame: FrameType | None) -> NoReturn:
         if not self.has_caller:
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(128 + number)
 
-    def _conclude(self, status: int) -> int:
-        """End what is left, exchange failures with the other machines, and report the first of all."""
+    def _finish(self, status: int) -> int:
+        """Stop remaining processes, exchange failures with the other machines, and report the first one."""
         from accelfn.launch.run.report import first_failure, format_report, read_failures
 
         if status or self.stops:
-            end_left(self.folder, _GRACE_S)
+            stop_processes(self.folder, _GRACE_S)
         failures = read_failures(self.folder) if status or self.stops else ()
         if self.stops:
-            chosen = {one.exitcode for one in failures if one.kind == "SystemExit"}
-            status = (chosen.pop() if len(chosen) == 1 else None) or 128 + self.stops[0]
+            statuses = {failure.exitcode for failure in failures if failure.kind == "SystemExit"}
+            status = (statuses.pop() if len(statuses) == 1 else None) or 128 + self.stops[0]
             if self.machines is not None:
-                self.machines.tell("stopped", status=status)
+                self.machines.report("stopped", status=status)
             return status
         if status == 0 and self.reason is None:
             if self.machines is not None:
-                self.machines.tell("done")
+                self.machines.report("done")
             return 0
         if self.reason is not None:
             status = int(self.reason["status"]) or 1
         if self.machines is not None:
-            self.machines.tell("failed", status=status, failures=failures)
-            self.machines.wait_for_ends()
+            self.machines.report("failed", status=status, failures=failures)
+            self.machines.wait_for_reports()
             failures = (*failures, *self.machines.failures())
         first = first_failure(failures)
         if not self._is_quiet:
@@ -228,61 +223,57 @@ class _Agent:
         return status if status > 0 else 128 - status
 
     def _watch(self, wake: int) -> None:
-        """Do what signals and other machines ask for, beside torchrun, which only waits."""
-        while not self._is_over.is_set():
-            ready, _, _ = select.select([wake], (), (), _LOOK_S)
+        """Handle signals and the messages of other machines while the main thread runs torchrun."""
+        while not self._is_done.is_set():
+            ready, _, _ = select.select([wake], (), (), _POLL_S)
             for number in os.read(wake, 64) if ready else b"":
                 self._on_signal(number)
             now_s = time.monotonic()
-            pids = _started(self.folder)
+            pids = _started_pids(self.folder)
             self._ended_s = 0.0 if not pids or any(map(_is_alive, pids)) else self._ended_s or now_s
             if self._stopped_s:
-                since_s = now_s - max(self._stopped_s, self._ended_s)
-                if now_s > self._stopped_s + self._patience_s or (
-                    self._ended_s and since_s > _ALONE_S and self.child is None
-                ):
-                    self._end_now(1 if self.has_caller else self._conclude(1))
+                is_late = now_s > self._stopped_s + self._stop_timeout_s
+                idle_s = now_s - max(self._stopped_s, self._ended_s) if self._ended_s else 0.0
+                if is_late or (idle_s > _WAIT_ALONE_S and self.child is None):
+                    self._kill(1 if self.has_caller else self._finish(1))
             if self.has_caller and os.getppid() != self.caller and not self.stops:
                 os.kill(os.getpid(), signal.SIGTERM)
-            restarts = self._count_restarts()
-            if restarts > self._restarts:
-                self._restarts = restarts
-                _print(
-                    f"after a failure or a change of machines, all processes have started again ({restarts})"
-                )
+            num_restarts = self._count_restarts()
+            if num_restarts > self._num_restarts:
+                self._num_restarts = num_restarts
+                _print(f"restarted all processes after a failure or a change of machines ({num_restarts})")
             if self.machines is not None:
-                self._look_at_machines(self.machines, now_s)
+                self._poll_machines(self.machines, now_s)
 
     def _on_signal(self, number: int) -> None:
-        name = signal.Signals(number).name
-        if name in _TO_SCRIPTS:
-            for pid in _started(self.folder):
+        if signal.Signals(number).name in _FORWARDED:
+            for pid in _started_pids(self.folder):
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)
         elif number in _stop_signals():
             if number == signal.SIGINT and self.stops:
-                self._end_now(128 + number)  # the second Ctrl-C: now
+                self._kill(128 + number)  # the second Ctrl-C doesn't wait
             if self.reason is None:
                 self.stops.append(number)
             self._stopped_s = self._stopped_s or time.monotonic()
 
-    def _look_at_machines(self, machines: Machines, now_s: float) -> None:
-        machines.look()
+    def _poll_machines(self, machines: Machines, now_s: float) -> None:
+        machines.poll()
         if self.stops or self._stopped_s:
             return
         if self.reason is None:
-            reason = machines.reason()
-            # Where the one that hosts the store has gone, it may just have ended, as this one is about to.
-            is_ending = self._ended_s or not machines.is_cut_off_for(_GRACE_S)
-            if reason is None or ("who" not in reason and is_ending):
+            reason = machines.stop_reason()
+            # The host of the store may have finished normally, and this machine may be about to.
+            may_finish = self._ended_s or not machines.is_disconnected_for(_GRACE_S)
+            if reason is None or ("sender" not in reason and may_finish):
                 return
             self.reason, self._reason_s = reason, now_s
-            _print(f"{self.reason['text']}; the processes of this machine end too")
+            _print(f"{reason['text']}; stopping the processes of this machine")
         if now_s > self._reason_s + _GRACE_S or self._ended_s:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _end_now(self, status: int) -> NoReturn:
-        end_left(self.folder, 0.0)
+    def _kill(self, status: int) -> NoReturn:
+        stop_processes(self.folder, 0.0)
         if self.child is not None:
             self.child.kill()
         if not self.has_caller:
@@ -293,8 +284,8 @@ class _Agent:
         names = (path.name for path in Path(self.folder).glob("started.*.json"))
         return max((int(name.split(".")[2]) for name in names), default=0)
 
-    def dismiss_guard(self) -> None:
-        """End the guard: nothing is left for it to do. Waits for it."""
+    def stop_guard(self) -> None:
+        """Stop the guard, and wait for it."""
         if self._guard >= 0:
             os.write(self._guard, b"!")
             os.close(self._guard)
@@ -302,14 +293,14 @@ class _Agent:
 
 
 class _MachinesError(Exception):
-    """The machines could not meet, or differ."""
+    """The machines could not connect, or they differ."""
 
 
 def _start_guard(folder: str, *, owner: int) -> tuple[int, int]:
-    """Start a process that outlives this one, and ends what this one leaves if it is killed.
+    """Fork a process that stops the ranks if this process is killed.
 
     Returns:
-        Its id, and a descriptor whose end it waits for; -1 where a system can't fork.
+        Its process ID, and the pipe that stops it; -1 if the system can't fork.
     """
     if not hasattr(os, "fork"):
         return -1, -1
@@ -321,44 +312,44 @@ def _start_guard(folder: str, *, owner: int) -> tuple[int, int]:
     with contextlib.suppress(BaseException):
         os.close(writes)
         os.setsid()
-        nothing = os.open(os.devnull, os.O_RDWR)
+        devnull = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):
-            os.dup2(nothing, number)
+            os.dup2(devnull, number)
         if not os.read(reads, 1):
-            end_left(folder, _GRACE_S)
-            if not owner or not _is_alive(owner):  # which reads the reports in it
+            stop_processes(folder, _GRACE_S)
+            if not owner or not _is_alive(owner):  # a living owner reads the reports in the folder
                 shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
-def end_left(folder: str, grace_s: float) -> None:
-    """End the processes of a run: on Linux all that have its variable, elsewhere those that wrote so.
+def stop_processes(folder: str, grace_s: float) -> None:
+    """Stop all processes of a run: SIGTERM, then SIGKILL after ``grace_s`` seconds.
 
-    Effect: asks them to end, and kills those that still run after ``grace_s`` seconds.
+    On Linux these are all processes with the variable of the run, elsewhere those that workers recorded.
     """
-    left = set(_started(folder))
+    pids = set(_started_pids(folder))
     if sys.platform == "linux":
-        mark = f"ACCELFN_RUN_DIR={folder}".encode()
+        variable = f"ACCELFN_RUN_DIR={folder}".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
-                    left.add(int(path.parent.name))
-    left -= {os.getpid()}
+                if variable in path.read_bytes().split(b"\0"):
+                    pids.add(int(path.parent.name))
+    pids -= {os.getpid()}
     until_s = time.monotonic() + grace_s
     for number in ((signal.SIGTERM,) if grace_s else ()) + (getattr(signal, "SIGKILL", signal.SIGTERM),):
-        for pid in filter(_is_alive, left):
+        for pid in filter(_is_alive, pids):
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
-        while any(map(_is_alive, left)) and time.monotonic() < until_s:
+        while any(map(_is_alive, pids)) and time.monotonic() < until_s:
             time.sleep(0.05)
 
 
-def _started(folder: str) -> list[int]:
-    found: list[int] = []
+def _started_pids(folder: str) -> list[int]:
+    pids: list[int] = []
     for path in Path(folder).glob("started.*.json"):
         with contextlib.suppress(OSError, ValueError):
-            found.append(int(json.loads(path.read_text(encoding="utf-8"))["pid"]))
-    return found
+            pids.append(int(json.loads(path.read_text(encoding="utf-8"))["pid"]))
+    return pids
 
 
 def _is_alive(pid: int) -> bool:
@@ -367,7 +358,7 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return False
     with contextlib.suppress(OSError, IndexError):
-        # One that has ended and that nobody has asked for its status yet.
+        # A zombie has ended.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return True
 
@@ -379,11 +370,11 @@ def _stop_signals() -> list[int]:
 
 
 def _attempt_folder(log_dir: str | None) -> str | None:
-    """Name the newest folder of logs: torchrun makes one for each run."""
+    """Return the newest log folder, because torchrun creates one per run."""
     if log_dir is None:
         return None
-    runs = sorted(Path(log_dir).glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
-    return str(runs[-1]) if runs else log_dir
+    attempts = sorted(Path(log_dir).glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
+    return str(attempts[-1]) if attempts else log_dir
 
 
 def _print(message: str) -> None:
@@ -392,5 +383,5 @@ def _print(message: str) -> None:
 
 if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # this file's folder, in which torch has nothing to look for
+        del sys.path[0]  # this directory, in which torch must not search modules
     sys.exit(main(sys.argv[1:]))

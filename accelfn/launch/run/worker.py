@@ -1,10 +1,10 @@
-"""Run a script as Python itself would, and keep what went wrong in it for the report.
+"""Run a script as Python does, and record its exception for the report.
 
-This file is started by its path, in front of the script: ``python worker.py [-m] script arguments``. It
-imports next to nothing, and is gone from ``sys.path``, ``sys.argv`` and ``__main__`` before the script runs.
+Usage: ``python worker.py [-m] script arguments``. Before the script runs, this file is removed from
+``sys.path``, ``sys.argv`` and ``__main__``.
 """
 
-# Nothing else here: this file's folder is the first on sys.path, and these are loaded already or built in.
+# Import nothing else here: this directory is first on sys.path. These modules are loaded already or built in.
 import atexit
 import os
 import sys
@@ -13,16 +13,16 @@ from types import CodeType, ModuleType, TracebackType
 
 _MAX_FRAMES = 40
 _MAX_TEXT = 4000
-_LET_GO_S = 0.05
-# How torch names the loss of a connection; gloo itself raises bare RuntimeErrors.
-_LOST = "DistNetworkError"
+_THREADS_END_S = 0.05
+# torch's exception for a lost connection; gloo itself raises RuntimeError.
+_CONNECTION_LOST = "DistNetworkError"
 
 
 def main() -> None:
-    """Become the script that stands on the command line. Effect: replaces ``__main__``, runs it.
+    """Run the script on the command line as ``__main__``.
 
     Raises:
-        SystemExit: As the script ends; 1 after an uncaught exception, which was printed.
+        SystemExit: With the status of the script; 1 after an uncaught exception, which is printed.
     """
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
@@ -30,7 +30,7 @@ def main() -> None:
     script = sys.argv[2 if is_module else 1]
     pid = os.getpid()
     _write({"pid": pid}, "started")
-    atexit.register(_let_threads_finish)  # before the script's own, so that it comes after them
+    atexit.register(_wait_for_threads)  # first, so that it runs last
     try:
         if is_module:
             _run_module(script)
@@ -38,42 +38,41 @@ def main() -> None:
             _run_file(script)
     except SystemExit as stop:
         if stop.code not in (None, 0) and os.getpid() == pid:
-            _keep(stop)
+            _record(stop)
         raise
     except KeyboardInterrupt as stop:
         if not os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", "")):
             raise
-        _print_where(stop)
+        _print_interrupt(stop)
         sys.exit(130)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is reported and ends the process
+    except BaseException as error:  # noqa: BLE001 -- any exception is recorded
         trace = _strip(error.__traceback__)
-        _remember(error, trace)
-        is_first = True
-        if os.getpid() == pid:  # not in a child that the script forked
-            is_first = _keep(error)
+        _set_last_exception(error, trace)
+        # A child that the script forked has no record of its own.
+        is_first = _record(error) if os.getpid() == pid else True
         rank = os.environ.get("RANK")
-        if _is_reported(error):
-            _print_line(f"rank {rank} ends too: {_first_line(str(error))}")
+        line = str(error).partition("\n")[0]
+        if _is_secondary(error):
+            _print_line(f"rank {rank} stops too: {line}")
         elif not is_first:
-            _print_line(f"rank {rank} failed alike: {type(error).__name__}: {_first_line(str(error))}")
+            _print_line(f"rank {rank} failed in the same way: {type(error).__name__}: {line}")
         else:
-            _print(error, trace)
+            _print_exception(error, trace)
         sys.exit(1)
 
 
-def _let_threads_finish() -> None:
-    """Wait until the threads of a group that the script has left open have released their last tensor.
+def _wait_for_threads() -> None:
+    """Wait until the threads of an open process group have released their last tensor.
 
-    They need the interpreter for it, and one that is left waiting when that ends aborts the process, although
-    the script has done all it had to.
+    That needs the interpreter. A thread that still waits for it at exit would abort the process.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        time.sleep(_LET_GO_S)
+        time.sleep(_THREADS_END_S)
 
 
 def _new_main() -> ModuleType:
-    """Put an empty ``__main__`` in the place of this module."""
+    """Replace this module by an empty ``__main__``."""
     import builtins
 
     fresh = ModuleType("__main__")
@@ -105,44 +104,42 @@ def _run_module(name: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.getcwd())
     _new_main()
-    # What `python -m` itself calls; the public run_module leaves a __main__ that can't be pickled from.
+    # `python -m` calls this too. Pickle can't find functions in the __main__ of the public run_module.
     vars(runpy)["_run_module_as_main"](name)
 
 
 def _strip(trace: TracebackType | None) -> TracebackType | None:
-    """Leave out what this file and runpy add to the script's frames."""
+    """Remove the frames of this file and of runpy."""
     ours = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
 
 
-def _remember(error: BaseException, trace: TracebackType | None) -> None:
-    """Leave an uncaught exception where the interpreter does."""
+def _set_last_exception(error: BaseException, trace: TracebackType | None) -> None:
+    """Set ``sys.last_exc`` and the like, as the interpreter does after an uncaught exception."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error
 
 
-def _is_reported(error: BaseException) -> bool:
-    """Whether the exception only reports another rank's end, which the launcher will report."""
-    is_named = type(error).__module__ == "accelfn.errors"
-    is_reported = is_named and type(error).__name__ in ("RemoteRankError", "MissingRankError")
-    return (is_reported or _kind(error) == _LOST) and os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", ""))
+def _is_secondary(error: BaseException) -> bool:
+    """Return whether an exception follows from the failure of another rank, which the launcher reports."""
+    is_ours = type(error).__module__ == "accelfn.errors"
+    is_remote = is_ours and type(error).__name__ in ("RemoteRankError", "MissingRankError")
+    return (is_remote or _kind(error) == _CONNECTION_LOST) and os.path.isdir(
+        os.environ.get("ACCELFN_RUN_DIR", "")
+    )
 
 
 def _kind(error: BaseException) -> str:
-    """Return the name of an exception's class; of gloo's RuntimeErrors torch's one for lost connections."""
+    """Return the class name of an exception. A lost connection of gloo has the name of torch's exception."""
     is_lost = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
-    return _LOST if is_lost else type(error).__name__
+    return _CONNECTION_LOST if is_lost else type(error).__name__
 
 
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
-
-
-def _print(error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception as the interpreter does at its end."""
+def _print_exception(error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception as the interpreter does."""
     error.__traceback__ = trace
     try:
         sys.excepthook(type(error), error, trace)
@@ -150,14 +147,14 @@ def _print(error: BaseException, trace: TracebackType | None) -> None:
         sys.__excepthook__(type(error), error, trace)
 
 
-def _print_where(stop: KeyboardInterrupt) -> None:
-    """Report in one line where an interrupt has met the script; every process is about to do so."""
+def _print_interrupt(stop: KeyboardInterrupt) -> None:
+    """Print in one line where the script was interrupted, since every rank does so."""
     import traceback
 
     frames = [(frame, line) for frame, line in traceback.walk_tb(_strip(stop.__traceback__))]
-    own = [(frame, line) for frame, line in frames if _is_own(frame.f_code.co_filename)] or frames
+    users = [(frame, line) for frame, line in frames if _is_users(frame.f_code.co_filename)] or frames
     where = "".join(
-        f" at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in own[-1:]
+        f" at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in users[-1:]
     )
     rank = os.environ.get("RANK")
     who = f"rank {rank}" if rank else "the script"
@@ -166,13 +163,13 @@ def _print_where(stop: KeyboardInterrupt) -> None:
 
 def _print_line(line: str) -> None:
     sys.stdout.flush()
-    # One write for the whole line: other processes write theirs at this moment.
+    # A single write, because other ranks print at the same time.
     sys.stderr.write(f"accelfn launch: {line}\n")
     sys.stderr.flush()
 
 
-def _keep(error: BaseException) -> bool:
-    """Write what went wrong where the report finds it; say whether no rank has failed alike before."""
+def _record(error: BaseException) -> bool:
+    """Write the exception for the report. Return whether this rank is the first with this exception."""
     import linecache
     import traceback
 
@@ -186,7 +183,7 @@ def _keep(error: BaseException) -> bool:
                 "line": line,
                 "function": frame.f_code.co_name,
                 "source": linecache.getline(path, line).strip()[:200],
-                "own": _is_own(path),
+                "own": _is_users(path),
             }
         )
     if isinstance(error, SystemExit):
@@ -211,44 +208,45 @@ def _keep(error: BaseException) -> bool:
         },
         "failed",
     )
-    own = [(frame["file"], frame["line"]) for frame in frames if frame["own"]]
-    return _is_first(repr((type(error).__name__, text, own)))
+    users = [(frame["file"], frame["line"]) for frame in frames if frame["own"]]
+    return _is_first(repr((type(error).__name__, text, users)))
 
 
-def _is_first(what: str) -> bool:
-    """Return whether this process is the first of its machine and attempt to print something."""
+def _is_first(key: str) -> bool:
+    """Return whether this process is the first of its machine and attempt with a key."""
     import zlib
 
     folder = os.environ.get("ACCELFN_RUN_DIR", "")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        # The system gives a name to one only, however many ask for it at once.
-        open(
-            os.path.join(folder, f"printed.{zlib.crc32(what.encode(errors='replace'))}.{attempt}"), "x"
-        ).close()
+        # Only one process can create the file.
+        name = f"printed.{zlib.crc32(key.encode(errors='replace'))}.{attempt}"
+        open(os.path.join(folder, name), "x").close()
     except FileExistsError:
         return False
     except OSError:
-        pass  # no one is interested, or the disk is full: rather twice than never
+        pass  # no folder, or the disk is full: print it
     return True
 
 
-def _is_own(path: str) -> bool:
-    """Whether a file is the user's: not Python's, not an installed package's, not accelfn's."""
+def _is_users(path: str) -> bool:
+    """Return whether a file is the user's: not part of Python, an installed package or accelfn."""
     import sysconfig
 
-    # Also those of another interpreter, which a virtual environment may look into.
+    # Also packages of another interpreter, for virtual environments with system packages.
     if not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
         return False
-    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    places.add(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    return not path.startswith("<") and not any(path.startswith(place + os.sep) for place in places if place)
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders.add(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    return not path.startswith("<") and not any(
+        path.startswith(folder + os.sep) for folder in folders if folder
+    )
 
 
-def _write(facts: dict[str, object], what: str) -> None:
+def _write(facts: dict[str, object], event: str) -> None:
     folder = os.environ.get("ACCELFN_RUN_DIR", "")
     if not os.path.isdir(folder):
-        return  # another machine's folder, or no one is interested
+        return  # the folder is on another machine, or the launcher has ended
     import json
     import socket
 
@@ -262,13 +260,13 @@ def _write(facts: dict[str, object], what: str) -> None:
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     facts = {"rank": int(rank), "attempt": int(attempt), "host": socket.gethostname(), **facts}
-    path = os.path.join(folder, f"{what}.{rank}.{attempt}.json")
+    path = os.path.join(folder, f"{event}.{rank}.{attempt}.json")
     try:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump(facts, file)
         os.replace(f"{path}.part", path)
     except OSError:
-        pass  # a full disk must not be what the user hears of
+        pass  # an error of this file would hide the user's
 
 
 if __name__ == "__main__":

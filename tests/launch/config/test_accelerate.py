@@ -187,16 +187,16 @@ use_cpu: true
 """
 
 
-def test_what_accelerate_once_said_of_intels_extension() -> None:
-    said: dict[str, object] = {"cpu": True, "num_processes": 4, "mixed_precision": "no"}
-    expected = LaunchConfig(**{**said, "same_network": False, "mpirun_hostfile": "/hosts"})
+def test_options_of_intels_extension_are_dropped() -> None:
+    output: dict[str, object] = {"cpu": True, "num_processes": 4, "mixed_precision": "no"}
+    expected = LaunchConfig(**{**output, "same_network": False, "mpirun_hostfile": "/hosts"})
     found = imported(LAYOUT_1_0_CPU)
     assert found.config == expected
     assert [note.split(":")[0] for note in found.notes] == ["mpirun_ccl"]
     asked = imported(LAYOUT_1_0_CPU.replace("ipex: false", "ipex: true\n  use_xpu: true"))
     assert asked.config == expected
-    assert "ipex: left out; accelfn doesn't use Intel's extension" in asked.notes[0]
-    assert "use_xpu: left out; torch finds an XPU itself" in asked.notes[1]
+    assert "ipex: dropped; accelfn doesn't use Intel's extension" in asked.notes[0]
+    assert "use_xpu: dropped; torch detects an XPU itself" in asked.notes[1]
 
 
 def test_offloaded_checkpoints_of_activations() -> None:
@@ -208,7 +208,7 @@ def test_offloaded_checkpoints_of_activations() -> None:
     assert found.notes == ()
 
 
-def test_what_has_no_place_is_told() -> None:
+def test_values_without_a_place_are_reported() -> None:
     found = imported("distributed_type: MULTI_XPU\nnum_processes: -1\nmpirun_config: {mpirun_ccl: 4}")
     assert found.config == LaunchConfig(multi_gpu=True)
     assert [note.split(":")[0] for note in found.notes] == [
@@ -221,19 +221,19 @@ def test_what_has_no_place_is_told() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("distributed_type: NO\nflying: yes", "default_config.yaml: accelfn doesn't know the key 'flying'"),
-        ("distributed_type: QUANTUM", "distributed_type 'QUANTUM' is not known. Correct it"),
-        ("distributed_type: DEEPSPED", "'DEEPSPED' is not known. Did you mean DEEPSPEED?"),
+        ("distributed_type: NO\nflying: yes", "default_config.yaml: unknown key 'flying'"),
+        ("distributed_type: QUANTUM", "unknown distributed_type 'QUANTUM'. Correct it"),
+        ("distributed_type: DEEPSPED", "'DEEPSPED'. Did you mean DEEPSPEED?"),
         (
             "mixed_precision: fp32",
             "default_config.yaml: mixed_precision: it must be one of no, fp16, bf16, fp8",
         ),
         (
             "num_machines: 2\nnum_processes: 2",
-            "says what can't be launched: --num_machines 2 needs --main_process_ip",
+            "has conflicting values: --num_machines 2 needs --main_process_ip",
         ),
     ],
 )
-def test_what_cannot_be_taken_says_why(text: str, message: str) -> None:
+def test_invalid_files_are_refused_with_the_reason(text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         imported(text)

@@ -189,9 +189,9 @@ def test_several_processes_on_cpus_through_mpirun(tmp_path: pathlib.Path) -> Non
     assert config.debug
     assert config.mpirun_hostfile == str(tmp_path / "hosts")
     assert (config.num_machines, config.num_processes) == (2, 8)
-    assert "Invalid answer: it must be a whole number, 1 or more, got 'x'" in screen
+    assert "Invalid answer: it must be an integer, 1 or more, got 'x'" in screen
     assert "got 3 processes on 2 machines" in screen
-    assert f"there is no file '{tmp_path / 'absent'}'" in screen
+    assert f"no file '{tmp_path / 'absent'}'" in screen
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
@@ -213,7 +213,7 @@ def test_machines_that_meet(backend: str, tmp_path: pathlib.Path) -> None:
     assert (config.main_process_ip, config.main_process_port) == ("10.0.0.7", 29600)
     assert config.machine_rank == (1 if backend == "static" else None)
     assert ("on the other machines" in screen) is (backend == "static")
-    assert "0,1,2 names 3" in screen
+    assert "0,1,2 lists 3" in screen
 
 
 def test_a_cluster_of_tpus(tmp_path: pathlib.Path) -> None:
@@ -235,7 +235,7 @@ def test_a_cluster_of_tpus(tmp_path: pathlib.Path) -> None:
     assert (config.mixed_precision, config.downcast_bf16) == ("bf16", True)
 
 
-def test_a_file_that_is_there_gives_the_defaults(tmp_path: pathlib.Path) -> None:
+def test_an_existing_file_provides_the_defaults(tmp_path: pathlib.Path) -> None:
     saved = LaunchConfig(cpu=True, num_processes=6, max_restarts=2, mixed_precision="bf16")
     (tmp_path / "made.yaml").write_text(format_config(saved, "made.yaml"))
     config, screen = hold_session({"gradient_accumulation_steps": "2"}, tmp_path)
@@ -244,15 +244,15 @@ def test_a_file_that_is_there_gives_the_defaults(tmp_path: pathlib.Path) -> None
 
 
 @pytest.mark.parametrize("key", ["\x03", "\x04"], ids=["ctrl-c", "ctrl-d"])
-def test_who_stops_leaves_nothing_behind(key: str, tmp_path: pathlib.Path) -> None:
+def test_cancelling_writes_nothing(key: str, tmp_path: pathlib.Path) -> None:
     with on_terminal([], tmp_path) as terminal:
-        place = terminal.wait_for("What does it run on?", 0)
+        place = terminal.wait_for("What hardware does the script run on?", 0)
         os.write(terminal.handle, b"2\r")
         terminal.wait_for("How many machines?", place)
         os.write(terminal.handle, key.encode())
         status, screen = terminal.end()
     assert status == 130
-    assert "stopped; nothing was written" in screen
+    assert "cancelled; nothing was written" in screen
     assert list(tmp_path.iterdir()) == []
 
 
@@ -261,7 +261,7 @@ def test_a_file_that_cannot_be_read_is_not_replaced_unasked(tmp_path: pathlib.Pa
     path.parent.mkdir()
     path.write_text("config_version: 99\n")
     with on_terminal([], tmp_path) as terminal:
-        terminal.wait_for("Replace that file by your answers?", 0)
+        terminal.wait_for("Replace the file?", 0)
         os.write(terminal.handle, b"\r")
         status, screen = terminal.end()
     assert status == 1
@@ -277,9 +277,9 @@ def test_without_a_terminal_the_error_names_the_other_ways(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"), [("folder", "is a folder"), ("file/config.yaml", "can't be written")]
+    ("place", "reason"), [("folder", "is a directory"), ("file/config.yaml", "can't write")]
 )
-def test_a_place_that_cannot_be_written_is_said_first(
+def test_an_unwritable_path_is_refused_before_the_first_question(
     place: str,
     reason: str,
     tmp_path: pathlib.Path,

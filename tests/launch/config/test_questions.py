@@ -80,7 +80,7 @@ def test_every_path_ends_in_a_configuration_that_survives_its_file(
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_who_presses_enter_all_the_way_keeps_the_file(data: st.DataObject) -> None:
+def test_pressing_enter_everywhere_keeps_the_file(data: st.DataObject) -> None:
     answers, _ = draw_answers(data, {}, 0)
     saved = values_of(answers)
 
@@ -102,7 +102,7 @@ def test_values_of_any_file_never_lead_into_a_dead_end(one: st.DataObject, two: 
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_what_is_usual_is_never_refused(data: st.DataObject) -> None:
+def test_defaults_are_never_refused(data: st.DataObject) -> None:
     answers: Answers = first_answers({}, data.draw(st.sampled_from((0, 1, 2, 8))))
     while (question := next_question(answers)) is not None:
         usual = default_of(question, answers, {})
@@ -172,7 +172,7 @@ def answer_all(
     return LaunchConfig(**values_of(answers))
 
 
-def test_what_no_question_is_about_stays() -> None:
+def test_options_without_a_question_are_kept() -> None:
     saved = {"max_restarts": 3, "slurm_partition": "gpu", "num_processes": 2, "cpu": True}
     config = answer_all({}, saved)
     assert (config.max_restarts, config.slurm_partition, config.num_processes) == (3, "gpu", 2)
@@ -189,7 +189,7 @@ def test_the_kind_of_machine_is_found_in_a_file(kind: str) -> None:
     assert answer_all({}, saved, devices=0) == config  # a file that was made for another machine
 
 
-def test_what_a_file_says_is_not_offered_where_it_no_longer_fits() -> None:
+def test_values_of_a_file_that_no_longer_fit_are_not_defaults() -> None:
     saved = {"cpu": True, "num_processes": 3, "main_process_ip": "a", "machine_rank": 5}
     config = answer_all({"num_machines": "2"}, saved)
     assert (config.num_processes, config.machine_rank, config.main_process_ip) == (2, 0, "a")
@@ -231,7 +231,7 @@ def test_faults_of_accelerates_questionnaire_are_none_here() -> None:
     ("before", "name", "text", "reason"),
     [
         ({"machine_type": "several accelerators"}, "num_processes", "1", "2 or more"),
-        ({"machine_type": "several accelerators"}, "num_processes", "x", "a whole number"),
+        ({"machine_type": "several accelerators"}, "num_processes", "x", "an integer"),
         ({"machine_type": "several processes on CPUs", "num_machines": 2}, "num_processes", "3", "divide"),
         (
             {"machine_type": "several processes on CPUs", "num_machines": 2},
@@ -243,14 +243,14 @@ def test_faults_of_accelerates_questionnaire_are_none_here() -> None:
             {"machine_type": "several processes on CPUs", "num_machines": 2},
             "main_process_port",
             "0",
-            "any free",
+            "picks a free port",
         ),
-        ({"machine_type": "several accelerators", "num_processes": 4}, "gpu_ids", "0,1", "0,1 names 2"),
+        ({"machine_type": "several accelerators", "num_processes": 4}, "gpu_ids", "0,1", "0,1 lists 2"),
         ({"machine_type": "several accelerators", "num_processes": 2}, "gpu_ids", "1,1", "twice"),
         ({"machine_type": "TPU"}, "mixed_precision", "fp8", "one of no, bf16"),
         ({**MESH, "use_fsdp": True}, "parallelism_config_dp_shard_size", "1", "nothing to shard over"),
-        ({**MESH, "num_machines": 3}, "parallelism_config_dp_shard_size", "2", "num_machines must divide it"),
-        ({**MESH, "parallelism_config_dp_shard_size": 2}, "num_processes", "2", "the mesh has 4 places"),
+        ({**MESH, "num_machines": 3}, "parallelism_config_dp_shard_size", "2", "num_machines must divide"),
+        ({**MESH, "parallelism_config_dp_shard_size": 2}, "num_processes", "2", "the mesh needs 4 processes"),
         ({"fsdp_version": 1}, "fsdp_sharding_strategy", "HYBRID_SHARD", "one of FULL_SHARD, SHARD_GRAD_OP"),
     ],
 )
@@ -264,7 +264,7 @@ def test_answers_that_contradict_each_other_are_refused(
 
 
 def test_no_program_is_kept_from_a_file_where_a_tpu_was_chosen() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     texts = iter(("TPU", "one process"))
 
     def put(question: Question, few: tuple[str, ...], default: object) -> str:
@@ -273,8 +273,8 @@ def test_no_program_is_kept_from_a_file_where_a_tpu_was_chosen() -> None:
         return question.kind.write(default) if question.kind.is_bool or few else ""
 
     saved = {"no_python": True}
-    answers = ask_questions(first_answers(saved, has_tpu=True), saved, put, told.append)
-    assert "--no_python" in told[0]
+    answers = ask_questions(first_answers(saved, has_tpu=True), saved, put, reported.append)
+    assert "--no_python" in reported[0]
     assert LaunchConfig(**values_of(answers)).no_python
 
 
@@ -292,8 +292,10 @@ def test_what_cannot_run_is_not_asked(data: st.DataObject, devices: int | None, 
         return data.draw(st.sampled_from(few), label=question.name) if few else usual
 
     ask_questions(first_answers({}, devices, has_tpu=has_tpu), {}, put, lambda _: None)
-    told = [*asked, *(one for few in asked.values() for one in few)]
-    assert not [one for one in told if one.startswith(LATER) or any(f"use_{name}" in one for name in LATER)]
-    assert ("TPU" in told) is (has_tpu and "machine_type" in asked)
+    reported = [*asked, *(one for few in asked.values() for one in few)]
+    assert not [
+        one for one in reported if one.startswith(LATER) or any(f"use_{name}" in one for name in LATER)
+    ]
+    assert ("TPU" in reported) is (has_tpu and "machine_type" in asked)
     if devices == 0:
-        assert not {"several accelerators", "cpu", "gpu_ids", "enable_cpu_affinity"} & {*told}
+        assert not {"several accelerators", "cpu", "gpu_ids", "enable_cpu_affinity"} & {*reported}

@@ -148,7 +148,7 @@ def test_names_are_unique() -> None:
         assert len(set(names)) == len(names)
 
 
-def test_a_step_of_slurm_stands_between_variable_and_file() -> None:
+def test_a_slurm_step_ranks_between_variable_and_file() -> None:
     step = {"num_machines": (2, "SLURM_STEP_NUM_NODES"), "machine_rank": (1, "SLURM_NODEID")}
     file = parse_config("num_machines: 3\nmain_process_ip: h", "a.yaml")
     found = resolve({}, {"ACCELFN_MACHINE_RANK": "0"}, file, step)
@@ -156,7 +156,7 @@ def test_a_step_of_slurm_stands_between_variable_and_file() -> None:
     assert str(found.origins["num_machines"]) == "launcher SLURM_STEP_NUM_NODES"
 
 
-def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
+def test_a_source_with_higher_precedence_wins_among_exclusive_options() -> None:
     file = parse_config("use_fsdp: true\ncpu: true", "a.yaml")
     found = resolve(parse_flags(["--use_deepspeed", "--multi_gpu", "t.py"]).flags, {}, file).config
     assert (found.use_fsdp, found.use_deepspeed, found.cpu, found.multi_gpu) == (False, True, False, True)
@@ -167,11 +167,11 @@ def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--cpu", "--tpu"), "--cpu and --tpu exclude each other. Give one of them"),
+        (("--cpu", "--tpu"), "--cpu and --tpu exclude each other. Pass one of them"),
         (("--use_fsdp", "--use_deepspeed"), "--use_deepspeed and --use_fsdp exclude each other"),
         (("--multi_gpu", "--num_processes=1"), "--multi_gpu needs at least two processes"),
-        (("--multi_gpu", "--gpu_ids=3"), "--multi_gpu with --gpu_ids 3 has one accelerator"),
-        (("--gpu_ids=1,1",), "--gpu_ids names an accelerator twice"),
+        (("--multi_gpu", "--gpu_ids=3"), "--multi_gpu needs several accelerators: got --gpu_ids 3"),
+        (("--gpu_ids=1,1",), "--gpu_ids lists an accelerator twice"),
         (
             ("--use_fsdp", "--fsdp_cpu_ram_efficient_loading", "--fsdp_sync_module_states=no"),
             "needs --fsdp_sync_module_states",
@@ -181,15 +181,15 @@ def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
             ("--use_fsdp", "--fsdp_activation_checkpointing", "--fsdp_activation_checkpointing_offload"),
             "--fsdp_activation_checkpointing_offload needs --fsdp_version 2",
         ),
-        (("--module", "--no_python"), "Give one of the two"),
+        (("--module", "--no_python"), "exclude each other"),
         (("--tpu", "--no_python"), "Leave --no_python out"),
         (("--fsdp_version=2",), "--fsdp_version has no effect without --use_fsdp"),
         (("--fp8_backend=te",), "--fp8_backend has no effect without --mixed_precision fp8"),
-        (("--zero_stage=3",), "--zero_stage has no effect without --use_deepspeed. Give both"),
+        (("--zero_stage=3",), "--zero_stage has no effect without --use_deepspeed. Pass both"),
         (("--dynamo_mode=max-autotune",), "--dynamo_mode has no effect without --dynamo_backend NAME"),
         (("--dynamo_mode=default", "--dynamo_backend=no"), "--dynamo_mode has no effect without"),
         (("--slurm_time=1:00:00",), "--slurm_time has no effect without --sbatch FILE"),
-        (("--vm=1", "--cpu"), "--vm has no effect without --tpu. Give both"),
+        (("--vm=1", "--cpu"), "--vm has no effect without --tpu. Pass both"),
         (("--downcast_bf16",), "--downcast_bf16 has no effect without --tpu"),
         (("--machine_rank=1",), "--machine_rank must be 0 to 0 with --num_machines 1, got 1"),
         (("--num_processes=5", "--num_machines=2"), "got 5 processes on 2 machines. Use 4 or 6 processes"),
@@ -201,12 +201,12 @@ def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
         ),
         (
             ("--num_machines=2", "--main_process_ip=h", "--main_process_port=0"),
-            "Give one number on every machine",
+            "Pass the same port on every machine",
         ),
-        (("--rdzv_endpoint=a:1", "--main_process_ip=b"), "says the same as --main_process_ip"),
+        (("--rdzv_endpoint=a:1", "--main_process_ip=b"), "replaces --main_process_ip"),
         (
             ("--num_processes=two",),
-            "argument --num_processes: it must be a whole number, 1 or more, got 'two'",
+            "argument --num_processes: it must be an integer, 1 or more, got 'two'",
         ),
         (("--fsdp_state_dict_type=FULL_STAT_DICT", "--use_fsdp"), "Did you mean FULL_STATE_DICT?"),
     ],
@@ -224,7 +224,7 @@ def test_only_flags_must_have_an_effect() -> None:
     assert resolve(flags, {}, writes_sbatch=True).config.slurm_time == "1:00:00"
 
 
-def test_a_contradiction_says_where_the_other_half_comes_from() -> None:
+def test_a_conflict_names_the_sources() -> None:
     file = parse_config("num_machines: 2\nmain_process_ip: h\nmachine_rank: 0", "a.yaml")
     with pytest.raises(ConfigurationError, match=r"num_machines is from file a\.yaml, line 1"):
         resolve({"num_processes": Given("3", "--num_processes")}, {}, file)
@@ -249,8 +249,8 @@ def test_a_record_refuses_what_no_text_could_give(changes: dict[str, object]) ->
     ],
 )
 def test_a_misspelt_variable_is_refused(name: str, meant: str) -> None:
-    said = f"the variable {name} is not known. Did you mean {meant}?"
-    with pytest.raises(ConfigurationError, match=re.escape(said)):
+    message = f"unknown variable {name}. Did you mean {meant}?"
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
         resolve({}, {name: "4"})
     assert resolve({}, {name: " "}).config == LaunchConfig()
 
@@ -278,6 +278,6 @@ def test_print_config_names_sources() -> None:
 def test_print_config_hides_secrets_in_commands() -> None:
     given = ("--tpu", "--env=HF_TOKEN=hush", "--slurm_setup=export WANDB_API_KEY=hush")
     flags = parse_flags([*given, "t.py"]).flags
-    said = str(origin_rows(resolve(flags, {}, writes_sbatch=True), everything=False))
-    assert "HF_TOKEN=***" in said
-    assert "hush" not in said
+    output = str(origin_rows(resolve(flags, {}, writes_sbatch=True), everything=False))
+    assert "HF_TOKEN=***" in output
+    assert "hush" not in output

@@ -37,21 +37,21 @@ def test_a_mesh_that_has_a_place_for_each_process(words: str) -> None:
     variables = start(words)
     assert variables["ACCELFN_USE_PARALLELISM_CONFIG"] == "true"
     for axis in ("dp_replicate", "dp_shard", "tp"):
-        said = next((word[-1] for word in words.split() if word.startswith(f"{axis}=")), "1")
-        assert variables[f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"] == said
+        output = next((word[-1] for word in words.split() if word.startswith(f"{axis}=")), "1")
+        assert variables[f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"] == output
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("num_processes=2 tp=4", r"has 4 places \(tp 4\), and 2 processes .* Use --num_processes 4\.$"),
-        ("tp=2", r"2 places \(tp 2\), and 1 processes"),
+        ("num_processes=2 tp=4", r"needs 4 processes \(tp 4\), got 2\. Use --num_processes 4\.$"),
+        ("tp=2", r"2 processes \(tp 2\), got 1"),
         (
             "num_processes=8 dp_shard=2 tp=2",
-            r"4 places \(dp_shard 2 x tp 2\), and 8 .* or --parallelism_config_dp_replicate_size 2\.",
+            r"4 processes \(dp_shard 2 x tp 2\), got 8.* or --parallelism_config_dp_replicate_size 2\.",
         ),
-        ("num_processes=8 use_fsdp dp_replicate=2 tp=2", "4 places"),
-        ("num_processes=6 use_fsdp tp=4", "4 places"),
+        ("num_processes=8 use_fsdp dp_replicate=2 tp=2", "needs 4 processes"),
+        ("num_processes=6 use_fsdp tp=4", "needs 4 processes"),
         ("num_processes=2 use_fsdp tp=2", "--use_fsdp has nothing to shard over"),
         ("num_processes=4 use_fsdp tp=2 dp_replicate=2", "--use_fsdp has nothing to shard over"),
     ],

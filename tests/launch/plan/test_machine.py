@@ -36,7 +36,7 @@ def test_cards_of_nvidia_are_counted(tmp_path: Path) -> None:
         (("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090"), "", False),
     ],
 )
-def test_cards_that_wrongly_say_they_reach_each_other_are_known(
+def test_false_peer_access_is_detected(
     models: tuple[str, ...], driver: str, expected: bool, tmp_path: Path
 ) -> None:
     place = tmp_path / "proc/driver/nvidia"
@@ -83,7 +83,7 @@ def check(*argv: str, devices: int | None, env: dict[str, str] | None = None) ->
     return found[1] if found else "1"
 
 
-def test_one_process_for_each_accelerator_if_nobody_says() -> None:
+def test_one_process_per_accelerator_by_default() -> None:
     assert check(devices=8) == "8"
     assert check("--cpu", devices=8) == "1"
     assert check("--gpu_ids=0,5", devices=8) == "2"
@@ -98,16 +98,16 @@ def test_one_process_for_each_accelerator_if_nobody_says() -> None:
             ("--num_processes=8",),
             4,
             {},
-            "need as many accelerators, and this machine has 4. Use --num_processes 4, or --cpu",
+            "need as many accelerators, but this machine has 4. Use --num_processes 4, or --cpu",
         ),
-        (("--multi_gpu",), 1, {}, "needs at least two accelerators, and those of this machine are 1."),
-        (("--num_processes=2", "--multi_gpu"), 0, {}, "need as many accelerators, and there are 0."),
-        (("--num_processes=4", "--gpu_ids=0,1"), 4, {}, "--gpu_ids 0,1 names 2"),
+        (("--multi_gpu",), 1, {}, "needs at least two accelerators: got 1."),
+        (("--num_processes=2", "--multi_gpu"), 0, {}, "need as many accelerators, but there are 0."),
+        (("--num_processes=4", "--gpu_ids=0,1"), 4, {}, "--gpu_ids 0,1 lists 2"),
         (
             ("--num_processes=2", "--multi_gpu"),
             0,
             {"CUDA_VISIBLE_DEVICES": ""},
-            "CUDA_VISIBLE_DEVICES= leaves 0",
+            "with CUDA_VISIBLE_DEVICES= there are 0",
         ),
     ],
 )
@@ -118,13 +118,13 @@ def test_more_processes_than_accelerators(
         check(*argv, devices=devices, env=env)
 
 
-def test_what_is_assumed_is_told() -> None:
+def test_the_default_number_of_processes_is_printed() -> None:
     plan = plan_launch(resolve({}, {}), Script("t.py"), {}, Machine(devices=2))
-    assert plan.notes == ("2 processes on this machine, one for each accelerator",)
+    assert plan.notes == ("2 processes on this machine, one per accelerator",)
     assert plan_launch(resolve({}, {}), Script("t.py"), {}, Machine(devices=1)).notes == ()
 
 
-def test_who_hides_the_accelerators_wants_the_cpu() -> None:
+def test_hidden_accelerators_select_the_cpu() -> None:
     assert check("--num_processes=4", devices=0, env={"CUDA_VISIBLE_DEVICES": ""}) == "4"
     assert check("--num_processes=4", "--cpu", devices=2) == "4"
 

@@ -200,7 +200,7 @@ def test_machines_add_up_to_the_processes_asked_for(
     assert (plan.rendezvous is not None) == (num_machines > 1)
 
 
-def test_a_formatted_plan_does_in_a_shell_what_the_plan_says() -> None:
+def test_a_formatted_plan_runs_in_a_shell() -> None:
     plan = LaunchPlan(
         way="single",
         argv=("printf", "%s|%s|", "it's", "a b\n$HOME"),
@@ -225,12 +225,14 @@ def test_streams_that_torchrun_could_not_read(flag: str, value: str) -> None:
 
 
 def test_streams_of_a_process_that_is_not_there() -> None:
-    with pytest.raises(ConfigurationError, match=r"--tee 0:3,2:1 names process 2 .* there are 2: 0 to 1"):
+    with pytest.raises(ConfigurationError, match=r"--tee 0:3,2:1 names local rank 2, .* are 0 to 1"):
         plan_of("--num_processes=2", "--tee=0:3,2:1", "train.py")
 
 
-def test_output_that_would_be_kept_nowhere() -> None:
-    with pytest.raises(ConfigurationError, match=r"--redirects 3 keeps output in files .* --log_dir"):
+def test_redirected_output_needs_a_log_dir() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"--redirects 3 writes output to files only. Pass --log_dir"
+    ):
         plan_of("--num_processes=2", "--redirects=3", "train.py")
 
 
@@ -245,7 +247,7 @@ def test_streams_are_those_that_torchrun_reads(value: int | list[tuple[int, int]
 
 @pytest.mark.parametrize("conf", ["timeout", "timeout=", "=3", "timeout=3,", "a=1,,b=2"])
 def test_options_of_the_meeting_that_torchrun_could_not_read(conf: str) -> None:
-    with pytest.raises(ConfigurationError, match="--rdzv_conf must be name=value pairs"):
+    with pytest.raises(ConfigurationError, match="--rdzv_conf must be comma-separated key=value pairs"):
         plan_of("--num_processes=2", f"--rdzv_conf={conf}", "train.py")
 
 

@@ -80,17 +80,17 @@ def test_accelerators_that_the_shell_chose_win_over_a_file() -> None:
     assert variables_of(file="gpu_ids: 0,1")["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-def test_cards_that_wrongly_say_they_reach_each_other_are_kept_from_it() -> None:
-    def told(*argv: str, env: dict[str, str] | None = None) -> dict[str, str]:
+def test_false_peer_access_is_disabled() -> None:
+    def reported(*argv: str, env: dict[str, str] | None = None) -> dict[str, str]:
         changes = dict(plan_of(*argv, env=env, has_false_peers=True).env_changes)
         return {name: value for name, value in changes.items() if name.startswith("NCCL")}
 
-    assert told("--num_processes=2") == {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-    assert told("--num_processes=2", env={"NCCL_P2P_DISABLE": "0"}) == {"NCCL_IB_DISABLE": "1"}
-    assert told("--num_processes=2", "--cpu") == {}
+    assert reported("--num_processes=2") == {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    assert reported("--num_processes=2", env={"NCCL_P2P_DISABLE": "0"}) == {"NCCL_IB_DISABLE": "1"}
+    assert reported("--num_processes=2", "--cpu") == {}
 
 
-def test_a_context_reads_what_is_said_of_fsdp_and_the_mesh() -> None:
+def test_a_context_reads_exported_options_of_fsdp_and_the_mesh() -> None:
     mesh = ("--use_parallelism_config", "--parallelism_config_dp_shard_size=2")
     settings = read_settings(
         variables_of(
@@ -106,11 +106,11 @@ def test_a_context_reads_what_is_said_of_fsdp_and_the_mesh() -> None:
     assert settings.parallelism_config.dp_shard_size == 2
 
 
-def test_a_context_reads_what_is_said_of_the_other_engines() -> None:
+def test_a_context_reads_exported_options_of_other_engines() -> None:
     assert read_settings(variables_of("--use_deepspeed", "--zero_stage=3")).use_deepspeed
     assert read_settings(variables_of("--use_megatron_lm", "--megatron_lm_tp_degree=2")).use_megatron_lm
 
 
-def test_a_section_that_is_off_says_nothing() -> None:
-    said = variables_of(file="fsdp: {version: 2}\ndeepspeed: {zero_stage: 2}", env={"OMP_NUM_THREADS": "1"})
-    assert said == {}
+def test_an_inactive_section_is_not_exported() -> None:
+    output = variables_of(file="fsdp: {version: 2}\ndeepspeed: {zero_stage: 2}", env={"OMP_NUM_THREADS": "1"})
+    assert output == {}

@@ -48,7 +48,7 @@ def test_mpirun_of_open_mpi_hands_variables_and_the_address_on() -> None:
 
 
 def test_mpirun_that_is_not_there() -> None:
-    with pytest.raises(ConfigurationError, match="needs mpirun or mpiexec, and neither is on the PATH"):
+    with pytest.raises(ConfigurationError, match="needs mpirun or mpiexec on the PATH"):
         plan_of(*MPI, "train.py")
 
 
@@ -56,24 +56,24 @@ ELASTIC = ("--max_restarts=1", "--monitor_interval=3", "--shutdown_timeout=9", "
 
 
 @pytest.mark.parametrize("flag", ELASTIC)
-def test_what_is_for_torchrun_makes_it_start_one_process_and_is_refused_elsewhere(flag: str) -> None:
+def test_torchrun_options_select_torchrun_and_are_refused_elsewhere(flag: str) -> None:
     assert plan_of("--num_processes=1", "train.py").way == "single"
     name, _, value = flag.partition("=")
     started = plan_of(flag, "--num_processes=1", "train.py").argv
     assert any(word.startswith(f"--{name[2:].replace('_', '-')}={value}") for word in started)
-    with pytest.raises(ConfigurationError, match=f"{name} is for torchrun, and has no effect where mpirun"):
+    with pytest.raises(ConfigurationError, match=f"{name} is for torchrun, and has no effect with mpirun"):
         plan_of(*MPI, flag, "train.py", machine=OPEN_MPI)
 
 
 def test_what_cannot_be_started_is_refused_by_name() -> None:
-    with pytest.raises(MissingExtraError, match=r"--tpu needs the package torch_xla.*'torch_xla\[tpu\]'"):
+    with pytest.raises(MissingExtraError, match=r"--tpu needs torch_xla, .*'torch_xla\[tpu\]'"):
         run_plan(plan_of("--tpu", "train.py"), {})
-    with pytest.raises(NotAvailableError, match="doesn't start SageMaker's jobs"):
+    with pytest.raises(NotAvailableError, match="doesn't start SageMaker jobs"):
         plan_of("--compute_environment=AMAZON_SAGEMAKER", "t.py")
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_terminal_is_told_what_is_started(
+def test_a_terminal_shows_the_start_line(
     quiet: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = LaunchPlan(way="torchrun", argv=("true",), local_size=2)
@@ -81,10 +81,10 @@ def test_a_terminal_is_told_what_is_started(
     for is_terminal in (False, True):
         monkeypatch.setattr("sys.stderr.isatty", lambda shown=is_terminal: shown)
         run_plan(plan, dict(os.environ), script="train.py", quiet=quiet)
-        told = "accelfn launch: starting 2 processes of train.py; loading torch may take a while.\n"
+        reported = "accelfn launch: starting 2 processes of train.py; importing torch may take a while.\n"
         captured = capsys.readouterr()
         assert captured.out.startswith("true ")
-        assert captured.err == (told if is_terminal and not quiet else "")
+        assert captured.err == (reported if is_terminal and not quiet else "")
 
 
 def test_tpus() -> None:
@@ -170,7 +170,7 @@ def test_a_launch_under_mpirun() -> None:
 
 @pytest.mark.parametrize("hosts", ["", "a[1-2", "a]b", "a,,b"])
 def test_host_lists_that_make_no_sense(hosts: str) -> None:
-    with pytest.raises(ConfigurationError, match="has an unknown form"):
+    with pytest.raises(ConfigurationError, match="unknown format of a SLURM host list"):
         expand_hosts(hosts)
 
 

@@ -61,8 +61,8 @@ def test_the_last_lines_are_the_first_failure(quiet: str, tmp_path: Path) -> Non
     report = [
         "accelfn launch: rank 1 failed on a, with exit status 5:",
         "    /u/t.py:3 in f: g()",
-        "  then: rank 0",
-        "  logs: above; --log_dir DIR --tee 3 keeps those of each rank",
+        "  failed later: rank 0",
+        "  logs: above; use --log_dir DIR --tee 3 to keep one per rank",
     ]
     assert (process.returncode, stderr.splitlines()) == (5, [] if quiet else report)
 
@@ -71,9 +71,9 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     (tmp_path / "started.0.0.json").write_text(json.dumps({"rank": 0, "attempt": 0, "host": "b", "pid": 1}))
     ended = {"rank": 0, "local_rank": 0, "exitcode": -9, "pid": 1, "time_s": 3.0}
     (tmp_path / "agent.json").write_text(json.dumps({"failures": [ended]}))
-    said = format_report(read_failures(str(tmp_path)), num_processes=1, log_dir=None)
-    assert said.splitlines()[0] == (
-        "accelfn launch: rank 0 of 1 failed on b, killed by SIGKILL (the system may have run out of memory)."
+    output = format_report(read_failures(str(tmp_path)), num_processes=1, log_dir=None)
+    assert output.splitlines()[0] == (
+        "accelfn launch: rank 0 of 1 failed on b, killed by SIGKILL (possibly out of memory)."
     )
 
 
@@ -87,14 +87,14 @@ def test_those_that_were_stopped_have_not_failed_and_those_that_raised_have() ->
         Failure(rank=None, kind="lost", text="gone"),
     )
     assert first_failure(failures) is first
-    assert "  then: rank 2" in format_report(failures, num_processes=4, log_dir=None).splitlines()
+    assert "  failed later: rank 2" in format_report(failures, num_processes=4, log_dir=None).splitlines()
 
 
 def test_ranks_that_were_asked_to_stop_have_not_failed() -> None:
     common: dict[str, Any] = {"exitcode": EXIT_PREEMPTED, "kind": "SystemExit", "text": "75", "time_s": 2.0}
     stopped = [Failure(rank=rank, **common) for rank in (0, 1)]
     report = format_report(stopped, num_processes=2, log_dir="logs")
-    assert report == "accelfn launch: the ranks stopped as they were asked to, with exit status 75."
+    assert report == "accelfn launch: all ranks stopped for preemption, with exit status 75."
     failed = Failure(rank=2, exitcode=1, kind="ValueError", text="no", time_s=1.0)
     assert "rank 2 of 3 failed" in format_report([*stopped, failed], num_processes=3, log_dir=None)
 
@@ -123,22 +123,24 @@ def test_frames_are_shown_once(other: str, log_dir: str | None, has_frames: bool
         rank=1, exitcode=1, kind="ValueError", text="ValueError: no", frames=(("f.py", 3, "f", ""),)
     )
     failures = [first, Failure(rank=0, exitcode=1, kind=other, text="x", time_s=1.0)]
-    told = format_report(failures, num_processes=2, log_dir=log_dir)
-    assert ("f.py:3" in told) is has_frames
+    reported = format_report(failures, num_processes=2, log_dir=log_dir)
+    assert ("f.py:3" in reported) is has_frames
 
 
 def test_torchrun_that_never_started_its_processes(tmp_path: Path) -> None:
     (tmp_path / "agent.json").write_text(
         json.dumps({"error": "RendezvousTimeoutError: too late", "time_s": 1})
     )
-    said = format_report(read_failures(str(tmp_path)), num_processes=2, log_dir=None)
-    assert said == "accelfn launch: the processes could not be started:\n  RendezvousTimeoutError: too late"
+    output = format_report(read_failures(str(tmp_path)), num_processes=2, log_dir=None)
+    assert output == "accelfn launch: the processes could not be started:\n  RendezvousTimeoutError: too late"
 
 
 def test_a_rank_that_failed_and_was_stopped_then_has_its_own_status(tmp_path: Path) -> None:
     """While it was ending, another rank's end came first, and torchrun stopped all."""
-    told = {"rank": 1, "attempt": 0, "host": "b", "kind": "ValueError", "text": "ValueError: no"}
-    (tmp_path / "failed.1.0.json").write_text(json.dumps({**told, "status": 1, "time_s": 1.0, "frames": []}))
+    reported = {"rank": 1, "attempt": 0, "host": "b", "kind": "ValueError", "text": "ValueError: no"}
+    (tmp_path / "failed.1.0.json").write_text(
+        json.dumps({**reported, "status": 1, "time_s": 1.0, "frames": []})
+    )
     ended = [{"rank": rank, "exitcode": code, "time_s": 2.0} for rank, code in ((0, 1), (1, -15))]
     (tmp_path / "agent.json").write_text(json.dumps({"failures": ended}))
     first = first_failure(read_failures(str(tmp_path)))
@@ -146,12 +148,12 @@ def test_a_rank_that_failed_and_was_stopped_then_has_its_own_status(tmp_path: Pa
     assert (first.rank, first.exitcode) == (1, 1)
 
 
-def test_a_machine_that_has_lost_the_others_says_so(tmp_path: Path) -> None:
+def test_a_machine_reports_a_lost_connection(tmp_path: Path) -> None:
     (tmp_path / "started.0.0.json").write_text(json.dumps({"rank": 0, "attempt": 0, "host": "b", "pid": 1}))
     (tmp_path / "agent.json").write_text(json.dumps({"error": "RendezvousConnectionError: no", "time_s": 1}))
-    said = format_report(read_failures(str(tmp_path)), num_processes=2, log_dir=None)
-    assert said.splitlines() == [
-        "accelfn launch: this machine has lost the others, and its processes were ended:",
+    output = format_report(read_failures(str(tmp_path)), num_processes=2, log_dir=None)
+    assert output.splitlines() == [
+        "accelfn launch: this machine lost the connection to the others, and stopped its processes:",
         "  RendezvousConnectionError: no",
         "  see the report on the machine that failed first",
     ]
@@ -311,7 +313,7 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found by their variables on Linux only")
-def test_a_killed_agent_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_a_killed_agent_leaves_no_process_behind(tmp_path: Path) -> None:
     process = start(tmp_path, STUBBORN, TMPDIR=str(tmp_path))
     pids = [int(wait_for(tmp_path / f"{n}.pid", process)) for n in (1, 2)]
     process.kill()

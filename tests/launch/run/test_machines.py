@@ -63,33 +63,34 @@ def test_equal_machines_go_on(ranks: tuple[int | None, ...]) -> None:
     ids=str,
 )
 def test_a_difference_is_named_on_every_machine(ranks: Any, values: Any, message: str) -> None:
-    told = meet(*ranks, values=values)
-    assert all(message in one for one in told), told
-    assert len(set(told)) == 1
+    reported = meet(*ranks, values=values)
+    assert all(message in one for one in reported), reported
+    assert len(set(reported)) == 1
 
 
 @pytest.mark.parametrize(
     ("ranks", "changes", "message"),
     [
-        ((0,), {"num_machines": 2}, "1 of 2 machines did not come to 127.0.0.1:.*there were: machine 0"),
+        ((0,), {"num_machines": 2}, "1 of 2 machines did not connect to 127.0.0.1:.*connected: machine 0"),
         ((1,), {"num_machines": 2}, "machine 0 could not be reached at 127.0.0.1:.*Check --main_process_ip"),
-        ((1,), {"host": "no.such.host.invalid"}, "--main_process_ip no.such.host.invalid can't be resolved"),
+        ((1,), {"host": "no.such.host.invalid"}, "can't resolve --main_process_ip no.such.host.invalid"),
     ],
     ids=str,
 )
-def test_who_waits_in_vain_is_told(ranks: Any, changes: Any, message: str) -> None:
-    (told,) = meet(*ranks, timeout_s=0.5, **changes)
-    assert re.search(message, told), told
+def test_missing_machines_are_an_error(ranks: Any, changes: Any, message: str) -> None:
+    (reported,) = meet(*ranks, timeout_s=0.5, **changes)
+    assert re.search(message, reported), reported
 
 
-def test_a_port_that_another_program_has_is_named() -> None:
+def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CONNECT_S", 0.5)
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
         assert not is_port_free(port)
-        (told,) = meet(0, num_machines=2, timeout_s=0.5, port=port)
-        assert f"port {port} of this machine can't be used" in told
+        (reported,) = meet(0, num_machines=2, timeout_s=0.5, port=port)
+        assert f"can't use port {port} of this machine" in reported
     assert is_port_free(free_port())
 
 
@@ -99,12 +100,12 @@ FAILED = Failure(
 
 
 @pytest.mark.parametrize(("state", "may_return"), [("failed", True), ("stopped", False), ("done", False)])
-def test_each_hears_how_the_others_end(state: str, may_return: bool) -> None:
+def test_each_machine_reads_how_the_others_end(state: str, may_return: bool) -> None:
     def act(index: int, joined: Machines) -> tuple[Any, tuple[Failure, ...]]:
         if index == 1:
-            joined.tell(state, status=7, failures=[FAILED] if state == "failed" else ())
-        joined.wait_for_ends()
-        return joined.reason(), joined.failures()
+            joined.report(state, status=7, failures=[FAILED] if state == "failed" else ())
+        joined.wait_for_reports()
+        return joined.stop_reason(), joined.failures()
 
     (reason, failures), _ = meet(0, 1, then=act, may_return=may_return)
     if state == "done":
@@ -117,15 +118,15 @@ def test_each_hears_how_the_others_end(state: str, may_return: bool) -> None:
     )
 
 
-def test_who_goes_without_a_word_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SILENT_S", 0.5)
 
     def act(index: int, joined: Machines) -> Any:
         until_s = time.monotonic() + 20
-        while index == 0 and joined.reason() is None and time.monotonic() < until_s:
-            joined.look()
+        while index == 0 and joined.stop_reason() is None and time.monotonic() < until_s:
+            joined.poll()
             time.sleep(0.05)
-        return joined.reason()
+        return joined.stop_reason()
 
     reason, _ = meet(0, 1, then=act)
-    assert "was killed, or its machine has gone" in reason["text"]
+    assert "was killed, or the machine is down" in reason["text"]

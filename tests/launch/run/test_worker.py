@@ -90,8 +90,8 @@ def test_a_script_is_run_as_by_python(source: str, as_module: bool, tmp_path: Pa
     assert ours.returncode == plain.returncode
     assert ours.stdout == plain.stdout
     if source != "raise KeyboardInterrupt":  # whose traceback keeps our frames
-        said = [line for line in plain.stderr.splitlines() if "frozen runpy" not in line]
-        assert ours.stderr.splitlines() == said
+        output = [line for line in plain.stderr.splitlines() if "frozen runpy" not in line]
+        assert ours.stderr.splitlines() == output
 
 
 def test_a_module_that_is_not_there(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_module_that_is_not_there(tmp_path: Path) -> None:
     assert "No module named absent_module" in done.stderr
 
 
-def test_what_went_wrong_is_kept(tmp_path: Path) -> None:
+def test_the_exception_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(FAILS)
     box = tmp_path / "box"
     box.mkdir()
