@@ -99,8 +99,8 @@ class Saving(Holdings):
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes.
 
-        ``output_dir`` is a directory beside the checkpoint to be. What hooks put into it, also in directories
-        of its own, becomes part of the checkpoint. ``weights`` are the state dicts of the models. A model is
+        ``output_dir`` is a directory beside the future checkpoint. What hooks put into it becomes part of the
+        checkpoint. ``weights`` are the state dicts of the models. A model is
         not saved when the hook takes its state dict out of the list on the main process.
 
         Returns:
@@ -111,7 +111,8 @@ class Saving(Holdings):
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
 
-        The files in ``input_dir`` are verified. A model that the hook takes out of the list isn't loaded.
+        ``input_dir`` is the directory of the files that hooks put into the checkpoint, verified. A model that
+        the hook takes out of the list isn't loaded.
 
         Returns:
             A handle; ``remove()`` takes the hook away.
@@ -275,8 +276,9 @@ class Saving(Holdings):
         place, tree = cast("tuple[Path, dict[str, Any]]", chosen)
         if self._load_hooks:
             place = checkpoint.find_checkpoint(self.context, place)
+            files = checkpoint.find_files(self.context, place)
             models: dict[str, nn.Module] = tree["models"]
-            left, error = catch(lambda: _run_load_hooks(self._load_hooks, models, place))
+            left, error = catch(lambda: _run_load_hooks(self._load_hooks, models, files))
             phases.gather("hooks", "", error)
             tree["models"] = left = left or {}
             if partial is not True:

@@ -119,6 +119,28 @@ def _described(found: os.stat_result) -> Status:
     return Status(kind, found.st_size, found.st_dev, found.st_ino, found.st_mtime)
 
 
+def _lock(path: str) -> Callable[[], None] | None:
+    if sys.platform == "win32":  # which has no locks for directories
+        return None
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise BlockingIOError(error.errno, "another program or rank holds the lock", path) from error
+        return None
+
+    def release() -> None:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
+        os.close(descriptor)
+
+    return release
+
+
 def _read(descriptor: int, target: memoryview, place: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [target], place)
@@ -142,7 +164,8 @@ class Disk:
         close: Closes the descriptor of a file or directory.
         sync_folder: Returns when the directory's names will survive a power cut.
         make_folder: Makes a directory; fails where something is already.
-        rename: Gives a directory or file another name, in the same directory or another one of the disk.
+        rename: Renames a directory or file, in the same directory or another one of the disk; a file replaces
+            one that has the new name.
         remove_file: Removes a name that is no directory.
         remove_folder: Removes an empty directory.
         open_folder: Opens a directory to read in it.
@@ -150,6 +173,8 @@ class Disk:
         open_file: Opens a file to read it, or to sync what others have written; a link isn't followed.
         status: What stands at a path.
         status_of: The same for a descriptor.
+        lock: Takes the lock of a directory, which one program can hold, until the function is called that it
+            returns or the program ends; ``BlockingIOError`` if it is held. None if there are no locks.
         read: Fills memory from a place of a file; gives the number of bytes, 0 at the end.
         parallel_reads: Whether threads may read from one descriptor at a time.
     """
@@ -161,7 +186,7 @@ class Disk:
     close: Callable[[int], None] = os.close
     sync_folder: Callable[[str], None] = _sync_folder
     make_folder: Callable[[str], None] = os.mkdir
-    rename: Callable[[str, str], None] = os.rename
+    rename: Callable[[str, str], None] = os.replace
     remove_file: Callable[[str], None] = os.unlink
     remove_folder: Callable[[str], None] = os.rmdir
     open_folder: Callable[[str], Folder] = _open_folder
@@ -169,6 +194,7 @@ class Disk:
     open_file: Callable[[Folder, str], int] = _open_file
     status: Callable[[str], Status] = _status
     status_of: Callable[[int], Status] = _status_of
+    lock: Callable[[str], Callable[[], None] | None] = _lock
     read: Callable[[int, memoryview, int], int] = _read
     parallel_reads: bool = hasattr(os, "preadv")
 
@@ -200,11 +226,6 @@ def opened(disk: Disk, path: str) -> Generator[Folder, None, None]:
     finally:
         if folder.descriptor is not None:
             disk.close(folder.descriptor)
-
-
-def standing(disk: Disk, folder: Folder) -> Status:
-    """Return the status of an open directory, whatever its name has become, and where it is a link led."""
-    return disk.status(folder.path) if folder.descriptor is None else disk.status_of(folder.descriptor)
 
 
 def write_all(disk: Disk, descriptor: int, content: memoryview, place: int) -> None:
@@ -338,18 +359,13 @@ def walk(disk: Disk, path: str, below: str = "") -> Iterator[tuple[str, Status]]
 
 
 def remove_tree(disk: Disk, path: str) -> None:
-    """Remove a directory and all in it; of links only themselves. What vanishes meanwhile is no error."""
-    try:
+    """Remove a file, or a directory and all in it, without following links; it may vanish meanwhile."""
+    with suppress(FileNotFoundError):
+        if disk.status(path).kind != "directory":
+            disk.remove_file(path)
+            return
         with opened(disk, path) as folder:
             names = sorted(disk.names(folder))
-    except FileNotFoundError:
-        return
-    for name in names:
-        place = os.path.join(path, name)
-        with suppress(FileNotFoundError):
-            if disk.status(place).kind == "directory":
-                remove_tree(disk, place)
-            else:
-                disk.remove_file(place)
-    with suppress(FileNotFoundError):
+        for name in names:
+            remove_tree(disk, os.path.join(path, name))
         disk.remove_folder(path)

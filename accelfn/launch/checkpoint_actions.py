@@ -15,14 +15,15 @@ from typing import Any, cast
 
 from accelfn.checkpoint import Keep, convert_checkpoint, prune_checkpoints
 from accelfn.checkpoint.by_rank import document_of
-from accelfn.checkpoint.commit import find_leftovers, is_dead, is_leftover, read_head
+from accelfn.checkpoint.commit import find_leftovers, is_dead, read_head
 from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.document.decode import decode
 from accelfn.checkpoint.document.nodes import LEAVES, children_of, step
-from accelfn.checkpoint.find import read_checkpoint, resolve, scan, verify_files
+from accelfn.checkpoint.find import explain_absence, read_checkpoint, scan
 from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.keep import plan_prune
 from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
+from accelfn.checkpoint.verify import verify_files
 from accelfn.errors import ConfigurationError, DamagedCheckpointError, NoCheckpointError
 from accelfn.launch.output import format_table, print_table
 from accelfn.tree.structure import size_text
@@ -64,9 +65,10 @@ def _verify_one(directory: str) -> int:
 def _list(options: argparse.Namespace) -> int:
     directory: str = os.path.abspath(options.directory)
     found, broken = scan(REAL_DISK, directory)
-    listed = {os.path.basename(one.path) for one in (*found, *broken)}
-    others = sorted(name for name in os.listdir(directory) if name not in listed and not is_leftover(name))
-    heads = [(one, read_head(REAL_DISK, one.resolved)) for one in found]
+    leftovers = find_leftovers(REAL_DISK, directory)
+    listed = {os.path.basename(path) for path in (*(one.path for one in (*found, *broken)), *leftovers)}
+    others = sorted(name for name in os.listdir(directory) if name not in listed)
+    heads = [(one, read_head(REAL_DISK, one.path)) for one in found]
     rows: list[dict[str, Any]] = [
         {
             "name": os.path.basename(one.path),
@@ -84,8 +86,7 @@ def _list(options: argparse.Namespace) -> int:
         "checkpoints": rows,
         "damaged": [{"name": os.path.basename(one.path), "error": str(one.error)} for one in broken],
         "leftovers": [
-            {"name": os.path.basename(one.path), "kind": one.kind, "dead": is_dead(REAL_DISK, one)}
-            for one in find_leftovers(REAL_DISK, directory)
+            {"name": os.path.basename(path), "dead": is_dead(REAL_DISK, path)} for path in leftovers
         ],
         "others": [{"name": name, "what": _what(os.path.join(directory, name))} for name in others],
     }
@@ -108,8 +109,8 @@ def _list(options: argparse.Namespace) -> int:
     for one in told["damaged"]:
         print(f"damaged: {one['name']}: {one['error']}")
     for one in told["leftovers"]:
-        said = "left by a dead save" if one["dead"] else "a save at work, or its disk is another machine's"
-        print(f"unfinished: {one['name']} ({said})")
+        state = "left by a save that was killed" if one["dead"] else "a save is running, or no locks here"
+        print(f"unfinished: {one['name']} ({state})")
     for one in told["others"]:
         print(f"no checkpoint: {one['name']} ({one['what']})")
     return 0
@@ -122,13 +123,7 @@ def _shown(path: str | os.PathLike[str], given: str) -> str:
 
 def _what(path: str) -> str:
     """Return what something is that is no checkpoint."""
-    if not os.path.isdir(path):
-        return "a file"
-    try:
-        resolve(REAL_DISK, path)
-    except NoCheckpointError as error:
-        return str(error).rpartition(": ")[2].removesuffix(".")
-    return "a directory"
+    return explain_absence(REAL_DISK, path) if os.path.isdir(path) else "a file"
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -203,15 +198,15 @@ def _prune(options: argparse.Namespace) -> int:
         print(f"keep    {os.path.basename(one.path)}{why}")
     for one in plan.remove:
         print(f"remove  {os.path.basename(one.path)}")
-    for one in plan.dead:
-        print(f"remove  {os.path.basename(one.path)} (left by a dead save)")
+    for path in plan.dead:
+        print(f"remove  {os.path.basename(path)} (left by a save that was killed)")
     if options.dry_run:
         print("nothing was removed: --dry_run")
         return 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said above
         gone = prune_checkpoints(options.directory, keep)
-    left = [one.path for one in plan.dead if os.path.lexists(one.path)]
+    left = [path for path in plan.dead if os.path.lexists(path)]
     counts = [(len(gone), "checkpoint"), (len(plan.dead) - len(left), "leftover")]
     said = [f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts]
     print(f"removed {' and '.join(said)}")

@@ -13,6 +13,7 @@ was. The next trial goes on in the same directory, with whatever the killed one 
 
 import argparse
 import importlib
+import json
 import os
 import random
 import select
@@ -60,13 +61,12 @@ Place = Literal["replaced", "rotated"]
 Killed = Literal["program", "rank"]
 State = Literal["whole", "sharded", "stages", "sharded stages"]
 
-# By what is on the disk after a kill and wasn't there before the trial.
+# By what is on the disk after a kill.
 PHASES = (
-    "no trace",  # between saves, or the rank that was left has tidied up
+    "no trace",  # between saves, or the rank that was left has cleaned up
     "tensors half written",
-    "all written, nothing renamed",
-    "between the two renames",
-    "renamed, old one still there",
+    "all written, manifest not swapped",
+    "swapped, old files still there",
     "older one half removed",
 )
 # Of states that are a model and its optimizer.
@@ -181,8 +181,8 @@ def kill_while_saving(
     step = 0
     for number in range(kills):
         watching = 0 if changes else chance.randrange(ranks)
-        # Of a save, the main rank makes about 17 changes to the disk, any other one 3 to 6.
-        change = chance.randrange(18 if watching == 0 else 5) if number % 2 else None
+        # Of a save, the main rank makes about 14 changes to the disk, any other one 3 to 6.
+        change = chance.randrange(16 if watching == 0 else 5) if number % 2 else None
         trial = _Trial(
             first=step,
             ranks=ranks,
@@ -195,11 +195,10 @@ def kill_while_saving(
             watching=watching,
             state=state,
         )
-        before = set(os.listdir(folder))
         told, seconds = _run_and_kill(folder, trial, times)
         report.kills += 1
         report.saves += len(told)
-        report.phases[_phase(folder, before, place)] += 1
+        report.phases[_phase(folder)] += 1
         if trial.victim is not None:
             if seconds is None:
                 report.lost.append(f"trial {number}: not all ranks that were left were told ({trial})")
@@ -217,17 +216,30 @@ def kill_while_saving(
     return report
 
 
-def _phase(folder: Path, before: set[str], place: Place) -> str:
-    """Say where the save was that was killed."""
-    new = [name for name in os.listdir(folder) if name.startswith(".") and name not in before]
-    if any(".replaced-" in name for name in new):
-        return PHASES[4] if place == "replaced" and (folder / _LAST).exists() else PHASES[3]
-    if any(".trash-" in name for name in new):
-        return PHASES[5]
-    stages = [name for name in new if ".staging-" in name]
-    if stages:
-        return PHASES[2] if (folder / stages[0] / "manifest.json").exists() else PHASES[1]
-    return PHASES[0]
+def _phase(folder: Path) -> str:
+    """Return where the save was that was killed."""
+    steps = sorted(folder.iterdir(), key=_number)
+    return PHASES[max((_phase_of(path, path == steps[-1]) for path in steps), default=0)]
+
+
+def _number(path: Path) -> int:
+    return 0 if path.name == _LAST else int(path.name.rpartition("-")[2])
+
+
+def _phase_of(at: Path, is_newest: bool) -> int:
+    names = set(os.listdir(at))
+    manifest = at / "manifest.json"
+    if not manifest.exists() and not is_newest:
+        return 4
+    named: set[str] = set()
+    if manifest.exists():
+        named = set(json.loads(manifest.read_bytes().partition(b"\n")[0])["files"])
+    unnamed = [at / name for name in names - named - {"manifest.json"}]
+    if any(path.name.startswith("manifest-") for path in unnamed):
+        return 2
+    if not named or any(path.stat().st_mtime_ns > manifest.stat().st_mtime_ns for path in unnamed):
+        return 1
+    return 3 if unnamed else 0
 
 
 def _listing(folder: Path) -> list[tuple[str, int, int, int]]:

@@ -9,7 +9,7 @@ import errno
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,6 +81,7 @@ class Model:
             open_file=self.open_file,
             status=lambda path: self.status_of(self.find(path)),
             status_of=self.status_of,
+            lock=self.lock,
             read=self.read,
         )
 
@@ -200,6 +201,10 @@ class Model:
         if descriptor in self.names:
             return Status("directory", 0, 0, descriptor, 0.0)
         return Status("file", len(self.contents[descriptor]), 0, descriptor, 0.0)
+
+    def lock(self, path: str) -> Callable[[], None]:
+        self.find(path)
+        return lambda: None
 
     def read(self, descriptor: int, target: memoryview, place: int) -> int:
         content = self.contents[descriptor][place : place + len(target)]

@@ -1,6 +1,7 @@
 """Nodes with disks of their own: each has its part, and a crash leaves one that all of them have."""
 
 import dataclasses
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -16,8 +17,9 @@ from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.find import common, parts_at, parts_below
 from accelfn.context import Context
 from accelfn.context.config import ProjectConfiguration
-from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.errors import DamagedCheckpointError, NoCheckpointError, RemoteRankError
 from accelfn.testing import run_ranks
+from tests.checkpoint.watched_disk import CHANGES, installed, watched
 
 EACH = ProjectConfiguration(save_on_each_node=True)
 
@@ -63,15 +65,13 @@ def test_a_node_that_did_not_commit_leaves_the_old_one_for_all(tmp_path: Path, b
             ctx, disk = on_nodes(ctx, tmp_path)
             with pytest.MonkeyPatch.context() as patch:
                 if failing and ctx.world.node_rank == behind and ctx.is_local_main_process:
-                    real = os.rename
 
                     def rename(source: str, target: str) -> None:
-                        if "replaced" in str(target):
-                            raise OSError(5, "no more renames", source)
-                        real(source, target)
+                        raise OSError(5, "no more renames", source)
 
-                    patch.setattr("accelfn.checkpoint.save.REAL_DISK", _disk(rename))
-                af.save_state(ctx, disk / "at", tree_of(ctx, step))
+                    disk_of_rank = dataclasses.replace(REAL_DISK, rename=rename)
+                    patch.setattr("accelfn.checkpoint.save.REAL_DISK", disk_of_rank)
+                af.save_state(ctx, disk / "at", tree_of(ctx, step), step=step)
 
         run_ranks(run, 2, on="processes", num_nodes=2)
 
@@ -83,16 +83,60 @@ def test_a_node_that_did_not_commit_leaves_the_old_one_for_all(tmp_path: Path, b
     save(1, failing=False)
     with pytest.raises(Exception, match="no more renames"):
         save(2, failing=True)
-    ahead = tmp_path / f"node{1 - behind}" / "at"
-    assert af.verify_checkpoint(ahead).generation == 1  # it has committed
+    steps = [af.verify_checkpoint(tmp_path / f"node{node}" / "at").step for node in range(2)]
+    assert steps[behind] == 1
+    assert steps[1 - behind] == 2  # it has committed
     assert run_ranks(load, 2, num_nodes=2) == [(1, 1)] * 2  # and all go on with what both have
-    save(3, failing=False)
-    assert run_ranks(load, 2, num_nodes=2) == [(3, 3)] * 2
-    assert [os.listdir(tmp_path / f"node{node}") for node in range(2)] == [["at"], ["at"]]
+    with pytest.raises(Exception, match="no more renames"):  # once more, from there
+        save(3, failing=True)
+    assert run_ranks(load, 2, num_nodes=2) == [(1, 1)] * 2
+    save(4, failing=False)
+    assert run_ranks(load, 2, num_nodes=2) == [(4, 4)] * 2
+    assert [len(os.listdir(tmp_path / f"node{node}" / "at")) for node in range(2)] == [2, 2]
 
 
-def _disk(rename: Any) -> Any:
-    return dataclasses.replace(REAL_DISK, rename=rename)
+def test_a_kill_at_any_change_of_a_node_leaves_one_that_all_nodes_have(tmp_path: Path) -> None:
+    """Rank 1, of the second node, ends just before each of the changes that it makes to its disk."""
+
+    def save(ctx: Context, step: int, stop: int) -> int:
+        ctx, disk = on_nodes(ctx, tmp_path)
+        changes = 0
+
+        def watch(kind: str, path: str) -> None:
+            nonlocal changes
+            del path
+            if kind in CHANGES and ctx.rank == 1:
+                if changes >= stop:  # and none of the changes after it, as after a kill
+                    raise OSError(5, "no more changes")
+                changes += 1
+
+        with installed(watched(watch)):
+            try:
+                af.save_state(ctx, disk / "at", tree_of(ctx, step), step=step)
+            except (OSError, RemoteRankError):
+                return -1
+        return changes
+
+    def load(ctx: Context) -> int:
+        ctx, disk = on_nodes(ctx, tmp_path)
+        return af.load_state(ctx, disk / "at", like())["step"]
+
+    def run(ctx: Context) -> list[int]:
+        found: list[int] = []
+        save(ctx, 0, 1000)
+        for stop in itertools.count():
+            done = af.gather_object(ctx, [save(ctx, 2 * stop + 1, stop)])
+            found.append(load(ctx))
+            assert found[-1] in (2 * stop, 2 * stop + 1), stop
+            if done == [0, stop]:
+                break
+            save(ctx, 2 * stop + 2, 1000)
+            assert load(ctx) == 2 * stop + 2
+            ctx.collectives.barrier()
+        return found
+
+    kinds = {step % 2 for step in run_ranks(run, 2, on="processes", num_nodes=2)[0]}
+    assert kinds == {0, 1}
 
 
 def test_a_node_whose_disk_is_empty_is_named(tmp_path: Path) -> None:
