@@ -167,7 +167,8 @@ class Saving(Holdings):
             output_dir: The checkpoint. With ``automatic_checkpoint_naming`` None: the next one in
                 ``checkpoints`` of the project's folder, of which ``total_limit`` are kept.
             safe_serialization: False puts the models' weights into it once more, for other programs, pickled:
-                ``pytorch_model.bin``, or ``pytorch_model_NAME.bin`` where there are several.
+                ``pytorch_model.bin``, or ``pytorch_model_NAME.bin`` for several models, in the directory that
+                :func:`accelfn.checkpoint.find_files` returns.
             asynchronous: Write in the background.
             step: What you count. With automatic naming it is the checkpoint's number.
             metric: What you measure, for keeping the best.

@@ -380,7 +380,7 @@ MUTATIONS = (
         "background",
         "state/test_state.py::test_an_error_in_the_background_is_told_by_the_handle_or_at_the_next_save "
         f"{_FAULT}[1-0-replaced-background]",
-        "        if error is not None and not was_told:\n",
+        "        if error is not None and not is_reported:\n",
         "        if False:\n",
     ),
 )

@@ -409,7 +409,7 @@ def test_places_that_can_be_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
-    for name in ("file", "full", "n" * 250):
+    for name in ("file", "full", "n" * 256):
         with pytest.raises((CheckpointError, OSError)):
             af.save_state(Context(), tmp_path / name, NOTHING)
     with pytest.raises(OSError, match="file"):
@@ -479,7 +479,7 @@ def test_an_error_in_the_background_is_told_by_the_handle_or_at_the_next_save(tm
                         handle.result()
                 else:
                     assert isinstance(handle.exception(), kind)
-                    handle._was_told = False  # pyright: ignore[reportPrivateUsage] -- as if nobody had asked
+                    handle._is_reported = False  # pyright: ignore[reportPrivateUsage] -- as if nobody had asked
             if not asks:
                 with pytest.raises(kind, match="no disk"):
                     af.save_state(ctx, tmp_path / "at", {"step": 3})
