@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -48,6 +49,7 @@ from accelfn.errors import CheckpointError, DamagedCheckpointError, NotAvailable
 # The manifest of 40,000 tensors has about 8 MB.
 MAX_MANIFEST_BYTES = 1 << 30
 
+_COPY_S = 3600.0
 _SCRATCH = re.compile(r"\.(?P<name>.+)\.staging-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -339,13 +341,19 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
 
 
 def is_dead(disk: Disk, path: str) -> bool:
-    """Return whether no program holds the lock of a directory; False if the file system has no locks."""
+    """Return whether nobody works on one of the directories that :func:`find_leftovers` lists.
+
+    That is, no program holds its lock. If it holds files of a checkpoint, somebody may also be copying one
+    there, so they must be an hour old. On a file system without locks nobody knows.
+    """
     try:
         release = disk.lock(path)
+        _release(release)
+        times = [disk.status(path).modified_s, *(status.modified_s for _, status in walk(disk, path))]
     except OSError:
         return False
-    _release(release)
-    return release is not None
+    is_scratch = _SCRATCH.fullmatch(os.path.basename(path)) is not None
+    return release is not None and (is_scratch or time.time() - max(times) > _COPY_S)
 
 
 def find_leftovers(disk: Disk, parent: str) -> list[str]:

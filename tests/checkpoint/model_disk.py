@@ -19,7 +19,7 @@ ROOT = 1
 
 
 class Killed(BaseException):
-    """The program is no more: every operation raises this."""
+    """The program was killed: every operation raises this."""
 
 
 class Operation(NamedTuple):
@@ -212,7 +212,7 @@ class Model:
         return len(content)
 
     def files(self, path: str = "/") -> dict[str, bytes]:
-        """Give all files below a directory by path; directories as empty ones with a slash."""
+        """Return all files below a directory by path; directories as empty ones with a slash."""
         return dict(_walk(self.names, self.contents, self.find(path), ""))
 
 
@@ -226,7 +226,7 @@ def _walk(names: Names, contents: Contents, inode: int, path: str) -> Iterator[t
 
 
 def _torn(durable: bytes, now: bytes) -> list[bytes]:
-    """Give what may be in a file after a power cut."""
+    """Return what may be in a file after a power cut."""
     half = len(now) // 2
     return list(
         dict.fromkeys([durable, now, now[:half], bytes(len(now)), now[:half] + bytes(len(now) - half)])
@@ -234,7 +234,7 @@ def _torn(durable: bytes, now: bytes) -> list[bytes]:
 
 
 def crashes(start: tuple[Names, Contents], log: Sequence[Operation]) -> Iterator[Model]:
-    """Give every state that a power cut at the end of ``log`` could leave."""
+    """Return every state that a power cut at the end of ``log`` could leave."""
     changes: list[Operation] = []  # of names, that may be lost
     names: Names = {inode: dict(here) for inode, here in start[0].items()}
     durable: Contents = dict(start[1])
@@ -272,7 +272,7 @@ def crashes(start: tuple[Names, Contents], log: Sequence[Operation]) -> Iterator
 
 
 def settled(model: Model) -> Model:
-    """Give the same disk with all of it durable, as after a restart."""
+    """Return the same disk with all of it durable, as after a restart."""
     names = {inode: dict(here) for inode, here in model.names.items()}
     return Model(
         names={inode: dict(here) for inode, here in names.items()},

@@ -52,10 +52,13 @@ def damage(place: Path) -> None:
 
 
 def dead_save(folder: Path) -> Path:
-    """Make what a first save to a directory leaves that was killed."""
-    (folder / "step_99").mkdir()
-    (folder / "step_99" / "tensors-00000.safetensors").write_bytes(b"part")
-    return folder / "step_99"
+    """Make what a first save to a directory leaves that was killed long ago."""
+    path = folder / "step_99"
+    path.mkdir()
+    (path / "tensors-00000.safetensors").write_bytes(b"part")
+    for place in (path / "tensors-00000.safetensors", path):
+        os.utime(place, (1000, 1000))
+    return path
 
 
 # --- verify --------------------------------------------------------------------------------------

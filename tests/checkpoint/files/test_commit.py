@@ -378,7 +378,7 @@ def test_a_file_that_is_really_missing_is_not_looked_for_again(tmp_path: Path) -
 
 
 def coarse_disk() -> Disk:
-    """Give a disk whose times tell nothing, as those that count whole seconds tell little."""
+    """Return a disk on which all times are equal."""
 
     def status(path: str) -> Status:
         return REAL_DISK.status(path)._replace(modified_s=0.0)

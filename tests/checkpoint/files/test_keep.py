@@ -1,6 +1,7 @@
 """Which checkpoints stay, and that only the others go."""
 
 import math
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +33,7 @@ lists = st.lists(st.tuples(st.integers(0, 12), metrics), max_size=8)
 
 
 def slow_retention(checkpoints: list[tuple[int, float | None]], keep: Keep) -> set[int]:
-    """Say the same, rule by rule, by counting for each checkpoint how many are better."""
+    """Return the same indices, by counting for each checkpoint and rule how many are better."""
     if (keep.last, keep.every, keep.best) == (None, None, None):
         return set(range(len(checkpoints)))
     stay: set[int] = set()
@@ -56,7 +57,7 @@ def test_those_stay_that_a_rule_wants(checkpoints: list[tuple[int, float | None]
     assert plan_retention(checkpoints, keep) == tuple(sorted(slow_retention(checkpoints, keep)))
 
 
-def test_of_equal_metrics_the_newer_stays_and_no_number_is_never_best() -> None:
+def test_of_equal_metrics_the_newer_stays_and_nan_is_never_best() -> None:
     scores = [(1, 0.5), (2, 0.5), (3, math.nan), (4, None), (5, 0.9), (6, math.nan)]
     assert plan_retention(scores, Keep(best=1)) == (1, 5)
     assert plan_retention(scores, Keep(best=2)) == (0, 1, 5)
@@ -147,6 +148,14 @@ def test_what_killed_saves_left_is_removed(tmp_path: Path) -> None:
     for name in ("at-2/tensors-00000.safetensors", ".at-3.staging-0a1b2c3d/vocab", "mine/notes"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(b"part")
+    assert prune_checkpoints(tmp_path, Keep(last=1)) == ()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "at-1",
+        "at-2",
+        "mine",
+    }  # at-2 may be a copy on its way
+    for path in (tmp_path / "at-2" / "tensors-00000.safetensors", tmp_path / "at-2", tmp_path / "mine"):
+        os.utime(path, (1000, 1000))
     assert prune_checkpoints(tmp_path, Keep(last=1)) == ()
     assert {path.name for path in tmp_path.iterdir()} == {"at-1", "mine"}
 

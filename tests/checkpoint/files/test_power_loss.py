@@ -69,7 +69,7 @@ def save_to_empty(model: Model) -> None:
 
 
 def killed_at_its_last(kind: str, act: Callable[[Model], None]) -> Callable[[Model], None]:
-    """Let a program do something, and kill it at the last operation of a kind."""
+    """Return a program that is killed at its last operation of a kind."""
 
     def carry_out(model: Model) -> None:
         trial = settled(model)

@@ -195,7 +195,7 @@ def test_no_pickle_goes_off(tmp_path: Path, name: str, protocol: int | str) -> N
 
 
 def renamed(name: str) -> Change:
-    """Let the manifest call its file of tensors by another name."""
+    """Return a change of the name of the file of tensors in the manifest."""
 
     def change(said: dict[str, Any]) -> None:
         said["files"] = {name: said["files"][TENSORS]}
@@ -206,7 +206,7 @@ def renamed(name: str) -> Change:
 
 
 def pieces(*boxes: tuple[list[int], list[int]]) -> Change:
-    """Let the manifest say that a tensor of four elements lies in other boxes."""
+    """Return a change of the boxes of a tensor of four elements in the manifest."""
 
     def change(said: dict[str, Any]) -> None:
         (file, key, _, _, crc32) = said["tensors"]["own"][2][0]
@@ -218,7 +218,7 @@ def pieces(*boxes: tuple[list[int], list[int]]) -> Change:
 
 
 def field(*path: str | int, value: Any) -> Change:
-    """Let the manifest have another value somewhere."""
+    """Return a change of a value in the manifest."""
 
     def change(said: dict[str, Any]) -> None:
         here: Any = said

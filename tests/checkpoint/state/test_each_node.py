@@ -24,7 +24,7 @@ EACH = ProjectConfiguration(save_on_each_node=True)
 
 
 def on_nodes(ctx: Context, folder: Path) -> tuple[Context, Path]:
-    """Give a context that writes on each node, and this node's disk."""
+    """Return a context that writes on each node, and this node's disk."""
     disk = folder / f"node{ctx.world.node_rank}"
     disk.mkdir(exist_ok=True)
     return ctx.replace(project_config=EACH), disk

@@ -26,7 +26,7 @@ ALL = "/runs/all"
 
 
 def locked(disk: Disk) -> Disk:
-    """Let ranks that are threads use a disk one at a time."""
+    """Return a disk that ranks on threads use one at a time."""
     lock = threading.Lock()
 
     def alone(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def save(model: Model, ranks: int, name: str, step: int, keep: Keep | None = Non
 
 
 def newest(model: Model, places: Sequence[str]) -> int | str | None:
-    """Give the highest step that is there; None for no checkpoint, a text for a torn one."""
+    """Return the highest step on a disk; None for no checkpoint, a text for a torn one."""
     found = [reading(model, f"{ALL}/{place}") for place in places]
     torn = [one for one in found if isinstance(one, str)]
     return torn[0] if torn else max((one for one in found if isinstance(one, int)), default=None)
@@ -120,7 +120,7 @@ def test_a_save_to_where_another_one_is_writing_is_an_error_on_all_ranks(tmp_pat
 
 
 class Refusing:
-    """Takes up no state but its own."""
+    """An object whose ``load_state_dict`` raises."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
