@@ -86,6 +86,16 @@ class _RankState(NamedTuple):
     order: Mapping[str, int]  # of the parameters of these models
 
 
+class _Options(NamedTuple):
+    """The options of a save, which must be the same on all ranks."""
+
+    step: int | None
+    metric: float | None
+    keep: Keep | None
+    asynchronous: bool
+    allow_drift: bool
+
+
 @overload
 def save_state(
     ctx: Context,
@@ -196,20 +206,10 @@ def save_state(
         return _collect(ctx, path, tree, is_copied=asynchronous)
 
     own, error = catch(collect)
-    taken = os.path.abspath(files) if files is not None and writes_here(ctx) else None
+    folder = os.path.abspath(files) if files is not None and writes_here(ctx) else None
     phases = CollectivePhases(ctx, "save_state")
-    each_node = ctx.project.save_on_each_node
-    options = {
-        "directory": "of each node" if each_node else str(path),
-        "step": repr(step),
-        "metric": repr(metric),
-        "keep": repr(keep),
-        "asynchronous": asynchronous,
-        "allow_drift": allow_drift,
-    }
-    job, error = catch(
-        lambda: _agree_on(ctx, phases, path, own, error, options, step, metric, keep, taken, allow_drift)
-    )
+    options = _Options(step, metric, keep, asynchronous, allow_drift)
+    job, error = catch(lambda: _agree_on(ctx, phases, path, own, error, options, folder))
     if job is None:
         raise cast("Exception", error)
     if not asynchronous:
@@ -476,59 +476,57 @@ def _agree_on(
     path: Path,
     own: _RankState | None,
     error: Exception | None,
-    options: Mapping[str, object],
-    step: int | None,
-    metric: float | None,
-    keep: Keep | None,
+    options: _Options,
     files: str | None,
-    allow_drift: bool,
 ) -> Job:
     """Exchange summaries of what the ranks hold, and plan which rank writes what."""
-    world = ctx.world
-    head, details = {}, ""
+    world, each_node = ctx.world, ctx.project.save_on_each_node
+    summary, details = {}, ""
     if own is not None:
-        head, details = _summarise(own, world.node_rank, world.local_rank)
-        head["files"] = files is not None
-        head["copies"] = own.copies
-    texts = phases.gather(f"begin {json.dumps(options)}", json.dumps(head), error)
-    heads = [json.loads(one) for one in texts]
+        summary, details = _summarise(own, world.node_rank, world.local_rank)
+        summary["files"] = files is not None
+    shown = {"directory": "of each node" if each_node else str(path)}
+    shown |= {name: repr(value) for name, value in options._asdict().items()}
+    texts = phases.gather(f"begin {json.dumps(shown)}", json.dumps(summary), error)
     assert own is not None  # otherwise gather has raised
+    ranks = [json.loads(text) for text in texts]
     documents, held = [own.tree] * world.size, [own.held] * world.size
-    digests = [one["details"] for one in heads]
+    digests = [summary["details"] for summary in ranks]
     if len(set(digests)) > 1:
         # Only the first rank of each group of identical ranks, such as copies of a stage, sends its details.
         first = [digests.index(digest) for digest in digests]
-        every = phases.gather("details", details if first[world.rank] == world.rank else "")
-        parsed = [json.loads(every[rank]) for rank in first]
-        documents = [one["tree"] for one in parsed]
-        held = [_parse_held(one["held"]) for one in parsed]
-        if not allow_drift and ctx.guard.check_replicas_before_saving:
-            _refuse_drift(ctx, own, held, [one["replicated"] for one in parsed])
+        texts = phases.gather("details", details if first[world.rank] == world.rank else "")
+        parsed = [json.loads(texts[rank]) for rank in first]
+        documents = [part["tree"] for part in parsed]
+        held = [_parse_held(part["held"]) for part in parsed]
+        if not options.allow_drift and ctx.guard.check_replicas_before_saving:
+            _refuse_drift(ctx, own, held, [part["replicated"] for part in parsed])
     # Only one copy of a shard that several ranks hold will be saved.
-    _raise_drift([one["copies"] for one in heads], [one["boxes"] for one in heads])
-    for rank, one in enumerate(heads):
-        own_boxes = {name: boxes_from(boxes) for name, boxes in one["boxes"].items()}
-        cut = {name: held[rank][name]._replace(boxes=boxes) for name, boxes in own_boxes.items()}
-        held[rank] = {**held[rank], **cut, **_parse_held(one["random_held"])}
-    nodes = tuple(one["node"] for one in heads) if ctx.project.save_on_each_node else None
+    _raise_drift([summary["copies"] for summary in ranks], [summary["boxes"] for summary in ranks])
+    for rank, summary in enumerate(ranks):
+        boxes = {name: boxes_from(lists) for name, lists in summary["boxes"].items()}
+        sharded = {name: held[rank][name]._replace(boxes=found) for name, found in boxes.items()}
+        held[rank] = {**held[rank], **sharded, **_parse_held(summary["random_held"])}
+    nodes = tuple(summary["node"] for summary in ranks) if each_node else None
     plan = plan_save(held, nodes)
     described = {
         plan.names[rank].get(name, name): tensor
         for rank, tensors in enumerate(held)
         for name, tensor in tensors.items()
     }
-    mains = {one["node"]: rank for rank, one in enumerate(heads) if one["local_rank"] == 0}
-    trees = [renamed(one, plan.names[rank]) for rank, one in enumerate(documents)]
+    mains = {summary["node"]: rank for rank, summary in enumerate(ranks) if summary["local_rank"] == 0}
+    trees = [renamed(document, names) for document, names in zip(documents, plan.names, strict=True)]
     if own.staged and ctx.mesh is not None:
         mesh = ctx.mesh.plan
         groups = sorted({mesh.group(rank, "pp") for rank in range(world.size)})
         join_stages(trees, groups, own.staged, own.order)
-    randoms = [renamed(one["random"], plan.names[rank]) for rank, one in enumerate(heads)]
+    randoms = [renamed(summary["random"], names) for summary, names in zip(ranks, plan.names, strict=True)]
+    metric = options.metric
     return Job(
         directory=path,
-        step=step,
+        step=options.step,
         metric=None if metric is None or not math.isfinite(metric) else metric,
-        keep=keep,
+        keep=options.keep,
         rank=world.rank,
         main=0 if nodes is None else mains[world.node_rank],
         threads=max(1, (os.cpu_count() or 1) // world.local_size),
@@ -539,7 +537,7 @@ def _agree_on(
         described=described,
         plan=plan,
         files=files,
-        any_files=any(one["files"] for one in heads),
+        any_files=any(summary["files"] for summary in ranks),
         entries=tuple(
             (entry_key(write, described), local_of(own.tensors[write.name]), own.sums.get(write.name))
             for write in plan.writes[world.rank]
@@ -590,15 +588,16 @@ def _summarise(own: _RankState, node: int, local_rank: int) -> tuple[dict[str, A
     boxes = {name: one.boxes for name, one in own.held.items() if one.boxes is not None}
     plain = {name: one._replace(boxes=()) if name in boxes else one for name, one in own.held.items()}
     details = json.dumps({"tree": own.tree, "held": plain, "replicated": sorted(own.replicated)})
-    head = {
+    summary = {
         "details": hashlib.sha256(details.encode()).hexdigest(),
         "boxes": boxes,
         "random": own.random,
         "random_held": own.random_held,
         "node": node,
         "local_rank": local_rank,
+        "copies": own.copies,
     }
-    return head, details
+    return summary, details
 
 
 def _parse_held(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:

@@ -127,7 +127,7 @@ def begin_job(job: Job, phases: Phases, disk: Disk) -> Begun:
 
     try:
         own, error = catch(begin) if is_main else (None, None)
-        begun = [json.loads(text) for text in phases.gather("begin", json.dumps(own), error)]
+        begun = [json.loads(text) for text in phases.gather("lock", json.dumps(own), error)]
         if job.nodes is not None:
             identity = None
             with suppress(NoCheckpointError):  # then no node loses anything to the new one
