@@ -50,6 +50,7 @@ from accelfn.errors import CheckpointError, DamagedCheckpointError, NotAvailable
 MAX_MANIFEST_BYTES = 1 << 30
 
 _COPY_S = 3600.0
+_TEMPORARY = re.compile(r"manifest-[0-9a-f]{8}\.json")
 _SCRATCH = re.compile(r"\.(?P<name>.+)\.staging-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -164,7 +165,7 @@ def check_target(disk: Disk, directory: str | os.PathLike[str]) -> bool:
             f"{path} is not a directory, so no checkpoint is saved to it. Pass another path, or remove it."
         ) from None
     try:
-        # After a damaged manifest, the other names tell: somebody else's manifest.json comes without them.
+        # A damaged manifest is recognised by files of tensors beside it; another program's has none.
         is_ours = any(is_own_name(name) and name != MANIFEST for name in names)
         is_ours = is_ours or not names or read_head(disk, path) is not None
     except (DamagedCheckpointError, NotAvailableError):
@@ -193,7 +194,7 @@ def begin_save(disk: Disk, directory: str | os.PathLike[str]) -> OpenSave:
     try:
         make_folders(disk, path)
         if not is_new and not is_there(disk, os.path.join(path, MANIFEST)):
-            with naming(os.path.dirname(path)):  # nobody knows whether its own name is durable
+            with naming(os.path.dirname(path)):  # its own name may not be durable yet
                 disk.sync_folder(os.path.dirname(path))
     except OSError:
         if is_new:
@@ -255,7 +256,7 @@ def write_manifest(disk: Disk, save: OpenSave, manifest: Manifest, *, keep_previ
             with opened(disk, save.path) as folder:
                 content = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
             write_file(disk, os.path.join(save.path, PREVIOUS), content)
-    write_file(disk, _temporary(save), format_manifest(manifest))
+    write_file(disk, os.path.join(save.path, _temporary(save.token)), format_manifest(manifest))
     with naming(save.path):
         disk.sync_folder(save.path)
 
@@ -268,13 +269,13 @@ def commit(disk: Disk, save: OpenSave) -> None:
     Raises:
         OSError: With the file's name.
     """
-    disk.rename(_temporary(save), os.path.join(save.path, MANIFEST))
+    disk.rename(os.path.join(save.path, _temporary(save.token)), os.path.join(save.path, MANIFEST))
     with naming(save.path):
         disk.sync_folder(save.path)
 
 
-def _temporary(save: OpenSave) -> str:
-    return os.path.join(save.path, f"manifest-{save.token}.json")
+def _temporary(token: str) -> str:
+    return f"manifest-{token}.json"
 
 
 def end_save(disk: Disk, save: OpenSave) -> None:
@@ -320,16 +321,17 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
     """Remove a checkpoint with everything in its directory; return False if a save holds its lock.
 
     Raises:
-        OSError: Its manifest can't be removed, and it is whole.
+        OSError: Its manifest can't be renamed, and it is complete.
     """
     try:
         release = disk.lock(path)
     except (BlockingIOError, FileNotFoundError):
         return False
     try:
+        # A temporary manifest marks the directory as half removed, if this is killed.
         for name in (PREVIOUS, MANIFEST):
             with suppress(FileNotFoundError):
-                disk.remove_file(os.path.join(path, name))
+                disk.rename(os.path.join(path, name), os.path.join(path, _temporary(secrets.token_hex(4))))
         with naming(path):
             # Or a power cut could bring the manifest back, and not the files.
             disk.sync_folder(path)
@@ -341,19 +343,20 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
 
 
 def is_dead(disk: Disk, path: str) -> bool:
-    """Return whether nobody works on one of the directories that :func:`find_leftovers` lists.
+    """Return whether a directory that :func:`find_leftovers` lists is no longer in use.
 
-    That is, no program holds its lock. If it holds files of a checkpoint, somebody may also be copying one
-    there, so they must be an hour old. On a file system without locks nobody knows.
+    No program may hold its lock. Tensor files without a temporary manifest must also be an hour old, since
+    a user may be copying a checkpoint there. On a file system without locks, the result is False.
     """
     try:
         release = disk.lock(path)
         _release(release)
-        times = [disk.status(path).modified_s, *(status.modified_s for _, status in walk(disk, path))]
+        inside = dict(walk(disk, path))
+        times = [status.modified_s for status in (disk.status(path), *inside.values())]
     except OSError:
         return False
-    is_scratch = _SCRATCH.fullmatch(os.path.basename(path)) is not None
-    return release is not None and (is_scratch or time.time() - max(times) > _COPY_S)
+    is_copy = not _SCRATCH.fullmatch(os.path.basename(path)) and not any(map(_TEMPORARY.fullmatch, inside))
+    return release is not None and (not is_copy or time.time() - max(times) > _COPY_S)
 
 
 def find_leftovers(disk: Disk, parent: str) -> list[str]:

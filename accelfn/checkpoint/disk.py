@@ -364,7 +364,7 @@ def remove_tree(disk: Disk, path: str) -> None:
             disk.remove_file(path)
             return
         with opened(disk, path) as folder:
-            names = sorted(disk.names(folder))
+            names = sorted(disk.names(folder), reverse=True)  # in a checkpoint the manifest after the tensors
         for name in names:
             remove_tree(disk, os.path.join(path, name))
         disk.remove_folder(path)

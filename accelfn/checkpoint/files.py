@@ -373,7 +373,7 @@ def read_boxes(disk: Disk, folder: Folder, manifest: Manifest, boxes: Sequence[B
                 chunks += _chunks(box, entry, memory, first * row_bytes, first * row_bytes + len(memory))
             _read_chunks(disk, file, chunks)
         for index, rows in zip(indices, targets, strict=True):
-            results[index] = _cut(boxes[index], rows)
+            results[index] = _slice_box(boxes[index], rows)
     return cast("list[torch.Tensor]", results)
 
 
@@ -386,8 +386,8 @@ def verify_tensor_file(
         disk: To read from.
         folder: The checkpoint.
         name: Of the file.
-        stored: What the manifest says of the file.
-        expected: What it says of the file's entries.
+        stored: The file in the manifest.
+        expected: Its entries in the manifest.
 
     Raises:
         DamagedCheckpointError: A byte isn't what was written; with the file and the tensor.
@@ -402,18 +402,18 @@ def verify_tensor_file(
 
 
 class _Chunk(NamedTuple):
-    """A chunk to read and verify, and where those of its bytes go that are wanted."""
+    """A chunk to read and verify, and the memory for those of its bytes that are wanted."""
 
     box: Box
     number: int
-    start: int  # of an entry's bytes, as all places here
+    start: int  # in the entry's bytes, as all offsets here
     stop: int
-    target: memoryview  # empty where nothing is wanted but to know that the chunk is sound
+    target: memoryview  # empty to only verify the chunk
     target_start: int
 
 
 def _chunks(box: Box, entry: Entry, target: memoryview, start: int, stop: int) -> Iterator[_Chunk]:
-    """Return the chunks in which the bytes ``start`` to ``stop`` of an entry lie."""
+    """Return the chunks that contain the bytes ``start`` to ``stop`` of an entry."""
     size = entry.stop - entry.start
     for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
         place = number * CHUNK_BYTES
@@ -421,28 +421,28 @@ def _chunks(box: Box, entry: Entry, target: memoryview, start: int, stop: int) -
 
 
 def _rows_for(box: Box) -> torch.Tensor:
-    """Return memory for the rows that a box lies in."""
+    """Allocate memory for the rows that contain a box."""
     rows = box.piece.shape if not box.shape else (box.shape[0], *box.piece.shape[1:])
     dtype: torch.dtype = getattr(torch, box.dtype)
-    # torch warns of new tensors of complex32, and not of views.
+    # torch warns about new tensors of complex32, and not about views.
     plain = torch.float32 if dtype == torch.complex32 else dtype
     return torch.empty(rows, dtype=plain, device="cpu").view(dtype).view(rows)
 
 
-def _cut(box: Box, rows: torch.Tensor) -> torch.Tensor:
-    """Return the box out of the rows that were read."""
+def _slice_box(box: Box, rows: torch.Tensor) -> torch.Tensor:
+    """Slice a box from the rows that were read."""
     if not box.shape or tuple(rows.shape) == tuple(box.shape):
         return rows
     offset = box.offset or (0,) * len(box.shape)
     inner = tuple(slice(start, start + size) for start, size in zip(offset[1:], box.shape[1:], strict=True))
-    # torch copies some dtypes of one byte as bytes only.
+    # torch has no copy kernels for some one-byte dtypes.
     plain = torch.uint8 if rows.dtype.itemsize == 1 else rows.dtype
     part = rows.view(plain)[(slice(None), *inner)]
     return part.clone(memory_format=torch.contiguous_format).view(rows.dtype)
 
 
 def _read_chunks(disk: Disk, file: TensorFile, chunks: Sequence[_Chunk]) -> None:
-    """Read and verify chunks of one file, in several threads where that is worth it."""
+    """Read and verify chunks of one file, in several threads if there are many bytes."""
     batches: list[list[_Chunk]] = [[]]
     size = 0
     for chunk in chunks:

@@ -218,7 +218,7 @@ def _size(dtype: str, shape: Sequence[int]) -> int | None:
     bits = largest = _BITS[dtype]
     for length in shape:
         bits *= length
-        # Of an empty tensor, too, torch multiplies the other lengths.
+        # torch multiplies the other lengths of an empty tensor too.
         largest *= max(length, 1)
         if largest > 8 * _MAX_BYTES:
             return None

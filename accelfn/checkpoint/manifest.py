@@ -263,7 +263,7 @@ def _unsound(place: str, why: str) -> DamagedCheckpointError:
 
 
 def _check(manifest: Manifest, place: str) -> None:
-    """Check the fields, since somebody may have made a malicious manifest with a correct SHA-256."""
+    """Check the fields: a malicious manifest can have a correct SHA-256."""
     numbers = (manifest.world_size, manifest.num_nodes)
     if not all(_is_count(number) for number in numbers) or 0 in numbers:
         raise _unsound(place, f"world_size, num_nodes are {numbers}")

@@ -128,7 +128,7 @@ MUTATIONS = (
         "the manifest is written under its final name",
         "commit",
         f"{_ORDER}[first-1] {_ORDER}[first-2]",
-        'f"manifest-{save.token}.json"',
+        'f"manifest-{token}.json"',
         "MANIFEST",
     ),
     _bug(
@@ -226,8 +226,8 @@ MUTATIONS = (
         "commit",
         "files/test_commit.py::"
         "test_a_directory_to_write_in_is_removed_by_the_next_program_if_its_own_was_killed",
-        "    except OSError:\n        return False\n    is_scratch",
-        "    except OSError:\n        return True\n    is_scratch",
+        "    except OSError:\n        return False\n    is_copy",
+        "    except OSError:\n        return True\n    is_copy",
     ),
     _bug(
         "a reader doesn't begin again after the manifest was swapped",
