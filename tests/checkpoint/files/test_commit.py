@@ -206,7 +206,10 @@ def test_one_save_at_a_time_writes_to_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_locks_has_none(tmp_path: Path) -> None:
-    disk = replace(REAL_DISK, lock=lambda path: None)
+    def lock(path: str) -> None:
+        del path
+
+    disk = replace(REAL_DISK, lock=lock)
     save(tmp_path / "here", 1, disk=disk)
     assert value(tmp_path / "here") == 1
     assert not is_dead(disk, str(tmp_path / "here"))
