@@ -109,7 +109,8 @@ class Saving(Holdings):
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
 
-        The files in ``input_dir`` are verified. A model that the hook removes from the list isn't loaded.
+        ``input_dir`` is the directory of the files that hooks wrote into the checkpoint, verified. A model
+        that the hook removes from the list isn't loaded.
 
         Returns:
             A handle, whose ``remove()`` removes the hook.
@@ -164,7 +165,8 @@ class Saving(Holdings):
             output_dir: The checkpoint. None with ``automatic_checkpoint_naming``: the next one in
                 ``checkpoints`` of the project's folder, of which ``total_limit`` are kept.
             safe_serialization: False also writes the models' weights as pickles, for other programs:
-                ``pytorch_model.bin``, or ``pytorch_model_NAME.bin`` for several.
+                ``pytorch_model.bin``, or ``pytorch_model_NAME.bin`` for several, in the directory that
+                :func:`accelfn.checkpoint.find_files` returns.
             asynchronous: Write in the background.
             step: Your step count. With automatic naming it is the checkpoint's number.
             metric: Your metric, to keep the best checkpoints.
@@ -273,8 +275,9 @@ class Saving(Holdings):
         place, tree = cast("tuple[Path, dict[str, Any]]", chosen)
         if self._load_hooks:
             place = checkpoint.find_checkpoint(self.context, place)
+            files = checkpoint.find_files(self.context, place)
             models: dict[str, nn.Module] = tree["models"]
-            left, error = catch(lambda: _run_load_hooks(self._load_hooks, models, place))
+            left, error = catch(lambda: _run_load_hooks(self._load_hooks, models, files))
             phases.gather("hooks", "", error)
             tree["models"] = left = left or {}
             if partial is not True:

@@ -26,37 +26,37 @@ _PIECE = 1 << 24
 
 
 class SaveHandle:
-    """A save that goes on in the background.
+    """A save in the background.
 
-    ``result()`` waits for it. What went wrong is raised there. If a rank didn't ask, it is raised at the next
-    save or load of the world, on all ranks; or when the context is closed.
+    ``result()`` waits for it, and raises its error. If a rank doesn't call that, the error is raised by the
+    next save or load of the world, on all ranks, or when the context is closed.
     """
 
-    def __init__(self, directory: Path, aside: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, directory: Path, while_blocked: Callable[[], AbstractContextManager[None]]) -> None:
         """Use ``save_state(..., asynchronous=True)`` instead."""
         self.directory = directory
-        self._aside = aside
+        self._while_blocked = while_blocked
         self._done = threading.Event()
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._was_told = False
+        self._is_reported = False
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Return whether the save has ended, with or without an error."""
         return self._done.is_set()
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait until the checkpoint is committed, and return its path.
 
-        Ranks: local; on every rank it is committed, or none.
+        Ranks: local; it is committed on all ranks or on none.
 
         Args:
-            timeout: Seconds to wait at most; None for as long as it takes.
+            timeout: The longest time to wait, in seconds; None for as long as it takes.
 
         Raises:
-            TimeoutError: It goes on.
-            Exception: Whatever stopped it: :class:`~accelfn.errors.RemoteRankError` where that was on another
-                rank.
+            TimeoutError: The save is still running.
+            Exception: The error that stopped it: :class:`~accelfn.errors.RemoteRankError` if that happened on
+                another rank.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -64,49 +64,51 @@ class SaveHandle:
         return cast("Path", self._path)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as ``result`` does, and return what stopped the save, or None.
+        """Wait as ``result`` does, and return the error that stopped the save, or None.
 
         Raises:
-            TimeoutError: It goes on.
+            TimeoutError: The save is still running.
         """
         if not self._done.is_set():
-            with self._aside():
+            with self._while_blocked():
                 if not self._done.wait(timeout):
-                    raise TimeoutError(f"save_state: the save to {self.directory} goes on after {timeout} s.")
-        self._was_told = True
+                    raise TimeoutError(
+                        f"save_state: the save to {self.directory} is still running after {timeout} s."
+                    )
+        self._is_reported = True
         return self._error
 
     def settle(self) -> None:
-        """Wait, and raise what stopped the save unless somebody has been told already."""
-        was_told = self._was_told
+        """Wait, and raise the error that stopped the save unless it has been reported already."""
+        is_reported = self._is_reported
         error: Any = self.exception()
-        if error is not None and not was_told:
+        if error is not None and not is_reported:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(
-                    f"This stopped the save to {self.directory} in the background, whose result nobody asked "
-                    "for. What was called now wasn't begun: call it again."
+                    f"This stopped the background save to {self.directory}, whose result() was not called. "
+                    "The operation that was called now hasn't begun: call it again."
                 )
             raise error
 
     def run(self, work: Callable[[], Path]) -> None:
-        """Do the work and keep what came of it."""
+        """Do the work, and keep its result or its error."""
         try:
             self._path = work()
-        except BaseException as error:  # noqa: BLE001 -- it is raised where somebody asks
+        except BaseException as error:  # noqa: BLE001 -- result() raises it
             self._error = error
         finally:
             self._done.set()
 
 
 class HostMemory:
-    """Memory for copies of tensors, which is kept from one save to the next."""
+    """Host memory for copies of tensors, which is reused by the next save."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without memory."""
         self._buffer: torch.Tensor | None = None
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors, each to contiguous memory on the host. The copies of the call before are gone.
+        """Copy tensors, each to contiguous memory on the host, over the copies of the previous call.
 
         Ranks: local. Returns when all copies are complete.
         """
@@ -119,7 +121,7 @@ class HostMemory:
         on_device = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         buffer = self._buffer
         if buffer is None or buffer.numel() < total:
-            self._buffer = None  # let go of the old one first
+            self._buffer = None  # free the old one first
             pin = any(device.type == "cuda" for device in on_device)
             buffer = self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pin)
         copies = [
@@ -133,7 +135,7 @@ class HostMemory:
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each tensor; those of the host in pieces by several threads, since one doesn't fill the bus."""
+    """Copy each tensor; those on the host by several threads, since one doesn't use the full bandwidth."""
     pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
     for target, source in zip(targets, sources, strict=True):
         if source.device.type != "cpu":
@@ -154,7 +156,7 @@ def _copy(piece: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 
 class _Saves:
-    """The save in the background of a world, of which there is one at most, and the memory of its copies."""
+    """The background save of a world, at most one at a time, and the memory for its copies."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -174,7 +176,7 @@ def _saves_of(ctx: Context) -> _Saves:
 
 
 def finish_background(ctx: Context) -> None:
-    """Wait for the save that is under way in the background of this world, if there is one.
+    """Wait for this world's background save, if one is running.
 
     Ranks: local.
 
@@ -185,7 +187,7 @@ def finish_background(ctx: Context) -> None:
 
 
 def copies_in_background(ctx: Context, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors to the host memory that the world keeps for it.
+    """Copy tensors to host memory that the world keeps from save to save.
 
     Ranks: local.
     """
@@ -193,15 +195,15 @@ def copies_in_background(ctx: Context, tensors: Sequence[torch.Tensor]) -> list[
 
 
 def begin_background(ctx: Context, directory: Path, work: Callable[[], Path]) -> SaveHandle:
-    """Begin to save in a thread.
+    """Start a save in a thread.
 
     Args:
-        ctx: The world, with which the handle is kept until somebody was told how the save ended.
-        directory: For messages.
+        ctx: The world, which keeps the handle until the result of the save has been reported.
+        directory: Named in messages.
         work: The save, which may use the copies of :func:`copies_in_background`.
     """
     handle = _saves_of(ctx).handle = SaveHandle(directory, ctx.collectives.while_blocked)
-    # No daemon: the interpreter waits at its end for a thread that isn't, so a commit under way is completed.
+    # Not a daemon: the interpreter waits for this thread at exit, so that a running save is completed.
     threading.Thread(target=handle.run, args=(work,), name="accelfn-save").start()
     return handle
 
@@ -210,20 +212,20 @@ _LOOK_S = 0.005
 
 
 class Phases(Protocol):
-    """What a save asks of the other ranks."""
+    """Barriers between the phases of a save, over collectives or the message board."""
 
     def gather(self, phase: str, text: str, error: Exception | None = None) -> list[str]:
-        """End a phase: tell the other ranks what came of it, and return what they tell.
+        """End a phase on all ranks, and return the text of each rank.
 
         Raises:
-            Exception: ``error`` itself, on the ranks that gave one.
-            RemoteRankError: Another rank gave one.
+            Exception: ``error`` itself, on the ranks that passed one.
+            RemoteRankError: Another rank passed one.
         """
         ...
 
 
 class CollectivePhases(NamedTuple):
-    """Phases as operations across ranks. Every rank of ``ctx`` goes through the same ones."""
+    """Phases that end with a collective. Every rank of ``ctx`` goes through the same ones."""
 
     ctx: Context
     operation: str
@@ -239,16 +241,16 @@ class CollectivePhases(NamedTuple):
 
 
 class BoardPhases(NamedTuple):
-    """Phases by word on the board, from any thread: rank 0 reads what all have posted, and posts it for all.
+    """Phases over the message board, from any thread: rank 0 reads all ranks' posts, and posts the list.
 
     Attributes:
         board: Of the world.
         rank: This rank.
         size: Of the world.
         operation: Named in errors.
-        number: Tells this save from others of the world.
-        patience_s: How long a rank waits for the others in a phase.
-        is_hopeless: Says why no other rank can be waited for any more, or None.
+        number: Identifies this save among those of the world.
+        patience_s: How long a rank waits for other ranks in a phase.
+        is_hopeless: Returns the reason why waiting for other ranks is pointless, or None.
     """
 
     board: MessageBoard
@@ -266,11 +268,10 @@ class BoardPhases(NamedTuple):
                 raise error
             return [text]
         failed = None if error is None else [type(error).__name__, text_of(error)]
-        # A key serves every save: it is only written over when all ranks have left the phase behind, which
-        # they have posted in a later one.
+        # All saves use the same keys: one is overwritten only after all ranks have left the phase, as their
+        # posts in a later phase show.
         self.board.post(self._key(phase, self.rank), json.dumps([self.number, [failed, text]]))
-        # All ranks are waited for before anything is raised: a rank that raises may remove what others still
-        # write to.
+        # Wait for all ranks before raising: a rank that raises may remove a directory that others write to.
         every: list[Any] = []
         try:
             if self.rank == 0:
@@ -292,10 +293,10 @@ class BoardPhases(NamedTuple):
         return f"save/{phase}/{of}"
 
     def _wait_for(self, phase: str, of: int | str) -> Any:
-        """Wait for what a rank says of a phase, its error or what came of it; or rank 0 of all ranks."""
+        """Wait for the post of a rank in a phase, or for the list that rank 0 posts."""
         end = time.monotonic() + self.patience_s
         while True:
-            reason = self.is_hopeless()  # asked first: who has ended may have posted before
+            reason = self.is_hopeless()  # before reading: a rank that has ended may have posted first
             posted = self.board.read(self._key(phase, of))
             number, found = json.loads(posted) if posted else ("", None)
             if number == self.number:
@@ -306,7 +307,7 @@ class BoardPhases(NamedTuple):
                 whom = "all ranks" if of == "all" else f"rank {of}"
                 raise CollectiveTimeoutError(
                     f"{self.operation}: rank {self.rank} has waited {self.patience_s:.0f} s for {whom} to "
-                    f"end the phase {phase!r} of a save in the background. Look at what it does."
+                    f"end the phase {phase!r} of a background save. Check whether it hangs, or its disk does."
                 )
             time.sleep(_LOOK_S)
 
@@ -315,9 +316,9 @@ class BoardPhases(NamedTuple):
 def paused_collection() -> Generator[None, None, None]:
     """Pause Python's cyclic garbage collector in a ``with`` block or a function.
 
-    A tree of 40,000 leaves makes some million small objects, none of which is garbage; looking through them
-    takes the collector longer than all the rest takes. Where several threads pause it, it runs again as soon
-    as the first of them is through, which costs time and nothing else.
+    A tree of 40,000 leaves creates about a million small objects, none of which is garbage, and scanning them
+    would take longer than everything else. If several threads pause it, it runs again as soon as the first of
+    them is done, which costs only time.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
-"""The disk, as a record of callables: all that checkpoints do to files goes through it.
+"""The disk, as a record of callables through which checkpoints do everything to files.
 
-So a test can count and log every operation, lose what was never synced as a power cut does, fail at any of
-them, or keep all files in memory; and the code that writes and commits is the same.
+So a test can count and log every operation, lose what was never synced as a power cut does, make any of them
+fail, or keep all files in memory, while the code that writes and commits stays the same.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from accelfn.errors import DamagedCheckpointError
 
 
 class Folder(NamedTuple):
-    """An open directory, in which files are opened whatever its name has become since."""
+    """An open directory, in which files can be opened even after it was renamed."""
 
     path: str
-    descriptor: int | None  # None where the platform has no descriptors of directories
+    descriptor: int | None  # None if the platform has no descriptors of directories
 
 
 class Status(NamedTuple):
-    """What stands at a place. Links aren't followed."""
+    """The status of a path. Links aren't followed."""
 
     kind: Literal["file", "directory", "link", "other"]
     size: int
@@ -49,10 +49,10 @@ def _write(descriptor: int, content: memoryview, place: int) -> int:
 
 
 def _start_writing(descriptor: int, place: int, size: int) -> None:
-    """Let the kernel begin to write a part of a file to the disk, instead of in the final fsync.
+    """Let the kernel start to write a part of a file to the disk now, and not only in the final fsync.
 
     So writing and copying overlap: 300 MB with fsync take 0.10 s instead of 0.16 s on a local disk. More
-    threads, larger slices or space set aside beforehand gave less than the noise on top of it.
+    threads, larger slices or preallocation gained less than the noise.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
@@ -67,12 +67,12 @@ def _sync_file(descriptor: int) -> None:
 
 def _sync_folder(path: str) -> None:
     if os.name == "nt":
-        return  # which keeps names in a journal, and can't open a directory
+        return  # it keeps names in a journal, and can't open a directory
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems know no fsync of a directory; their server has written it already.
+        # Some network file systems have no fsync for directories; their server has written it already.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -82,7 +82,7 @@ def _sync_folder(path: str) -> None:
 def _open_folder(path: str) -> Folder:
     if os.open in os.supports_dir_fd and os.listdir in os.supports_fd:
         return Folder(path, os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)))
-    os.listdir(path)  # raises what an open would
+    os.listdir(path)  # raises the errors of opening it
     return Folder(path, None)
 
 
@@ -91,12 +91,12 @@ def _names(folder: Folder) -> list[str]:
 
 
 def _open_file(folder: Folder, name: str) -> int:
-    # Without O_NONBLOCK, opening a named pipe would wait for ever.
+    # Without O_NONBLOCK, opening a named pipe would block.
     flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     if not hasattr(os, "O_NOFOLLOW") and os.path.islink(os.path.join(folder.path, name)):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.path.join(folder.path, name))
     if folder.descriptor is None:
-        if os.name == "nt":  # which syncs only what may be written to
+        if os.name == "nt":  # where fsync needs write access
             with suppress(PermissionError):
                 return os.open(os.path.join(folder.path, name), os.O_RDWR | flags)
         return os.open(os.path.join(folder.path, name), os.O_RDONLY | flags)
@@ -119,6 +119,28 @@ def _described(found: os.stat_result) -> Status:
     return Status(kind, found.st_size, found.st_dev, found.st_ino, found.st_mtime)
 
 
+def _lock(path: str) -> Callable[[], None] | None:
+    if sys.platform == "win32":  # which has no locks for directories
+        return None
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise BlockingIOError(error.errno, "another program or rank holds the lock", path) from error
+        return None
+
+    def release() -> None:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
+        os.close(descriptor)
+
+    return release
+
+
 def _read(descriptor: int, target: memoryview, place: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [target], place)
@@ -135,23 +157,26 @@ class Disk:
     A function that fails raises ``OSError``.
 
     Attributes:
-        create: Makes a new file to write to and gives its descriptor; fails where something is already.
-        write: Writes at a place of a file; gives the number of bytes written, at least one.
+        create: Creates a file for writing and returns its descriptor; fails if the path exists.
+        write: Writes at an offset of a file; returns the number of bytes written, at least one.
         start_writing: A hint that this part of a file may go to the disk now; never fails.
         sync: Returns when the file's bytes will survive a power cut.
         close: Closes the descriptor of a file or directory.
         sync_folder: Returns when the directory's names will survive a power cut.
-        make_folder: Makes a directory; fails where something is already.
-        rename: Gives a directory or file another name, in the same directory or another one of the disk.
-        remove_file: Removes a name that is no directory.
+        make_folder: Makes a directory; fails if the path exists.
+        rename: Renames a directory or file, in the same directory or another one of the disk; a file replaces
+            one that has the new name.
+        remove_file: Removes a file or link.
         remove_folder: Removes an empty directory.
-        open_folder: Opens a directory to read in it.
-        names: What is in an open directory, in any order.
+        open_folder: Opens a directory for reading.
+        names: Lists an open directory, in any order.
         open_file: Opens a file to read it, or to sync what others have written; a link isn't followed.
-        status: What stands at a path.
-        status_of: The same for a descriptor.
-        read: Fills memory from a place of a file; gives the number of bytes, 0 at the end.
-        parallel_reads: Whether threads may read from one descriptor at a time.
+        status: Returns the status of a path.
+        status_of: Returns the status of a descriptor.
+        lock: Takes the lock of a directory, which one program can hold, until the function is called that it
+            returns or the program ends; ``BlockingIOError`` if it is held. None if there are no locks.
+        read: Fills memory from an offset of a file; returns the number of bytes, 0 at the end.
+        parallel_reads: Whether several threads may read from one descriptor at once.
     """
 
     create: Callable[[str], int] = _create
@@ -161,7 +186,7 @@ class Disk:
     close: Callable[[int], None] = os.close
     sync_folder: Callable[[str], None] = _sync_folder
     make_folder: Callable[[str], None] = os.mkdir
-    rename: Callable[[str, str], None] = os.rename
+    rename: Callable[[str, str], None] = os.replace
     remove_file: Callable[[str], None] = os.unlink
     remove_folder: Callable[[str], None] = os.rmdir
     open_folder: Callable[[str], Folder] = _open_folder
@@ -169,11 +194,12 @@ class Disk:
     open_file: Callable[[Folder, str], int] = _open_file
     status: Callable[[str], Status] = _status
     status_of: Callable[[int], Status] = _status_of
+    lock: Callable[[str], Callable[[], None] | None] = _lock
     read: Callable[[int, memoryview, int], int] = _read
     parallel_reads: bool = hasattr(os, "preadv")
 
     def __repr__(self) -> str:
-        """Return what signatures show: no addresses of functions."""
+        """Return a short text for signatures, without the addresses of functions."""
         return "Disk()"
 
 
@@ -182,7 +208,7 @@ REAL_DISK = Disk()
 
 @contextmanager
 def naming(path: str) -> Generator[None, None, None]:
-    """Add the file's name to an ``OSError`` that has none, such as that of a full disk while writing."""
+    """Add a path to an ``OSError`` that has none, such as that of writing to a full disk."""
     try:
         yield
     except OSError as error:
@@ -202,11 +228,6 @@ def opened(disk: Disk, path: str) -> Generator[Folder, None, None]:
             disk.close(folder.descriptor)
 
 
-def standing(disk: Disk, folder: Folder) -> Status:
-    """Return the status of an open directory, whatever its name has become, and where it is a link led."""
-    return disk.status(folder.path) if folder.descriptor is None else disk.status_of(folder.descriptor)
-
-
 def write_all(disk: Disk, descriptor: int, content: memoryview, place: int) -> None:
     """Write all of ``content``, however much the system takes at a time."""
     done = 0
@@ -218,7 +239,7 @@ def write_all(disk: Disk, descriptor: int, content: memoryview, place: int) -> N
 
 
 def write_file(disk: Disk, path: str, content: bytes) -> None:
-    """Make a new small file, on the disk when this returns.
+    """Write a new small file, which is durable when this returns.
 
     Raises:
         OSError: With the file's name.
@@ -233,7 +254,7 @@ def write_file(disk: Disk, path: str, content: bytes) -> None:
 
 
 def read_exactly(disk: Disk, descriptor: int, target: memoryview, place: int) -> bool:
-    """Fill memory from a place of a file; return False where the file ends before."""
+    """Fill memory from an offset of a file; return False if the file ends before."""
     done = 0
     while done < len(target):
         count = disk.read(descriptor, target[done:], place + done)
@@ -253,7 +274,7 @@ def open_regular(disk: Disk, folder: Folder, name: str) -> tuple[int, int]:
     try:
         descriptor = disk.open_file(folder, name)
     except OSError as error:
-        # What systems say of a link that they were told not to follow, and of a directory or a socket.
+        # The errors of systems for a link that may not be followed, a directory and a socket.
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO):
             raise _not_plain(folder, name) from error
         raise
@@ -269,8 +290,8 @@ def open_regular(disk: Disk, folder: Folder, name: str) -> tuple[int, int]:
 
 def _not_plain(folder: Folder, name: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"{os.path.join(folder.path, name)} must be a plain file: it is a link, a directory or something "
-        "else, as no save leaves it. Put the file itself there, or take another checkpoint.",
+        f"{os.path.join(folder.path, name)} must be a plain file, and it is a link, a directory or something "
+        "else. Put the file itself there, or take another checkpoint.",
         name,
     )
 
@@ -287,8 +308,7 @@ def read_file(disk: Disk, folder: Folder, name: str, max_bytes: int) -> bytes:
     try:
         if size > max_bytes:
             raise DamagedCheckpointError(
-                f"{path} has {size} bytes, and no sound one has more than {max_bytes}. "
-                "Take another checkpoint.",
+                f"{path} has {size} bytes, more than the allowed {max_bytes}. Take another checkpoint.",
                 name,
             )
         content = bytearray(size)
@@ -301,7 +321,7 @@ def read_file(disk: Disk, folder: Folder, name: str, max_bytes: int) -> bytes:
 
 
 def is_there(disk: Disk, path: str) -> bool:
-    """Return whether anything stands at ``path``."""
+    """Return whether ``path`` exists."""
     try:
         disk.status(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -310,22 +330,22 @@ def is_there(disk: Disk, path: str) -> bool:
 
 
 def make_folders(disk: Disk, path: str) -> None:
-    """Make a directory and those above it where they are missing, on the disk when this returns."""
+    """Make a directory and the missing ones above it, which are durable when this returns."""
     missing: list[str] = []
     while not is_there(disk, path):
         missing.append(path)
         path = os.path.dirname(path)
     for one in reversed(missing):
-        with suppress(FileExistsError):  # another rank was quicker
+        with suppress(FileExistsError):  # another rank was faster
             disk.make_folder(one)
         with naming(os.path.dirname(one)):
             disk.sync_folder(os.path.dirname(one))
 
 
 def walk(disk: Disk, path: str, below: str = "") -> Iterator[tuple[str, Status]]:
-    """Return all that is in a directory and in those below it, by path from there with ``/`` between names.
+    """List everything in a directory and those below it, by path from there with ``/`` between names.
 
-    A directory comes before what is in it. Links are given, and not followed.
+    A directory comes before its content. Links are listed, and not followed.
     """
     with opened(disk, path) as folder:
         names = sorted(disk.names(folder))
@@ -338,18 +358,13 @@ def walk(disk: Disk, path: str, below: str = "") -> Iterator[tuple[str, Status]]
 
 
 def remove_tree(disk: Disk, path: str) -> None:
-    """Remove a directory and all in it; of links only themselves. What vanishes meanwhile is no error."""
-    try:
-        with opened(disk, path) as folder:
-            names = sorted(disk.names(folder))
-    except FileNotFoundError:
-        return
-    for name in names:
-        place = os.path.join(path, name)
-        with suppress(FileNotFoundError):
-            if disk.status(place).kind == "directory":
-                remove_tree(disk, place)
-            else:
-                disk.remove_file(place)
+    """Remove a file, or a directory and all in it, without following links; it may vanish meanwhile."""
     with suppress(FileNotFoundError):
+        if disk.status(path).kind != "directory":
+            disk.remove_file(path)
+            return
+        with opened(disk, path) as folder:
+            names = sorted(disk.names(folder), reverse=True)  # in a checkpoint the manifest after the tensors
+        for name in names:
+            remove_tree(disk, os.path.join(path, name))
         disk.remove_folder(path)

@@ -1,6 +1,6 @@
-"""Write tensors to a safetensors file, with checksums.
+"""Write tensors to safetensors files with checksums, and read and verify them.
 
-The bytes go to the system in slices from where they lie, and a second thread hashes each slice meanwhile, so
+The bytes are written in slices directly from the tensors' memory while a second thread hashes each slice, so
 the checksums cost little.
 """
 
@@ -29,11 +29,11 @@ from accelfn.checkpoint.manifest import CHUNK_BYTES, Manifest, Piece, StoredFile
 from accelfn.errors import DamagedCheckpointError
 from accelfn.tree.digest import split_flat
 
-# At a time, to write: a divisor of CHUNK_BYTES.
+# Bytes written at a time: a divisor of CHUNK_BYTES.
 _SLICE_BYTES = 1 << 24
-# Smaller tensors are collected, so that thousands of them don't take a system call each.
+# Smaller tensors are collected in a buffer, so that thousands of them don't need a system call each.
 _SMALL_BYTES = 1 << 18
-# Elements of a tensor that isn't contiguous, at a time: of each, its place takes eight bytes meanwhile.
+# Elements of a non-contiguous tensor copied at a time: the index of each needs eight bytes meanwhile.
 _PIECE_ELEMENTS = 1 << 18
 
 
@@ -43,10 +43,10 @@ class NewEntry(NamedTuple):
     Attributes:
         key: Its name in the file.
         dtype: As safetensors names it.
-        shape: As the file shall say; ``stored_form`` gives both.
-        source: A dense tensor on any device; or what returns it when it is written, and is called in the
-            order of :func:`~accelfn.checkpoint.header.storage_order`.
-        crc32: Of each ``CHUNK_BYTES``, where they are known already, or nobody asks; None has them computed.
+        shape: In the file; ``stored_form`` returns both.
+        source: A dense tensor on any device; or a function that returns it when it is written. These are
+            called in the order of :func:`~accelfn.checkpoint.header.storage_order`.
+        crc32: Of each ``CHUNK_BYTES``, if they are known already or not needed; None to compute them.
     """
 
     key: str
@@ -57,7 +57,7 @@ class NewEntry(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a manifest has to say of a new file.
+    """The size and checksums of a new file, for the manifest.
 
     Attributes:
         size: In bytes.
@@ -71,7 +71,7 @@ class Written(NamedTuple):
 
 
 def new_entry(key: str, tensor: torch.Tensor) -> NewEntry:
-    """Return a tensor the dtype and shape under which safetensors stores it."""
+    """Return the entry for a tensor, with the dtype and shape that it has in a safetensors file."""
     form = stored_form(tensor.dtype, tensor.shape)
     return NewEntry(key, *form, tensor)
 
@@ -84,25 +84,25 @@ def write_tensors(
     *,
     fill: bool = False,
 ) -> Written:
-    """Write a new safetensors file; its bytes are on the disk when this returns.
+    """Write a new safetensors file; its bytes are durable when this returns.
 
-    A contiguous tensor on the CPU is written from where it lies; any other one passes through the CPU piece
-    by piece, with at most about 32 MiB at a time.
+    A contiguous tensor on the CPU is written directly from its memory; any other one is copied to the CPU in
+    pieces of at most about 32 MiB.
 
     Args:
         disk: To write to.
-        path: Of the file, which mustn't exist.
+        path: Of the file, which must not exist.
         entries: The tensors, in any order.
-        metadata: Free texts for the header.
+        metadata: Texts for the header.
         fill: As for :func:`~accelfn.checkpoint.header.format_header`.
 
     Returns:
         Size and checksums.
 
     Raises:
-        ValueError: A name is taken twice, or a tensor is sparse or has no data: nothing was written. Or one
-            that is only made when it is written isn't of the dtype and shape that it was to have.
-        OSError: With the file's name. What was written of it is left for the caller to remove.
+        ValueError: Two tensors have one name, or a tensor is sparse or has no data: nothing was written. Or a
+            function returned a tensor of another dtype or shape than its entry has.
+        OSError: With the file's name. The caller removes what was written of it.
     """
     todo = list(entries)
     head, places = format_header([(one.key, one.dtype, one.shape) for one in todo], metadata, fill=fill)
@@ -125,7 +125,7 @@ def write_tensors(
 def _check_source(key: str, source: torch.Tensor) -> None:
     if source.layout != torch.strided or source.is_meta or source.is_quantized:
         raise ValueError(
-            f"tensor {key!r} is sparse, quantized or on the meta device, and has no plain bytes to write. "
+            f"tensor {key!r} is sparse, quantized or on the meta device, and has no dense data to write. "
             "Make it dense (to_dense, dequantize) or load it first."
         )
 
@@ -137,8 +137,8 @@ def _source_of(entry: NewEntry) -> torch.Tensor:
     _check_source(entry.key, source)
     if stored_form(source.dtype, source.shape) != (entry.dtype, entry.shape):
         raise ValueError(
-            f"tensor {entry.key!r} was to be {entry.dtype} {entry.shape}, and is {source.dtype} "
-            f"{tuple(source.shape)}: it has changed during the save."
+            f"tensor {entry.key!r} has changed during the save: from {entry.dtype} {entry.shape} to "
+            f"{source.dtype} {tuple(source.shape)}. Save a copy, or change it afterwards."
         )
     return source
 
@@ -152,7 +152,7 @@ def _write_slices(
     found: dict[str, tuple[int, ...]],
     helper: ThreadPoolExecutor,
 ) -> int:
-    """Write the head and all tensors in their order; put the checksums into ``found``."""
+    """Write the header and all tensors in their order; put the checksums into ``found``."""
     end = started = 0
     small = bytearray(head)
 
@@ -160,7 +160,7 @@ def _write_slices(
         nonlocal end, started
         write_all(disk, descriptor, content, end)
         end += len(content)
-        if end - started >= _SLICE_BYTES:  # not for less: small requests to a disk cost more than they save
+        if end - started >= _SLICE_BYTES:  # smaller requests to a disk cost more than they save
             disk.start_writing(descriptor, started, end - started)
             started = end
 
@@ -173,7 +173,7 @@ def _write_slices(
     for key, place in places.items():
         entry = by_key[key]
         source = _source_of(entry)
-        small += bytes(place.start - end - len(small))  # what fills
+        small += bytes(place.start - end - len(small))  # padding
         sums: list[int] = []
         done = 0
         for part in _parts(source):
@@ -187,11 +187,11 @@ def _write_slices(
                     flush()
             else:
                 flush()
-                # crc32 lets other threads run, so it runs while the system copies the slice.
+                # crc32 releases the GIL, so it runs while the kernel copies the slice.
                 hashed = helper.submit(zlib.crc32, part, sums[-1]) if entry.crc32 is None else None
                 try:
                     put(part)
-                finally:  # also where the disk is full: the memory may be gone after this
+                finally:  # also after an error: the memory may be freed after this
                     sums[-1] = hashed.result() if hashed is not None else 0
             done += len(part)
         del source  # before the next one comes
@@ -201,15 +201,15 @@ def _write_slices(
 
 
 def _parts(source: torch.Tensor) -> Iterator[memoryview]:
-    """Return the bytes in logical order; a part never crosses the border of a chunk."""
+    """Return the bytes in logical order; a part never crosses the boundary of a chunk."""
     size = source.numel() * source.dtype.itemsize
     if not size:
         return
     plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj()
     if size <= _SLICE_BYTES and plain and not source.is_neg():
-        yield memory_of(source)  # most tensors are small, and cutting them takes longer than writing them
+        yield memory_of(source)  # most tensors are small, and splitting them takes longer than writing them
         return
-    # A size of an element is a power of two, so these sizes divide that of a chunk.
+    # The size of an element is a power of two, so these sizes divide that of a chunk.
     elements = _SLICE_BYTES // source.dtype.itemsize
     if not source.is_contiguous():
         elements = min(elements, _PIECE_ELEMENTS)
@@ -226,15 +226,15 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
-# At a time: what a thread has just read is still in its cache when it is hashed.
+# Bytes read at a time: few enough to be still in the cache when they are hashed.
 _READ_BYTES = 1 << 20
-# Work for a thread at least; less is done without one.
+# The least work for a thread; less is done without one.
 _BATCH_BYTES = 1 << 22
 _MAX_THREADS = 4
 
 
 class TensorFile(NamedTuple):
-    """A file of tensors that is open, and whose header is what was written."""
+    """An open file of tensors whose header has been verified."""
 
     name: str
     path: str
@@ -248,7 +248,7 @@ class Box(NamedTuple):
     Attributes:
         name: Of the tensor, for errors.
         dtype: As torch names it.
-        piece: What lies on the disk.
+        piece: The stored piece.
         offset: Of the box in the piece, by dimension; None for the piece as a whole.
         shape: Of the box; None for the piece as a whole.
     """
@@ -261,7 +261,7 @@ class Box(NamedTuple):
 
 
 def expected_entries(manifest: Manifest) -> dict[str, dict[str, Box]]:
-    """Return what a manifest says of each entry, by file and key. Pure."""
+    """Return the entries that a manifest describes, by file and key. Pure."""
     by_file: dict[str, dict[str, Box]] = {name: {} for name in manifest.files}
     for name, one in manifest.tensors.items():
         for piece in one.pieces:
@@ -273,14 +273,14 @@ def expected_entries(manifest: Manifest) -> dict[str, dict[str, Box]]:
 def open_tensor_file(
     disk: Disk, folder: Folder, name: str, stored: StoredFile, expected: Mapping[str, Box]
 ) -> Generator[TensorFile, None, None]:
-    """Open a file of a checkpoint, and check that its header is what was written and what the manifest says.
+    """Open a file of a checkpoint, and verify its header against the manifest.
 
     Args:
         disk: To read from.
         folder: The checkpoint.
         name: Of the file.
-        stored: What the manifest says of the file.
-        expected: What it says of the file's entries, of ``expected_entries``.
+        stored: The file in the manifest.
+        expected: The file's entries in the manifest, from ``expected_entries``.
 
     Raises:
         DamagedCheckpointError: The file is missing, isn't a plain file, has another length, or its header
@@ -336,10 +336,10 @@ def _damaged(path: str, name: str, why: str) -> NoReturn:
 
 
 def read_boxes(disk: Disk, folder: Folder, manifest: Manifest, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """Read parts of a checkpoint into new tensors, and give them out once all of them are verified.
+    """Read parts of a checkpoint into new tensors, and return them when all of them are verified.
 
-    Of a box that is a range of the first dimension, only the chunks are read that it has bytes in; any other
-    box is cut out of the rows that it lies in.
+    For a box that is a range of the first dimension, only the chunks that contain its bytes are read; any
+    other box is sliced from the rows that contain it.
 
     Args:
         disk: To read from.
@@ -373,7 +373,7 @@ def read_boxes(disk: Disk, folder: Folder, manifest: Manifest, boxes: Sequence[B
                 chunks += _chunks(box, entry, memory, first * row_bytes, first * row_bytes + len(memory))
             _read_chunks(disk, file, chunks)
         for index, rows in zip(indices, targets, strict=True):
-            results[index] = _cut(boxes[index], rows)
+            results[index] = _slice_box(boxes[index], rows)
     return cast("list[torch.Tensor]", results)
 
 
@@ -386,8 +386,8 @@ def verify_tensor_file(
         disk: To read from.
         folder: The checkpoint.
         name: Of the file.
-        stored: What the manifest says of the file.
-        expected: What it says of the file's entries.
+        stored: The file in the manifest.
+        expected: Its entries in the manifest.
 
     Raises:
         DamagedCheckpointError: A byte isn't what was written; with the file and the tensor.
@@ -402,18 +402,18 @@ def verify_tensor_file(
 
 
 class _Chunk(NamedTuple):
-    """A chunk to read and verify, and where those of its bytes go that are wanted."""
+    """A chunk to read and verify, and the memory for those of its bytes that are wanted."""
 
     box: Box
     number: int
-    start: int  # of an entry's bytes, as all places here
+    start: int  # in the entry's bytes, as all offsets here
     stop: int
-    target: memoryview  # empty where nothing is wanted but to know that the chunk is sound
+    target: memoryview  # empty to only verify the chunk
     target_start: int
 
 
 def _chunks(box: Box, entry: Entry, target: memoryview, start: int, stop: int) -> Iterator[_Chunk]:
-    """Return the chunks in which the bytes ``start`` to ``stop`` of an entry lie."""
+    """Return the chunks that contain the bytes ``start`` to ``stop`` of an entry."""
     size = entry.stop - entry.start
     for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
         place = number * CHUNK_BYTES
@@ -421,28 +421,28 @@ def _chunks(box: Box, entry: Entry, target: memoryview, start: int, stop: int) -
 
 
 def _rows_for(box: Box) -> torch.Tensor:
-    """Return memory for the rows that a box lies in."""
+    """Allocate memory for the rows that contain a box."""
     rows = box.piece.shape if not box.shape else (box.shape[0], *box.piece.shape[1:])
     dtype: torch.dtype = getattr(torch, box.dtype)
-    # torch warns of new tensors of complex32, and not of views.
+    # torch warns about new tensors of complex32, and not about views.
     plain = torch.float32 if dtype == torch.complex32 else dtype
     return torch.empty(rows, dtype=plain, device="cpu").view(dtype).view(rows)
 
 
-def _cut(box: Box, rows: torch.Tensor) -> torch.Tensor:
-    """Return the box out of the rows that were read."""
+def _slice_box(box: Box, rows: torch.Tensor) -> torch.Tensor:
+    """Slice a box from the rows that were read."""
     if not box.shape or tuple(rows.shape) == tuple(box.shape):
         return rows
     offset = box.offset or (0,) * len(box.shape)
     inner = tuple(slice(start, start + size) for start, size in zip(offset[1:], box.shape[1:], strict=True))
-    # torch copies some dtypes of one byte as bytes only.
+    # torch has no copy kernels for some one-byte dtypes.
     plain = torch.uint8 if rows.dtype.itemsize == 1 else rows.dtype
     part = rows.view(plain)[(slice(None), *inner)]
     return part.clone(memory_format=torch.contiguous_format).view(rows.dtype)
 
 
 def _read_chunks(disk: Disk, file: TensorFile, chunks: Sequence[_Chunk]) -> None:
-    """Read and verify chunks of one file, in several threads where that is worth it."""
+    """Read and verify chunks of one file, in several threads if there are many bytes."""
     batches: list[list[_Chunk]] = [[]]
     size = 0
     for chunk in chunks:

@@ -1,8 +1,8 @@
-"""The head of a safetensors file: written, and checked without trusting a byte of it.
+"""Headers of safetensors files: format them, and parse them without trusting a byte.
 
 A file is the header's length (8 bytes, little endian), the header (JSON, padded with spaces) and the bytes of
-the tensors. The header gives each tensor's dtype, shape and place. Whoever makes a file chooses all of that,
-so it is checked here before anything is allocated, read or compared by it.
+the tensors. The header has each tensor's dtype, shape and offsets. An attacker can choose all of these, so
+they are checked here before anything is allocated or read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from accelfn.errors import DamagedCheckpointError
 # As in the stock readers. A header of 40,000 tensors with long names has about 8 MB.
 MAX_HEADER_BYTES = 100_000_000
 
-# MKL's results depend in the last bit on whether arrays begin at multiples of this, as torch's own do: so a
-# weight that is used where its file is mapped gives what it gives elsewhere.
+# The last bit of MKL's results depends on whether arrays begin at multiples of this, as torch's own do. So a
+# weight that is used in a mapped file gives the same results as a copy.
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _MAX_BYTES = (1 << 63) - 1
-# What safetensors calls a dtype, and the bits of an element.
+# The dtypes of safetensors, and the bits of an element.
 _BITS = MappingProxyType(
     {
         **dict.fromkeys(("F4",), 4),
@@ -39,7 +39,7 @@ _BITS = MappingProxyType(
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies in a file.
+    """The dtype, shape and offsets of a tensor in a file.
 
     Attributes:
         dtype: As safetensors names it, such as ``"F32"``.
@@ -55,11 +55,11 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of itself.
+    """The header of a safetensors file.
 
     Attributes:
-        entries: By name, in the order of their places.
-        metadata: Free texts.
+        entries: By name, in the order of their offsets.
+        metadata: Texts by name.
     """
 
     entries: Mapping[str, Entry]
@@ -70,11 +70,11 @@ Form = tuple[str, str, tuple[int, ...]]
 
 
 def storage_order(forms: Iterable[Form]) -> list[Form]:
-    """Order tensors as they lie in a file: as aligned as a format without gaps allows.
+    """Sort tensors into the order of a file, which aligns them as well as a format without gaps allows.
 
-    Those of whole 64 bytes come first, which then all begin at multiples of 64. Among them, and among the
-    others, those with the largest elements come first, which begin at multiples of their elements, and then
-    names in order.
+    Tensors whose size is a multiple of 64 bytes come first, so that all of them begin at multiples of 64.
+    Among them, and among the others, the order is by the size of an element, the largest first, so that each
+    begins at a multiple of its elements' size, and then by name.
 
     Args:
         forms: Name, safetensors dtype and shape of each.
@@ -88,21 +88,21 @@ def storage_order(forms: Iterable[Form]) -> list[Form]:
 def format_header(
     forms: Iterable[Form], metadata: Mapping[str, str], *, fill: bool = False
 ) -> tuple[bytes, dict[str, Entry]]:
-    """Write the head of a file, up to the first tensor's bytes, which begin at a multiple of 64.
+    """Format the header of a file, up to the first tensor's bytes, which begin at a multiple of 64.
 
     Args:
         forms: Name, safetensors dtype and shape of each tensor, in any order.
-        metadata: Free texts.
-        fill: Let all tensors begin at multiples of 64: entries without a meaning are put between them, which
-            readers take for tensors (``".fill1"``; no module has such a name). So only for files that nobody
-            else reads.
+        metadata: Texts by name.
+        fill: Make all tensors begin at multiples of 64, with padding entries between them, which readers see
+            as tensors (``".fill1"``; no module has such a name). So only for files that no other program
+            reads.
 
     Returns:
-        The bytes, and by name where each tensor lies, in the order of :func:`storage_order`.
+        The bytes, and the entry of each tensor by name, in the order of :func:`storage_order`.
 
     Raises:
-        ValueError: A name is taken twice or is ``"__metadata__"``, a dtype isn't one of safetensors', or the
-            header becomes longer than stock readers accept.
+        ValueError: A name occurs twice or is ``"__metadata__"``, safetensors lacks a dtype, or the header
+            becomes longer than stock readers accept.
     """
     places: dict[str, Entry] = {}
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -111,8 +111,8 @@ def format_header(
         size = _size(dtype, shape)
         if size is None or key in places or key == "__metadata__":
             raise ValueError(
-                f"{key!r} can't be stored as {dtype!r} {list(shape)}: it needs a name of its own, a dtype of "
-                "safetensors, and whole bytes."
+                f"{key!r} can't be stored as {dtype!r} {list(shape)}: it needs a unique name, a dtype of "
+                "safetensors, and a whole number of bytes."
             )
         rest = -start % _ALIGNMENT if fill else 0
         if rest:
@@ -137,15 +137,15 @@ def format_header(
 
 
 def check_length(start: bytes, file_size: int, place: str) -> int:
-    """Read how many bytes of a file come before its tensors, from its first 8 bytes.
+    """Return the number of bytes of a file before its tensors, from its first 8 bytes.
 
     Args:
-        start: The first 8 bytes, or fewer where the file has fewer.
+        start: The first 8 bytes, or fewer if the file has fewer.
         file_size: In bytes.
-        place: How errors call the file.
+        place: The path, for errors.
 
     Raises:
-        DamagedCheckpointError: There can't be so many.
+        DamagedCheckpointError: The number is larger than the file, or than any valid one.
     """
     length = int.from_bytes(start, "little")
     if len(start) < _LENGTH_BYTES or file_size < _LENGTH_BYTES:
@@ -156,23 +156,22 @@ def check_length(start: bytes, file_size: int, place: str) -> int:
 
 
 def check_safetensors_header(head: bytes, file_size: int, place: str = "the file") -> Header:
-    """Read the head of a safetensors file, and refuse all that isn't sound.
+    """Parse the header of a safetensors file, and check that it is valid.
 
-    Sound is: a header of at most ``MAX_HEADER_BYTES``, UTF-8, one JSON object without duplicate keys; of each
-    tensor exactly dtype, shape and data_offsets, with a dtype that safetensors has, whole numbers that fit 64
-    bits, and as many bytes as dtype and shape need; and tensors that fill the rest of the file without gaps
-    and without sharing a byte.
+    A valid header has at most ``MAX_HEADER_BYTES`` and is one UTF-8 JSON object without duplicate keys. Each
+    tensor has exactly a dtype of safetensors, a shape and data_offsets, with whole numbers that fit 64 bits,
+    and as many bytes as dtype and shape need. The tensors fill the rest of the file without gaps or overlaps.
 
     Args:
         head: The header's length and the header, as in the file.
         file_size: Of the whole file, in bytes.
-        place: How errors call the file.
+        place: The path, for errors.
 
     Raises:
-        DamagedCheckpointError: With ``place`` and what isn't sound.
+        DamagedCheckpointError: It is invalid; with ``place`` and the reason.
     """
     if check_length(head[:_LENGTH_BYTES], file_size, place) != len(head):
-        _refuse(place, "its header is cut off, or another length")
+        _refuse(place, "its header is truncated, or has another length")
     try:
         parsed = json.loads(head[_LENGTH_BYTES:].decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -197,7 +196,7 @@ def check_safetensors_header(head: bytes, file_size: int, place: str = "the file
 
 
 def _moved(entries: Iterable[tuple[str, Entry]], by: int) -> dict[str, Entry]:
-    """Count the places from the beginning of the file instead of the end of the header."""
+    """Shift entries from offsets after the header to offsets in the file."""
     return {key: one._replace(start=one.start + by, stop=one.stop + by) for key, one in entries}
 
 
@@ -213,13 +212,13 @@ def _entry(key: str, fields: Any, place: str) -> Entry:
 
 
 def _size(dtype: str, shape: Sequence[int]) -> int | None:
-    """Return the bytes of a tensor; None where they are no whole number or too many for 64 bits."""
+    """Return the size of a tensor in bytes; None if that isn't a whole number or doesn't fit 64 bits."""
     if dtype not in _BITS:
         return None
     bits = largest = _BITS[dtype]
     for length in shape:
         bits *= length
-        # Of an empty tensor, too, torch multiplies the other lengths.
+        # torch multiplies the other lengths of an empty tensor too.
         largest *= max(length, 1)
         if largest > 8 * _MAX_BYTES:
             return None
@@ -229,14 +228,14 @@ def _size(dtype: str, shape: Sequence[int]) -> int | None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice in it")
-    "".join(found).encode()  # half of a surrogate pair is no text
+        raise ValueError("a key occurs twice in it")
+    "".join(found).encode()  # half of a surrogate pair can't be encoded
     return found
 
 
 def _refuse(place: str, why: str, cause: Exception | None = None) -> NoReturn:
     raise DamagedCheckpointError(
-        f"{place} is no sound safetensors file: {why}. Take another copy of it, or an older checkpoint.",
+        f"{place} is not a valid safetensors file: {why}. Take another copy of it, or an older checkpoint.",
         place.replace("\\", "/").rpartition("/")[2],
     ) from cause
 
@@ -264,7 +263,7 @@ SAFETENSORS_NAMES = MappingProxyType(
         torch.float8_e8m0fnu: "F8_E8M0",
     }
 )
-# An element of a quantized dtype has no value without the scale beside it.
+# An element of a quantized dtype has no value without a scale.
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 # Under their full names: torch.half is torch.float16.
 _BY_NAME = MappingProxyType(
@@ -284,7 +283,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Find a dtype by what :func:`dtype_name` says.
+    """Return the dtype of a name that :func:`dtype_name` returns.
 
     Raises:
         ValueError: This torch has no such dtype.
@@ -296,7 +295,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def is_storable(dtype: torch.dtype) -> bool:
-    """Whether tensors of ``dtype`` can be stored: all but the quantized ones."""
+    """Return whether tensors of ``dtype`` can be stored: all but the quantized ones."""
     return dtype not in _QUANTIZED
 
 
@@ -318,7 +317,7 @@ def stored_form(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple[in
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as a dtype that torch can copy: sub-byte dtypes have no such kernel."""
+    """View a tensor as a dtype that torch can copy, since torch has no copy kernels for some dtypes."""
     if tensor.dtype in SAFETENSORS_NAMES or tensor.dtype == torch.complex128:
         return tensor
     return tensor.view(_SAME_SIZE[tensor.dtype.itemsize])

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, as a pure function; and the removal of the others."""
+"""Retention: choose the checkpoints that stay, as a pure function, and remove the others."""
 
 from __future__ import annotations
 
@@ -6,40 +6,36 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from accelfn.checkpoint.commit import (
-    Leftover,
-    clean,
     describe_extra,
     find_leftovers,
     find_visible_extra,
     is_dead,
-    leftover_path,
-    make_nonce,
+    remove_checkpoint,
 )
-from accelfn.checkpoint.disk import REAL_DISK, Disk, naming, remove_tree
+from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.find import Found, scan
 from accelfn.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Which checkpoints stay: those that any of the rules wants, and always the newest.
+    """Rules of retention: a checkpoint stays if any rule keeps it, and the newest always stays.
 
     Attributes:
-        last: So many of the newest.
-        every: Those whose step is a multiple of it.
-        best: So many of those with the best metric; of equal ones the newer.
+        last: The number of newest checkpoints to keep.
+        every: Keep those whose step is a multiple of this.
+        best: The number of checkpoints with the best metric to keep; of equal ones the newer.
         mode: Whether a low or a high metric is good: ``"min"`` or ``"max"``.
 
     Without any rule all of them stay.
 
     Raises:
-        ConfigurationError: A number is below 1, or the mode is another.
+        ConfigurationError: A number is below 1, or the mode is unknown.
     """
 
     last: int | None = None
@@ -48,7 +44,7 @@ class Keep:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Check the numbers and the mode."""
         for name in ("last", "every", "best"):
             value: object = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -66,10 +62,10 @@ def plan_retention(
 
     Args:
         checkpoints: Step and metric of each, in any order; of equal steps the later one counts as newer. A
-            metric that is None or no number is never among the best.
+            metric that is None or NaN is never among the best.
         keep: The rules.
-        saved: Index of the one that was just saved, which stays besides those that the rules want: after
-            going back to an older checkpoint it isn't the newest.
+        saved: Index of the one that was just saved, which stays too: after a return to an older checkpoint it
+            isn't the newest.
 
     Returns:
         The indices of those that stay, in order. The newest is always among them.
@@ -107,16 +103,16 @@ class PrunePlan(NamedTuple):
     """What a removal would do.
 
     Attributes:
-        stay: Checkpoints that a rule wants, that were just saved or are just being replaced, or with files
-            of somebody's own in them; oldest first.
-        remove: Checkpoints that go; oldest first.
-        dead: What dead saves and removals left, which goes too.
-        extra: Of those that stay for files of somebody's own alone: path of the checkpoint, and the files.
+        stay: Checkpoints that a rule keeps, that were just saved, or that contain a user's files; oldest
+            first.
+        remove: Checkpoints to remove; oldest first.
+        dead: Directories that saves and removals left that were killed, which are removed too.
+        extra: Of the checkpoints that stay only because of a user's files: path of each, and the files.
     """
 
     stay: tuple[Found, ...]
     remove: tuple[Found, ...]
-    dead: tuple[Leftover, ...]
+    dead: tuple[str, ...]
     extra: tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -136,25 +132,22 @@ def plan_prune(
     """
     parent = os.path.abspath(directory)
     found, _ = scan(disk, parent)
-    leftovers = find_leftovers(disk, parent)
-    dead = tuple(one for one in leftovers if is_dead(disk, one))
-    busy = {one.name for one in leftovers if one not in dead and one.kind != "trash"}
     just_saved = None if saved is None else os.path.abspath(saved)
-    index = next((index for index, one in enumerate(found) if one.path == just_saved), None)
-    scored = [(one.number, one.metric) for one in found]
-    wanted = set(_choose(range(len(found)), scored, keep, index))
-    stay = {index for index, one in enumerate(found) if index in wanted or os.path.basename(one.path) in busy}
-    others = {
-        index: tuple(find_visible_extra(disk, one.resolved))
-        for index, one in enumerate(found)
+    index = next((index for index, item in enumerate(found) if item.path == just_saved), None)
+    scored = [(item.number, item.metric) for item in found]
+    stay = set(_choose(range(len(found)), scored, keep, index))
+    extra = {
+        index: tuple(find_visible_extra(disk, item.path))
+        for index, item in enumerate(found)
         if index not in stay
     }
-    stay |= {index for index, extra in others.items() if extra}
+    extra = {index: files for index, files in extra.items() if files}
+    stay |= extra.keys()
     return PrunePlan(
-        stay=tuple(one for index, one in enumerate(found) if index in stay),
-        remove=tuple(one for index, one in enumerate(found) if index not in stay),
-        dead=dead,
-        extra=tuple((found[index].path, extra) for index, extra in others.items() if extra),
+        stay=tuple(item for index, item in enumerate(found) if index in stay),
+        remove=tuple(item for index, item in enumerate(found) if index not in stay),
+        dead=tuple(path for path in find_leftovers(disk, parent) if is_dead(disk, path)),
+        extra=tuple((found[index].path, files) for index, files in extra.items()),
     )
 
 
@@ -165,13 +158,13 @@ def prune_checkpoints(
     saved: str | os.PathLike[str] | None = None,
     disk: Disk = REAL_DISK,
 ) -> tuple[Path, ...]:
-    """Remove the checkpoints in a directory that no rule wants to stay, and what dead saves left behind.
+    """Remove the checkpoints in a directory that no rule keeps, and what saves left behind that were killed.
 
-    The newest are the last ones of ``find_checkpoints``. The step of a checkpoint is that of its manifest
-    where every one has a step; else the last whole number in its name that isn't the same in all names, where
-    every name has one; else its place in that order. What isn't a checkpoint is left alone, and so is one
-    that is damaged or just being replaced. One that somebody has put files into stays, with a warning; hidden
-    files, such as systems leave, go with the checkpoint.
+    The newest are the last ones of ``find_checkpoints``. The step of a checkpoint is that of its manifest if
+    each has a step; else the last whole number in its name that isn't the same in all names, if each name has
+    one; else its place in that order. What isn't a checkpoint is left alone, and so is a damaged one, and one
+    that is being replaced. One that contains a user's files stays, with a warning; hidden files, which
+    systems leave everywhere, are removed with the checkpoint.
 
     Ranks: one; the others must not read what is removed.
 
@@ -182,34 +175,18 @@ def prune_checkpoints(
         disk: The operations on files.
 
     Returns:
-        The checkpoints that are gone.
+        The checkpoints that were removed.
 
     Raises:
         FileNotFoundError: There is no such directory.
-        OSError: A checkpoint can't be moved away. Those that stay are whole.
+        OSError: The manifest of a checkpoint can't be removed. Those that stay are whole.
     """
-    parent = os.path.abspath(directory)
-    clean(disk, parent)
-    plan = plan_prune(parent, keep, saved=saved, disk=disk)
+    plan = plan_prune(directory, keep, saved=saved, disk=disk)
     for path, extra in plan.extra:
         warnings.warn(
             f"{path} stays, though no rule keeps it. {describe_extra(path, extra)} Move them away.",
             stacklevel=2,
         )
-    # What couldn't be cleaned away is as good as busy.
-    left = {one.name for one in plan.dead if one.kind != "trash"}
-    doomed = [one.path for one in plan.remove if os.path.basename(one.path) not in left]
-    nonce = make_nonce()
-    trash = [(path, leftover_path(path, "trash", nonce)) for path in doomed]
-    try:
-        for path, moved in trash:
-            disk.rename(path, moved)
-    finally:
-        if trash:
-            # Or a power cut could bring a name back, and not the files.
-            with naming(parent):
-                disk.sync_folder(parent)
-    for _, moved in trash:
-        with suppress(OSError):  # it is no checkpoint any more; the next removal takes the rest
-            remove_tree(disk, moved)
-    return tuple(Path(path) for path in doomed)
+    for path in plan.dead:
+        remove_checkpoint(disk, path)
+    return tuple(Path(item.path) for item in plan.remove if remove_checkpoint(disk, item.path))

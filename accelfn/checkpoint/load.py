@@ -22,7 +22,6 @@ from accelfn.checkpoint.document.nodes import stored_names
 from accelfn.checkpoint.files import Box, read_boxes
 from accelfn.checkpoint.find import (
     OpenCheckpoint,
-    check_attachments,
     check_names,
     common,
     locate,
@@ -47,6 +46,7 @@ from accelfn.checkpoint.objects import (
 from accelfn.checkpoint.plan import Overlap, find_overlaps, join_overlaps
 from accelfn.checkpoint.random_state import restore_random_states
 from accelfn.checkpoint.stages import leave_other_stages
+from accelfn.checkpoint.verify import check_attachments
 from accelfn.comm import catch
 from accelfn.context import Context, check_context
 from accelfn.data import LoaderState
@@ -63,12 +63,12 @@ from accelfn.tree import local_of
 
 T = TypeVar("T")
 
-# How often a checkpoint may vanish between finding and opening it, since another program prunes.
+# How often another program may remove a checkpoint between finding and opening it.
 _ATTEMPTS = 5
 
 
 class _Read(NamedTuple):
-    """What a checkpoint has for this rank, read and verified."""
+    """The part of a checkpoint that this rank needs, read and verified."""
 
     manifest: Manifest
     source: Source
@@ -77,7 +77,7 @@ class _Read(NamedTuple):
 
 
 class StoredParts(NamedTuple):
-    """Documents of a checkpoint, and the tensors that they name: whole, verified, on the CPU."""
+    """Documents of a checkpoint, and the tensors that they name: complete, verified, on the CPU."""
 
     path: str
     manifest: Manifest
@@ -85,14 +85,14 @@ class StoredParts(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-class _Asked(NamedTuple):
-    """What the tree to load into asks for."""
+class _Request(NamedTuple):
+    """The options of a load, and the names of the objects in the tree to load into."""
 
     operation: str  # named in errors
-    place: str
+    directory: str
     names: Names
     strict: bool
-    may_leave: Callable[[str], bool]
+    is_optional: Callable[[str], bool]  # whether the tree needn't have what the checkpoint has at a path
 
 
 def load_state(
@@ -106,19 +106,19 @@ def load_state(
 ) -> T:
     """Load the state that :func:`accelfn.save_state` has saved, on any number of ranks.
 
-    Modules, optimizers, schedulers, loaders and whatever else has ``load_state_dict`` are loaded in place,
-    and so are generators, and parameters that stand in the tree by themselves. Everything else comes back as
-    new values in the tree that is returned: tensors (on the device where ``like`` has theirs, or on the CPU
-    where that is the meta device), numbers, records.
+    Modules, optimizers, schedulers, loaders and other objects with ``load_state_dict`` are loaded in place,
+    and so are generators, and parameters that are leaves of the tree. Everything else is a new value in the
+    returned tree: tensors (on the device of the tensor in ``like``, or on the CPU if that is the meta
+    device), numbers, records.
 
-    Every byte that is needed is read and verified first, on all ranks. Whatever is raised, on any rank,
-    nothing was changed on any of them.
+    Every byte that is needed is read and verified first, on all ranks. If any rank raises, nothing has been
+    changed on any of them.
 
-    Of another world size, replicated tensors and the place in the data come back as they were; cut tensors
-    (DTensor) in whatever cut ``like`` has them; and what each rank had for itself goes to the ranks in turn,
-    those along tp, which share their data, alike.
+    On another number of ranks, replicated tensors and the position in the data are the same; sharded tensors
+    (DTensor) get the sharding of ``like``; and values that each rank had for itself are assigned to the ranks
+    in turn. Ranks along tp, which share their data, get the same.
 
-    Ranks: every rank of ``ctx``. Returns when all ranks have taken up their part.
+    Ranks: every rank of ``ctx``. Returns when all ranks have loaded their part.
 
     Args:
         ctx: The world.
@@ -127,9 +127,9 @@ def load_state(
             such as numbers and lists of numbers, may have any form: they come back as they were saved.
         strict: Refuse modules whose state dict has other names. Otherwise what is missing keeps its values.
         random_state: Whether to restore the random number generators of this process.
-        partial: What of the checkpoint ``like`` needn't have: True for all of it, as when a program that
-            evaluates wants the model alone; or a list of paths, such as ``["optimizer", "models/critic"]``.
-            It is left out, and not read. What ``like`` has must be there in any case.
+        partial: Which parts of the checkpoint ``like`` may lack: True for any, as for a program that
+            evaluates and needs only the model; or paths such as ``["optimizer", "models/critic"]``. They
+            aren't read. What ``like`` has must be in the checkpoint in any case.
 
     Returns:
         ``like``, with new records.
@@ -144,8 +144,8 @@ def load_state(
     """
     check_context("load_state", ctx)
     phases = CollectivePhases(ctx, "load_state")
-    asked = _begin(ctx, phases, directory, like, strict, partial)
-    return _load(ctx, phases, asked.place, like, asked, random_state)
+    request = _begin(ctx, phases, directory, like, strict, partial)
+    return _load(ctx, phases, request.directory, like, request, random_state)
 
 
 def load_latest(
@@ -159,27 +159,26 @@ def load_latest(
 ) -> T | None:
     """Load the newest checkpoint if there is any, as :func:`accelfn.load_state` does; return None otherwise.
 
-    So a program begins and goes on by the same lines. Rank 0 looks what is there, and all ranks read and
-    verify the same checkpoint. Where its bytes are damaged, the next older one is loaded instead, with a
-    warning that names both; where all are damaged, that is an error. One that doesn't fit ``like`` is an
-    error too.
+    So a program starts and resumes with the same lines. Rank 0 lists the checkpoints, and all ranks read and
+    verify the same one. If its bytes are damaged, the next older one is loaded instead, with a warning that
+    names both; if all are damaged, that is an error. One that doesn't fit ``like`` is an error too.
 
     Ranks: every rank of ``ctx``. Returns when all ranks have loaded their part; None on all of them or on
     none.
 
     Args:
         ctx: The world.
-        directory: A directory of checkpoints, or a checkpoint; it needn't be there.
+        directory: A directory of checkpoints, or a checkpoint; it needn't exist.
         like: As of ``load_state``.
         strict: As of ``load_state``.
         random_state: As of ``load_state``.
         partial: As of ``load_state``.
 
     Returns:
-        ``like``, with new records; None, where there is no checkpoint.
+        ``like``, with new records; None if there is no checkpoint.
 
     Raises:
-        DamagedCheckpointError: No checkpoint that is there is what was written.
+        DamagedCheckpointError: All checkpoints are damaged.
         CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
         NoCheckpointError: Nodes with disks of their own have checkpoints, and none in common.
         NotAvailableError: A newer version of accelfn has written the newest.
@@ -195,21 +194,21 @@ def load_latest(
     """
     check_context("load_latest", ctx)
     phases = CollectivePhases(ctx, "load_latest")
-    asked = _begin(ctx, phases, directory, like, strict, partial)
-    places = _list_together(ctx, phases, asked.place)
-    for place, older in zip(places, [*places, None][1:], strict=True):
-        loaded, error = catch(functools.partial(_load, ctx, phases, place, like, asked, random_state))
+    request = _begin(ctx, phases, directory, like, strict, partial)
+    paths = _list_together(ctx, phases, request.directory)
+    for path, older in zip(paths, [*paths, None][1:], strict=True):
+        loaded, error = catch(functools.partial(_load, ctx, phases, path, like, request, random_state))
         if error is None:
             return loaded
         if older is None or not _is_damage(error):
             raise error
         if ctx.is_main_process:
-            warnings.warn(f"load_latest: {error} It loads {older} instead.", stacklevel=2)
+            warnings.warn(f"load_latest: {error} Loading {older} instead.", stacklevel=2)
     return None
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether this rank or another one has found that a checkpoint isn't what was written."""
+    """Return whether this rank or another one has found damage in a checkpoint."""
     cause = error.cause if isinstance(error, RemoteRankError) else type(error).__name__
     return cause == DamagedCheckpointError.__name__
 
@@ -221,23 +220,21 @@ def _begin(
     like: Any,
     strict: bool,
     partial: bool | Sequence[str],
-) -> _Asked:
-    """Wait for a save in the background, and look at what is asked for, on all ranks."""
+) -> _Request:
+    """Wait for a save in the background, and check the options, on all ranks."""
 
-    def look() -> _Asked:
+    def check() -> _Request:
         finish_background(ctx)
-        place = os.path.abspath(directory)
-        return _Asked(
-            phases.operation, place, find_names(like), strict, _may_leave_out(partial, phases.operation)
-        )
+        path, is_optional = os.path.abspath(directory), _parse_partial(partial, phases.operation)
+        return _Request(phases.operation, path, find_names(like), strict, is_optional)
 
-    asked, error = catch(look)
+    request, error = catch(check)
     phases.gather("begin", "", error)
-    return cast("_Asked", asked)
+    return cast("_Request", request)
 
 
-def _may_leave_out(partial: bool | Sequence[str], operation: str) -> Callable[[str], bool]:
-    """Read the option ``partial``: return whether a path needn't be asked for."""
+def _parse_partial(partial: bool | Sequence[str], operation: str) -> Callable[[str], bool]:
+    """Return a function for whether a tree may lack a path, from the option ``partial``."""
     if isinstance(partial, bool):
         return lambda path: partial
     if isinstance(partial, str) or not all(isinstance(cast("object", one), str) for one in partial):
@@ -246,20 +243,20 @@ def _may_leave_out(partial: bool | Sequence[str], operation: str) -> Callable[[s
 
 
 def _load(
-    ctx: Context, phases: CollectivePhases, place: str, like: T, asked: _Asked, random_state: bool
+    ctx: Context, phases: CollectivePhases, path: str, like: T, request: _Request, random_state: bool
 ) -> T:
-    """Read on all ranks what is asked for, and let objects take it up if that is possible on all ranks."""
+    """Read this rank's part, and change objects only when no rank's part can be refused any more."""
     disk = REAL_DISK
-    read = _read_together(ctx, disk, phases, place, lambda found: _read(ctx, disk, like, asked, found))
+    read = _read_together(ctx, disk, phases, path, lambda found: _read(ctx, disk, like, request, found))
     prepared, error = catch(lambda: _prepare(read, like))
     phases.gather("decode", "", error)
     assert prepared is not None
     value, pending, writes = prepared
     undo: list[Callable[[], None]] = []
     may_refuse = [one for one in pending if not is_sure(one)]
-    _, error = catch(lambda: _take_up(may_refuse, asked.names, undo))
+    _, error = catch(lambda: _restore_undoably(may_refuse, request.names, undo))
     try:
-        phases.gather("take up", "", error)
+        phases.gather("restore", "", error)
     except BaseException:
         for step in reversed(undo):
             step()
@@ -268,7 +265,7 @@ def _load(
         write()
     for one in pending:
         if is_sure(one):
-            take_up(one, asked.names)
+            take_up(one, request.names)
     if random_state and read.manifest.random is not None:
         _restore_random(ctx, read)
     phases.gather("loaded", "")
@@ -278,18 +275,18 @@ def _load(
 def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str = "") -> Any:
     """Load a tree that :func:`save_tree` has saved, or that of any checkpoint.
 
-    Every byte is verified before anything is handed out. Nothing is imported and no code is run for a file:
-    classes of named tuples, enums and registered nodes are those of ``like``, or else those that the program
-    has imported already.
+    Every byte is verified before anything is returned. A file can't cause an import or run code: classes of
+    named tuples, enums and registered nodes are those of ``like``, or else those that the program has
+    imported already.
 
-    Ranks: local. Of a checkpoint of several ranks, what rank 0 had.
+    Ranks: local. From a checkpoint of several ranks, it loads the tree of rank 0.
 
     Args:
         path: A checkpoint, or a directory of checkpoints: then the newest in it.
         like: A tree of the same structure. Objects in it that have ``load_state_dict`` are loaded in place;
-            everything else comes back as new values. None takes the tree as it was saved, with the states of
-            objects as dicts.
-        namespace: Of optree, where nodes of your own are registered in one.
+            everything else is a new value. None returns the tree as it was saved, with the states of objects
+            as dicts.
+        namespace: The optree namespace of your own registered nodes, if they have one.
 
     Returns:
         The tree. Tensors are on the CPU.
@@ -297,8 +294,8 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
     Raises:
         NoCheckpointError: There is no committed checkpoint.
         DamagedCheckpointError: Its bytes or files aren't those that were written.
-        CheckpointMismatchError: It doesn't fit ``like``; or an optimizer in ``like`` was saved by
-            ``save_state``: use ``load_state`` for it.
+        CheckpointMismatchError: It doesn't fit ``like``; or ``like`` has an optimizer that ``save_state``
+            has saved: load that with ``load_state``.
     """
     disk = REAL_DISK
 
@@ -309,16 +306,16 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
             matched = match(document, found.manifest.tensors, like, namespace=namespace)
             if matched.rows:
                 raise CheckpointMismatchError(f"load_tree: {found.path} does not fit the tree.", matched.rows)
-            # save_state calls the parameters of an optimizer by name, which torch doesn't take.
+            # save_state stores an optimizer's parameters by name, and torch identifies them by number.
             named = [one for one in matched.objects if is_named_optimizer(one)]
             if named:
                 raise CheckpointMismatchError(
-                    f"load_tree: {found.path} was written by save_state, and only load_state brings its "
-                    "optimizers back. Nothing was changed.",
+                    f"load_tree: {found.path} was written by save_state, and only load_state can load its "
+                    "optimizers. Nothing was changed.",
                     [Misfit(one.path, "a state by names of parameters", "one by numbers") for one in named],
                 )
-        alone = found.manifest.world_size == 1 and found.manifest.random is None
-        names = found.manifest.tensors if alone else stored_names(document)
+        is_all = found.manifest.world_size == 1 and found.manifest.random is None
+        names = found.manifest.tensors if is_all else stored_names(document)
         return document, _read_tensors(disk, found, dict.fromkeys(names))
 
     with paused_collection():
@@ -332,13 +329,13 @@ def read_parts(
     *,
     disk: Disk = REAL_DISK,
 ) -> StoredParts:
-    """Read some documents of a checkpoint, with their tensors and no others.
+    """Read some documents of a checkpoint, and only the tensors that they name.
 
     Ranks: local.
 
     Args:
         directory: A checkpoint, or a directory of checkpoints: then the newest in it.
-        choose: Gives the documents for a manifest; without parts by rank, see ``document_of``.
+        choose: Returns the documents of a manifest, each for one rank, see ``document_of``.
         disk: The operations on files.
 
     Raises:
@@ -362,62 +359,64 @@ def _read_together(
     ctx: Context,
     disk: Disk,
     phases: CollectivePhases,
-    place: str,
+    directory: str,
     read: Callable[[OpenCheckpoint], _Read],
 ) -> _Read:
-    """Let every rank read its part of one checkpoint, though another program may replace or remove it."""
+    """Read each rank's part of one checkpoint, even if another program replaces or removes checkpoints."""
     for _ in range(_ATTEMPTS):
-        path = _find_together(ctx, disk, phases, place)
-        found, error = catch(functools.partial(read_checkpoint, disk, path, read))
+        path, identity = _find_together(ctx, disk, phases, directory)
+        found, error = catch(functools.partial(read_checkpoint, disk, path, read, identity=identity))
         if isinstance(error, NoCheckpointError):
-            error = None  # it was there a moment ago; all look again
-        identity = "" if found is None else found.manifest.identity
-        identities = phases.gather("read", identity, error)
+            error = None  # it was removed after it had been found; all ranks look again
+        identities = phases.gather("read", "" if found is None else found.manifest.identity, error)
         if found is not None and len(set(identities)) == 1:
             return found
     raise CheckpointError(
-        f"{phases.operation}: {place} changes all the time: another program replaces or removes checkpoints "
-        "there while this one reads. Load from a directory of its own."
+        f"{phases.operation}: {directory} changes all the time: another program replaces or removes "
+        "checkpoints there while this one reads. Load a copy, or wait for that program."
     )
 
 
-def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: str) -> str:
-    """Let all ranks choose the same checkpoint: as rank 0 finds it, or the newest that all nodes have."""
+def _find_together(
+    ctx: Context, disk: Disk, phases: CollectivePhases, directory: str
+) -> tuple[str, str | None]:
+    """Choose the same checkpoint on all ranks: the one that rank 0 finds, or the newest that all nodes have.
+
+    Returns:
+        Its path; and its identity, where nodes have disks of their own.
+    """
     if not ctx.project.save_on_each_node:
-        path, error = catch(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
+        path, error = catch(lambda: locate(disk, directory)) if ctx.is_main_process else ("", None)
         absent = str(error) if isinstance(error, NoCheckpointError) else None
-        said = json.dumps([path, absent])
-        path, absent = json.loads(phases.gather("find", said, None if absent else error)[0])
-        if absent is not None:  # on every rank, as programs ask whether there is one
+        text = json.dumps([path, absent])
+        path, absent = json.loads(phases.gather("find", text, None if absent else error)[0])
+        if absent is not None:  # the same class on every rank, since programs catch it
             raise NoCheckpointError(absent)
-        return path
-    own, error = catch(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
-    said = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, own])
-    heard = [json.loads(one) for one in phases.gather("find", said, error)]
-    by_node = {node: parts for node, is_main, parts in heard if is_main}
-    identity = common([by_node[node] for node in sorted(by_node)], place)
+        return path, None
+    parts, error = catch(lambda: parts_below(disk, directory)) if ctx.is_local_main_process else ([], None)
+    text = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, parts])
+    ranks = [json.loads(text) for text in phases.gather("find", text, error)]
+    by_node = {node: parts for node, is_main, parts in ranks if is_main}
+    identity = common([by_node[node] for node in sorted(by_node)], directory)
     if identity is None:
-        return locate(disk, place)  # which says what is there instead
-    return dict(by_node[ctx.world.node_rank])[identity]
+        return locate(disk, directory), None  # its error names what is there instead
+    return dict(by_node[ctx.world.node_rank])[identity], identity
 
 
-def _list_together(ctx: Context, phases: CollectivePhases, place: str) -> list[str]:
-    """List the checkpoints to try, newest first: as rank 0 finds them, or what the nodes have in common."""
-    disk = REAL_DISK
-    if ctx.project.save_on_each_node:
-        own, error = catch(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
-        return [place] if any(map(json.loads, phases.gather("list", json.dumps(own), error))) else []
-    found, error = catch(lambda: newest_first(disk, place)) if ctx.is_main_process else ([], None)
-    return json.loads(phases.gather("list", json.dumps(found), error)[0])
+def _list_together(ctx: Context, phases: CollectivePhases, directory: str) -> list[str]:
+    """List the checkpoints to try, newest first: those that rank 0 finds, or the one that all nodes have."""
+    each_node = ctx.project.save_on_each_node
+    list_paths = parts_below if each_node else newest_first
+    found, error = catch(lambda: list_paths(REAL_DISK, directory)) if writes_here(ctx) else ([], None)
+    ranks = [json.loads(text) for text in phases.gather("list", json.dumps(found), error)]
+    return ranks[0] if not each_node else [directory] if any(ranks) else []
 
 
 def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
-    """Return which checkpoint :func:`accelfn.load_state` would load, for reading the files in it.
+    """Return which checkpoint :func:`accelfn.load_state` would load.
 
-    The files that the caller of ``save_state`` had put into it are verified.
-
-    Ranks: every rank of ``ctx``; the same on each, or on each of a node where
-    ``ProjectConfiguration.save_on_each_node`` is set.
+    Ranks: every rank of ``ctx``; the same on each, or on each of a node with
+    ``ProjectConfiguration.save_on_each_node``.
 
     Args:
         ctx: The world.
@@ -425,42 +424,71 @@ def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
 
     Raises:
         NoCheckpointError: There is no committed checkpoint.
-        DamagedCheckpointError: The files aren't what was written.
-        NotAvailableError: A newer version of accelfn has written it.
-        RemoteRankError: One of these happened on another rank.
+        RemoteRankError: This happened on another rank, or an earlier background save has failed.
     """
-    disk, phases = REAL_DISK, CollectivePhases(ctx, "find_checkpoint")
+    phases = CollectivePhases(ctx, "find_checkpoint")
     _, error = catch(lambda: finish_background(ctx))
     phases.gather("begin", "", error)
-    path = _find_together(ctx, disk, phases, os.path.abspath(directory))
-    error = None
-    if writes_here(ctx):
-        _, error = catch(lambda: read_checkpoint(disk, path, functools.partial(check_attachments, disk)))
+    return Path(_find_together(ctx, REAL_DISK, phases, os.path.abspath(directory))[0])
+
+
+def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
+    """Return the directory of the files that the caller of ``save_state`` put into a checkpoint, verified.
+
+    Ranks: every rank of ``ctx``; the same on each, or on each of a node with
+    ``ProjectConfiguration.save_on_each_node``.
+
+    Args:
+        ctx: The world.
+        directory: A checkpoint, or a directory of checkpoints: then the newest in it.
+
+    Returns:
+        The directory, in the checkpoint; for a checkpoint without such files, a path where nothing is.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: The files aren't what was written.
+        NotAvailableError: A newer version of accelfn has written it.
+        RemoteRankError: One of these happened on another rank, or an earlier background save has failed.
+    """
+    disk, phases = REAL_DISK, CollectivePhases(ctx, "find_files")
+    _, error = catch(lambda: finish_background(ctx))
+    phases.gather("begin", "", error)
+    path, identity = _find_together(ctx, disk, phases, os.path.abspath(directory))
+
+    def look(found: OpenCheckpoint) -> str:
+        if writes_here(ctx):
+            check_attachments(disk, found)
+        tops = (name.partition("/")[0] for name in found.manifest.attachments)
+        return os.path.join(found.path, next(tops, "files"))
+
+    folder, error = catch(lambda: read_checkpoint(disk, path, look, identity=identity))
     phases.gather("check", "", error)
-    return Path(path)
+    return Path(cast("str", folder))
 
 
 @paused_collection()
-def _read(ctx: Context, disk: Disk, like: Any, asked: _Asked, found: OpenCheckpoint) -> _Read:
-    """Check that a checkpoint fits, and read what of it is for this rank."""
-    manifest, names = found.manifest, asked.names
-    # So that all ranks say what is missing, and not only those that need it.
+def _read(ctx: Context, disk: Disk, like: Any, request: _Request, found: OpenCheckpoint) -> _Read:
+    """Check that a checkpoint fits, and read this rank's part of it."""
+    manifest, names = found.manifest, request.names
+    # On all ranks, so that all of them name a missing file, and not only those that need it.
     check_names(disk, found, warns=writes_here(ctx))
     if writes_here(ctx):
         check_attachments(disk, found)
     source = find_source(ctx, manifest)
-    document = choose_part(_document(manifest, source.rank), like, asked.may_leave)
+    document = choose_part(_document(manifest, source.rank), like, request.is_optional)
     matched = match(document, manifest.tensors, like)
     leave_other_stages(matched.objects, names)
-    fits = [fit(one, names, manifest.tensors, strict=asked.strict) for one in matched.objects]
+    fits = [fit(one, names, manifest.tensors, strict=request.strict) for one in matched.objects]
     rows = [*matched.rows, *(row for one in fits for row in one.rows)]
     if rows:
         count = "1 leaf" if len(rows) == 1 else f"{len(rows)} leaves"
-        # Only where that alone would help.
+        # Only if that alone would help.
         extra = all(row.wanted == "nothing" for row in rows)
         advice = " To load a part of it, pass partial=True, or the paths to leave out." if extra else ""
         raise CheckpointMismatchError(
-            f"{asked.operation}: {found.path} does not fit the tree in {count}. Nothing was changed.{advice}",
+            f"{request.operation}: {found.path} does not fit the tree in {count}. Nothing was changed."
+            f"{advice}",
             rows,
         )
     wanted: dict[str, torch.Tensor | None] = dict.fromkeys(stored_names(document))
@@ -479,7 +507,7 @@ def _document(manifest: Manifest, rank: int) -> Json:
 def _read_tensors(
     disk: Disk, found: OpenCheckpoint, wanted: Mapping[str, torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """Read tensors, whole or in the cut of those that they are for."""
+    """Read tensors, complete or with the sharding of their targets."""
     boxes: list[Box] = []
     ends: list[int] = []
     plans: list[tuple[str, torch.Tensor | None, list[Overlap]]] = []
@@ -487,29 +515,29 @@ def _read_tensors(
         one = found.manifest.tensors.get(name)
         if one is None:
             raise DamagedCheckpointError(
-                f"{found.path} has no tensor {leaf_path(name)!r}, and its tree has need of it.", MANIFEST
+                f"{found.path} has no tensor {leaf_path(name)!r}, which its tree names.", MANIFEST
             )
         overlaps = find_overlaps(one, target)
         boxes += [Box(name, one.dtype, lap.piece, lap.offset, lap.shape) for lap in overlaps]
         ends.append(len(boxes))
         plans.append((name, target, overlaps))
     parts = read_boxes(disk, found.folder, found.manifest, boxes)
-    starts = [0, *ends][:-1]  # none where no tensor is wanted
+    starts = [0, *ends][:-1]  # empty if no tensor is wanted
     return {
         name: join_overlaps(found.manifest.tensors[name], target, overlaps, parts[start:end])
         for (name, target, overlaps), start, end in zip(plans, starts, ends, strict=True)
     }
 
 
-# --- taking up -----------------------------------------------------------------------------------
+# --- restoring -----------------------------------------------------------------------------------
 
 
 @paused_collection()
 def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
-    """Build the new tree, and list what is to be done to the objects in the old one."""
+    """Build the new tree, and list the objects to restore and the calls that write into tensors."""
     pending: list[Pending] = []
 
-    def remember(path: str, thing: Any, state: Any) -> Any:
+    def defer(path: str, thing: Any, state: Any) -> Any:
         if isinstance(thing, LoaderState):
             return read_state(state)
         pending.append(Pending(path, thing, state))
@@ -517,11 +545,11 @@ def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[
 
     writes: list[Callable[[], None]] = []
     adopt = functools.partial(_adopt, writes)
-    value = decode(read.document, read.tensors, like=like, restore=remember, adopt=adopt)
+    value = decode(read.document, read.tensors, like=like, restore=defer, adopt=adopt)
     rows = [row for one in pending for row in untied(one)]
     if rows:
         raise CheckpointMismatchError(
-            "load_state: weights that are one in a module were saved apart. Nothing was changed.", rows
+            "load_state: weights that are tied in a module were saved separately. Nothing was changed.", rows
         )
     return value, sorted(pending, key=order_of), writes
 
@@ -532,9 +560,9 @@ def _write(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _adopt(writes: list[Callable[[], None]], like: Any, value: Any) -> Any:
-    """Put a loaded tensor where ``like`` has its own: on its device, or into a parameter or a generator.
+    """Return a loaded tensor on the device of ``like``, or a parameter or generator of ``like`` itself.
 
-    What is to be written into is only listed, as calls.
+    Those are written into later, by the calls that are appended to ``writes``.
     """
     if isinstance(like, torch.Generator) and isinstance(value, torch.Generator):
         if like.device != value.device:
@@ -550,15 +578,15 @@ def _adopt(writes: list[Callable[[], None]], like: Any, value: Any) -> Any:
     return moved.requires_grad_() if value.requires_grad and not moved.requires_grad else moved
 
 
-def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], None]]) -> None:
-    """Let objects take up their states, those that may refuse first."""
+def _restore_undoably(pending: Sequence[Pending], names: Names, undo: list[Callable[[], None]]) -> None:
+    """Restore objects, and append the calls that reverse it to ``undo``."""
     for one in pending:
         undo.append(prepare_undo(one))
         try:
             take_up(one, names)
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
-                cast("Any", error).add_note(f"raised while {one.path!r} took up its state")
+                cast("Any", error).add_note(f"raised while {one.path!r} was restored")
             raise
 
 

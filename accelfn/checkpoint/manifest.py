@@ -1,8 +1,8 @@
-"""What a checkpoint says of itself: which files it has, which tensors lie where in them, and the tree.
+"""The manifest of a checkpoint: its files, where the tensors are in them, and the tree.
 
 ``manifest.json`` has two lines. The first is the manifest as JSON without spaces; the second is the SHA-256
-of the first, in hexadecimal. So a manifest that was cut off or changed is known for what it is, and through
-the checksums in it so is every other byte of the checkpoint.
+of the first, in hexadecimal. So truncation and changes of the manifest are detected, and by the checksums in
+it also those of every other byte of the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import ntpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,13 +22,18 @@ Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
 FORMAT = "accelfn-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-# A checksum covers at most so many bytes, so that a rank that needs a part of a tensor verifies little more.
+PREVIOUS = "manifest.previous.json"  # of the checkpoint before, until all nodes have committed
+# A checksum covers at most this many bytes, so that a rank that needs part of a tensor verifies little more.
 CHUNK_BYTES = 1 << 26
 
-# In this order in the file.
-_SCALARS = ("created_by", "identity", "step", "metric", "world_size", "num_nodes", "node", "generation")
+# The order is that of the file.
+_SCALARS = ("created_by", "identity", "step", "metric", "world_size", "num_nodes", "node")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_OWN_NAME = re.compile(r"manifest\.json|tensors-[0-9]{5,}(-[0-9]+)?\.safetensors")
+_FILES = re.compile(r"files-[0-9a-f]{8}")
+_OWN_NAME = re.compile(
+    r"manifest(\.previous|-[0-9a-f]{8})?\.json|"
+    r"tensors-[0-9]{5,}(-[0-9])?(-[0-9a-f]{8})?\.safetensors|" + _FILES.pattern
+)
 
 
 class Piece(NamedTuple):
@@ -40,7 +44,7 @@ class Piece(NamedTuple):
         key: Name of the entry in the file.
         offset: Of the box in the whole tensor, by dimension.
         shape: Of the box.
-        crc32: Of each ``CHUNK_BYTES`` of the entry's bytes, in order; empty where it has none.
+        crc32: Of each ``CHUNK_BYTES`` of the entry's bytes, in order; empty for an empty entry.
     """
 
     file: str
@@ -51,12 +55,12 @@ class Piece(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A whole tensor. Its pieces cover it, and don't overlap.
+    """A tensor. Its pieces cover it, and don't overlap.
 
     Attributes:
         dtype: As torch names it, such as ``"float32"``.
-        shape: Of the whole.
-        pieces: Where its parts lie.
+        shape: Of the complete tensor.
+        pieces: Where its parts are stored.
     """
 
     dtype: str
@@ -69,8 +73,8 @@ class StoredFile(NamedTuple):
 
     Attributes:
         size: In bytes.
-        header_crc32: Of what comes before the tensors: the header's length and the header.
-        node: Number of the node on whose disk it lies; None where all nodes share one.
+        header_crc32: Of everything before the tensors: the header's length and the header.
+        node: Number of the node whose disk it is on; None if all nodes share one.
     """
 
     size: int
@@ -83,7 +87,7 @@ class Attachment(NamedTuple):
 
     Attributes:
         size: In bytes.
-        crc32: Of each ``CHUNK_BYTES``, in order; empty where the file is.
+        crc32: Of each ``CHUNK_BYTES``, in order; empty for an empty file.
     """
 
     size: int
@@ -91,7 +95,7 @@ class Attachment(NamedTuple):
 
 
 def leaf_path(name: str) -> str:
-    """Return the path of a leaf as the tree has it, for people: ``~1`` in a stored name is ``/``. Pure.
+    """Return the readable path of a leaf: ``~1`` in a stored name is ``/``. Pure.
 
     >>> leaf_path("optimizer/state/model~10.weight/exp_avg")
     'optimizer/state/model/0.weight/exp_avg'
@@ -100,28 +104,27 @@ def leaf_path(name: str) -> str:
 
 
 def is_own_name(name: str) -> bool:
-    """Return whether a file of this name in a checkpoint is its manifest, or one of tensors. Pure."""
+    """Return whether a name in a checkpoint's directory is one that saves use, and no user may. Pure."""
     return _OWN_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All that a checkpoint says of itself.
+    """The manifest of a checkpoint.
 
     Attributes:
-        tree: The document of the tree, see ``accelfn.checkpoint.document.encode``; what differs between
-            ranks as ``accelfn.checkpoint.by_rank`` has it.
-        random: The document of the random states, by rank; None where there are none.
-        identity: The same text in the parts of one checkpoint on several nodes, and in no other checkpoint's.
-        tensors: By the name that the document calls them by.
+        tree: The document of the tree, see ``accelfn.checkpoint.document.encode``; values that differ between
+            ranks are encoded by ``accelfn.checkpoint.by_rank``.
+        random: The document of the random states, by rank; None if there are none.
+        identity: A text that the parts of one checkpoint on several nodes share, and no other checkpoint has.
+        tensors: By their names in the document.
         files: By name.
-        attachments: Files of the caller's own on this disk, by path in the checkpoint, with ``/`` in it.
-        step: What the caller counts, such as optimizer steps; None where it wasn't given.
-        metric: What the caller measured, for keeping the best; None where it wasn't given.
-        world_size: Ranks that saved it.
-        num_nodes: Nodes with a disk of their own; 1 where they share one.
-        node: Whose disk this one lies on, where they don't share one.
-        generation: How many checkpoints were written over in this place before.
+        attachments: The caller's files on this disk, by path in the checkpoint: ``files-0a1b2c3d/notes``.
+        step: The caller's count, such as of optimizer steps; None if none was passed.
+        metric: The caller's measure, for keeping the best; None if none was passed.
+        world_size: The number of ranks that saved it.
+        num_nodes: The number of nodes with disks of their own; 1 if they share one.
+        node: The node whose part this is, if they don't share a disk.
         created_by: Name and version of the program.
     """
 
@@ -136,12 +139,11 @@ class Manifest:
     world_size: int = 1
     num_nodes: int = 1
     node: int | None = None
-    generation: int = 0
     created_by: str = ""
 
     @property
     def num_bytes(self) -> int:
-        """Of all files of tensors."""
+        """The size of all files of tensors."""
         return sum(file.size for file in self.files.values())
 
 
@@ -175,29 +177,29 @@ def parse_manifest(content: bytes, place: str = MANIFEST) -> Manifest:
 
     Args:
         content: Of the file.
-        place: How errors call it.
+        place: The path, for errors.
 
     Raises:
-        DamagedCheckpointError: It isn't what was written, or says what no manifest says.
+        DamagedCheckpointError: It isn't what was written, or its fields are invalid.
         NotAvailableError: A newer version of accelfn has written it.
     """
     return _manifest(_fields(content, place, None), place)
 
 
 def parse_head(content: bytes, place: str = MANIFEST) -> Manifest:
-    """Read a manifest without its tree and tensors, which takes little however many there are.
+    """Read a manifest without its tree and tensors, which is fast even if there are many.
 
-    The checksum is that of the whole, so the tree and the tensors are there as they were written.
+    The checksum of the complete manifest is checked.
 
     Args:
         content: Of the file.
-        place: How errors call it.
+        place: The path, for errors.
 
     Raises:
-        DamagedCheckpointError: It isn't what was written, or says what no manifest says.
+        DamagedCheckpointError: It isn't what was written, or its fields are invalid.
         NotAvailableError: A newer version of accelfn has written it.
     """
-    # Within a JSON string a quote has a backslash before it, so these bytes are no part of one.
+    # In a JSON string a quote follows a backslash, so these bytes can't be inside one.
     fields = _fields(content, place, b',"tensors":')
     return _manifest({**fields, "random": None, "tree": None, "tensors": {}}, place)
 
@@ -261,10 +263,10 @@ def _unsound(place: str, why: str) -> DamagedCheckpointError:
 
 
 def _check(manifest: Manifest, place: str) -> None:
-    """Refuse what the SHA-256 can't: a manifest that was made to harm."""
-    numbers = (manifest.world_size, manifest.num_nodes, manifest.generation)
-    if not all(_is_count(number) for number in numbers) or 0 in numbers[:2]:
-        raise _unsound(place, f"world_size, num_nodes, generation are {numbers}")
+    """Check the fields: a malicious manifest can have a correct SHA-256."""
+    numbers = (manifest.world_size, manifest.num_nodes)
+    if not all(_is_count(number) for number in numbers) or 0 in numbers:
+        raise _unsound(place, f"world_size, num_nodes are {numbers}")
     if manifest.step is not None and type(cast("object", manifest.step)) is not int:
         raise _unsound(place, f"step is {manifest.step!r}")
     if manifest.metric is not None and type(cast("object", manifest.metric)) not in (int, float):
@@ -293,11 +295,10 @@ def _check_attachments(attachments: Mapping[str, Attachment], place: str) -> Non
     for name, one in attachments.items():
         parts = name.split("/")
         inside = not {"", ".", ".."}.intersection(parts) and not {"\\", "\0"}.intersection(name)
-        # A drive of Windows would lead out of the checkpoint there.
-        if not inside or ntpath.splitdrive(name)[0] or is_own_name(parts[0]):
+        if not inside or len(parts) < 2 or not _FILES.fullmatch(parts[0]):
             raise _unsound(place, f"{name!r} is no path of an attached file")
         if any("/".join(parts[:count]) in attachments for count in range(1, len(parts))):
-            raise _unsound(place, f"attached file {name!r} lies in another one")
+            raise _unsound(place, f"attached file {name!r} is inside another one")
         if not all(map(_is_count, (one.size, *one.crc32))) or len(one.crc32) != -(-one.size // CHUNK_BYTES):
             raise _unsound(place, f"attached file {name!r} has {one.size!r} bytes, and other checksums")
 
@@ -307,19 +308,19 @@ def _is_count(number: object) -> bool:
 
 
 def _check_cover(name: str, one: StoredTensor, place: str) -> None:
-    """Check that boxes fill a tensor: within it, apart from each other, and together as many elements."""
+    """Check that boxes fill a tensor: they are inside, don't overlap, and have as many elements as it has."""
     for piece in one.pieces:
         fits = len(piece.offset) == len(piece.shape) == len(one.shape) and all(
             _is_count(start) and _is_count(length) and start + length <= size
             for start, length, size in zip(piece.offset, piece.shape, one.shape, strict=True)
         )
         if not fits:
-            raise _unsound(place, f"a piece of tensor {name!r} lies outside of it")
+            raise _unsound(place, f"a piece of tensor {name!r} is outside of it")
     if math.prod(one.shape) != sum(math.prod(piece.shape) for piece in one.pieces) or not one.pieces:
         raise _unsound(place, f"the pieces of tensor {name!r} don't fill it")
     if len(one.pieces) == 1:
         return
-    # By their place along the first dimension, so that a box is compared with the few that it could touch.
+    # Sorted by the first dimension, so that a box is compared only with those that it could overlap.
     boxes = sorted((piece for piece in one.pieces if math.prod(piece.shape)), key=lambda piece: piece.offset)
     for index, piece in enumerate(boxes):
         for other in boxes[index + 1 :]:

@@ -1,6 +1,6 @@
-"""Who writes what: each box of each tensor once, spread over the ranks that hold it. And who reads what.
+"""Plan which rank writes which tensors, each box once, and which stored pieces a rank reads.
 
-Which parts of the stored pieces a rank needs is searched as ``torch.distributed.checkpoint`` does.
+The overlaps of stored pieces and shards are found by ``torch.distributed.checkpoint``'s planner.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Box(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one rank holds of a tensor.
+    """The part of a tensor that one rank holds.
 
     Attributes:
         dtype: As torch names it.
-        shape: Of the whole tensor.
+        shape: Of the complete tensor.
         itemsize: Bytes of an element.
-        boxes: The parts that this rank holds; None for the whole.
-        content: A text that differs where the values do; "" where nobody looked. Of whole tensors alone.
+        boxes: The parts that this rank holds; None for all of it.
+        content: A digest of the values of an unsharded tensor; "" if they aren't compared.
     """
 
     dtype: str
@@ -54,7 +54,7 @@ class Write(NamedTuple):
     Attributes:
         stored: Name in the checkpoint.
         name: Name on the rank.
-        box: The part; None for the whole.
+        box: The part; None for all of it.
     """
 
     stored: str
@@ -63,11 +63,11 @@ class Write(NamedTuple):
 
 
 class SavePlan(NamedTuple):
-    """What each rank writes, and how it calls its tensors.
+    """What each rank writes, and under which names.
 
     Attributes:
         writes: By rank.
-        names: By rank: the stored name of each tensor whose values are this rank's own.
+        names: By rank: the stored name of each tensor whose values differ from those of the plain name.
     """
 
     writes: tuple[tuple[Write, ...], ...]
@@ -75,26 +75,26 @@ class SavePlan(NamedTuple):
 
 
 def plan_save(held: Sequence[Mapping[str, Held]], nodes: Sequence[int] | None = None) -> SavePlan:
-    """Decide who writes what. Pure; the same on every rank.
+    """Decide which rank writes which tensors. Pure; the same on every rank.
 
-    Of a tensor that all ranks hold with equal values, one rank writes all. Where values differ, each version
-    is kept, under a name with the lowest rank that has it, and the first one under the plain name. Boxes are
-    written by one of the ranks that hold them. Large ones are dealt out first, each to whoever has least to
-    write.
+    A tensor that all ranks hold with equal values is written by one rank. If values differ, each version is
+    written, under a name with the lowest rank that has it, and the first one under the plain name. A box is
+    written by one of the ranks that hold it. The largest are assigned first, each to the rank that has the
+    least to write so far.
 
     Args:
         held: What each rank holds, by rank.
-        nodes: Number of each rank's node, where nodes have disks of their own: then every node writes what
-            its ranks hold.
+        nodes: Number of each rank's node, if nodes have disks of their own: then each node writes everything
+            that its ranks hold.
 
     Raises:
-        CheckpointError: Ranks hold boxes of tensors of another dtype or shape, or a whole and a part.
+        CheckpointError: Ranks hold shards of tensors of different dtypes or shapes, or a shard and all of it.
 
     >>> one = Held("float32", (2,), 4)
     >>> plan_save([{"a": one, "b": one}, {"a": one, "b": one}]).writes
     ((Write(stored='a', name='a', box=None),), (Write(stored='b', name='b', box=None),))
     """
-    # Whoever holds the same under the same stored name.
+    # The ranks that hold each box of each stored name.
     holders: dict[tuple[str, str, Box | None], list[int]] = {}
     sizes: dict[tuple[str, str, Box | None], int] = {}
     names: list[dict[str, str]] = [{} for _ in held]
@@ -125,7 +125,7 @@ def plan_save(held: Sequence[Mapping[str, Held]], nodes: Sequence[int] | None = 
 def _refuse(name: str, rank: int, one: Held, other: Held) -> None:
     raise CheckpointError(
         f"save_state: {leaf_path(name)!r} is {one.dtype} {one.shape} on rank {rank} and {other.dtype} "
-        f"{other.shape} on another. A tensor that is cut over ranks must be cut on all of them alike."
+        f"{other.shape} on another. A tensor that is sharded over ranks must have one layout on all of them."
     )
 
 
@@ -137,7 +137,7 @@ def _deal(
 ) -> tuple[tuple[Write, ...], ...]:
     written: list[list[Write]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    heap = [(0, rank) for rank in range(num_ranks)]  # for what all ranks hold; may lag behind `loads`
+    heap = [(0, rank) for rank in range(num_ranks)]  # for tensors that all ranks hold; may lag behind `loads`
     for key in sorted(holders, key=lambda key: (-sizes[key], key[0], key[2] or Box((), ()))):
         for ranks in _by_node(holders[key], nodes):
             if len(ranks) == num_ranks:
@@ -162,7 +162,7 @@ def _by_node(ranks: Sequence[int], nodes: Sequence[int] | None) -> Sequence[Sequ
 
 def boxes_of(tensor: torch.Tensor) -> tuple[Box, ...] | None:
     """Return which parts of a sharded tensor this rank holds; None for a tensor that isn't sharded."""
-    if type(tensor) is torch.Tensor:  # asking it for what it doesn't have takes long
+    if type(tensor) is torch.Tensor:  # looking up a missing attribute of a tensor is slow
         return None
     chunks = getattr(tensor, "__create_chunk_list__", None)
     if chunks is None:
@@ -172,17 +172,17 @@ def boxes_of(tensor: torch.Tensor) -> tuple[Box, ...] | None:
 
 
 def all_of(shape: tuple[int, ...]) -> Box:
-    """Return a whole tensor as a box."""
+    """Return the box of a complete tensor."""
     return Box((0,) * len(shape), shape)
 
 
 def boxes_from(lists: Sequence[Any]) -> tuple[Box, ...]:
-    """Return boxes that have been lists in JSON."""
+    """Return boxes from their lists in JSON."""
     return tuple(Box(*map(tuple, box)) for box in lists)
 
 
 def has_copies(tensor: torch.Tensor) -> bool:
-    """Whether several ranks hold the same part of a tensor: it replicates along a dim of its mesh."""
+    """Return whether several ranks hold the same part of a tensor: it is replicated along a mesh dim."""
     layout = cast("Any", tensor)
     placements = getattr(layout, "placements", None)
     if placements is None:
@@ -197,9 +197,9 @@ def find_drift(
     """Find the parts that ranks hold with different values. Pure.
 
     Args:
-        copies: By rank, for each tensor that :func:`has_copies`, a text that differs where the values do.
+        copies: By rank, a digest of each tensor for which :func:`has_copies`.
         boxes: By rank, the parts of each such tensor that it holds.
-        name: What errors call the tensors together.
+        name: Of the tree of these tensors, for errors.
 
     >>> part = {"w": (Box((0,), (2,)),)}
     >>> [(row.rank, row.path) for row in find_drift([{"w": "a"}, {"w": "b"}], [part, part])]
@@ -226,9 +226,9 @@ def check_copies(ctx: Context, operation: str, tensors: Mapping[str, torch.Tenso
 
     Args:
         ctx: The world.
-        operation: What errors call it.
+        operation: Named in errors.
         tensors: By key. ``DTensor``s may be on any mesh, and ranks may have different ones.
-        name: What errors call the tensors together.
+        name: Of the tree of these tensors, for errors.
 
     Raises:
         ReplicaDriftError: Copies differ; the same error on every rank.
@@ -255,13 +255,13 @@ def check_copies(ctx: Context, operation: str, tensors: Mapping[str, torch.Tenso
 
 
 class Overlap(NamedTuple):
-    """A part of a stored piece that is wanted.
+    """The overlap of a stored piece and a tensor to load.
 
     Attributes:
-        piece: What is stored.
-        offset: Of the part in the piece, by dimension; None for the piece as a whole.
-        shape: Of the part; None for the piece as a whole.
-        target: Of the part in what is wanted.
+        piece: The stored piece.
+        offset: Of the overlap in the piece, by dimension; None for all of the piece.
+        shape: Of the overlap; None for all of the piece.
+        target: Its offset in the tensor to load.
     """
 
     piece: Piece
@@ -271,17 +271,16 @@ class Overlap(NamedTuple):
 
 
 def find_overlaps(stored: StoredTensor, target: torch.Tensor | None) -> list[Overlap]:
-    """Return which parts of stored pieces make up a tensor.
+    """Return the parts of stored pieces that make up a tensor.
 
     Args:
         stored: The tensor, in its pieces.
-        target: A tensor that is cut over ranks, whose part on this rank is wanted; any other, or None: the
-            whole.
+        target: A sharded tensor, to load this rank's part of it; any other, or None, to load all of it.
     """
     cut = None if target is None else getattr(target, "__create_chunk_list__", None)
     if cut is None:
         return [Overlap(piece, None, None, piece.offset) for piece in stored.pieces]
-    # Not at the top: this loads torch.distributed.checkpoint, which few programs need.
+    # Not at the top: this imports torch.distributed.checkpoint, which few programs need.
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         TensorProperties,
@@ -314,16 +313,16 @@ def join_overlaps(
     overlaps: Sequence[Overlap],
     parts: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Put the parts that were read together.
+    """Assemble a tensor from the parts that were read.
 
     Args:
         stored: The tensor that they are of.
         target: As for :func:`find_overlaps`.
-        overlaps: What it gave.
+        overlaps: The result of :func:`find_overlaps`.
         parts: The part of each, in new memory on the CPU.
 
     Returns:
-        The whole tensor on the CPU; of a ``target`` that is cut over ranks one cut like it, on its device.
+        The complete tensor on the CPU; for a sharded ``target`` one sharded like it, on its device.
     """
     if target is None and len(parts) == 1:
         return parts[0]
@@ -347,7 +346,7 @@ def join_overlaps(
 def join_parts(
     dtype: str, shape: tuple[int, ...], overlaps: Sequence[Overlap], parts: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Put parts into the one tensor that they make up, on the CPU; a part that is all of it is given back."""
+    """Assemble a tensor on the CPU from its parts; a part that is all of it is returned itself."""
     if len(parts) == 1 and tuple(parts[0].shape) == shape:
         return parts[0]
     whole = torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu")

@@ -1,4 +1,4 @@
-"""Save the state of a run: what all ranks hold, as one checkpoint that appears whole or not at all."""
+"""Save the state of a run: compare what the ranks hold, and plan which rank writes what."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, overload
@@ -18,10 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accelfn.checkpoint.attachments import (
-    find_attachments,
-    writes_here,
-)
+from accelfn.checkpoint.attachments import writes_here
 from accelfn.checkpoint.background import (
     BoardPhases,
     CollectivePhases,
@@ -32,12 +28,8 @@ from accelfn.checkpoint.background import (
     paused_collection,
 )
 from accelfn.checkpoint.by_rank import join_documents, renamed, stored_place
-from accelfn.checkpoint.commit import (
-    check_target,
-    leftover_path,
-    make_nonce,
-)
-from accelfn.checkpoint.disk import REAL_DISK, Disk, make_folders, remove_tree
+from accelfn.checkpoint.commit import check_target
+from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.document.encode import Encoded, encode
 from accelfn.checkpoint.files import memory_of
 from accelfn.checkpoint.header import dtype_name
@@ -61,7 +53,7 @@ from accelfn.checkpoint.plan import (
 )
 from accelfn.checkpoint.random_state import random_states
 from accelfn.checkpoint.stages import first_names, join_stages
-from accelfn.checkpoint.write import Job, entry_key, write_job
+from accelfn.checkpoint.write import Job, begin_job, entry_key, write_job
 from accelfn.comm import catch, check_replicas
 from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
@@ -72,26 +64,36 @@ from accelfn.training.scaler import check_newest
 from accelfn.tree import local_of
 from accelfn.tree.digest import digest_tensors
 
-# In the background, of larger tensors only samples are compared between ranks: looking at every byte would
-# hold up the training for as long as copying them.
+# Background saves compare only samples of tensors that are larger than this: reading every byte would hold up
+# the training for as long as copying them.
 _COMPARED_WHOLE = 1 << 20
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 12
 
 
-class _Own(NamedTuple):
-    """What this rank brings to a save."""
+class _RankState(NamedTuple):
+    """The state of this rank that is to be saved."""
 
     tree: Json
     random: Json
-    tensors: Mapping[str, torch.Tensor]  # DTensors among them
+    tensors: Mapping[str, torch.Tensor]  # DTensors too
     held: Mapping[str, Held]
     random_held: Mapping[str, Held]
-    sums: Mapping[str, tuple[int, ...]]  # checksums that are known already
-    replicated: frozenset[str]  # tensors that shall be equal on all ranks
-    copies: Mapping[str, str]  # what parts contain that other ranks hold as well
-    staged: Mapping[str, WholeModel | None]  # models of which this rank has some stages, and optimizers
+    sums: Mapping[str, tuple[int, ...]]  # checksums that are already known
+    replicated: frozenset[str]  # names of tensors that must be equal on all ranks
+    copies: Mapping[str, str]  # digests of shards that other ranks hold too
+    staged: Mapping[str, WholeModel | None]  # models of which this rank has stages, optimizers
     order: Mapping[str, int]  # of the parameters of these models
+
+
+class _Options(NamedTuple):
+    """The options of a save, which must be the same on all ranks."""
+
+    step: int | None
+    metric: float | None
+    keep: Keep | None
+    asynchronous: bool
+    allow_drift: bool
 
 
 @overload
@@ -147,52 +149,50 @@ def save_state(
 ) -> Path | SaveHandle:
     """Save the state of a run as one checkpoint, so that no crash can lose it.
 
-    ``directory`` is the checkpoint. It appears by one rename, when every file of it is written and durable;
-    one that is there already is replaced, and until the new one is complete the old one stays. Whatever goes
-    wrong, on any rank, the old one is still there and every rank raises.
+    ``directory`` is the checkpoint. Its files are written beside those of an earlier one in it, and the new
+    one counts as soon as its manifest is renamed, when all of them are durable. Whatever goes wrong, on any
+    rank, the earlier one is still there and every rank raises. Your own files in the directory stay there.
 
-    Modules, optimizers, schedulers and loaders are saved by what they are, anything else that has
-    ``state_dict`` and ``load_state_dict`` by what it says. Tensors and plain values, in any containers, are
-    saved as they are. The states of the random number generators of every rank are saved with them. A tensor
-    that is equal on all ranks is written once; where ranks differ, each one's is kept. Tensors that are cut
-    over ranks (DTensor) are written by those that hold them.
+    The tree may contain modules, optimizers, schedulers, loaders and other objects with ``state_dict`` and
+    ``load_state_dict``, and tensors and plain values in any containers. The states of the random number
+    generators of every rank are saved too. A tensor that is equal on all ranks is written once; if ranks have
+    different values, each rank's is saved. Sharded tensors (DTensor) are written by the ranks that hold them.
 
     Ranks: every rank of ``ctx``. Returns when the checkpoint is committed, on all ranks.
 
     Args:
         ctx: The world.
-        directory: Of the checkpoint; the ones above it are made where they are missing. The same on every
-            rank, on a disk that they share, unless ``ProjectConfiguration.save_on_each_node`` is set: then
-            each node has its part on its own disk.
-        tree: What to save, by names: any tree.
+        directory: The checkpoint; missing directories above it are made. The same on every rank, on a disk
+            that they share, unless ``ProjectConfiguration.save_on_each_node`` is set: then each node has its
+            part on its own disk.
+        tree: The state, as any tree with names.
         asynchronous: Copy the state to host memory and write it in the background. The copy is complete when
             this returns. One save at a time: the next one waits for it.
-        step: What you count, such as optimizer steps: says which checkpoint is the newest.
-        metric: What you measure, for keeping the best; one that is infinite or NaN counts as None.
-        keep: Which checkpoints beside this one stay, once it is committed; None keeps all.
+        step: A count, such as of optimizer steps, by which checkpoints are ordered.
+        metric: A measure, for keeping the best; an infinite one or NaN counts as None.
+        keep: Which other checkpoints stay after this one is committed; None keeps all.
         files: A directory of the main process (of that of each node, with ``save_on_each_node``), on the disk
-            of the checkpoint, such as :func:`accelfn.checkpoint.folder_for_files` makes. What is in it
-            becomes part of the checkpoint: files, in directories too, under their names. They are moved, not
-            copied, so they are gone from there, and after an error they may be lost. Nothing may write to
-            them any more.
-        allow_drift: Save the parameters of a replicated model, and the states of their optimizers, even where
-            they differ between ranks: each rank's own are kept, and come back. For replicas that are meant to
-            differ, such as those of local SGD, whose optimizers always do.
+            of the checkpoint, such as :func:`accelfn.checkpoint.folder_for_files` makes. It becomes part of
+            the checkpoint, and :func:`accelfn.checkpoint.find_files` finds it there. It is moved, not copied,
+            and after an error it may be lost. Nothing may write to it any more.
+        allow_drift: Save the parameters of a replicated model, and the states of their optimizers, even if
+            they differ between ranks: each rank's are saved, and loaded again. For replicas that are meant to
+            differ, as with local SGD.
 
     Returns:
-        The checkpoint's path; with ``asynchronous`` a handle, whose ``result()`` gives it.
+        The checkpoint's path; with ``asynchronous`` a handle, whose ``result()`` returns it.
 
     Raises:
         TypeError: Something in the tree has no plain form: all such leaves, by path.
-        ValueError: A tensor has no data, or the directory can be none, such as one that holds other files.
-        CheckpointError: Ranks hold different cuts of a tensor; or among ``files`` are links, or names that
-            the checkpoint's own files have.
-        OSError: It can't be written: no space, no right to. Or it is committed, and older ones can't be
-            removed as ``keep`` says.
-        ReplicaDriftError: A model that is replicated (:func:`accelfn.prepare`) has other parameters on some
-            ranks, or its optimizer another state: on every rank, with the leaves and ranks. Of what is saved
-            in the background, larger tensors are compared by samples. Not with ``allow_drift``, nor where the
-            guard is off or has ``check_replicas_before_saving=False``.
+        ValueError: A tensor has no data.
+        CheckpointError: Ranks hold different shards of a tensor; there are links among ``files``; the
+            directory holds files but no checkpoint; or another program saves to it at the moment.
+        OSError: It can't be written, such as for lack of space or rights. Or it is committed, and older ones
+            that ``keep`` doesn't keep can't be removed.
+        ReplicaDriftError: A replicated model (:func:`accelfn.prepare`) has other parameters on some ranks, or
+            its optimizer another state: on every rank, with the leaves and ranks. Background saves compare
+            larger tensors by samples. Not raised with ``allow_drift``, or if the guard is off or has
+            ``check_replicas_before_saving=False``.
         RemoteRankError: One of these happened on another rank; or an earlier save in the background has
             failed, and another rank has not asked for its result.
         MismatchError: A rank called something else.
@@ -200,26 +200,16 @@ def save_state(
     check_context("save_state", ctx)
     path = Path(os.path.abspath(os.fspath(directory)))
 
-    def look() -> _Own:
+    def collect() -> _RankState:
         finish_background(ctx)
         _check_options(step, metric, keep)
-        return _look(ctx, path, tree, is_copied=asynchronous)
+        return _collect(ctx, path, tree, is_copied=asynchronous)
 
-    own, error = catch(look)
-    taken = os.path.abspath(files) if files is not None and writes_here(ctx) else None
+    own, error = catch(collect)
+    folder = os.path.abspath(files) if files is not None and writes_here(ctx) else None
     phases = CollectivePhases(ctx, "save_state")
-    each_node = ctx.project.save_on_each_node
-    options = {
-        "directory": "of each node" if each_node else str(path),
-        "step": repr(step),
-        "metric": repr(metric),
-        "keep": repr(keep),
-        "asynchronous": asynchronous,
-        "allow_drift": allow_drift,
-    }
-    job, error = catch(
-        lambda: _agree_on(ctx, phases, path, own, error, options, step, metric, keep, taken, allow_drift)
-    )
+    options = _Options(step, metric, keep, asynchronous, allow_drift)
+    job, error = catch(lambda: _agree_on(ctx, phases, path, own, error, options, folder))
     if job is None:
         raise cast("Exception", error)
     if not asynchronous:
@@ -227,8 +217,8 @@ def save_state(
     tensors = [tensor for _, tensor, _ in job.entries]
     copies, error = catch(lambda: copies_in_background(ctx, tensors))
     phases.gather("copy", "", error)
-    if job.any_files:
-        job = _set_aside(job, phases, REAL_DISK)
+    # The caller goes on, so its files are moved now.
+    begun = begin_job(job, phases, REAL_DISK) if job.any_files else None
     board = BoardPhases(
         board=ctx.collectives.board,
         rank=ctx.rank,
@@ -240,19 +230,20 @@ def save_state(
     )
     copied = zip(job.entries, copies or (), strict=True)
     entries = tuple((key, copy, sums) for (key, _, sums), copy in copied)
-    return begin_background(ctx, path, partial(write_job, job._replace(entries=entries), board, REAL_DISK))
+    work = partial(write_job, job._replace(entries=entries), board, REAL_DISK, begun)
+    return begin_background(ctx, path, work)
 
 
 def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -> Path:
-    """Save a tree as a checkpoint of its own: tensors in safetensors, everything else in JSON, no pickle.
+    """Save a tree as a checkpoint: tensors in safetensors, everything else in JSON, no pickle.
 
     Ranks: local; one rank alone writes to a directory.
 
     Args:
         path: Directory of the checkpoint, as for :func:`accelfn.save_state`.
         tree: Any optree tree of tensors, arrays and plain values, and of objects that have ``state_dict`` and
-            ``load_state_dict``. The same tensor at several places is one again when it is loaded.
-        namespace: Of optree, where nodes of your own are registered in one.
+            ``load_state_dict``. A tensor that occurs several times is one tensor again when it is loaded.
+        namespace: The optree namespace of your own registered nodes, if they have one.
 
     Returns:
         The path.
@@ -274,27 +265,27 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
 
 
 class _Alone(NamedTuple):
-    """Phases of a save for which this process writes what all ranks have."""
+    """Phases of a save in which this process writes the state of all ranks."""
 
     size: int
 
     def gather(self, phase: str, text: str, error: Exception | None = None) -> list[str]:
         if error is not None:
             raise error
-        return [text, *["[]"] * (self.size - 1)]
+        return [text, *["[[], {}]"] * (self.size - 1)]
 
 
 def save_for_ranks(
     path: str | os.PathLike[str], tree: Any, randoms: Sequence[Any] = (), *, step: int | None = None
 ) -> Path:
-    """Save a tree, and random states for each rank of a world, as that world would with ``save_state``.
+    """Save a tree and the random states of each rank of a world, as that world would with ``save_state``.
 
-    Ranks: local; one process writes all.
+    Ranks: local; one process writes everything.
 
     Args:
         path: As of :func:`save_tree`.
         tree: As of :func:`save_tree`.
-        randoms: By rank, as ``random_states`` returns them; empty: for one rank, which keeps its own.
+        randoms: By rank, as ``random_states`` returns them; empty for one rank without random states.
         step: As of :func:`accelfn.save_state`.
 
     Raises:
@@ -314,7 +305,7 @@ def save_for_ranks(
 
 
 def _random_names(names: Iterable[str], taken: Iterable[str], ending: str = "") -> dict[str, str]:
-    """Name the tensors of random states as no tensor of the tree is called."""
+    """Return names for the tensors of random states that no tensor of the tree has."""
     prefix = "#random"
     while any(name.startswith(f"{prefix}/") for name in taken):
         prefix = f"#{prefix}"
@@ -334,7 +325,6 @@ def _write_alone(
     check_target(REAL_DISK, str(target))
     job = Job(
         directory=target,
-        nonce=make_nonce(),
         tree=encoded.document,
         random=random,
         described=described,
@@ -347,14 +337,14 @@ def _write_alone(
     return write_job(job, _Alone(size), REAL_DISK)
 
 
-# --- before anything is written ------------------------------------------------------------------
+# --- collecting the state of a rank ------------------------------------------------------------------
 
 
 def _check_options(step: object, metric: object, keep: object) -> None:
-    """Refuse what is no step, no metric or no rule.
+    """Check the types of the options.
 
     Raises:
-        TypeError: One isn't.
+        TypeError: One has another type.
     """
     if step is not None and type(step) is not int:
         raise TypeError(f"save_state: step must be a whole number or None, got {step!r}.")
@@ -367,8 +357,8 @@ def _check_options(step: object, metric: object, keep: object) -> None:
 
 
 @paused_collection()
-def _look(ctx: Context, path: Path, tree: Any, *, is_copied: bool) -> _Own:
-    """Read all that this rank brings; nothing is written."""
+def _collect(ctx: Context, path: Path, tree: Any, *, is_copied: bool) -> _RankState:
+    """Collect and digest the state of this rank; nothing is written."""
     check_target(REAL_DISK, str(path))
     names = find_names(tree)
     staged: dict[str, WholeModel | None] = {}
@@ -382,8 +372,8 @@ def _look(ctx: Context, path: Path, tree: Any, *, is_copied: bool) -> _Own:
     main = encode(_without_gradients(tree), convert=convert)
     if staged and ctx.axis_size("pp") == 1:
         raise CheckpointError(
-            f"save_state: {next(iter(staged)) or 'tree'} is cut into stages, and the ranks of this context "
-            "have some of them. Save with the context that it was prepared with."
+            f"save_state: {next(iter(staged)) or 'tree'} is split into pipeline stages, and this context has "
+            "no pp axis. Save with the context that it was prepared with."
         )
     firsts = first_names(staged, main.tensors)
     document = renamed(main.document, firsts)
@@ -398,7 +388,7 @@ def _look(ctx: Context, path: Path, tree: Any, *, is_copied: bool) -> _Own:
     random_content = _contents(random_tensors, sums, is_copied=False) if ctx.num_processes > 1 else {}
     parts = {name: local_of(one) for name, one in tensors.items() if has_copies(one)}
     compares = compares and ctx.guard.check_replicas_before_saving
-    return _Own(
+    return _RankState(
         tree=document,
         random=renamed(random.document, called),
         tensors={**tensors, **random_tensors},
@@ -413,7 +403,7 @@ def _look(ctx: Context, path: Path, tree: Any, *, is_copied: bool) -> _Own:
 
 
 def _without_gradients(tree: Any) -> Any:
-    """Forget what scaler states know of the gradients at hand, which are in no checkpoint."""
+    """Reset the fields of scaler states that describe current gradients, which aren't saved."""
     if not any(isinstance(one, ScalerState) for one in optree.tree_leaves(tree, is_leaf=_is_scaler)):
         return tree
 
@@ -448,7 +438,7 @@ def _held(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> di
 def _contents(
     tensors: Mapping[str, torch.Tensor], sums: dict[str, tuple[int, ...]], *, is_copied: bool
 ) -> dict[str, str]:
-    """Return for each tensor a text that differs where any of its bits does."""
+    """Return for each tensor a text that differs if any of its bits does."""
     found: dict[str, str] = {}
     digested: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -469,7 +459,7 @@ def _contents(
 
 
 def _samples(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some parts of a large tensor, spread over all of it."""
+    """Return samples of a large tensor, evenly spread."""
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
     length = max(1, _SAMPLE_BYTES // tensor.dtype.itemsize)
     step = (flat.numel() - length) // (_SAMPLES - 1)
@@ -484,64 +474,61 @@ def _agree_on(
     ctx: Context,
     phases: CollectivePhases,
     path: Path,
-    own: _Own | None,
+    own: _RankState | None,
     error: Exception | None,
-    options: Mapping[str, object],
-    step: int | None,
-    metric: float | None,
-    keep: Keep | None,
+    options: _Options,
     files: str | None,
-    allow_drift: bool,
 ) -> Job:
-    """Exchange what ranks hold, and plan who writes what."""
-    world = ctx.world
-    head, details = {}, ""
+    """Exchange summaries of what the ranks hold, and plan which rank writes what."""
+    world, each_node = ctx.world, ctx.project.save_on_each_node
+    summary, details = {}, ""
     if own is not None:
-        head, details = _summarise(own, world.node_rank, world.local_rank)
-        head["files"] = files is not None
-        head["copies"] = own.copies
-    texts = phases.gather(f"begin {json.dumps(options)}", json.dumps(head), error)
-    heads = [json.loads(one) for one in texts]
+        summary, details = _summarise(own, world.node_rank, world.local_rank)
+        summary["files"] = files is not None
+    shown = {"directory": "of each node" if each_node else str(path)}
+    shown |= {name: repr(value) for name, value in options._asdict().items()}
+    texts = phases.gather(f"begin {json.dumps(shown)}", json.dumps(summary), error)
     assert own is not None  # otherwise gather has raised
+    ranks = [json.loads(text) for text in texts]
     documents, held = [own.tree] * world.size, [own.held] * world.size
-    digests = [one["details"] for one in heads]
+    digests = [summary["details"] for summary in ranks]
     if len(set(digests)) > 1:
-        # Of the ranks that have the same to say, the first one says it: such as of the copies of a stage.
-        first = [digests.index(one) for one in digests]
-        every = phases.gather("details", details if first[world.rank] == world.rank else "")
-        parsed = [json.loads(every[rank]) for rank in first]
-        documents = [one["tree"] for one in parsed]
-        held = [_parse_held(one["held"]) for one in parsed]
-        if not allow_drift and ctx.guard.check_replicas_before_saving:
-            _refuse_drift(ctx, own, held, [one["replicated"] for one in parsed])
-    # Of parts that several ranks hold, only one copy would be kept.
-    _raise_drift([one["copies"] for one in heads], [one["boxes"] for one in heads])
-    for rank, one in enumerate(heads):
-        own_boxes = {name: boxes_from(boxes) for name, boxes in one["boxes"].items()}
-        cut = {name: held[rank][name]._replace(boxes=boxes) for name, boxes in own_boxes.items()}
-        held[rank] = {**held[rank], **cut, **_parse_held(one["random_held"])}
-    nodes = tuple(one["node"] for one in heads) if ctx.project.save_on_each_node else None
+        # Only the first rank of each group of identical ranks, such as copies of a stage, sends its details.
+        first = [digests.index(digest) for digest in digests]
+        texts = phases.gather("details", details if first[world.rank] == world.rank else "")
+        parsed = [json.loads(texts[rank]) for rank in first]
+        documents = [part["tree"] for part in parsed]
+        held = [_parse_held(part["held"]) for part in parsed]
+        if not options.allow_drift and ctx.guard.check_replicas_before_saving:
+            _refuse_drift(ctx, own, held, [part["replicated"] for part in parsed])
+    # Only one copy of a shard that several ranks hold will be saved.
+    _raise_drift([summary["copies"] for summary in ranks], [summary["boxes"] for summary in ranks])
+    for rank, summary in enumerate(ranks):
+        boxes = {name: boxes_from(lists) for name, lists in summary["boxes"].items()}
+        sharded = {name: held[rank][name]._replace(boxes=found) for name, found in boxes.items()}
+        held[rank] = {**held[rank], **sharded, **_parse_held(summary["random_held"])}
+    nodes = tuple(summary["node"] for summary in ranks) if each_node else None
     plan = plan_save(held, nodes)
     described = {
         plan.names[rank].get(name, name): tensor
         for rank, tensors in enumerate(held)
         for name, tensor in tensors.items()
     }
-    mains = {one["node"]: rank for rank, one in enumerate(heads) if one["local_rank"] == 0}
-    trees = [renamed(one, plan.names[rank]) for rank, one in enumerate(documents)]
+    mains = {summary["node"]: rank for rank, summary in enumerate(ranks) if summary["local_rank"] == 0}
+    trees = [renamed(document, names) for document, names in zip(documents, plan.names, strict=True)]
     if own.staged and ctx.mesh is not None:
         mesh = ctx.mesh.plan
         groups = sorted({mesh.group(rank, "pp") for rank in range(world.size)})
         join_stages(trees, groups, own.staged, own.order)
-    randoms = [renamed(one["random"], plan.names[rank]) for rank, one in enumerate(heads)]
+    randoms = [renamed(summary["random"], names) for summary, names in zip(ranks, plan.names, strict=True)]
+    metric = options.metric
     return Job(
         directory=path,
-        step=step,
+        step=options.step,
         metric=None if metric is None or not math.isfinite(metric) else metric,
-        keep=keep,
+        keep=options.keep,
         rank=world.rank,
         main=0 if nodes is None else mains[world.node_rank],
-        nonce=heads[0]["nonce"],
         threads=max(1, (os.cpu_count() or 1) // world.local_size),
         nodes=nodes,
         size=world.size,
@@ -550,7 +537,7 @@ def _agree_on(
         described=described,
         plan=plan,
         files=files,
-        any_files=any(one["files"] for one in heads),
+        any_files=any(summary["files"] for summary in ranks),
         entries=tuple(
             (entry_key(write, described), local_of(own.tensors[write.name]), own.sums.get(write.name))
             for write in plan.writes[world.rank]
@@ -559,9 +546,9 @@ def _agree_on(
 
 
 def _refuse_drift(
-    ctx: Context, own: _Own, held: Sequence[Mapping[str, Held]], replicated: Sequence[Sequence[str]]
+    ctx: Context, own: _RankState, held: Sequence[Mapping[str, Held]], replicated: Sequence[Sequence[str]]
 ) -> None:
-    """Refuse replicas that differ. Which leaves do is known by now, so only those are looked at again."""
+    """Raise if replicas differ. Which leaves differ is already known, so only those are compared again."""
     names = set(replicated[0]).intersection(*replicated[1:])
     drifted = [name for name in sorted(names) if len({tensors[name] for tensors in held}) > 1]
     if drifted:
@@ -575,10 +562,10 @@ def _refuse_drift(
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(
                     "Nothing was written. If these replicas are meant to differ, as with local SGD, pass "
-                    "allow_drift=True: then each rank's own are saved."
+                    "allow_drift=True: then each rank's are saved."
                 )
             raise error from None
-    # Along "pp" ranks have different tensors, which check_replicas doesn't compare; some have the same.
+    # Along "pp", ranks have different tensors, which check_replicas doesn't compare, and some equal ones.
     mine = [{name: tensors[name] for name in of} for of, tensors in zip(replicated, held, strict=True)]
     _raise_drift(
         [{name: f"{one.dtype} {one.content}" for name, one in of.items()} for of in mine],
@@ -587,7 +574,7 @@ def _refuse_drift(
 
 
 def _raise_drift(copies: Sequence[Mapping[str, str]], boxes: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-    """Refuse copies that differ between ranks; see :func:`find_drift`, but for the boxes as JSON has them."""
+    """Raise if copies differ between ranks; as :func:`find_drift`, with boxes as JSON has them."""
     rows = find_drift(
         copies,
         [{name: boxes_from(found[name]) for name in of} for of, found in zip(copies, boxes, strict=True)],
@@ -596,21 +583,21 @@ def _raise_drift(copies: Sequence[Mapping[str, str]], boxes: Sequence[Mapping[st
         raise ReplicaDriftError("save_state", rows)
 
 
-def _summarise(own: _Own, node: int, local_rank: int) -> tuple[dict[str, Any], str]:
-    """Return what the other ranks need in any case, and what they need only where ranks differ."""
+def _summarise(own: _RankState, node: int, local_rank: int) -> tuple[dict[str, Any], str]:
+    """Return what the other ranks always need, and what they need only if ranks differ."""
     boxes = {name: one.boxes for name, one in own.held.items() if one.boxes is not None}
     plain = {name: one._replace(boxes=()) if name in boxes else one for name, one in own.held.items()}
     details = json.dumps({"tree": own.tree, "held": plain, "replicated": sorted(own.replicated)})
-    head = {
+    summary = {
         "details": hashlib.sha256(details.encode()).hexdigest(),
         "boxes": boxes,
         "random": own.random,
         "random_held": own.random_held,
         "node": node,
         "local_rank": local_rank,
-        "nonce": make_nonce(),
+        "copies": own.copies,
     }
-    return head, details
+    return summary, details
 
 
 def _parse_held(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
@@ -618,26 +605,3 @@ def _parse_held(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
         name: Held(dtype, tuple(shape), itemsize, None if boxes is None else boxes_from(boxes), content)
         for name, (dtype, shape, itemsize, boxes, content) in held.items()
     }
-
-
-def _set_aside(job: Job, phases: CollectivePhases, disk: Disk) -> Job:
-    """Move the files to a directory of the save's own, since the caller goes on."""
-
-    def move() -> str | None:
-        if job.files is None:
-            return None
-        find_attachments(disk, job.files)
-        moved = leftover_path(str(job.directory), "files", make_nonce())
-        make_folders(disk, os.path.dirname(moved))
-        disk.rename(job.files, moved)
-        return moved
-
-    own, error = catch(move)
-    try:
-        phases.gather("files", "", error)
-    except BaseException:
-        if own is not None:
-            with suppress(OSError):
-                remove_tree(disk, own)
-        raise
-    return job._replace(files=own, owns_files=own is not None)

@@ -16,10 +16,8 @@ At every instant a reader thus opens the old entry, all files of which are there
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,7 +26,7 @@ from typing import Any
 
 import torch
 
-from accelfn.checkpoint.commit import clean, leftover_path, make_nonce
+from accelfn.checkpoint.commit import scratch_folder
 from accelfn.checkpoint.disk import REAL_DISK, make_folders, naming, write_file
 from accelfn.checkpoint.files import NewEntry, write_tensors
 from accelfn.checkpoint.header import SAFETENSORS_NAMES
@@ -94,15 +92,10 @@ def staging(final: Path) -> Generator[Path]:
     What is written is to be renamed to ``final`` inside; that is durable on the way out. What programs left
     there that were killed is removed first.
     """
-    parent, name = os.path.split(os.path.abspath(final))
-    clean(REAL_DISK, parent, name)
-    stage = Path(leftover_path(os.path.join(parent, name), "staging", make_nonce()))
-    stage.mkdir()
-    try:
-        yield stage
-        _sync(Path(parent))
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+    target = os.path.abspath(final)
+    with scratch_folder(REAL_DISK, target) as stage:
+        yield Path(stage)
+        _sync(Path(target).parent)
 
 
 @contextlib.contextmanager
@@ -141,28 +134,20 @@ def holding(folder: Path, naming: WeightNaming) -> Generator[None]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Generator[None]:
-    if sys.platform == "win32":  # there are no such locks for directories
-        yield
-        return
-    fcntl: Any = importlib.import_module("fcntl")
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                error.errno,
-                "save_model: another program or rank is saving a model here. Let one write at a time "
-                "(save_on_each_node is for disks that nodes don't share)",
-                os.fspath(folder),
-            ) from error
-        except OSError:
-            pass  # this disk knows no locks; then it is left to the user, as with any other file
+        release = REAL_DISK.lock(os.fspath(folder))
+    except BlockingIOError as error:
+        raise BlockingIOError(
+            error.errno,
+            "save_model: another program or rank is saving a model here. Let one write at a time "
+            "(save_on_each_node is for disks that nodes don't share)",
+            os.fspath(folder),
+        ) from error
+    try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
-        os.close(descriptor)
+        if release is not None:
+            release()
 
 
 def taken_generations(folder: Path, naming: WeightNaming) -> frozenset[int]:

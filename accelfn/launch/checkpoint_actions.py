@@ -15,14 +15,15 @@ from typing import Any, cast
 
 from accelfn.checkpoint import Keep, convert_checkpoint, prune_checkpoints
 from accelfn.checkpoint.by_rank import document_of
-from accelfn.checkpoint.commit import find_leftovers, is_dead, is_leftover, read_head
+from accelfn.checkpoint.commit import find_leftovers, is_dead, read_head
 from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.document.decode import decode
 from accelfn.checkpoint.document.nodes import LEAVES, children_of, step
-from accelfn.checkpoint.find import read_checkpoint, resolve, scan, verify_files
+from accelfn.checkpoint.find import explain_absence, read_checkpoint, scan
 from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.keep import plan_prune
 from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
+from accelfn.checkpoint.verify import verify_files
 from accelfn.errors import ConfigurationError, DamagedCheckpointError, NoCheckpointError
 from accelfn.launch.output import format_table, print_table
 from accelfn.tree.structure import size_text
@@ -64,9 +65,11 @@ def _verify_one(directory: str) -> int:
 def _list(options: argparse.Namespace) -> int:
     directory: str = os.path.abspath(options.directory)
     found, broken = scan(REAL_DISK, directory)
+    leftovers = find_leftovers(REAL_DISK, directory)
     listed = {os.path.basename(checkpoint.path) for checkpoint in (*found, *broken)}
-    others = sorted(name for name in os.listdir(directory) if name not in listed and not is_leftover(name))
-    heads = [(checkpoint, read_head(REAL_DISK, checkpoint.resolved)) for checkpoint in found]
+    listed |= {os.path.basename(path) for path in leftovers}
+    others = sorted(name for name in os.listdir(directory) if name not in listed)
+    heads = [(checkpoint, read_head(REAL_DISK, checkpoint.path)) for checkpoint in found]
     rows: list[dict[str, Any]] = [
         {
             "name": os.path.basename(checkpoint.path),
@@ -87,8 +90,7 @@ def _list(options: argparse.Namespace) -> int:
             for checkpoint in broken
         ],
         "leftovers": [
-            {"name": os.path.basename(each.path), "kind": each.kind, "dead": is_dead(REAL_DISK, each)}
-            for each in find_leftovers(REAL_DISK, directory)
+            {"name": os.path.basename(path), "dead": is_dead(REAL_DISK, path)} for path in leftovers
         ],
         "others": [{"name": name, "what": _describe_other(os.path.join(directory, name))} for name in others],
     }
@@ -111,7 +113,7 @@ def _list(options: argparse.Namespace) -> int:
     for checkpoint in report["damaged"]:
         print(f"damaged: {checkpoint['name']}: {checkpoint['error']}")
     for leftover in report["leftovers"]:
-        why = "left by a failed save" if leftover["dead"] else "a save in progress, or on another machine"
+        why = "left by a save that was killed" if leftover["dead"] else "a save is running, or no locks here"
         print(f"unfinished: {leftover['name']} ({why})")
     for other in report["others"]:
         print(f"not a checkpoint: {other['name']} ({other['what']})")
@@ -125,13 +127,7 @@ def _display_path(path: str | os.PathLike[str], given: str) -> str:
 
 def _describe_other(path: str) -> str:
     """Describe a path that isn't a checkpoint."""
-    if not os.path.isdir(path):
-        return "a file"
-    try:
-        resolve(REAL_DISK, path)
-    except NoCheckpointError as error:
-        return str(error).rpartition(": ")[2].removesuffix(".")
-    return "a directory"
+    return explain_absence(REAL_DISK, path) if os.path.isdir(path) else "a file"
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -207,15 +203,15 @@ def _prune(options: argparse.Namespace) -> int:
         print(f"keep    {os.path.basename(path)}{why}")
     for checkpoint in plan.remove:
         print(f"remove  {os.path.basename(checkpoint.path)}")
-    for leftover in plan.dead:
-        print(f"remove  {os.path.basename(leftover.path)} (left by a failed save)")
+    for path in plan.dead:
+        print(f"remove  {os.path.basename(path)} (left by a save that was killed)")
     if options.dry_run:
         print("nothing was removed: --dry_run")
         return 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # printed above
         removed = prune_checkpoints(options.directory, keep)
-    remaining = [leftover.path for leftover in plan.dead if os.path.lexists(leftover.path)]
+    remaining = [path for path in plan.dead if os.path.lexists(path)]
     counts = [(len(removed), "checkpoint"), (len(plan.dead) - len(remaining), "leftover")]
     texts = [f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts]
     print(f"removed {' and '.join(texts)}")

@@ -1,18 +1,19 @@
-"""Kill a program while it saves, over and over, and look each time whether anything was lost.
+"""Kill a program while it saves, over and over, and check each time whether anything was lost.
 
-``python -m tests.checkpoint.campaign`` does it 240 times and prints what it saw. A trial is a program of one
-to four ranks that saves one state after the other, to one place or to a new one each time with the older ones
-removed. The state is the same on all ranks, or a model and its AdamW that are sharded, in stages of a
-pipeline, or both, and go on training while they are saved in the background. The program is killed (SIGKILL),
-with all its processes or one rank alone: either some time into a save, or just before one of the changes that
-a rank makes to the disk, so that short phases are hit as well as long ones. Ranks that are left must raise
-an error within seconds. Then the newest checkpoint must load, be bit-equal to the state of its step, and be
-no older than the last step that the program was told is committed; and reading must leave the directory as it
-was. The next trial goes on in the same directory, with whatever the killed one left behind.
+``python -m tests.checkpoint.campaign`` does it 240 times and prints a table. A trial is a program of one to
+four ranks that saves one state after the other, to one directory or to a new one each time with the older
+ones removed. The state is the same on all ranks, or a model and its AdamW that are sharded, in stages of a
+pipeline, or both, and train on while they are saved in the background. The program is killed (SIGKILL), with
+all its processes or one rank alone: either some time into a save, or just before one of the changes that a
+rank makes to the disk, so that short phases are hit as well as long ones. The remaining ranks must raise an
+error within seconds. Then the newest checkpoint must load, be bit-equal to the state of its step, and be no
+older than the last step that was reported as committed; and reading must not change the directory. The next
+trial continues in the same directory, with whatever the killed one left behind.
 """
 
 import argparse
 import importlib
+import json
 import os
 import random
 import select
@@ -60,13 +61,12 @@ Place = Literal["replaced", "rotated"]
 Killed = Literal["program", "rank"]
 State = Literal["whole", "sharded", "stages", "sharded stages"]
 
-# By what is on the disk after a kill and wasn't there before the trial.
+# By what is on the disk after a kill.
 PHASES = (
-    "no trace",  # between saves, or the rank that was left has tidied up
+    "no trace",  # between saves, or the rank that was left has cleaned up
     "tensors half written",
-    "all written, nothing renamed",
-    "between the two renames",
-    "renamed, old one still there",
+    "all written, manifest not swapped",
+    "swapped, old files still there",
     "older one half removed",
 )
 # Of states that are a model and its optimizer.
@@ -77,8 +77,8 @@ _PATIENCE_S = 30.0
 _LAST = "last"
 
 
-class _Word(NamedTuple):
-    """What a rank tells the campaign, through a pipe."""
+class _Message(NamedTuple):
+    """A message of a rank to the campaign, through a pipe."""
 
     kind: str  # b: it begins; c: a step is committed; k: it kills; e: it got an error
     rank: int
@@ -86,10 +86,10 @@ class _Word(NamedTuple):
     time_s: float
 
     def sent(self, writer: int) -> None:
-        os.write(writer, _WORD.pack(self.kind.encode(), *self[1:]))
+        os.write(writer, _MESSAGE.pack(self.kind.encode(), *self[1:]))
 
 
-_WORD = struct.Struct("<cqqd")
+_MESSAGE = struct.Struct("<cqqd")
 
 
 class _Trial(NamedTuple):
@@ -109,17 +109,17 @@ class _Trial(NamedTuple):
 
 @dataclass
 class Report:
-    """What a campaign saw."""
+    """The results of a campaign."""
 
     kills: int = 0
-    saves: int = 0  # that were told to be committed
+    saves: int = 0  # that were reported as committed
     phases: Counter[str] = field(default_factory=Counter[str])
-    lost: list[str] = field(default_factory=list[str])  # what must never be
-    told_after_s: list[float] = field(default_factory=list[float])  # ranks that were left
+    lost: list[str] = field(default_factory=list[str])  # must stay empty
+    told_after_s: list[float] = field(default_factory=list[float])  # until remaining ranks raised
 
 
 def state_of_step(step: int) -> dict[str, Any]:
-    """Give a state that differs in every tensor from that of another step: 2.4 MB, every other one 24 kB."""
+    """Return a state that differs in every tensor from that of another step: 2.4 MB or 24 kB."""
     generator = torch.Generator().manual_seed(step)
     size = 200_000 if step % 2 else 2_000
     return {
@@ -131,7 +131,7 @@ def state_of_step(step: int) -> dict[str, Any]:
 
 
 def model_of_step(step: int) -> dict[str, torch.Tensor]:
-    """Give what a model and its AdamW hold: 2.2 MB, by parameter and moment."""
+    """Return the state of a model and its AdamW: 2.2 MB, by parameter and moment."""
     generator = torch.Generator().manual_seed(step)
     state: dict[str, torch.Tensor] = {}
     for name, value in _model("meta").named_parameters():
@@ -181,8 +181,8 @@ def kill_while_saving(
     step = 0
     for number in range(kills):
         watching = 0 if changes else chance.randrange(ranks)
-        # Of a save, the main rank makes about 17 changes to the disk, any other one 3 to 6.
-        change = chance.randrange(18 if watching == 0 else 5) if number % 2 else None
+        # Of a save, the main rank makes about 14 changes to the disk, any other one 3 to 6.
+        change = chance.randrange(16 if watching == 0 else 5) if number % 2 else None
         trial = _Trial(
             first=step,
             ranks=ranks,
@@ -195,17 +195,17 @@ def kill_while_saving(
             watching=watching,
             state=state,
         )
-        before = set(os.listdir(folder))
-        told, seconds = _run_and_kill(folder, trial, times)
+        left = {path for path in folder.iterdir() if not (path / "manifest.json").exists()}
+        committed, seconds = _run_and_kill(folder, trial, times)
         report.kills += 1
-        report.saves += len(told)
-        report.phases[_phase(folder, before, place)] += 1
+        report.saves += len(committed)
+        report.phases[_phase(folder, left)] += 1
         if trial.victim is not None:
             if seconds is None:
-                report.lost.append(f"trial {number}: not all ranks that were left were told ({trial})")
+                report.lost.append(f"trial {number}: not all remaining ranks raised ({trial})")
                 return report
             report.told_after_s.append(seconds)
-        acknowledged = max([*told, step - 1])
+        acknowledged = max([*committed, step - 1])
         there = _listing(folder)
         found = _newest(folder, acknowledged, place, state)
         if _listing(folder) != there:
@@ -217,17 +217,31 @@ def kill_while_saving(
     return report
 
 
-def _phase(folder: Path, before: set[str], place: Place) -> str:
-    """Say where the save was that was killed."""
-    new = [name for name in os.listdir(folder) if name.startswith(".") and name not in before]
-    if any(".replaced-" in name for name in new):
-        return PHASES[4] if place == "replaced" and (folder / _LAST).exists() else PHASES[3]
-    if any(".trash-" in name for name in new):
-        return PHASES[5]
-    stages = [name for name in new if ".staging-" in name]
-    if stages:
-        return PHASES[2] if (folder / stages[0] / "manifest.json").exists() else PHASES[1]
-    return PHASES[0]
+def _phase(folder: Path, left: set[Path]) -> str:
+    """Return where the save was that was killed, beside directories that were left by earlier ones."""
+    steps = sorted(folder.iterdir(), key=_number)
+    new = [path for path in steps if path not in left or path == steps[-1]]
+    return PHASES[max((_phase_of(path, path == steps[-1]) for path in new), default=0)]
+
+
+def _number(path: Path) -> int:
+    return 0 if path.name == _LAST else int(path.name.rpartition("-")[2])
+
+
+def _phase_of(at: Path, is_newest: bool) -> int:
+    names = set(os.listdir(at))
+    manifest = at / "manifest.json"
+    if not manifest.exists() and not is_newest:
+        return 4
+    named: set[str] = set()
+    if manifest.exists():
+        named = set(json.loads(manifest.read_bytes().partition(b"\n")[0])["files"])
+    unnamed = [at / name for name in names - named - {"manifest.json"}]
+    if any(path.name.startswith("manifest-") for path in unnamed):
+        return 2
+    if not named or any(path.stat().st_mtime_ns > manifest.stat().st_mtime_ns for path in unnamed):
+        return 1
+    return 3 if unnamed else 0
 
 
 def _listing(folder: Path) -> list[tuple[str, int, int, int]]:
@@ -236,7 +250,7 @@ def _listing(folder: Path) -> list[tuple[str, int, int, int]]:
 
 
 def _newest(folder: Path, acknowledged: int, place: Place, state: State) -> int | str:
-    """Give the step of the newest checkpoint, or what is wrong with it."""
+    """Return the step of the newest checkpoint, or what is wrong with it."""
     try:
         found = cast("dict[str, Any]", af.load_tree(folder / _LAST if place == "replaced" else folder))
     except Exception as error:  # noqa: BLE001 -- any is a finding
@@ -251,7 +265,7 @@ def _newest(folder: Path, acknowledged: int, place: Place, state: State) -> int 
 
 
 def _flat(found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Give what :func:`model_of_step` gives, from a checkpoint that one process reads."""
+    """Return what :func:`model_of_step` returns, from a checkpoint that one process reads."""
     moments = {f"{name}/": value for name, value in found["model"].items()}
     for name, state in found["optimizer"]["state"].items():
         moments.update({f"{name.removeprefix('model/')}/{key}": value for key, value in state.items()})
@@ -274,7 +288,7 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
     """Fork a program and have it killed.
 
     Returns:
-        The steps that it was told are committed; and after how many seconds all ranks that were left had got
+        The steps that it reported as committed; and after how many seconds all remaining ranks had raised
         an error, None where one didn't.
     """
     reader, writer = os.pipe()
@@ -287,27 +301,27 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
         finally:
             os._exit(1)
     os.close(writer)
-    told: list[int] = []
+    committed: list[int] = []
     pids: dict[int, int] = {}
     errors: dict[int, float] = {}
     last_s = killed_s = None
     try:
-        while (word := _hear(reader)) is not None:
-            if word.kind == "b":
-                pids[word.rank] = word.number
-            elif word.kind == "c":
-                told.append(word.number)
+        while (message := _receive(reader)) is not None:
+            if message.kind == "b":
+                pids[message.rank] = message.number
+            elif message.kind == "c":
+                committed.append(message.number)
                 if last_s is not None and killed_s is None:
-                    times.append(word.time_s - last_s)
-                last_s = word.time_s
-            elif word.kind == "k":
-                killed_s = word.time_s
+                    times.append(message.time_s - last_s)
+                last_s = message.time_s
+            elif message.kind == "k":
+                killed_s = message.time_s
             elif killed_s is not None:
-                errors[word.rank] = word.time_s
+                errors[message.rank] = message.time_s
             if (
                 trial.change is None
                 and killed_s is None
-                and (len(pids), len(told)) == (trial.ranks, trial.saves)
+                and (len(pids), len(committed)) == (trial.ranks, trial.saves)
             ):
                 time.sleep(trial.part * statistics.median(times[-9:]))
                 killed_s = time.monotonic()
@@ -317,8 +331,8 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
         os.waitpid(child, 0)
         os.close(reader)
     if killed_s is None or len(errors) < trial.ranks - 1:
-        return told, None
-    return told, max([*errors.values(), killed_s]) - killed_s
+        return committed, None
+    return committed, max([*errors.values(), killed_s]) - killed_s
 
 
 def fork() -> int:
@@ -329,7 +343,7 @@ def fork() -> int:
 
 
 def kill_at_its_last_step(write: Callable[[], object]) -> None:
-    """Let a program write something, and kill it before that takes its name by ``os.replace``."""
+    """Run a program that writes something, and kill it at its first ``os.replace``."""
     child = fork()
     if child == 0:
         try:
@@ -346,14 +360,14 @@ def _die(source: object, target: object) -> NoReturn:
     os._exit(9)
 
 
-def _hear(reader: int) -> _Word | None:
-    """Hear one word of the program; None when all its processes have ended."""
+def _receive(reader: int) -> _Message | None:
+    """Receive a message of the program; None when all its processes have ended."""
     ready, _, _ = select.select([reader], [], [], _PATIENCE_S)
-    content = os.read(reader, _WORD.size) if ready else b""
-    if len(content) != _WORD.size:
+    content = os.read(reader, _MESSAGE.size) if ready else b""
+    if len(content) != _MESSAGE.size:
         return None
-    kind, rank, number, time_s = _WORD.unpack(content)
-    return _Word(kind.decode(), rank, number, time_s)
+    kind, rank, number, time_s = _MESSAGE.unpack(content)
+    return _Message(kind.decode(), rank, number, time_s)
 
 
 def _kill(pid: int, trial: _Trial) -> None:
@@ -373,7 +387,7 @@ def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
 
     def be_rank(ctx: Context) -> None:
         run = None if trial.state == "whole" else _Run(ctx)
-        _Word("b", ctx.rank, os.getpid(), time.monotonic()).sent(writer)
+        _Message("b", ctx.rank, os.getpid(), time.monotonic()).sent(writer)
         saves = changes = 0
 
         def watch(kind: str, path: str) -> None:
@@ -382,7 +396,7 @@ def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
             if saves < trial.saves or kind not in CHANGES:
                 return
             if changes == trial.change:
-                _Word("k", ctx.rank, 0, time.monotonic()).sent(writer)
+                _Message("k", ctx.rank, 0, time.monotonic()).sent(writer)
                 _kill(program if trial.victim is None else os.getpid(), trial)
                 _wait_for_the_end()
             changes += 1
@@ -393,20 +407,20 @@ def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
                 _save(ctx, folder, trial, step, run)
                 saves += 1
                 if ctx.is_main_process:
-                    _Word("c", 0, step, time.monotonic()).sent(writer)
+                    _Message("c", 0, step, time.monotonic()).sent(writer)
 
-    def told(ctx: Context) -> None:
+    def report_errors(ctx: Context) -> None:
         try:
             be_rank(ctx)
         except Exception:
-            _Word("e", ctx.rank, 0, time.monotonic()).sent(writer)
+            _Message("e", ctx.rank, 0, time.monotonic()).sent(writer)
             raise
 
     if trial.ranks == 1:
-        told(Context())
+        report_errors(Context())
     else:
         mesh = None if trial.state == "whole" else _LAYOUTS[trial.state].config()
-        run_ranks(told, trial.ranks, on="processes", parallelism_config=mesh)
+        run_ranks(report_errors, trial.ranks, on="processes", parallelism_config=mesh)
 
 
 def _wait_for_the_end() -> NoReturn:
@@ -435,7 +449,7 @@ class _Run:
             scaler = af.optimizer_step(self.ctx, self.optimizer, scaler)
 
     def be_at(self, step: int) -> dict[str, Any]:
-        """Hold what a step holds, and give it for saving."""
+        """Set the state of a step, and return it for saving."""
         from torch.distributed.tensor import distribute_tensor
 
         whole = model_of_step(step)

@@ -9,7 +9,7 @@ import errno
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ ROOT = 1
 
 
 class Killed(BaseException):
-    """The program is no more: every operation raises this."""
+    """The program was killed: every operation raises this."""
 
 
 class Operation(NamedTuple):
@@ -81,6 +81,7 @@ class Model:
             open_file=self.open_file,
             status=lambda path: self.status_of(self.find(path)),
             status_of=self.status_of,
+            lock=self.lock,
             read=self.read,
         )
 
@@ -201,13 +202,17 @@ class Model:
             return Status("directory", 0, 0, descriptor, 0.0)
         return Status("file", len(self.contents[descriptor]), 0, descriptor, 0.0)
 
+    def lock(self, path: str) -> Callable[[], None]:
+        self.find(path)
+        return lambda: None
+
     def read(self, descriptor: int, target: memoryview, place: int) -> int:
         content = self.contents[descriptor][place : place + len(target)]
         target[: len(content)] = content
         return len(content)
 
     def files(self, path: str = "/") -> dict[str, bytes]:
-        """Give all files below a directory by path; directories as empty ones with a slash."""
+        """Return all files below a directory by path; directories as empty ones with a slash."""
         return dict(_walk(self.names, self.contents, self.find(path), ""))
 
 
@@ -221,7 +226,7 @@ def _walk(names: Names, contents: Contents, inode: int, path: str) -> Iterator[t
 
 
 def _torn(durable: bytes, now: bytes) -> list[bytes]:
-    """Give what may be in a file after a power cut."""
+    """Return what may be in a file after a power cut."""
     half = len(now) // 2
     return list(
         dict.fromkeys([durable, now, now[:half], bytes(len(now)), now[:half] + bytes(len(now) - half)])
@@ -229,7 +234,7 @@ def _torn(durable: bytes, now: bytes) -> list[bytes]:
 
 
 def crashes(start: tuple[Names, Contents], log: Sequence[Operation]) -> Iterator[Model]:
-    """Give every state that a power cut at the end of ``log`` could leave."""
+    """Return every state that a power cut at the end of ``log`` could leave."""
     changes: list[Operation] = []  # of names, that may be lost
     names: Names = {inode: dict(here) for inode, here in start[0].items()}
     durable: Contents = dict(start[1])
@@ -267,7 +272,7 @@ def crashes(start: tuple[Names, Contents], log: Sequence[Operation]) -> Iterator
 
 
 def settled(model: Model) -> Model:
-    """Give the same disk with all of it durable, as after a restart."""
+    """Return the same disk with all of it durable, as after a restart."""
     names = {inode: dict(here) for inode, here in model.names.items()}
     return Model(
         names={inode: dict(here) for inode, here in names.items()},

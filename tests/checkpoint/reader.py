@@ -77,7 +77,7 @@ def read(
             and children of a node, of an enum's name or value.
         field: ``"tree"`` or ``"random"``.
     """
-    place = resolve(pathlib.Path(directory))
+    place = pathlib.Path(directory)
     manifest, entries = _all(place)
     tensors = {
         name: _whole(dtype, shape, pieces, entries)
@@ -87,26 +87,8 @@ def read(
 
 
 def verify(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Verify every byte of a checkpoint, and give its manifest."""
-    return _all(resolve(pathlib.Path(directory)))[0]
-
-
-def resolve(place: pathlib.Path) -> pathlib.Path:
-    """Say where a checkpoint is: under its name, or after a crash under that of a replaced one."""
-    if (place / "manifest.json").exists():
-        return place
-    found: list[tuple[int, pathlib.Path]] = []
-    for one in place.parent.glob(f".{place.name}.replaced-*"):
-        try:
-            manifest = _manifest(one)
-            files = {**manifest["files"], **manifest.get("attachments", {})}
-            if all((one / name).stat().st_size == size for name, (size, *_) in files.items()):
-                found.append((manifest["generation"], one))
-        except (OSError, Damaged):  # noqa: PERF203
-            continue
-    if not found:
-        raise FileNotFoundError(place)
-    return max(found)[1]
+    """Verify every byte of a checkpoint, and return its manifest."""
+    return _all(pathlib.Path(directory))[0]
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -131,17 +113,14 @@ def _manifest(place: pathlib.Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_attachments(place: pathlib.Path, attachments: dict[str, Any]) -> set[str]:
-    """Check the files of the caller's own; give the paths of all others."""
-    paths = {
-        str(one.relative_to(place)): one for one in place.rglob("*") if one.is_symlink() or not one.is_dir()
-    }
+def _check_attachments(place: pathlib.Path, attachments: dict[str, Any]) -> None:
+    """Check the caller's files."""
     for name, (size, sums) in attachments.items():
-        _check(name in paths and not paths[name].is_symlink(), "an attached file")
-        content = paths[name].read_bytes()
+        _check(re.fullmatch(r"files-[0-9a-f]{8}/.+", name), "path of an attached file")
+        _check((place / name).is_file() and not (place / name).is_symlink(), "an attached file")
+        content = (place / name).read_bytes()
         chunks = [content[start : start + CHUNK_BYTES] for start in range(0, size, CHUNK_BYTES)]
         _check(len(content) == size and [*map(zlib.crc32, chunks)] == sums, "bytes of an attached file")
-    return set(paths) - set(attachments)
 
 
 def _all(place: pathlib.Path) -> tuple[dict[str, Any], dict[tuple[str, str], bytes]]:
@@ -154,8 +133,9 @@ def _all(place: pathlib.Path) -> tuple[dict[str, Any], dict[tuple[str, str], byt
             _check(key not in expected[file], "two pieces in one entry")
             expected[file][key] = (*_form(dtype, box), sums)
     here = {name for name, (_, _, node) in manifest["files"].items() if node in (None, manifest["node"])}
-    there = _check_attachments(place, manifest.get("attachments", {})) - {"manifest.json"}
-    _check(here <= there <= set(manifest["files"]), "files")
+    _check_attachments(place, manifest.get("attachments", {}))
+    there = set(os.listdir(place)) & set(manifest["files"])
+    _check(here <= there, "files")
     entries: dict[tuple[str, str], bytes] = {}
     for name in there:
         _check(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name), "name of a file")

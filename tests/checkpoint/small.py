@@ -1,13 +1,12 @@
 """Make a small checkpoint through the package's own functions, and read one back."""
 
-import contextlib
 import os
 from collections.abc import Mapping
 
 import torch
 
-from accelfn.checkpoint.attachments import find_attachments, take_attachments
-from accelfn.checkpoint.commit import abandon, begin_stage, make_nonce, publish, write_manifest
+from accelfn.checkpoint.attachments import check_attachable, sync_attachments
+from accelfn.checkpoint.commit import abandon, begin_save, clean, commit, end_save, write_manifest
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.files import Box, new_entry, read_boxes, write_tensors
 from accelfn.checkpoint.find import OpenCheckpoint, read_checkpoint
@@ -16,22 +15,25 @@ from accelfn.checkpoint.manifest import Manifest, Piece, StoredFile, StoredTenso
 Tensors = Mapping[str, torch.Tensor]
 
 
-def write_stage(disk: Disk, path: str, ranks: tuple[Tensors, ...], **fields: object) -> Manifest:
-    """Write one file of tensors for each rank, and give the manifest."""
+def write_parts(
+    disk: Disk, path: str, ranks: tuple[Tensors, ...], suffix: str = "", **fields: object
+) -> Manifest:
+    """Write one file of tensors for each rank, and return the manifest."""
     files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
     for rank, mine in enumerate(ranks):
-        name = f"tensors-{rank:05d}.safetensors"
+        name = f"tensors-{rank:05d}{suffix}.safetensors"
         written = write_tensors(
             disk,
             os.path.join(path, name),
-            [new_entry(key, one) for key, one in mine.items()],
+            [new_entry(key, tensor) for key, tensor in mine.items()],
             {"format": "pt"},
         )
         files[name] = StoredFile(written.size, written.header_crc32)
-        for key, one in mine.items():
-            piece = Piece(name, key, (0,) * one.dim(), tuple(one.shape), written.crc32[key])
-            tensors[key] = StoredTensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), (piece,))
+        for key, tensor in mine.items():
+            piece = Piece(name, key, (0,) * tensor.dim(), tuple(tensor.shape), written.crc32[key])
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            tensors[key] = StoredTensor(dtype, tuple(tensor.shape), (piece,))
     tree = {name: {"$": "tensor", "name": name} for name in tensors}
     return Manifest(tree=tree, tensors=tensors, files=files, world_size=len(ranks), **fields)  # pyright: ignore[reportArgumentType]
 
@@ -44,17 +46,19 @@ def save_small(
     **fields: object,
 ) -> None:
     """Save a checkpoint as one process would for all ranks, with the files of a directory in it."""
-    stage = begin_stage(disk, directory, make_nonce())
+    save = begin_save(disk, directory)
     try:
+        clean(disk, save.path)
         if files is not None:
-            fields["attachments"] = take_attachments(disk, files, find_attachments(disk, files), stage.path)
-        manifest = write_stage(disk, stage.path, ranks, generation=stage.generation, **fields)
-        write_manifest(disk, stage, manifest)
+            check_attachable(disk, files)
+            disk.rename(files, os.path.join(save.path, save.attachments))
+            fields["attachments"] = sync_attachments(disk, save.path, save.attachments)
+        write_manifest(disk, save, write_parts(disk, save.path, ranks, save.suffix, **fields))
+        commit(disk, save)
     except BaseException:
-        with contextlib.suppress(OSError):
-            abandon(disk, stage)
+        abandon(disk, save)
         raise
-    publish(disk, stage)
+    end_save(disk, save)
 
 
 def load_small(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> dict[str, torch.Tensor]:
@@ -73,7 +77,7 @@ def load_small(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> 
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors are equal in every bit, in dtype and in shape."""
+    """Return whether two tensors are equal in every bit, in dtype and in shape."""
     return (
         one.dtype == other.dtype
         and one.shape == other.shape

@@ -46,7 +46,7 @@ def test_a_kill_loses_nothing_that_ranks_have_parts_of(
     assert len(report.told_after_s) == (4 if killed == "rank" else 0)
 
 
-@pytest.mark.parametrize(("place", "missed"), [("replaced", {PHASES[5]}), ("rotated", set(PHASES[3:5]))])
+@pytest.mark.parametrize(("place", "missed"), [("replaced", {PHASES[4]}), ("rotated", {PHASES[3]})])
 def test_a_kill_in_every_phase_of_a_save_loses_nothing(
     tmp_path: Path, place: Place, missed: set[str]
 ) -> None:

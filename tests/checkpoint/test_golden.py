@@ -29,7 +29,7 @@ PLACES = sorted(path.parent for path in CURRENT.parent.glob("v*/*/manifest.json"
 
 
 def contents(place: Path) -> dict[str, bytes]:
-    """Give the bytes of a checkpoint, without the version of the program, which is all that may differ."""
+    """Return the bytes of a checkpoint, without the version of the program, which may differ."""
     found = {path.name: path.read_bytes() for path in sorted(place.iterdir())}
     line, end = found["manifest.json"].split(b"\n", 1)
     assert end == hashlib.sha256(line).hexdigest().encode() + b"\n"
@@ -78,7 +78,7 @@ def test_the_same_tree_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_the_run_is_taken_up_by_any_number_of_ranks(num_ranks: int) -> None:
+def test_the_run_is_loaded_by_any_number_of_ranks(num_ranks: int) -> None:
     def load(ctx: Context) -> tuple[Any, Any]:
         like = new_run(ctx.rank, trained=False)
         return like, af.load_state(ctx, CURRENT / "run", like, random_state=False)

@@ -1,6 +1,5 @@
 """A reader that knows only the page of the format reads what the package writes, and sees flipped bits."""
 
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -139,7 +138,8 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
     place = af.save_state(Context(), tmp_path / "at", tree, files=tmp_path / "own")
     for file in sorted(path for path in place.rglob("*") if path.is_file()):
         content = file.read_bytes()
-        for at in range(len(content)):
+        step = 1 + len(content) // 300
+        for at in [*range(0, len(content), step), *range(1, min(99, len(content)), step)]:
             file.write_bytes(bytes([*content[:at], content[at] ^ (1 << at % 8), *content[at + 1 :]]))
             with pytest.raises((Damaged, OSError)):
                 verify(place)
@@ -147,12 +147,11 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
     verify(place)
 
 
-def test_files_that_are_missing_extra_or_cut_off_are_noticed(tmp_path: Path) -> None:
+def test_files_that_are_missing_or_cut_off_are_noticed_and_others_ignored(tmp_path: Path) -> None:
     place = af.save_tree(tmp_path / "at", {"w": torch.arange(5)})
     (place / "more").write_bytes(b"")
-    with pytest.raises(Damaged, match="files"):
-        verify(place)
-    (place / "more").unlink()
+    (place / "tensors-00000-0a1b2c3d.safetensors").write_bytes(b"of a save that runs")
+    verify(place)
     file = place / "tensors-00000.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
@@ -161,15 +160,3 @@ def test_files_that_are_missing_extra_or_cut_off_are_noticed(tmp_path: Path) -> 
     file.unlink()
     with pytest.raises(Damaged, match="files"):
         verify(place)
-
-
-def test_after_a_crash_the_replaced_one_is_read(tmp_path: Path) -> None:
-    for number in range(3):
-        place = af.save_tree(tmp_path / "at", {"number": number})
-        shutil.copytree(place, tmp_path / f"copy{number}")
-    shutil.rmtree(tmp_path / "at")
-    shutil.copytree(tmp_path / "copy0", tmp_path / f".at.staging-{'0' * 12}-1-00000000")
-    for number in range(3):  # the names are in another order than the generations
-        left = tmp_path / f".at.replaced-{'0' * 12}-1-1-0000000{9 - number}"
-        (tmp_path / f"copy{number}").rename(left)
-    assert read(tmp_path / "at") == {"number": 2} == af.load_tree(tmp_path / "at")

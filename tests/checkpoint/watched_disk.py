@@ -1,4 +1,4 @@
-"""The real disk, with somebody who is told of every operation before it happens, and may stop it.
+"""The real disk, with a callback before every operation, which may make it fail.
 
 Saves take the disk from ``accelfn.checkpoint.save``, where :func:`installed` puts another one for this
 process.
@@ -24,7 +24,7 @@ CHANGES = (
 
 
 def watched(watcher: Watcher) -> Disk:
-    """Give the real disk, whose changes and readings are told to ``watcher`` first."""
+    """Return the real disk, which calls ``watcher`` before every change and reading."""
     paths: dict[int, str] = {}
 
     def by_path(kind: str, act: Callable[[str], None]) -> Callable[[str], None]:
@@ -77,7 +77,7 @@ def watched(watcher: Watcher) -> Disk:
 
 @contextmanager
 def installed(disk: Disk) -> Generator[None, None, None]:
-    """Let the saves of this process use ``disk``."""
+    """Make the saves of this process use ``disk``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accelfn.checkpoint.save.REAL_DISK", disk)
         yield

@@ -15,6 +15,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint import (
+    find_files,
     folder_for_files,
     load_state,
     save_state,
@@ -50,25 +51,14 @@ def damage(place: Path) -> None:
     file.write_bytes(content)
 
 
-KILLED = """
-import sys
-from accelfn.checkpoint.commit import begin_stage, make_nonce
-from accelfn.checkpoint.disk import Disk
-print(begin_stage(Disk(), sys.argv[1], make_nonce()).path)
-"""
-
-
-def dead_stage(folder: Path, name: str = "step_9") -> Path:
-    """Make what a save leaves that was killed on this machine."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder / name)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return Path(done.stdout.strip())
+def dead_save(folder: Path) -> Path:
+    """Make what a first save to a directory leaves that was killed long ago."""
+    path = folder / "step_99"
+    path.mkdir()
+    (path / "tensors-00000.safetensors").write_bytes(b"part")
+    for place in (path / "tensors-00000.safetensors", path):
+        os.utime(place, (1000, 1000))
+    return path
 
 
 # --- verify --------------------------------------------------------------------------------------
@@ -113,14 +103,16 @@ def test_attached_files_are_checked_and_others_are_no_damage(tmp_path: Path, rea
         (files / "unet").mkdir()
         (files / "unet" / "config.json").write_text("{}")
         place = save_state(af.Context(), tmp_path / "at", {"w": torch.ones(2)}, files=files)
-    (place / "unet" / "notes.txt").write_text("mine")
+    folder = find_files(af.Context(), place)
+    (folder / "unet" / "notes.txt").write_text("mine")
     assert run("verify", place) == 0
     lines = read().splitlines()
-    assert re.fullmatch(r"  unet/config\.json +2 B  OK", lines[3])
-    assert re.fullmatch(r"  unet/notes\.txt +4 B  not part of the checkpoint, not verified", lines[4])
-    (place / "unet" / "config.json").write_text("[]")
+    assert re.fullmatch(r"  files-[0-9a-f]{8}/unet/config\.json +2 B  OK", lines[3])
+    extra = r"  files-[0-9a-f]{8}/unet/notes\.txt +4 B  not part of the checkpoint, not verified"
+    assert re.fullmatch(extra, lines[4])
+    (folder / "unet" / "config.json").write_text("[]")
     assert run("verify", place) == 1
-    assert re.search(r"  unet/config\.json +2 B  DAMAGED: .*config\.json is damaged", read())
+    assert re.search(r"/unet/config\.json +2 B  DAMAGED: .*config\.json is damaged", read())
 
 
 def test_a_place_without_checkpoints_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +135,7 @@ def test_the_table_has_the_checkpoints_and_what_else_is_there(tmp_path: Path, re
     (tmp_path / "logs").mkdir()
     (tmp_path / "theirs").mkdir()
     torch.save({}, tmp_path / "theirs" / "random_states_0.pkl")
-    stage = dead_stage(tmp_path)
+    killed = dead_save(tmp_path)
     assert run("list", tmp_path) == 0
     head, *rows = read().splitlines()
     assert head.split() == ["name", "step", "metric", "ranks", "size", "written"]
@@ -154,7 +146,7 @@ def test_the_table_has_the_checkpoints_and_what_else_is_there(tmp_path: Path, re
     assert rows[3].startswith("damaged: step_11: ")
     hint = "turn it into one with `accelfn checkpoint convert`"
     assert rows[4:] == [
-        f"unfinished: {stage.name} (left by a failed save)",
+        f"unfinished: {killed.name} (left by a save that was killed)",
         "not a checkpoint: logs (the directory is empty)",
         "not a checkpoint: notes.txt (a file)",
         f"not a checkpoint: theirs (it is a checkpoint of Accelerate; {hint})",
@@ -166,7 +158,7 @@ def test_the_table_has_the_checkpoints_and_what_else_is_there(tmp_path: Path, re
         "step_9": (9, 0.5),
         "step_10": (10, 0.25),
     }
-    assert reported["leftovers"] == [{"name": stage.name, "kind": "staging", "dead": True}]
+    assert reported["leftovers"] == [{"name": killed.name, "dead": True}]
     assert [one["name"] for one in reported["damaged"]] == ["step_11"]
     assert [one["name"] for one in reported["others"]] == ["logs", "notes.txt", "theirs"]
 
@@ -311,19 +303,19 @@ def test_the_json_is_the_essence_of_the_manifest(tmp_path: Path, read: Read) -> 
 def test_the_plan_is_printed_and_done(tmp_path: Path, read: Read) -> None:
     for step, metric in ((10, 0.1), (20, 0.9), (30, 0.5), (40, 0.4)):
         save(tmp_path, step, metric)
-    stage = dead_stage(tmp_path)
+    killed = dead_save(tmp_path)
     rules = ("--last", "1", "--every=20", "--best", "1", "--mode", "min")
     plan = [
         "keep    step_10",
         "keep    step_20",
         "keep    step_40",
         "remove  step_30",
-        f"remove  {stage.name} (left by a failed save)",
+        f"remove  {killed.name} (left by a save that was killed)",
     ]
     assert run("prune", tmp_path, *rules, "--dry-run") == 0
     assert read().splitlines() == [*plan, "nothing was removed: --dry_run"]
     assert (tmp_path / "step_30").is_dir()
-    assert stage.is_dir()
+    assert killed.is_dir()
     assert run("prune", tmp_path, *rules) == 0
     assert read().splitlines() == [*plan, "removed 1 checkpoint and 1 leftover"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_20", "step_40"]
@@ -344,10 +336,10 @@ def test_a_checkpoint_with_somebodys_files_stays_and_the_plan_says_so(tmp_path: 
 def test_without_a_rule_only_leftovers_go(tmp_path: Path, read: Read) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
-    stage = dead_stage(tmp_path)
+    killed = dead_save(tmp_path)
     assert run("prune", tmp_path) == 0
     assert read().splitlines()[-1] == "removed 0 checkpoints and 1 leftover"
-    assert not stage.exists()
+    assert not killed.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
 
 

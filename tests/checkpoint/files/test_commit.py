@@ -1,15 +1,12 @@
-"""How a checkpoint appears, what it never replaces, and where it is looked for."""
+"""How a checkpoint appears, what it never replaces, and how it is found."""
 
 import errno
 import inspect
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelfn.checkpoint import find_checkpoints, latest_checkpoint, prune_checkpoints, verify_checkpoint
-from accelfn.checkpoint.commit import (
-    begin_stage,
-    clean,
-    leftover_path,
-    make_nonce,
-    parse_leftover,
-    publish,
-)
+from accelfn.checkpoint import Keep, find_checkpoints, latest_checkpoint, prune_checkpoints, verify_checkpoint
+from accelfn.checkpoint.commit import abandon, begin_save, find_leftovers, is_dead, scratch_folder
 from accelfn.checkpoint.disk import REAL_DISK, Disk, Folder, Status
 from accelfn.checkpoint.files import Box, read_boxes
-from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint, resolve, scan
+from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint, scan
 from accelfn.checkpoint.manifest import (
     Manifest,
     Piece,
@@ -57,29 +47,27 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def dead_nonce() -> str:
-    """Give a nonce of a process of this machine that has ended."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    host, _, rest = make_nonce().split("-", 2)
-    return f"{host}-{process.pid}-{rest}"
-
-
 # --- appearing -----------------------------------------------------------------------------------
 
 
 def test_a_save_leaves_nothing_but_the_checkpoint(tmp_path: Path) -> None:
-    for number in range(3):
-        save(tmp_path / "above" / "here", number)
-        assert value(tmp_path / "above" / "here") == number
-        assert names(tmp_path / "above") == ["here"]
-        assert verify_checkpoint(tmp_path / "above" / "here").generation == number
+    here = tmp_path / "above" / "here"
+    save(here, 0)
+    assert names(here) == ["manifest.json", *TENSOR_FILES]
+    for number in range(1, 3):
+        before = set(names(here))
+        save(here, number)
+        assert value(here) == number
+        assert before & set(names(here)) == {"manifest.json"}
+        assert len(names(here)) == 3
+    assert names(tmp_path / "above") == ["here"]
 
 
 def test_an_empty_directory_may_become_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     save(tmp_path / "here", 4)
     assert value(tmp_path / "here") == 4
+    assert names(tmp_path / "here") == ["manifest.json", *TENSOR_FILES]
 
 
 def test_a_damaged_checkpoint_may_be_replaced(tmp_path: Path) -> None:
@@ -87,13 +75,14 @@ def test_a_damaged_checkpoint_may_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "here" / "manifest.json").write_bytes(b"")
     save(tmp_path / "here", 2)
     assert value(tmp_path / "here") == 2
+    assert len(names(tmp_path / "here")) == 3
 
 
 @pytest.mark.parametrize("spelling", ["{}/here/", "{}/here/../here", "{}/./here"])
 def test_a_directory_may_be_spelled_in_any_way(tmp_path: Path, spelling: str) -> None:
     save(Path(spelling.format(tmp_path)), 1)
     assert names(tmp_path) == ["here"]
-    assert resolve(REAL_DISK, spelling.format(tmp_path)) == str(tmp_path / "here")
+    assert locate(REAL_DISK, spelling.format(tmp_path)) == str(tmp_path / "here")
 
 
 def test_a_relative_directory_is_one_of_the_current_directory(
@@ -111,11 +100,6 @@ def as_file(path: Path) -> None:
     path.write_text("mine")
 
 
-def as_link(path: Path) -> None:
-    (path.parent / "real").mkdir()
-    path.symlink_to(path.parent / "real")
-
-
 def as_pipe(path: Path) -> None:
     os.mkfifo(path)
 
@@ -125,116 +109,70 @@ def with_notes(path: Path) -> None:
     (path / "notes.txt").write_text("mine")
 
 
-def with_notes_in_a_damaged_checkpoint(path: Path) -> None:
-    save(path, 1)
-    (path / "manifest.json").write_bytes(b"")
-    (path / "notes.txt").write_text("mine")
-
-
-def with_tensors_only(path: Path) -> None:
+def with_a_manifest_of_something_else(path: Path) -> None:
     path.mkdir()
-    (path / "tensors-00000.safetensors").write_text("mine")
+    (path / "manifest.json").write_text("{}")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (as_file, "it is a file"),
-        (as_link, "it is a link"),
-        (as_pipe, "it is neither file nor directory"),
-        (with_notes, r"files that are not part of a checkpoint: notes\.txt"),
-        (with_notes_in_a_damaged_checkpoint, r"files that are not part of a checkpoint: notes\.txt"),
-        (with_tensors_only, r"files that are not part of a checkpoint: tensors-00000\.safetensors"),
+        (as_file, "here is not a directory"),
+        (as_pipe, "here is not a directory"),
+        (with_notes, r"here contains files but no checkpoint.*: notes\.txt"),
+        (with_a_manifest_of_something_else, r"here contains files but no checkpoint.*: manifest\.json"),
     ],
 )
 def test_what_is_not_ours_is_never_replaced(
     tmp_path: Path, make: Callable[[Path], None], message: str
 ) -> None:
     make(tmp_path / "here")
-    before = names(tmp_path)
-    with pytest.raises(CheckpointError, match=f"here can't be replaced by a checkpoint.*{message}"):
-        save(tmp_path / "here", 2)
-    assert names(tmp_path) == before
-    # And no more where it appears only while the save is on its way.
-    shutil.rmtree(tmp_path / "here") if make not in (as_file, as_link, as_pipe) else (
-        tmp_path / "here"
-    ).unlink()
-    shutil.rmtree(tmp_path / "real", ignore_errors=True)
-    stage = begin_stage(REAL_DISK, tmp_path / "here", make_nonce())
-    make(tmp_path / "here")
     with pytest.raises(CheckpointError, match=message):
-        publish(REAL_DISK, stage)
-    assert names(tmp_path) == before
-
-
-def test_files_that_are_not_part_of_a_checkpoint_move_to_the_one_that_replaces_it(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    save(here, 1)
-    (here / "notes.txt").write_text("mine")
-    (here / "plots").mkdir()
-    (here / "plots" / "loss.svg").write_text("mine too")
-    for name in (".DS_Store", ".nfs0001"):
-        (here / name).write_text("")
-    (here / ".ipynb_checkpoints").mkdir()
-    with pytest.warns(UserWarning, match=r"not part of the checkpoint: .*notes\.txt"):
-        save(here, 2)
-    assert value(here) == 2
+        save(tmp_path / "here", 2)
     assert names(tmp_path) == ["here"]
-    assert names(here) == ["manifest.json", "notes.txt", "plots", *TENSOR_FILES]
-    assert (here / "plots" / "loss.svg").read_text() == "mine too"
+    assert not (tmp_path / "here").is_dir() or len(names(tmp_path / "here")) == 1
 
 
-def test_a_kill_at_any_instant_of_replacing_loses_nobodys_file() -> None:
+def test_a_users_files_in_a_checkpoint_stay_when_it_is_replaced() -> None:
+    """Also after a kill at any instant."""
+
     def disk_with_notes() -> Model:
         model = Model()
         model.disk().make_folder("/runs")
         save_small("/runs/here", {"x": torch.tensor(1)}, disk=model.disk())
         model.disk().create("/runs/here/notes.txt")
+        model.disk().make_folder("/runs/here/files")
+        model.disk().create("/runs/here/files/thesis.txt")
         return model
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trial = disk_with_notes()
-        start = len(trial.steps)
-        save_small("/runs/here", {"x": torch.tensor(2)}, disk=trial.disk())
-        assert len(trial.steps) > start + 15
-        for number in range(start, len(trial.steps)):
-            model = disk_with_notes()
-            model.kill_at = number
-            with pytest.raises(Killed):
-                save_small("/runs/here", {"x": torch.tensor(2)}, disk=model.disk())
-            model.kill_at = -1
-            assert [path for path in model.files("/runs") if path.endswith("/notes.txt")], number
-            save_small("/runs/here", {"x": torch.tensor(3)}, disk=model.disk())
-            assert "/notes.txt" in model.files("/runs/here"), number
-
-
-def test_a_file_of_a_name_that_the_new_checkpoint_has_itself_is_kept_under_another(tmp_path: Path) -> None:
-    here, files = tmp_path / "here", tmp_path / "files"
-    save(here, 1)
-    (here / "vocab.txt").write_text("mine")
-    files.mkdir()
-    (files / "vocab.txt").write_text("of the checkpoint")
-    with pytest.warns(UserWarning, match=r"vocab\.txt"):
-        save_small(here, {"x": torch.tensor(2)}, files=str(files))
-    assert (here / "vocab.txt").read_text() == "of the checkpoint"
-    assert (here / "vocab.txt~").read_text() == "mine"
+    trial = disk_with_notes()
+    start = len(trial.steps)
+    save_small("/runs/here", {"x": torch.tensor(2)}, disk=trial.disk())
+    assert len(trial.steps) >= start + 8
+    for number in range(start, len(trial.steps)):
+        model = disk_with_notes()
+        model.kill_at = number
+        with pytest.raises(Killed):
+            save_small("/runs/here", {"x": torch.tensor(2)}, disk=model.disk())
+        model.kill_at = -1
+        assert {"/notes.txt", "/files/thesis.txt"} <= set(model.files("/runs/here")), number
+        save_small("/runs/here", {"x": torch.tensor(3)}, disk=model.disk())
+        assert {"/notes.txt", "/files/thesis.txt"} <= set(model.files("/runs/here")), number
+        assert len(model.files("/runs/here")) == 5
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
-def test_a_parent_may_be_a_link_to_another_file_system(tmp_path: Path) -> None:
+def test_a_checkpoint_or_its_parent_may_be_a_link_to_another_file_system(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
         if os.stat(elsewhere).st_dev == tmp_path.stat().st_dev:
             pytest.skip("both are one file system")
         (tmp_path / "runs").symlink_to(elsewhere)
+        (tmp_path / "best").symlink_to(f"{elsewhere}/here")
         for number in range(3):
             save(tmp_path / "runs" / "here", number)
         assert value(tmp_path / "runs" / "here") == 2
-
-
-def test_a_place_without_a_name_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="it has no name"):
-        save(Path("/"), 2)
+        save(tmp_path / "best", 3)
+        assert value(tmp_path / "runs" / "here") == 3
 
 
 def test_a_parent_that_is_a_file_is_named(tmp_path: Path) -> None:
@@ -247,121 +185,76 @@ def test_a_parent_that_may_not_be_written_to_is_named(tmp_path: Path) -> None:
     def refuse(path: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    save(tmp_path / "here", 1)
-    with pytest.raises(PermissionError, match=r"Permission denied.*\.here\.staging-"):
+    with pytest.raises(PermissionError, match=r"Permission denied.*here"):
         save(tmp_path / "here", 2, disk=replace(REAL_DISK, make_folder=refuse))
-    assert names(tmp_path) == ["here"]
+    assert names(tmp_path) == []
 
 
-# --- what is left behind -------------------------------------------------------------------------
+# --- the lock, and what is left behind -----------------------------------------------------------
 
 
-def test_names_of_leftovers_are_told_apart() -> None:
-    nonce = make_nonce()
-    for kind in ("staging", "replaced", "trash"):
-        path = leftover_path("/a/my.run", kind, nonce)
-        found = parse_leftover("/a", path.removeprefix("/a/"))
-        assert found is not None
-        assert (found.path, found.name, found.kind, found.pid) == (path, "my.run", kind, os.getpid())
-    for name in (
-        "here",
-        ".here",
-        ".here.staging",
-        ".here.staging-1",
-        f"here.staging-{nonce}",
-        f".here.old-{nonce}",
-    ):
-        assert parse_leftover("/a", name) is None
-    with pytest.raises(CheckpointError, match="unfinished saves have such names"):
-        begin_stage(REAL_DISK, f"/a/.here.trash-{nonce}", nonce)
+def test_one_save_at_a_time_writes_to_a_directory(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    running = begin_save(REAL_DISK, tmp_path / "here")
+    (tmp_path / "here" / "tensors-00000-0a1b2c3d.safetensors").write_text("of the running save")
+    with pytest.raises(CheckpointError, match=r"here is being written or removed by another"):
+        save(tmp_path / "here", 2)
+    abandon(REAL_DISK, running)
+    assert value(tmp_path / "here") == 1
+    save(tmp_path / "here", 3)
+    assert value(tmp_path / "here") == 3
 
 
-def test_the_next_save_removes_what_dead_ones_left_and_nothing_else(tmp_path: Path) -> None:
+def test_a_disk_without_locks_has_none(tmp_path: Path) -> None:
+    def lock(path: str) -> None:
+        del path
+
+    disk = replace(REAL_DISK, lock=lock)
+    save(tmp_path / "here", 1, disk=disk)
+    assert value(tmp_path / "here") == 1
+    assert not is_dead(disk, str(tmp_path / "here"))
+
+
+def test_the_next_save_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
     here = tmp_path / "here"
     save(here, 1)
-    dead = Path(begin_stage(REAL_DISK, here, dead_nonce()).path)
-    (dead / "tensors-00000.safetensors").write_bytes(b"part")
-    alive = Path(begin_stage(REAL_DISK, here, make_nonce()).path)
-    assert not dead.exists()
-    others = [
-        f".here.staging-{'0' * 12}-1-1-{'a' * 8}",  # of another machine, and new
-        f".elsewhere.staging-{dead_nonce()}",
-        ".here.staging-of-mine",
-    ]
-    for name in others:
-        (tmp_path / name).mkdir()
-    old = tmp_path / f".here.staging-{'0' * 12}-2-1-{'a' * 8}"
-    old.mkdir()
-    os.utime(old, (time.time() - 100_000, time.time() - 100_000))
+    left = ("tensors-00000-0a1b2c3d.safetensors", "manifest-0a1b2c3d.json", "files-0a1b2c3d")
+    mine = ("tensors-mine.safetensors", "manifest-mine.json", "files", "tensors-00000.safetensors.bak")
+    for name in (*left[:2], *mine):
+        (here / name).write_bytes(b"part")
+    (here / left[2]).mkdir()
+    (here / left[2] / "vocab").write_bytes(b"part")
+    with pytest.warns(UserWarning, match=r"not part of the checkpoint: files, manifest-mine\.json"):
+        verify_checkpoint(here)
     save(here, 2)
-    assert names(tmp_path) == sorted(["here", alive.name, *others])
-    assert clean(REAL_DISK, str(tmp_path)) == (str(tmp_path / others[1]),)
+    assert len(names(here)) == 3 + len(mine)
+    assert set(mine) < set(names(here))
+    assert not set(left) & set(names(here))
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs the start times of processes")
-def test_a_process_that_was_given_the_number_of_a_dead_one_keeps_nothing_of_it(tmp_path: Path) -> None:
-    script = (
-        "import sys; from accelfn.checkpoint.commit import begin_stage, make_nonce; "
-        "from accelfn.checkpoint.disk import Disk; "
-        "print(begin_stage(Disk(), sys.argv[1], make_nonce()).path)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "here")], capture_output=True, text=True, check=True
-    )
-    left = Path(done.stdout.strip())
-    dead = parse_leftover(str(tmp_path), left.name)
-    assert dead is not None
-    # As if this program had started in a new container, where it has the number that the dead one had.
-    recycled = left.rename(left.with_name(left.name.replace(f"-{dead.pid}-", f"-{os.getpid()}-")))
-    save(tmp_path / "here", 1)
-    assert not recycled.exists()
-    assert names(tmp_path) == ["here"]
+SCRATCH = """
+import sys, accelfn.checkpoint.commit as commit
+from accelfn.checkpoint.disk import REAL_DISK
+with commit.scratch_folder(REAL_DISK, sys.argv[1]) as path:
+    print(path, flush=True)
+    sys.stdin.read()
+"""
 
 
-def killed_between_renames(here: Path) -> Path:
-    """Leave what a save leaves that is killed between its renames; give where the old checkpoint is."""
-    stage = begin_stage(REAL_DISK, here, dead_nonce())
-    replaced = Path(leftover_path(str(here), "replaced", stage.nonce))
-    here.rename(replaced)
-    return replaced
-
-
-def test_a_replaced_checkpoint_is_found_until_the_new_one_is_there(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    save(here, 1)
-    replaced = killed_between_renames(here)
-    assert resolve(REAL_DISK, here) == str(replaced)
-    assert value(here) == 1
-    assert find_checkpoints(tmp_path) == (here,)
-    assert value(tmp_path) == 1
-    clean(REAL_DISK, str(tmp_path))
-    assert names(tmp_path) == [replaced.name]
-    save(here, 2)
-    assert value(here) == 2
-    assert names(tmp_path) == ["here"]
-    assert verify_checkpoint(here).generation == 1
-
-
-def test_of_several_replaced_ones_the_newest_whole_one_counts(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    for number in range(4):
-        save(here, number)
-        shutil.copytree(here, tmp_path / str(number))
-    shutil.rmtree(here)
-    for number in range(4):
-        (tmp_path / str(number)).rename(leftover_path(str(here), "replaced", make_nonce()))
-    assert value(here) == 3
-    newest = Path(resolve(REAL_DISK, here))
-    (newest / "tensors-00001.safetensors").unlink()
-    assert value(here) == 2
-
-
-def test_a_stage_never_counts_however_complete(tmp_path: Path) -> None:
-    save(tmp_path / "here", 1)
-    (tmp_path / "here").rename(leftover_path(str(tmp_path / "here"), "staging", make_nonce()))
-    with pytest.raises(NoCheckpointError, match=r"only an unfinished save of it is there.*\.here\.staging-"):
-        resolve(REAL_DISK, tmp_path / "here")
-    assert find_checkpoints(tmp_path) == ()
+def test_a_directory_to_write_in_is_removed_by_the_next_program_if_its_own_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRATCH, str(tmp_path / "here")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        path = program.stdout.readline().strip()
+        with scratch_folder(REAL_DISK, str(tmp_path / "here")) as second:
+            assert find_leftovers(REAL_DISK, str(tmp_path)) == sorted([path, second])
+        assert not is_dead(REAL_DISK, path)
+        program.kill()
+    with scratch_folder(REAL_DISK, str(tmp_path / "other")):
+        assert os.path.isdir(path)
+    with scratch_folder(REAL_DISK, str(tmp_path / "here")):
+        assert not os.path.exists(path)
+    assert names(tmp_path) == []
 
 
 # --- finding -------------------------------------------------------------------------------------
@@ -375,6 +268,10 @@ def test_a_stage_never_counts_however_complete(tmp_path: Path) -> None:
         (["random_states_0.pkl", "optimizer.bin"], "a checkpoint of Accelerate.*accelfn checkpoint convert"),
         ([".metadata", "__0_0.distcp"], r"a checkpoint of torch\.distributed\.checkpoint"),
         (["model.safetensors", "config.json"], "the weights of a model"),
+        (
+            ["tensors-00000.safetensors", "manifest-0a1b2c3d.json"],
+            r"it has no manifest\.json, as after a save that was killed",
+        ),
         (["a", "b"], r"has no manifest\.json, but a, b"),
     ],
 )
@@ -419,7 +316,8 @@ def test_other_things_and_links_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("one")
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "empty").mkdir()
-    begin_stage(REAL_DISK, tmp_path / "two", make_nonce())
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "tensors-00000.safetensors").write_bytes(b"part")
     assert find_checkpoints(tmp_path) == (tmp_path / "one",)
     # A link that is passed by name is followed.
     assert value(tmp_path / "latest") == 1
@@ -459,7 +357,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(tmp_path: 
     calls: list[int] = []
 
     def read(checkpoint: OpenCheckpoint) -> int:
-        calls.append(checkpoint.manifest.generation)
+        calls.append(len(calls))
         if len(calls) == 1:
             save(tmp_path / "here", 2)
         box = Box("x", "int64", checkpoint.manifest.tensors["x"].pieces[0])
@@ -483,7 +381,7 @@ def test_a_file_that_is_really_missing_is_not_looked_for_again(tmp_path: Path) -
 
 
 def coarse_disk() -> Disk:
-    """Give a disk whose times tell nothing, as those that count whole seconds tell little."""
+    """Return a disk on which all times are equal."""
 
     def status(path: str) -> Status:
         return REAL_DISK.status(path)._replace(modified_s=0.0)
@@ -494,70 +392,20 @@ def coarse_disk() -> Disk:
     return replace(REAL_DISK, status=status, status_of=status_of)
 
 
-def test_a_replaced_one_that_is_being_removed_is_told_from_a_damaged_one(tmp_path: Path) -> None:
-    save(tmp_path / "here", 1)
-    save(tmp_path / "new", 2)
-    old = Path(leftover_path(str(tmp_path / "here"), "replaced", make_nonce()))
-    (tmp_path / "here").rename(old)
-    seen: list[str] = []
-
-    def read(checkpoint: OpenCheckpoint) -> int:
-        seen.append(checkpoint.path)
-        if len(seen) == 1:
-            (tmp_path / "new").rename(tmp_path / "here")
-            (old / "tensors-00000.safetensors").unlink()
-        box = Box("x", "int64", checkpoint.manifest.tensors["x"].pieces[0])
-        return int(read_boxes(disk, checkpoint.folder, checkpoint.manifest, [box])[0])
-
-    disk = coarse_disk()
-    assert read_checkpoint(disk, tmp_path / "here", read) == 2
-    assert seen == [str(old), str(tmp_path / "here")]
-
-
-def test_a_replaced_one_that_is_damaged_is_read_once(tmp_path: Path) -> None:
-    save(tmp_path / "here", 1)
-    (tmp_path / "here").rename(leftover_path(str(tmp_path / "here"), "replaced", make_nonce()))
-    calls: list[int] = []
-
-    def read(checkpoint: OpenCheckpoint) -> None:
-        calls.append(1)
-        raise DamagedCheckpointError("a checksum is wrong", "x")
-
-    with pytest.raises(DamagedCheckpointError):
-        read_checkpoint(REAL_DISK, tmp_path / "here", read)
-    assert calls == [1]
-
-
-def test_a_checkpoint_behind_a_link_is_read_once_if_it_is_damaged(tmp_path: Path) -> None:
-    save(tmp_path / "here", 1)
-    (tmp_path / "link").symlink_to("here")
-    calls: list[int] = []
-
-    def read(checkpoint: OpenCheckpoint) -> None:
-        calls.append(1)
-        raise DamagedCheckpointError("a checksum is wrong", "x")
-
-    with pytest.raises(DamagedCheckpointError):
-        read_checkpoint(REAL_DISK, tmp_path / "link", read)
-    assert calls == [1]
-
-
-def test_a_directory_without_a_name_for_an_instant_is_opened_again(tmp_path: Path) -> None:
-    save(tmp_path / "here", 1)
+def test_one_that_is_removed_before_it_is_opened_is_looked_for_again(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / f"at-{step}", step, step=step)
     opens: list[str] = []
 
     def open_folder(path: str) -> Folder:
         opens.append(path)
-        if len(opens) > 1:
-            return REAL_DISK.open_folder(path)
-        (tmp_path / "here").rename(tmp_path / "away")
-        try:
-            return REAL_DISK.open_folder(path)
-        finally:
-            (tmp_path / "away").rename(tmp_path / "here")
+        if opens.count(str(tmp_path / "at-2")) == 2:  # after the scan
+            save(tmp_path / "at-3", 3, step=3)
+            prune_checkpoints(tmp_path, Keep(last=1))
+        return REAL_DISK.open_folder(path)
 
-    assert read_checkpoint(replace(REAL_DISK, open_folder=open_folder), tmp_path / "here", lambda one: 7) == 7
-    assert opens == [str(tmp_path / "here")] * 2
+    disk = replace(REAL_DISK, open_folder=open_folder)
+    assert read_checkpoint(disk, tmp_path, lambda found: found.path) == str(tmp_path / "at-3")
 
 
 def test_one_that_is_replaced_while_it_is_listed_is_not_listed_as_damaged(tmp_path: Path) -> None:
@@ -574,7 +422,7 @@ def test_one_that_is_replaced_while_it_is_listed_is_not_listed_as_damaged(tmp_pa
     coarse = coarse_disk()
     found, broken = scan(replace(coarse, status=status), tmp_path)
     assert len(looks) > 2
-    assert (broken, [one.generation for one in found]) == ([], [1])
+    assert (broken, [item.path for item in found]) == ([], [str(tmp_path / "here")])
 
 
 def test_readers_always_find_a_whole_checkpoint_while_another_thread_saves(tmp_path: Path) -> None:
@@ -617,7 +465,6 @@ def test_the_head_of_a_manifest_is_that_of_the_whole_one() -> None:
             metric=0.25,
             num_nodes=2,
             node=0,
-            generation=3,
             created_by=text,
         )
         content = format_manifest(whole)

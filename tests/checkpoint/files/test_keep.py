@@ -1,6 +1,7 @@
 """Which checkpoints stay, and that only the others go."""
 
 import math
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,8 @@ from accelfn.checkpoint import (
     save_state,
     verify_checkpoint,
 )
-from accelfn.checkpoint.commit import make_nonce
+from accelfn.checkpoint.commit import abandon, begin_save
+from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from tests.checkpoint.small import save_small
@@ -31,7 +33,7 @@ lists = st.lists(st.tuples(st.integers(0, 12), metrics), max_size=8)
 
 
 def slow_retention(checkpoints: list[tuple[int, float | None]], keep: Keep) -> set[int]:
-    """Say the same, rule by rule, by counting for each checkpoint how many are better."""
+    """Return the same indices, by counting for each checkpoint and rule how many are better."""
     if (keep.last, keep.every, keep.best) == (None, None, None):
         return set(range(len(checkpoints)))
     stay: set[int] = set()
@@ -55,7 +57,7 @@ def test_those_stay_that_a_rule_wants(checkpoints: list[tuple[int, float | None]
     assert plan_retention(checkpoints, keep) == tuple(sorted(slow_retention(checkpoints, keep)))
 
 
-def test_of_equal_metrics_the_newer_stays_and_no_number_is_never_best() -> None:
+def test_of_equal_metrics_the_newer_stays_and_nan_is_never_best() -> None:
     scores = [(1, 0.5), (2, 0.5), (3, math.nan), (4, None), (5, 0.9), (6, math.nan)]
     assert plan_retention(scores, Keep(best=1)) == (1, 5)
     assert plan_retention(scores, Keep(best=2)) == (0, 1, 5)
@@ -128,15 +130,34 @@ def test_a_checkpoint_with_somebodys_files_stays_and_hidden_files_go_with_it(tmp
     assert (tmp_path / "at-0" / "notes.txt").read_text() == "mine"
 
 
-def test_what_is_damaged_or_in_work_is_left_alone_and_does_not_count(tmp_path: Path) -> None:
+def test_what_is_damaged_or_being_written_is_left_alone(tmp_path: Path) -> None:
     for step in range(5):
         save_small(tmp_path / f"at-{step}", {"x": torch.tensor(step)}, step=step)
     (tmp_path / "at-4" / "manifest.json").write_bytes(b"{}")
     (tmp_path / "at-3" / "tensors-00000.safetensors").unlink()
-    working = tmp_path / f".at-1.staging-{make_nonce()}"
-    working.mkdir()
+    running = [begin_save(REAL_DISK, tmp_path / name) for name in ("at-1", "new")]
+    (tmp_path / "new" / "tensors-00000.safetensors").write_bytes(b"part")
     assert prune_checkpoints(tmp_path, Keep(last=1)) == (tmp_path / "at-0",)
-    assert {path.name for path in tmp_path.iterdir()} == {"at-1", "at-2", "at-3", "at-4", working.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"at-1", "at-2", "at-3", "at-4", "new"}
+    for save in running:
+        abandon(REAL_DISK, save)
+
+
+def test_what_killed_saves_left_is_removed(tmp_path: Path) -> None:
+    save_small(tmp_path / "at-1", {"x": torch.tensor(1)}, step=1)
+    for name in ("at-2/tensors-00000.safetensors", ".at-3.staging-0a1b2c3d/vocab", "mine/notes"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"part")
+    assert prune_checkpoints(tmp_path, Keep(last=1)) == ()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "at-1",
+        "at-2",
+        "mine",
+    }  # at-2 may be a copy on its way
+    for path in (tmp_path / "at-2" / "tensors-00000.safetensors", tmp_path / "at-2", tmp_path / "mine"):
+        os.utime(path, (1000, 1000))
+    assert prune_checkpoints(tmp_path, Keep(last=1)) == ()
+    assert {path.name for path in tmp_path.iterdir()} == {"at-1", "mine"}
 
 
 def test_without_a_rule_nothing_goes(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import torch
 
 from accelfn.checkpoint.commit import clean
 from accelfn.checkpoint.disk import make_folders
-from accelfn.checkpoint.find import find_checkpoints, verify_checkpoint
+from accelfn.checkpoint.find import find_checkpoints
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
+from accelfn.checkpoint.verify import verify_checkpoint
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from tests.checkpoint.model_disk import Killed, Model, Operation, crashes, settled
 from tests.checkpoint.small import save_small
@@ -23,7 +24,7 @@ Outcome = frozenset[int | None]  # steps of checkpoints; None for no checkpoint
 class Scenario(NamedTuple):
     """What is done to a disk, and what may be found on it after a power cut."""
 
-    before: Sequence[str]  # checkpoints that are there, of steps 0, 1, ...; FILES for a directory of files
+    before: Sequence[str]  # checkpoints of steps 0, 1, ...; FILES for a directory of files
     act: Callable[[Model], None]
     until: Mapping[str, Outcome]  # before the end is acknowledged
     after: Mapping[str, Outcome]
@@ -53,7 +54,7 @@ def one_prune(model: Model) -> None:
 
 
 def save_with_files(model: Model) -> None:
-    """A save takes over a file that somebody has written and not synced."""
+    """A save takes over a file that was written and not synced."""
     disk = model.disk()
     descriptor = disk.create(f"{FILES}/inner/config")
     disk.write(descriptor, memoryview(b"five"), 0)
@@ -67,14 +68,13 @@ def save_to_empty(model: Model) -> None:
     one_save(model)
 
 
-def killed_at(kind: str, act: Callable[[Model], None]) -> Callable[[Model], None]:
-    """Let a program do something, and kill it at the last operation of a kind."""
+def killed_at_its_last(kind: str, act: Callable[[Model], None]) -> Callable[[Model], None]:
+    """Return a program that is killed at its last operation of a kind."""
 
     def carry_out(model: Model) -> None:
         trial = settled(model)
         act(trial)
-        last = max(number for number, one in enumerate(trial.steps) if one == kind)
-        model.kill_at = last
+        model.kill_at = max(number for number, step in enumerate(trial.steps) if step == kind)
         with contextlib.suppress(Killed):
             act(model)
         model.kill_at = -1
@@ -91,16 +91,15 @@ def then(*acts: Callable[[Model], None]) -> Callable[[Model], None]:
 
 
 def tidy(model: Model) -> None:
-    clean(model.disk(), "/runs/all")
+    clean(model.disk(), HERE)
 
 
 def failing_save(model: Model) -> None:
-    """The disk fails to sync the parent once the new one has its name."""
+    """The disk fails to sync the directory after the manifest was swapped."""
     trial = settled(model)
     one_save(trial)
-    rename = max(number for number, one in enumerate(trial.steps) if one == "rename")
-    model.fail_at = rename + 1
-    with pytest.raises(OSError, match=r"the disk failed.*/runs/all"):
+    model.fail_at = 1 + max(number for number, step in enumerate(trial.steps) if step == "rename")
+    with pytest.raises(OSError, match=r"the disk failed.*/runs/all/here"):
         save(model, HERE, 5)
 
 
@@ -120,11 +119,14 @@ SCENARIOS = {
     "replacing, with files": Scenario(
         (HERE, FILES), save_with_files, {HERE: outcome(0, 5)}, {HERE: outcome(5)}
     ),
-    "killed before its last sync, then tidied up": Scenario(
-        (HERE,), then(killed_at("sync_folder", one_save), tidy), {HERE: outcome(0, 5)}, {}
+    "killed before its last sync, then cleaned": Scenario(
+        (HERE,), then(killed_at_its_last("sync_folder", one_save), tidy), {HERE: outcome(0, 5)}, {}
     ),
-    "killed between its renames, then done again": Scenario(
-        (HERE,), then(killed_at("rename", one_save), one_save), {HERE: outcome(0, 5)}, {HERE: outcome(5)}
+    "killed before its swap, then done again": Scenario(
+        (HERE,),
+        then(killed_at_its_last("rename", one_save), one_save),
+        {HERE: outcome(0, 5)},
+        {HERE: outcome(5)},
     ),
     "failing": Scenario((HERE,), failing_save, {HERE: outcome(0, 5)}, {}),
     "prune": Scenario(
@@ -133,8 +135,8 @@ SCENARIOS = {
         PRUNED,
         {path: found - {0, 1} for path, found in PRUNED.items()},
     ),
-    "prune, killed before its sync, then tidied up": Scenario(
-        tuple(PRUNED), then(killed_at("sync_folder", prune), tidy), PRUNED, {}
+    "prune, killed before its sync, then done again": Scenario(
+        tuple(PRUNED), then(killed_at_its_last("sync_folder", prune), prune), PRUNED, {}
     ),
 }
 
@@ -150,7 +152,7 @@ def disk_with(names: Sequence[str]) -> Model:
 
 
 def reading(model: Model, directory: str) -> int | str | None:
-    """Give the step of the checkpoint that is there; None for no checkpoint, a text for a torn one."""
+    """Return the step of a checkpoint; None for no checkpoint, a text for a torn one."""
     try:
         return verify_checkpoint(directory, disk=model.disk()).step
     except NoCheckpointError:
@@ -160,14 +162,14 @@ def reading(model: Model, directory: str) -> int | str | None:
 
 
 def violations(scenario: Scenario, skip: tuple[str, int] | None = None) -> tuple[list[str], Model, int]:
-    """Cut the power at every instant, in every way, and say what broke a promise."""
+    """Cut the power at every instant, in every way, and list what broke a promise."""
     model = disk_with(scenario.before)
     model.skip = skip
     scenario.act(model)
     found: list[str] = []
     seen: set[object] = set()
     for end in range(len(model.log) + 1):
-        done = any(one.kind == "acknowledged" for one in model.log[:end])
+        done = any(step.kind == "acknowledged" for step in model.log[:end])
         expected = {**scenario.until, **(scenario.after if done else {})}
         for state in crashes(model.start, model.log[:end]):
             tree = (done, *state.files().items())
@@ -192,19 +194,19 @@ def test_old_or_new_is_there_whole_after_any_power_cut(name: str) -> None:
 
 
 def test_every_sync_is_needed() -> None:
-    sites = {site for one in SCENARIOS.values() for site in violations_sites(one)}
+    sites: set[tuple[str, int]] = set()
+    for scenario in SCENARIOS.values():
+        model = disk_with(scenario.before)
+        model.sites.clear()
+        scenario.act(model)
+        sites |= model.sites
     assert len(sites) >= 7
     needless = [
-        site for site in sorted(sites) if not any(violations(one, site)[0] for one in SCENARIOS.values())
+        site
+        for site in sorted(sites)
+        if not any(violations(scenario, site)[0] for scenario in SCENARIOS.values())
     ]
     assert needless == []
-
-
-def violations_sites(scenario: Scenario) -> set[tuple[str, int]]:
-    model = disk_with(scenario.before)
-    model.sites.clear()
-    scenario.act(model)
-    return model.sites
 
 
 def test_what_is_listed_after_a_power_cut_is_whole() -> None:
@@ -230,6 +232,7 @@ def test_a_save_that_is_killed_anywhere_leaves_old_or_new_and_the_next_one_works
         assert reading(model, HERE) in scenario.until[HERE]
         save(model, HERE, 9)
         assert reading(model, HERE) == 9
+        assert len(model.files(HERE)) == 3  # two files of tensors and the manifest
 
 
 @pytest.mark.parametrize("name", ["first", "replacing"])
@@ -237,18 +240,19 @@ def test_a_save_whose_disk_fails_anywhere_leaves_the_old_one_or_is_complete(name
     scenario = SCENARIOS[name]
     trial = disk_with(scenario.before)
     scenario.act(trial)
-    last_rename = max(number for number, one in enumerate(trial.steps) if one == "rename")
+    swap = max(number for number, step in enumerate(trial.steps) if step == "rename")
     for number in range(len(trial.steps)):
         model = disk_with(scenario.before)
         model.fail_at = number
-        if number <= last_rename + 1:
+        if number <= swap + 1:
             with pytest.raises(OSError, match="the disk failed"):
                 scenario.act(model)
             old = 0 if scenario.before else None
-            assert reading(model, HERE) == (old if number <= last_rename else 5)
-            assert not [path for path in model.files() if "replaced" in path and number <= last_rename]
+            assert reading(model, HERE) == (old if number <= swap else 5)
+            assert old == 0 or number > swap or f"{HERE}/" not in model.files()
         else:
-            scenario.act(model)  # only the removal of the old one failed
+            scenario.act(model)  # only the removal of old files failed
             assert reading(model, HERE) == 5
         save(model, HERE, 9)
         assert reading(model, HERE) == 9
+        assert len(model.files(HERE)) == 3

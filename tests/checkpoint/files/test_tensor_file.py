@@ -179,7 +179,7 @@ def test_known_checksums_are_taken_over(tmp_path: Path) -> None:
     [
         (NewEntry("x", "F99", (2,), torch.ones(2)), "'x' can't be stored as 'F99'"),
         (NewEntry("x", "F4", (3,), torch.ones(2)), "'x' can't be stored as 'F4'"),
-        (NewEntry("__metadata__", "F32", (2,), torch.ones(2)), "needs a name of its own"),
+        (NewEntry("__metadata__", "F32", (2,), torch.ones(2)), "needs a unique name"),
         (NewEntry("x", "F32", (2,), torch.ones(2, device="meta")), "meta device"),
         (NewEntry("x", "F32", (2,), torch.ones(2).to_sparse()), "sparse"),
     ],

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.checkpoint import verify_checkpoint
-from accelfn.checkpoint.commit import Stage, publish, write_manifest
+from accelfn.checkpoint.commit import begin_save, commit, end_save, write_manifest
 from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.manifest import StoredFile
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, NotAvailableError
-from tests.checkpoint.small import load_small, save_small, write_stage
+from tests.checkpoint.small import load_small, save_small, write_parts
 
 FILES = ("tensors-00000.safetensors", "tensors-00001.safetensors")
 TENSORS = (
@@ -34,7 +34,7 @@ def test_a_sound_one_is_described(tmp_path: Path) -> None:
     assert report.files == FILES
     assert report.num_bytes == sum((tmp_path / "here" / name).stat().st_size for name in FILES)
     assert (report.step, report.metric, report.created_by) == (3, 0.5, "test")
-    assert (report.num_tensors, report.world_size, report.num_nodes, report.generation) == (4, 2, 1, 0)
+    assert (report.num_tensors, report.world_size, report.num_nodes) == (4, 2, 1)
     assert verify_checkpoint(tmp_path) == report
 
 
@@ -136,7 +136,7 @@ def test_a_file_of_another_checkpoint_of_the_same_form_is_found(tmp_path: Path) 
         verify_checkpoint(here)
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "tensors-00002.safetensors", ".hidden"])
+@pytest.mark.parametrize("name", ["notes.txt", "tensors-2.safetensors", ".hidden"])
 def test_a_file_more_is_named_and_stops_nobody(tmp_path: Path, name: str) -> None:
     here = made(tmp_path / "here")
     report = verify_checkpoint(here)
@@ -165,14 +165,14 @@ def test_a_newer_version_is_told_apart_from_damage(tmp_path: Path) -> None:
 
 
 def test_files_of_another_node_may_be_missing_and_are_checked_where_they_are(tmp_path: Path) -> None:
-    (tmp_path / "stage").mkdir()
-    manifest = write_stage(REAL_DISK, str(tmp_path / "stage"), TENSORS, num_nodes=2, node=0)
+    save = begin_save(REAL_DISK, tmp_path / "here")
+    manifest = write_parts(REAL_DISK, save.path, TENSORS, num_nodes=2, node=0)
     nodes = {name: StoredFile(*file[:2], node) for node, (name, file) in enumerate(manifest.files.items())}
     from dataclasses import replace
 
-    stage = Stage(path=str(tmp_path / "stage"), directory=str(tmp_path / "here"), nonce="x", generation=0)
-    write_manifest(REAL_DISK, stage, replace(manifest, files=nodes))
-    publish(REAL_DISK, stage)
+    write_manifest(REAL_DISK, save, replace(manifest, files=nodes))
+    commit(REAL_DISK, save)
+    end_save(REAL_DISK, save)
     assert verify_checkpoint(tmp_path / "here").files == FILES
     content = (tmp_path / "here" / FILES[1]).read_bytes()
     (tmp_path / "here" / FILES[1]).unlink()

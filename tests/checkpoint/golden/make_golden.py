@@ -85,7 +85,7 @@ class Counter:
         self.number = number
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the number."""
+        """Return the number."""
         return {"number": self.number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

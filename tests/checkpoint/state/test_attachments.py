@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn import ProjectConfiguration
-from accelfn.checkpoint import find_checkpoint, folder_for_files
-from accelfn.checkpoint.commit import clean, leftover_path
-from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint import find_checkpoint, find_files, folder_for_files
 from accelfn.checkpoint.manifest import Attachment, Manifest, format_manifest, parse_manifest
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, DamagedCheckpointError, RemoteRankError
 from accelfn.testing import run_ranks
 
 FILES = {"notes.txt": b"best so far", "unet/config.json": b"{}", "unet/deep/empty": b"", "text/vocab": b"abc"}
-NONCE = "0" * 12 + "-1-1-" + "0" * 8
+TOP = "files-0a1b2c3d"
 
 
 def write_files(folder: Path, files: dict[str, bytes] | None = None) -> Path:
@@ -33,11 +31,7 @@ def write_files(folder: Path, files: dict[str, bytes] | None = None) -> Path:
 
 
 def tree_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(("manifest", "tensors-"))
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def save(folder: Path, files: dict[str, bytes] | None = None) -> Path:
@@ -49,16 +43,16 @@ def save(folder: Path, files: dict[str, bytes] | None = None) -> Path:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_files_become_part_of_the_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
     source = write_files(tmp_path / "source")
-    (source / "hollow" / "inner").mkdir(parents=True)
     saved = af.save_state(Context(), tmp_path / "at", {"step": 3}, asynchronous, files=source)
     if isinstance(saved, af.SaveHandle):
         assert not source.exists()  # the caller may use the name again at once
         saved = saved.result()
-    assert tree_of(saved) == FILES
-    assert not (saved / "hollow").exists()
+    found = find_files(Context(), saved)
+    assert found.parent == saved
+    assert tree_of(found) == FILES
     assert os.listdir(tmp_path) == ["at"]
     report = af.verify_checkpoint(saved)
-    assert report.attachments == tuple(sorted(FILES))
+    assert report.attachments == tuple(f"{found.name}/{name}" for name in sorted(FILES))
     assert report.num_bytes >= sum(map(len, FILES.values()))
     assert af.load_state(Context(), saved, {"step": 0}) == {"step": 3}
     assert find_checkpoint(Context(), tmp_path) == saved
@@ -69,7 +63,7 @@ def test_all_ranks_may_write_and_all_find_it(tmp_path: Path) -> None:
         with folder_for_files(ctx, tmp_path / "at") as folder:
             write_files(folder, {f"rank{ctx.rank}": b"1"})
             af.save_state(ctx, tmp_path / "at", {"rank": ctx.rank}, files=folder)
-        return tree_of(find_checkpoint(ctx, tmp_path / "at"))
+        return tree_of(find_files(ctx, tmp_path / "at"))
 
     assert run_ranks(run, 3) == [{f"rank{rank}": b"1" for rank in range(3)}] * 3
     assert os.listdir(tmp_path) == ["at"]
@@ -85,7 +79,7 @@ def test_each_node_has_its_own_files(tmp_path: Path) -> None:
             af.save_state(ctx, place, {"w": torch.arange(4)}, files=folder)
         af.load_state(ctx, place, {"w": torch.zeros(4, dtype=torch.int64)})
         af.verify_checkpoint(place)
-        return tree_of(find_checkpoint(ctx, place))
+        return tree_of(find_files(ctx, place))
 
     found = run_ranks(run, 4, project_config=project, num_nodes=2)
     assert found == [{"rank0": b"1", "rank1": b"1"}] * 2 + [{"rank2": b"1", "rank3": b"1"}] * 2
@@ -94,12 +88,14 @@ def test_each_node_has_its_own_files(tmp_path: Path) -> None:
 def test_a_checkpoint_is_replaced_and_removed_with_its_files(tmp_path: Path) -> None:
     save(tmp_path)
     at = save(tmp_path, {"unet": b"a file now"})
-    assert tree_of(at) == {"unet": b"a file now"}
+    assert tree_of(find_files(Context(), at)) == {"unet": b"a file now"}
     (at / "link").symlink_to(tmp_path)
-    with pytest.warns(UserWarning, match="not part of the checkpoint: link"):
-        save(tmp_path)
+    save(tmp_path)
     assert (at / "link").is_symlink()
-    (at / "link").unlink()
+    assert len(os.listdir(at)) == 4
+    af.save_tree(at, {})
+    assert os.listdir(at) == ["manifest.json", "link"] or os.listdir(at) == ["link", "manifest.json"]
+    assert not find_files(Context(), at).exists()
     for step in range(3):
         af.save_state(
             Context(),
@@ -112,42 +108,11 @@ def test_a_checkpoint_is_replaced_and_removed_with_its_files(tmp_path: Path) -> 
     assert os.listdir(tmp_path / "all") == ["2"]
 
 
-def test_somebody_elses_files_below_are_not_removed(tmp_path: Path) -> None:
+def test_a_users_file_beside_them_is_named_and_not_verified(tmp_path: Path) -> None:
     at = save(tmp_path)
-    (at / "unet" / "thesis.txt").write_text("mine")
-    with pytest.warns(UserWarning, match=r"unet/thesis\.txt"):
-        save(tmp_path, {"weights": b"only"})
-    with pytest.warns(UserWarning, match=r"not part of the checkpoint: thesis"):
+    (find_files(Context(), at) / "unet" / "thesis.txt").write_text("mine")
+    with pytest.warns(UserWarning, match=r"not part of the checkpoint: files-.*/unet/thesis\.txt"):
         af.verify_checkpoint(at)
-    assert (at / "thesis.txt").read_text() == "mine"
-
-
-def test_a_folder_of_a_dead_program_is_removed_and_links_in_it_are_not_followed(tmp_path: Path) -> None:
-    kept = write_files(tmp_path / "kept")
-    dead = Path(leftover_path(str(tmp_path / "at"), "files", NONCE))
-    write_files(dead)
-    (dead / "unet" / "link").symlink_to(kept)
-    os.utime(dead, (0, 0))  # of another machine: after a day
-    with folder_for_files(Context(), tmp_path / "at") as folder:
-        assert folder.parent == tmp_path
-        assert clean(REAL_DISK, str(tmp_path)) == (str(dead),)
-        assert folder.exists()
-    assert tree_of(kept) == FILES
-    assert os.listdir(tmp_path) == ["kept"]
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "tensors-00000.safetensors", "manifest.json/inner"])
-def test_names_that_a_checkpoint_has_itself_are_refused_on_all_ranks(tmp_path: Path, name: str) -> None:
-    write_files(tmp_path / "source", {name: b"mine"})
-
-    def run(ctx: Context) -> None:
-        kind = CheckpointError if ctx.is_main_process else RemoteRankError
-        with pytest.raises(kind, match="of its own"):
-            af.save_state(ctx, tmp_path / "at", {}, files=tmp_path / "source")
-
-    run_ranks(run, 2)
-    assert (tmp_path / "source" / name).read_bytes() == b"mine"
-    assert os.listdir(tmp_path) == ["source"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -170,7 +135,7 @@ def test_damage_is_found_by_all_that_read(name: str, kind: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as place:
-        path = save(Path(place)) / name
+        path = find_files(Context(), save(Path(place))) / name
         content = path.read_bytes()
         if kind == 0:
             path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
@@ -183,16 +148,16 @@ def test_damage_is_found_by_all_that_read(name: str, kind: int) -> None:
             path.unlink()
         for read in (
             lambda: af.verify_checkpoint(f"{place}/at"),
-            lambda: find_checkpoint(Context(), f"{place}/at"),
+            lambda: find_files(Context(), f"{place}/at"),
             lambda: af.load_state(Context(), f"{place}/at", {"w": torch.zeros(3, dtype=torch.int64)}),
         ):
             with pytest.raises(DamagedCheckpointError) as caught:
                 read()
-            assert caught.value.file == name
+            assert caught.value.file == f"{path.parent.relative_to(f'{place}/at')}/{path.name}"
 
 
 def test_damage_is_an_error_on_all_ranks_that_load(tmp_path: Path) -> None:
-    (save(tmp_path) / "notes.txt").write_bytes(b"best so fat")
+    (find_files(Context(), save(tmp_path)) / "notes.txt").write_bytes(b"best so fat")
 
     def run(ctx: Context) -> None:
         kind = DamagedCheckpointError if ctx.is_main_process else RemoteRankError
@@ -205,7 +170,7 @@ def test_damage_is_an_error_on_all_ranks_that_load(tmp_path: Path) -> None:
 def test_a_checkpoint_that_lacks_files_is_none_of_a_directory(tmp_path: Path) -> None:
     at = save(tmp_path)
     assert af.find_checkpoints(tmp_path) == (at,)
-    (at / "unet" / "config.json").write_bytes(b"{} ")
+    (find_files(Context(), at) / "unet" / "config.json").write_bytes(b"{} ")
     assert af.find_checkpoints(tmp_path) == ()
 
 
@@ -217,11 +182,14 @@ def manifest_with(attachments: Any) -> bytes:
 
 
 def test_the_manifest_keeps_them() -> None:
-    found = {"a/b.txt": Attachment(3, (zlib.crc32(b"abc"),)), "ümläut \ud800": Attachment(0, ())}
+    found = {
+        f"{TOP}/a/b.txt": Attachment(3, (zlib.crc32(b"abc"),)),
+        f"{TOP}/ümläut \ud800": Attachment(0, ()),
+    }
     content = manifest_with(found)
     assert parse_manifest(content).attachments == found
     said = json.loads(content.partition(b"\n")[0])["attachments"]
-    assert said["a/b.txt"] == [3, [891568578]]
+    assert said[f"{TOP}/a/b.txt"] == [3, [891568578]]
 
 
 @pytest.mark.parametrize(
@@ -230,15 +198,16 @@ def test_the_manifest_keeps_them() -> None:
         "",
         "/etc/passwd",
         "../up",
-        "a/../b",
-        "a//b",
-        "a/",
-        "./a",
-        "a\\b",
-        "a\0",
-        "C:a",
-        "manifest.json",
-        "tensors-00007.safetensors",
+        TOP,
+        f"{TOP}/",
+        f"{TOP}/../b",
+        f"{TOP}//b",
+        f"./{TOP}/a",
+        f"{TOP}/a\\b",
+        f"{TOP}/a\0",
+        "C:a/b",
+        "manifest.json/a",
+        "files/a",
     ],
 )
 def test_paths_that_lead_elsewhere_are_refused(name: str) -> None:
@@ -249,14 +218,14 @@ def test_paths_that_lead_elsewhere_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "attachments",
     [
-        {"a": Attachment(0, ()), "a/b": Attachment(0, ())},
-        {"a": Attachment(1, ())},
-        {"a": Attachment(-1, ())},
-        {"a": Attachment(1, (-1,))},
-        {"a": Attachment(0, (1,))},
-        {"a": Attachment((1 << 26) + 1, (1,))},
-        {"a": (True, (1,))},
-        {"a": 7},
+        {f"{TOP}/a": Attachment(0, ()), f"{TOP}/a/b": Attachment(0, ())},
+        {f"{TOP}/a": Attachment(1, ())},
+        {f"{TOP}/a": Attachment(-1, ())},
+        {f"{TOP}/a": Attachment(1, (-1,))},
+        {f"{TOP}/a": Attachment(0, (1,))},
+        {f"{TOP}/a": Attachment((1 << 26) + 1, (1,))},
+        {f"{TOP}/a": (True, (1,))},
+        {f"{TOP}/a": 7},
     ],
 )
 def test_what_says_nothing_sound_is_refused(attachments: Any) -> None:

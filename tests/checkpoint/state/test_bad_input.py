@@ -16,7 +16,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint import Keep
-from accelfn.checkpoint.commit import begin_stage, leftover_path, make_nonce, write_manifest
+from accelfn.checkpoint.commit import begin_save, write_manifest
 from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.context import Context
 from accelfn.errors import (
@@ -27,7 +27,7 @@ from accelfn.errors import (
 )
 from accelfn.testing import run_ranks
 from tests.checkpoint.campaign import fork
-from tests.checkpoint.small import write_stage
+from tests.checkpoint.small import write_parts
 from tests.checkpoint.state.test_faults import check, state
 from tests.checkpoint.watched_disk import watched
 
@@ -114,7 +114,7 @@ def test_a_file_that_is_cut_off_or_goes_on(tmp_path: Path, name: str) -> None:
 
 def test_a_file_that_is_missing_and_one_too_many(tmp_path: Path) -> None:
     path = saved(tmp_path / "at")
-    extra = path / "tensors-00001.safetensors"
+    extra = path / "weights.safetensors"
     shutil.copy(path / TENSORS, extra)
     (path / ".hidden").write_text("")
     like = {"model": nn.Linear(3, 2), "own": torch.zeros(4), "free": nn.Parameter(torch.zeros(2)), "step": 0}
@@ -195,7 +195,7 @@ def test_no_pickle_goes_off(tmp_path: Path, name: str, protocol: int | str) -> N
 
 
 def renamed(name: str) -> Change:
-    """Let the manifest call its file of tensors by another name."""
+    """Return a change of the name of the file of tensors in the manifest."""
 
     def change(said: dict[str, Any]) -> None:
         said["files"] = {name: said["files"][TENSORS]}
@@ -206,7 +206,7 @@ def renamed(name: str) -> Change:
 
 
 def pieces(*boxes: tuple[list[int], list[int]]) -> Change:
-    """Let the manifest say that a tensor of four elements lies in other boxes."""
+    """Return a change of the boxes of a tensor of four elements in the manifest."""
 
     def change(said: dict[str, Any]) -> None:
         (file, key, _, _, crc32) = said["tensors"]["own"][2][0]
@@ -218,7 +218,7 @@ def pieces(*boxes: tuple[list[int], list[int]]) -> Change:
 
 
 def field(*path: str | int, value: Any) -> Change:
-    """Let the manifest have another value somewhere."""
+    """Return a change of a value in the manifest."""
 
     def change(said: dict[str, Any]) -> None:
         here: Any = said
@@ -273,7 +273,6 @@ HARMFUL: dict[str, Change] = {
     "another format": field("format", value="zip"),
     "chunk_bytes": field("chunk_bytes", value=1),
     "world_size": field("world_size", value=0),
-    "generation": field("generation", value=-1),
     "step": field("step", value="1"),
     "metric": field("metric", value="1"),
     "unknown kind": field("tree", "own", value={"$": "evil"}),
@@ -334,21 +333,19 @@ def test_a_manifest_of_a_version_to_come(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_not_damaged(tmp_path: Path) -> None:
-    af.save_tree(tmp_path / "step-1", {"a": torch.ones(2)})
-    old = leftover_path(str(tmp_path / "step-1"), "trash", make_nonce())
+    af.save_state(Context(), tmp_path / "step-1", {"a": torch.ones(2)}, step=1)
 
     def watch(kind: str, path: str) -> None:
-        if kind == "open_file" and path.endswith("step-1/manifest.json") and not os.path.exists(old):
-            af.save_tree(tmp_path / "step-2", {"a": torch.zeros(2)})
-            os.rename(tmp_path / "step-1", old)
+        if kind == "open_file" and path.endswith("step-1/manifest.json") and os.path.exists(path):
+            af.save_state(Context(), tmp_path / "step-2", {"a": torch.zeros(2)}, step=2, keep=Keep(last=1))
 
     assert af.latest_checkpoint(tmp_path, disk=watched(watch)) == tmp_path / "step-2"
-    assert os.path.exists(old)
+    assert os.listdir(tmp_path) == ["step-2"]
 
 
-def test_a_stage_counts_for_nothing_however_complete(tmp_path: Path) -> None:
-    stage = begin_stage(REAL_DISK, tmp_path / "at", make_nonce())
-    write_manifest(REAL_DISK, stage, write_stage(REAL_DISK, stage.path, ({"a": torch.ones(2)},)))
+def test_a_save_that_has_not_swapped_its_manifest_counts_for_nothing(tmp_path: Path) -> None:
+    save = begin_save(REAL_DISK, tmp_path / "at")
+    write_manifest(REAL_DISK, save, write_parts(REAL_DISK, save.path, ({"a": torch.ones(2)},)))
     for place in (tmp_path / "at", tmp_path):
         with pytest.raises(NoCheckpointError):
             af.load_tree(place)

@@ -1,6 +1,6 @@
 """Nodes with disks of their own: each has its part, and a crash leaves one that all of them have."""
 
-import dataclasses
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -16,14 +16,15 @@ from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.find import common, parts_at, parts_below
 from accelfn.context import Context
 from accelfn.context.config import ProjectConfiguration
-from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.errors import DamagedCheckpointError, NoCheckpointError, RemoteRankError
 from accelfn.testing import run_ranks
+from tests.checkpoint.watched_disk import CHANGES, installed, watched
 
 EACH = ProjectConfiguration(save_on_each_node=True)
 
 
 def on_nodes(ctx: Context, folder: Path) -> tuple[Context, Path]:
-    """Give a context that writes on each node, and this node's disk."""
+    """Return a context that writes on each node, and this node's disk."""
     disk = folder / f"node{ctx.world.node_rank}"
     disk.mkdir(exist_ok=True)
     return ctx.replace(project_config=EACH), disk
@@ -57,42 +58,50 @@ def test_each_node_has_all_that_its_ranks_need(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_node_that_did_not_commit_leaves_the_old_one_for_all(tmp_path: Path, behind: int) -> None:
-    def save(step: int, failing: bool) -> None:
-        def run(ctx: Context) -> None:
-            ctx, disk = on_nodes(ctx, tmp_path)
-            with pytest.MonkeyPatch.context() as patch:
-                if failing and ctx.world.node_rank == behind and ctx.is_local_main_process:
-                    real = os.rename
+def test_a_kill_at_any_change_of_a_node_leaves_one_that_all_nodes_have(tmp_path: Path, behind: int) -> None:
+    """One of two nodes ends just before each of the changes that it makes to its disk."""
 
-                    def rename(source: str, target: str) -> None:
-                        if "replaced" in str(target):
-                            raise OSError(5, "no more renames", source)
-                        real(source, target)
-
-                    patch.setattr("accelfn.checkpoint.save.REAL_DISK", _disk(rename))
-                af.save_state(ctx, disk / "at", tree_of(ctx, step))
-
-        run_ranks(run, 2, on="processes", num_nodes=2)
-
-    def load(ctx: Context) -> tuple[int, int]:
+    def save(ctx: Context, step: int, stop: int) -> int:
         ctx, disk = on_nodes(ctx, tmp_path)
-        loaded = af.load_state(ctx, disk / "at", like())
-        return loaded["step"], int(loaded["own"][1])
+        changes = 0
 
-    save(1, failing=False)
-    with pytest.raises(Exception, match="no more renames"):
-        save(2, failing=True)
-    ahead = tmp_path / f"node{1 - behind}" / "at"
-    assert af.verify_checkpoint(ahead).generation == 1  # it has committed
-    assert run_ranks(load, 2, num_nodes=2) == [(1, 1)] * 2  # and all go on with what both have
-    save(3, failing=False)
-    assert run_ranks(load, 2, num_nodes=2) == [(3, 3)] * 2
-    assert [os.listdir(tmp_path / f"node{node}") for node in range(2)] == [["at"], ["at"]]
+        def watch(kind: str, path: str) -> None:
+            nonlocal changes
+            del path
+            if kind in CHANGES and ctx.rank == behind:
+                if changes >= stop:  # and none of the changes after it, as after a kill
+                    raise OSError(5, "no more changes")
+                changes += 1
 
+        with installed(watched(watch)):
+            try:
+                af.save_state(ctx, disk / "at", tree_of(ctx, step), step=step)
+            except (OSError, RemoteRankError):
+                return -1
+        return changes
 
-def _disk(rename: Any) -> Any:
-    return dataclasses.replace(REAL_DISK, rename=rename)
+    def load(ctx: Context) -> int:
+        ctx, disk = on_nodes(ctx, tmp_path)
+        return af.load_state(ctx, disk / "at", like())["step"]
+
+    def run(ctx: Context) -> list[int]:
+        found: list[int] = []
+        save(ctx, 0, 1000)
+        for stop in itertools.count():
+            done = af.gather_object(ctx, [save(ctx, 2 * stop + 1, stop)])
+            found.append(load(ctx))
+            assert found[-1] in (2 * stop, 2 * stop + 1), stop
+            if sorted(done) == [0, stop]:
+                break
+            save(ctx, 2 * stop + 2, 1000)
+            assert load(ctx) == 2 * stop + 2
+            ctx.collectives.barrier()
+        save(ctx, 1000, 1000)
+        return found
+
+    steps = run_ranks(run, 2, on="processes", num_nodes=2)[0]
+    assert {step % 2 for step in steps} == {0, 1}  # the old one, and the new one
+    assert [len(os.listdir(tmp_path / f"node{node}" / "at")) for node in range(2)] == [2, 2]
 
 
 def test_a_node_whose_disk_is_empty_is_named(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def numbers_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def history(log: Path) -> dict[int, str]:
-    """Give what was logged last of each step."""
+    """Return the last log entry of each step."""
     lines = (line.partition(" ") for line in log.read_text().splitlines())
     return {int(step): rest for step, _, rest in lines}
 

@@ -13,10 +13,10 @@ from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint import Keep
-from accelfn.checkpoint.commit import begin_stage, make_nonce
+from accelfn.checkpoint.commit import abandon, begin_save
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.context import Context
-from accelfn.errors import RemoteRankError
+from accelfn.errors import CheckpointError, RemoteRankError
 from accelfn.testing import run_ranks
 from tests.checkpoint.files.test_power_loss import reading
 from tests.checkpoint.model_disk import Model, Operation, crashes, settled
@@ -26,7 +26,7 @@ ALL = "/runs/all"
 
 
 def locked(disk: Disk) -> Disk:
-    """Let ranks that are threads use a disk one at a time."""
+    """Return a disk that ranks on threads use one at a time."""
     lock = threading.Lock()
 
     def alone(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def save(model: Model, ranks: int, name: str, step: int, keep: Keep | None = Non
 
 
 def newest(model: Model, places: Sequence[str]) -> int | str | None:
-    """Give the highest step that is there; None for no checkpoint, a text for a torn one."""
+    """Return the highest step on a disk; None for no checkpoint, a text for a torn one."""
     found = [reading(model, f"{ALL}/{place}") for place in places]
     torn = [one for one in found if isinstance(one, str)]
     return torn[0] if torn else max((one for one in found if isinstance(one, int)), default=None)
@@ -101,15 +101,26 @@ def test_what_fails_on_one_rank_is_removed_when_the_others_write_no_more(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stage_of_a_program_that_runs_is_left_alone(tmp_path: Path) -> None:
-    stage = begin_stage(REAL_DISK, tmp_path / "at", make_nonce())
+def test_a_save_to_where_another_one_is_writing_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     af.save_tree(tmp_path / "at", {"step": 1})
-    af.prune_checkpoints(tmp_path, Keep(last=1))
-    assert Path(stage.path).is_dir()
+    running = begin_save(REAL_DISK, tmp_path / "at")
+
+    def save_in_background(ctx: Context) -> None:
+        af.save_state(ctx, tmp_path / "at", {"step": 2}, True).result()
+
+    def run(ctx: Context) -> None:
+        with pytest.raises((CheckpointError, RemoteRankError), match="at is being written"):
+            af.save_state(ctx, tmp_path / "at", {"step": 2})
+        with pytest.raises((CheckpointError, RemoteRankError), match="at is being written"):
+            save_in_background(ctx)
+
+    run_ranks(run, 2)
+    abandon(REAL_DISK, running)
+    assert af.load_tree(tmp_path / "at") == {"step": 1}
 
 
 class Refusing:
-    """Takes up no state but its own."""
+    """An object whose ``load_state_dict`` raises."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -249,7 +249,7 @@ def test_what_is_left_of_a_model_is_not_saved_alone(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"optimizer is .* of no pipelined model in the tree"):
             af.save_state(ctx, tmp_path / "at", {"optimizer": run["optimizer"]})
         alone = ctx.along("dp")
-        with pytest.raises(CheckpointError, match="model is cut into stages, and the ranks of this context"):
+        with pytest.raises(CheckpointError, match="model is split into pipeline stages, and this context"):
             af.save_state(alone, tmp_path / f"at{ctx.rank}", {"model": run["model"]})
         for attempt in (
             lambda: af.save_model(alone, run["model"], tmp_path / "weights"),

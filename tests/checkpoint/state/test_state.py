@@ -1,4 +1,4 @@
-"""The state of a run: saved by all ranks as one, taken up whole or not at all."""
+"""The state of a run: saved by all ranks as one checkpoint, loaded completely or not at all."""
 
 import copy
 import os
@@ -74,7 +74,7 @@ class Loop(NamedTuple):
 
 
 def plain(tree: Any) -> Any:
-    """Give a tree with its tensors as lists of numbers."""
+    """Return a tree with its tensors as lists of numbers."""
 
     def numbers(leaf: Any) -> Any:
         return cast("Any", leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf
@@ -335,7 +335,7 @@ class Counter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.refuses and state["value"] != self.value:
-            self.refuses = False  # it takes up its old state again
+            self.refuses = False  # its old state is restored then
             self.value = -1
             raise RuntimeError("this counter refuses")
         self.value = state["value"]
@@ -409,7 +409,7 @@ def test_places_that_can_be_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
-    for name in ("file", "full", "n" * 250):
+    for name in ("file", "full", "n" * 256):
         with pytest.raises((CheckpointError, OSError)):
             af.save_state(Context(), tmp_path / name, NOTHING)
     with pytest.raises(OSError, match="file"):
@@ -479,7 +479,7 @@ def test_an_error_in_the_background_is_told_by_the_handle_or_at_the_next_save(tm
                         handle.result()
                 else:
                     assert isinstance(handle.exception(), kind)
-                    handle._was_told = False  # pyright: ignore[reportPrivateUsage] -- as if nobody had asked
+                    handle._is_reported = False  # pyright: ignore[reportPrivateUsage] -- as if nobody had asked
             if not asks:
                 with pytest.raises(kind, match="no disk"):
                     af.save_state(ctx, tmp_path / "at", {"step": 3})
@@ -504,7 +504,7 @@ def test_one_save_at_a_time_and_the_end_of_a_context_waits(tmp_path: Path) -> No
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4))
-def test_any_world_takes_up_what_any_other_saved(sizes: list[int]) -> None:
+def test_any_world_loads_what_any_other_saved(sizes: list[int]) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -624,7 +624,7 @@ def test_weights_that_were_saved_apart_are_not_put_into_one(tmp_path: Path) -> N
     assert [row.path for row in caught.value.rows] == ["model/outer.weight"]
     assert model.inner.weight.tolist() == before  # pyright: ignore[reportUnknownMemberType]
     with torch.no_grad():
-        apart.outer.weight.copy_(apart.inner.weight.fill_(float("nan")))  # equal bits, and no number
+        apart.outer.weight.copy_(apart.inner.weight.fill_(float("nan")))  # equal bits, and NaN
     af.save_state(Context(), tmp_path / "at", {"model": apart})
     af.load_state(Context(), tmp_path / "at", {"model": model})
     assert model.outer.weight is model.inner.weight
@@ -645,6 +645,6 @@ def test_what_is_no_option_is_refused_by_name_before_anything_is_written(
 
 
 @pytest.mark.parametrize("metric", [float("nan"), float("inf")])
-def test_a_metric_that_is_no_number_saves_a_checkpoint_without_one(metric: float, tmp_path: Path) -> None:
+def test_a_metric_that_is_not_finite_saves_a_checkpoint_without_one(metric: float, tmp_path: Path) -> None:
     run_ranks(lambda ctx: af.save_state(ctx, tmp_path / "run", {"x": 1}, metric=metric), 2)
     assert af.checkpoint.verify_checkpoint(tmp_path / "run").metric is None
