@@ -18,7 +18,7 @@ from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.commit import find_leftovers, is_dead, is_leftover, read_head
 from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.document.decode import decode
-from accelfn.checkpoint.document.nodes import LEAVES, children_of, step
+from accelfn.checkpoint.document.nodes import LEAVES, child_path, children_of
 from accelfn.checkpoint.find import read_checkpoint, resolve, scan, verify_files
 from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.keep import plan_prune
@@ -297,7 +297,7 @@ def _leaves(
         is_value = kind not in (None, "dict", "object") and all(_is_plain(one) for _, one in children)
         if children and not is_value:
             for key, child in children:
-                yield from _leaves(manifest, child, step(path, key), ranks, known)
+                yield from _leaves(manifest, child, child_path(path, key), ranks, known)
             return
     if isinstance(node, dict) and kind in LEAVES:
         first = known.setdefault(node["name"], path[1:])

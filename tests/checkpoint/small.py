@@ -1,4 +1,4 @@
-"""Make a small checkpoint through the package's own functions, and read one back."""
+"""Write and read small checkpoints through the package's internal functions."""
 
 import contextlib
 import os
@@ -17,21 +17,22 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def write_stage(disk: Disk, path: str, ranks: tuple[Tensors, ...], **fields: object) -> Manifest:
-    """Write one file of tensors for each rank, and give the manifest."""
+    """Write one file of tensors for each rank, and return the manifest."""
     files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
-    for rank, mine in enumerate(ranks):
+    for rank, own in enumerate(ranks):
         name = f"tensors-{rank:05d}.safetensors"
         written = write_tensors(
             disk,
             os.path.join(path, name),
-            [new_entry(key, one) for key, one in mine.items()],
+            [new_entry(key, tensor) for key, tensor in own.items()],
             {"format": "pt"},
         )
         files[name] = StoredFile(written.size, written.header_crc32)
-        for key, one in mine.items():
-            piece = Piece(name, key, (0,) * one.dim(), tuple(one.shape), written.crc32[key])
-            tensors[key] = StoredTensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), (piece,))
+        for key, tensor in own.items():
+            shape = tuple(tensor.shape)
+            piece = Piece(name, key, (0,) * len(shape), shape, written.crc32[key])
+            tensors[key] = StoredTensor(str(tensor.dtype).removeprefix("torch."), shape, (piece,))
     tree = {name: {"$": "tensor", "name": name} for name in tensors}
     return Manifest(tree=tree, tensors=tensors, files=files, world_size=len(ranks), **fields)  # pyright: ignore[reportArgumentType]
 
@@ -43,7 +44,7 @@ def save_small(
     files: str | None = None,
     **fields: object,
 ) -> None:
-    """Save a checkpoint as one process would for all ranks, with the files of a directory in it."""
+    """Save the checkpoint of several ranks from one process, with a directory of attached files."""
     stage = begin_stage(disk, directory, make_nonce())
     try:
         if files is not None:
@@ -62,18 +63,18 @@ def load_small(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> 
 
     def read(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
         boxes = [
-            Box(name, one.dtype, piece)
-            for name, one in checkpoint.manifest.tensors.items()
-            for piece in one.pieces
+            Box(name, stored.dtype, piece)
+            for name, stored in checkpoint.manifest.tensors.items()
+            for piece in stored.pieces
         ]
-        found = read_boxes(disk, checkpoint.folder, checkpoint.manifest, boxes)
-        return {box.name: tensor for box, tensor in zip(boxes, found, strict=True)}
+        tensors = read_boxes(disk, checkpoint.folder, checkpoint.manifest, boxes)
+        return {box.name: tensor for box, tensor in zip(boxes, tensors, strict=True)}
 
     return read_checkpoint(disk, directory, read)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors are equal in every bit, in dtype and in shape."""
+    """Whether two tensors are equal in dtype, shape and every bit."""
     return (
         one.dtype == other.dtype
         and one.shape == other.shape
