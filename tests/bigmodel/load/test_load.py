@@ -582,13 +582,13 @@ def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
             "names '/abs.safetensors', which is no plain name",
         ),
         ('{"weight_map": {"weight": "absent.safetensors"}}', "absent.safetensors is missing"),
-        ('{"metadata": {"total_size": 5}}', "is no index: it has no weight_map"),
-        ('{"weight_map": {}}', "is no index: it has no weight_map"),
-        ('{"weight_map": ["weight"]}', "is no index: it has no weight_map"),
+        ('{"metadata": {"total_size": 5}}', "is not an index: it has no weight_map"),
+        ('{"weight_map": {}}', "is not an index: it has no weight_map"),
+        ('{"weight_map": ["weight"]}', "is not an index: it has no weight_map"),
         ('{"weight_map": {"weight": 5}}', "the file of 'weight' is 5, and no name"),
         ("[]", "holds list instead of an object"),
-        ("no JSON", "holds no sound JSON"),
-        ("", "holds no sound JSON"),
+        ("no JSON", "is not valid JSON"),
+        ("", "is not valid JSON"),
     ],
 )
 def test_an_index_that_is_none_is_refused(index: str, said: str, tmp_path: Path) -> None:
