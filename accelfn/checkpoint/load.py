@@ -34,19 +34,19 @@ from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest, leaf_path
 from accelfn.checkpoint.objects import (
     Names,
     Pending,
+    cannot_fail,
     find_names,
     fit,
     is_in_place,
     is_named_optimizer,
-    is_sure,
-    order_of,
     prepare_undo,
-    take_up,
-    untied,
+    restore_object,
+    restore_order,
+    untied_weights,
 )
 from accelfn.checkpoint.plan import Overlap, find_overlaps, join_overlaps
 from accelfn.checkpoint.random_state import restore_random_states
-from accelfn.checkpoint.stages import leave_other_stages
+from accelfn.checkpoint.stages import remove_other_stages
 from accelfn.comm import catch
 from accelfn.context import Context, check_context
 from accelfn.data import LoaderState
@@ -256,7 +256,7 @@ def _load(
     assert prepared is not None
     value, pending, writes = prepared
     undo: list[Callable[[], None]] = []
-    may_refuse = [one for one in pending if not is_sure(one)]
+    may_refuse = [one for one in pending if not cannot_fail(one)]
     _, error = catch(lambda: _take_up(may_refuse, asked.names, undo))
     try:
         phases.gather("take up", "", error)
@@ -267,8 +267,8 @@ def _load(
     for write in writes:
         write()
     for one in pending:
-        if is_sure(one):
-            take_up(one, asked.names)
+        if cannot_fail(one):
+            restore_object(one, asked.names)
     if random_state and read.manifest.random is not None:
         _restore_random(ctx, read)
     phases.gather("loaded", "")
@@ -451,7 +451,7 @@ def _read(ctx: Context, disk: Disk, like: Any, asked: _Asked, found: OpenCheckpo
     source = find_source(ctx, manifest)
     document = choose_part(_document(manifest, source.rank), like, asked.may_leave)
     matched = match(document, manifest.tensors, like)
-    leave_other_stages(matched.objects, names)
+    remove_other_stages(matched.objects, names)
     fits = [fit(one, names, manifest.tensors, strict=asked.strict) for one in matched.objects]
     rows = [*matched.rows, *(row for one in fits for row in one.rows)]
     if rows:
@@ -518,12 +518,12 @@ def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[
     writes: list[Callable[[], None]] = []
     adopt = functools.partial(_adopt, writes)
     value = decode(read.document, read.tensors, like=like, restore=remember, adopt=adopt)
-    rows = [row for one in pending for row in untied(one)]
+    rows = [row for one in pending for row in untied_weights(one)]
     if rows:
         raise CheckpointMismatchError(
             "load_state: weights that are one in a module were saved apart. Nothing was changed.", rows
         )
-    return value, sorted(pending, key=order_of), writes
+    return value, sorted(pending, key=restore_order), writes
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -555,7 +555,7 @@ def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], N
     for one in pending:
         undo.append(prepare_undo(one))
         try:
-            take_up(one, names)
+            restore_object(one, names)
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 cast("Any", error).add_note(f"raised while {one.path!r} took up its state")

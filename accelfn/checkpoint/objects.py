@@ -394,12 +394,12 @@ def is_in_place(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
 
 
-def order_of(pending: Pending) -> int:
+def restore_order(pending: Pending) -> int:
     """Return the sort key for restoring: schedules come after optimizers, whose states set learning rates."""
     return 0 if isinstance(pending.thing, Optimizer) else 1
 
 
-def untied(pending: Pending) -> list[Misfit]:
+def untied_weights(pending: Pending) -> list[Misfit]:
     """List weights that are tied in a module, but were saved with different values, so one would be lost."""
     if not isinstance(pending.thing, nn.Module):
         return []
@@ -424,7 +424,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*bits)
 
 
-def is_sure(pending: Pending) -> bool:
+def cannot_fail(pending: Pending) -> bool:
     """Whether restoring an object can't fail: a module whose parameters and buffers are loaded in place."""
     return isinstance(pending.thing, nn.Module) and _is_plain(inner_of(pending.thing))
 
@@ -484,7 +484,7 @@ def _has_memory(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and not value.is_meta and local_of(value).numel() > 0
 
 
-def take_up(pending: Pending, names: Names) -> None:
+def restore_object(pending: Pending, names: Names) -> None:
     """Restore an object. The state's tensors are new, verified, and laid out like the object's own."""
     thing, state = pending.thing, pending.state
     if isinstance(thing, Optimizer):

@@ -130,7 +130,7 @@ def _sorted(values: _Node, order: Mapping[str, int]) -> _Node:
     return dict(sorted(values.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def leave_other_stages(objects: Iterable[Stored], names: Names) -> None:
+def remove_other_stages(objects: Iterable[Stored], names: Names) -> None:
     """Remove from the states of models and optimizers what other stages have. Writes into the states.
 
     Args:
