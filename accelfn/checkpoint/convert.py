@@ -313,12 +313,13 @@ def _values_by_path(tree: Any, wanted: Collection[str], prefix: str = "") -> Ite
 
 def _stored_weights(source: str | os.PathLike[str], leaf: str) -> dict[str, torch.Tensor]:
     def choose(manifest: Manifest) -> list[Json]:
-        document = node = document_of(manifest.tree, 0)
+        document = document_of(manifest.tree, 0)
+        node = document
         for key in leaf.strip("/").split("/"):
             if not isinstance(node, dict) or "$" in node or key not in node:
                 keys = ", ".join(document) if isinstance(document, dict) else "no keys"
                 raise ValueError(f"convert_checkpoint: there is no {leaf!r} in the tree, which has {keys}.")
-            node = node[key]
+            node = cast("dict[str, Json]", node)[key]
         return [node]
 
     stored = read_parts(source, choose)

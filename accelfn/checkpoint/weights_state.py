@@ -138,7 +138,7 @@ def describe_state(state: Mapping[str, Any], stages: Stages | None = None) -> di
     described = {name: describe_value(value) for name, value in state.items()}
     for name, value in state.items():
         if is_dtensor(value) and stages is None:
-            described[name] += f" {cast('Any', value).placements}"
+            described[name] += f" {value.placements}"
     return described
 
 

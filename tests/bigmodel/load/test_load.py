@@ -538,11 +538,11 @@ def test_the_format_of_old_torch_is_named(name: str, protocol: int, tmp_path: Pa
         _use_new_zipfile_serialization=False,
         pickle_protocol=protocol,
     )
-    with pytest.raises(CheckpointError, match=rf"{name} is of the format .* before torch 1\.6") as caught:
+    with pytest.raises(CheckpointError, match=rf"{name} has the format of torch before 1\.6") as caught:
         load_checkpoint_in_model(nn.Linear(1, 1, bias=False), path)
     assert not isinstance(caught.value, DamagedCheckpointError)
     # What it says to do, does.
-    (said,) = re.findall(r"Load it by torch\.load, .*with weights_only=(True|False),", str(caught.value))
+    (said,) = re.findall(r"Load it with torch\.load, .*with weights_only=(True|False),", str(caught.value))
     torch.save(torch.load(path, weights_only=said == "True"), path)
     assert load_state_dict(path)["weight"].eq(1).all()
 
@@ -579,14 +579,14 @@ def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
     [
         (
             '{"weight_map": {"weight": "/abs.safetensors"}}',
-            "names '/abs.safetensors', which is no plain name",
+            "names '/abs.safetensors', which is not a weights file in the same directory",
         ),
         ('{"weight_map": {"weight": "absent.safetensors"}}', "absent.safetensors is missing"),
         ('{"metadata": {"total_size": 5}}', "is not an index: it has no weight_map"),
         ('{"weight_map": {}}', "is not an index: it has no weight_map"),
         ('{"weight_map": ["weight"]}', "is not an index: it has no weight_map"),
-        ('{"weight_map": {"weight": 5}}', "the file of 'weight' is 5, and no name"),
-        ("[]", "holds list instead of an object"),
+        ('{"weight_map": {"weight": 5}}', "names 5 as the file of 'weight'"),
+        ("[]", "is not an index: it has no weight_map"),
         ("no JSON", "is not valid JSON"),
         ("", "is not valid JSON"),
     ],
@@ -605,7 +605,7 @@ def test_an_index_that_is_none_is_refused(index: str, said: str, tmp_path: Path)
 def test_several_indexes_of_other_names(tmp_path: Path) -> None:
     save({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, tmp_path, "other")
     (tmp_path / "second.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"second.* and somebody.*: pass the one to read"):
+    with pytest.raises(ValueError, match=r"second.* and somebody.*Pass the path of the one to read"):
         load_checkpoint_in_model(nn.Linear(1, 1), tmp_path)
     with pytest.raises(NoCheckpointError, match="doesn't exist"):
         load_checkpoint_in_model(nn.Linear(1, 1), tmp_path / "gone")
