@@ -42,7 +42,6 @@ from accelfn.checkpoint.weights_index import (
 )
 from accelfn.checkpoint.weights_state import (
     Agreement,
-    Stages,
     describe_state,
     describe_value,
     has_bytes,
@@ -53,7 +52,7 @@ from accelfn.checkpoint.weights_state import (
     whole_state,
     whole_tensors,
 )
-from accelfn.comm import Call, catch, check_replicas, gather_bytes
+from accelfn.comm import check_replicas, gather_object
 from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit
@@ -116,32 +115,27 @@ def save_model(
     folder = Path(directory)
     _check_replicas(ctx, model)
 
-    def inspect(agree_on: Agreement) -> tuple[dict[str, torch.Tensor], Stages | None, int]:
+    def save(agree_on: Agreement) -> tuple[Path, ...]:
         kind = names_of(names)[not safe_serialization]
         size = parse_size(max_shard_size)
         inner = unwrap_model(require_module(_SAVE, model), keep_torch_compile=False)
         own = _savable_state(inner, safe_serialization)
         tensors, stages = whole_state(ctx, _SAVE, inner, own, agree_on)
         agree_on(f"{kind} {size}", lambda: describe_state(tensors, stages))
-        return tensors, stages, size
-
-    tensors, stages, size = together(ctx, _SAVE, inspect)
-    kind = names_of(names)[not safe_serialization]
-    with ExitStack() as lock:
-        plan = plan_weights(tensors, size, kind, _reserve_directory(ctx, folder, names, lock))
-
-        def write(agree_on: Agreement) -> None:
+        with ExitStack() as lock:
+            generation = _reserve_directory(ctx, folder, names, lock, agree_on)
+            plan = plan_weights(tensors, size, kind, generation)
             order = [name for _, stored in plan.files for name in stored]
             values = whole_tensors(tensors, order, agree_on, stages)
-            if not _writes(ctx):
-                deque(values, maxlen=0)  # only takes part in the gathering
-                return
-            with staging(folder / "weights") as stage:
-                publish(folder, names, stage, write_files(stage, plan, kind, tensors, values))
+            if _writes(ctx):
+                with staging(folder / "weights") as stage:
+                    publish(folder, names, stage, write_files(stage, plan, kind, tensors, values))
+            else:
+                deque(values, maxlen=0)  # takes part in the gathering
+        files = [folder / file for file, _ in plan.files]
+        return (*files, folder / kind.index) if len(files) > 1 else tuple(files)
 
-        together(ctx, _SAVE, write)
-    files = [folder / file for file, _ in plan.files]
-    return (*files, folder / kind.index) if len(files) > 1 else tuple(files)
+    return together(ctx, _SAVE, save)
 
 
 def _writes(ctx: Context) -> bool:
@@ -207,26 +201,19 @@ def _refusal(value: object, safe: bool) -> str | None:
     return None
 
 
-def _reserve_directory(ctx: Context, folder: Path, naming: WeightNaming, lock: ExitStack) -> int:
+def _reserve_directory(
+    ctx: Context, folder: Path, naming: WeightNaming, lock: ExitStack, agree_on: Agreement
+) -> int:
     """Lock the directory on the ranks that write, and return a generation that is unused on all nodes.
 
     Ranks: every rank of ``ctx``.
     """
-
-    def reserve() -> bytes:
-        if not _writes(ctx):
-            return b""
+    existing: list[int] = []
+    if _writes(ctx):
         lock.enter_context(locked_directory(folder, naming))
-        return " ".join(map(str, existing_generations(folder, naming))).encode()
-
-    existing, error = catch(reserve)
-    if ctx.num_processes > 1:
-        on_ranks = gather_bytes(ctx, Call(_SAVE, "names", takes_long=True), existing or b"", error)
-    elif error is not None:
-        raise error
-    else:
-        on_ranks = [existing or b""]
-    used = {int(generation) for numbers in on_ranks for generation in numbers.split()}
+        existing = sorted(existing_generations(folder, naming))
+    agree_on("names")
+    used = set(gather_object(ctx, existing))
     return next(generation for generation in itertools.count(1) if generation not in used)
 
 

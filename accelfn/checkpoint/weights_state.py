@@ -281,20 +281,19 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
     """
     check_context("get_state_dict", ctx)
 
-    def inspect(agree_on: Agreement) -> tuple[dict[str, Any], Stages | None]:
+    def collect(agree_on: Agreement) -> dict[str, Any]:
         inner = unwrap_model(require_module(_GET, model), keep_torch_compile=False)
         check_filled(_GET, inner)
-        source = inner if unwrap else model
-        tensors = source.state_dict(keep_vars=True)
+        tensors = (inner if unwrap else model).state_dict(keep_vars=True)
         names = own_names(_GET, inner) if unwrap else {name: _without_inserted(name) for name in tensors}
         own = {own: tensors[name] for name, own in names.items()}
         state, stages = whole_state(ctx, _GET, inner, own, agree_on)
         agree_on("state", lambda: describe_state(state, stages))
-        return state, stages
-
-    def gather(agree_on: Agreement) -> dict[str, Any]:
+        if stages is None and not any(map(is_dtensor, state.values())):
+            return {name: value.detach() if is_tensor(value) else value for name, value in state.items()}
         first = {tied_by(value): name for name, value in reversed(state.items()) if is_tensor(value)}
-        order = [name for name in state if name in first.values()]
+        stored = frozenset(first.values())
+        order = [name for name in state if name in stored]
         whole: dict[str, torch.Tensor] = {}
         values = whole_tensors(state, order, agree_on, stages)
         for name in order:
@@ -308,7 +307,4 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
             name: whole[first[tied_by(value)]] if is_tensor(value) else value for name, value in state.items()
         }
 
-    state, stages = together(ctx, _GET, inspect)
-    if stages is not None or any(is_dtensor(value) for value in state.values()):
-        return together(ctx, _GET, gather)
-    return {name: value.detach() if is_tensor(value) else value for name, value in state.items()}
+    return together(ctx, _GET, collect)
