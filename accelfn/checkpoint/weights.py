@@ -42,15 +42,15 @@ from accelfn.checkpoint.weights_index import (
 )
 from accelfn.checkpoint.weights_state import (
     Agreement,
+    complete_state,
     describe_state,
     describe_value,
+    gathered_tensors,
     has_bytes,
     is_tensor,
     own_names,
     require_module,
     together,
-    whole_state,
-    whole_tensors,
 )
 from accelfn.comm import check_replicas, gather_object
 from accelfn.context import Context, check_context
@@ -120,13 +120,13 @@ def save_model(
         size = parse_size(max_shard_size)
         inner = unwrap_model(require_module(_SAVE, model), keep_torch_compile=False)
         own = _savable_state(inner, safe_serialization)
-        tensors, stages = whole_state(ctx, _SAVE, inner, own, agree_on)
+        tensors, stages = complete_state(ctx, _SAVE, inner, own, agree_on)
         agree_on(f"{kind} {size}", lambda: describe_state(tensors, stages))
         with ExitStack() as lock:
             generation = _reserve_directory(ctx, folder, names, lock, agree_on)
             plan = plan_weights(tensors, size, kind, generation)
             order = [name for _, stored in plan.files for name in stored]
-            values = whole_tensors(tensors, order, agree_on, stages)
+            values = gathered_tensors(tensors, order, agree_on, stages)
             if _writes(ctx):
                 with staging(folder / "weights") as stage:
                     publish(folder, names, stage, write_files(stage, plan, kind, tensors, values))

@@ -170,7 +170,7 @@ class Stages(NamedTuple):
         return broadcast(self.ctx, value, self.holders[name])
 
 
-def whole_state(
+def complete_state(
     ctx: Context, operation: str, model: nn.Module, state: Mapping[str, Any], agree_on: Agreement
 ) -> tuple[dict[str, Any], Stages | None]:
     """Extend a state dict to all pipeline stages of a model, of which this rank may hold only some.
@@ -219,7 +219,7 @@ def whole_state(
     return {name: complete[whole.first.get(name, name)] for name in names}, Stages(along, holders)
 
 
-def whole_tensors(
+def gathered_tensors(
     tensors: Mapping[str, torch.Tensor], order: Iterable[str], agree_on: Agreement, stages: Stages | None
 ) -> Iterator[torch.Tensor]:
     """Yield tensors one after the other, gathering those that are distributed over ranks.
@@ -230,7 +230,7 @@ def whole_tensors(
         tensors: By name.
         order: The names, in the same order on every rank.
         agree_on: From :func:`together`.
-        stages: From :func:`whole_state`.
+        stages: From :func:`complete_state`.
     """
     for name in order:
         value = tensors[name].detach()
@@ -287,7 +287,7 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
         tensors = (inner if unwrap else model).state_dict(keep_vars=True)
         names = own_names(_GET, inner) if unwrap else {name: _without_inserted(name) for name in tensors}
         own = {own: tensors[name] for name, own in names.items()}
-        state, stages = whole_state(ctx, _GET, inner, own, agree_on)
+        state, stages = complete_state(ctx, _GET, inner, own, agree_on)
         agree_on("state", lambda: describe_state(state, stages))
         if stages is None and not any(map(is_dtensor, state.values())):
             return {name: value.detach() if is_tensor(value) else value for name, value in state.items()}
@@ -295,7 +295,7 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
         stored = frozenset(first.values())
         order = [name for name in state if name in stored]
         whole: dict[str, torch.Tensor] = {}
-        values = whole_tensors(state, order, agree_on, stages)
+        values = gathered_tensors(state, order, agree_on, stages)
         for name in order:
             value = next(values)
             if ctx.is_main_process:
