@@ -98,7 +98,7 @@ def _join_optimizers(path: str, states: Sequence[_Node], order: Mapping[str, int
     if unknown:
         raise CheckpointError(
             f"save_state: {path or 'tree'} is an optimizer that is split over the stages of a pipeline, and "
-            f"its parameters {', '.join(unknown[:4])} belong to no pipelined model in the tree. Save the "
+            f"its parameters {', '.join(unknown[:4])} are of no pipelined model in the tree. Save the "
             "optimizer in one tree with its model."
         )
     groups = [_join_groups(parts, order) for parts in zip(*groups_of_stages, strict=True)]
