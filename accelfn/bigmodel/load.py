@@ -39,7 +39,7 @@ from accelfn.bigmodel.weight_files import (
     progress_bar,
     read_tensors,
 )
-from accelfn.checkpoint.weights_state import Meet, require_module, together
+from accelfn.checkpoint.weights_state import Agreement, require_module, together
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context, init_context
 from accelfn.training import unwrap_model
@@ -193,7 +193,7 @@ def _load_from_rank0(
     model: nn.Module,
     path: str | os.PathLike[str],
     options: LoadOptions,
-    meet: Meet,
+    meet: Agreement,
     progress: bool | None,
 ) -> None:
     """Load a checkpoint that only rank 0 can read into the models of all ranks.

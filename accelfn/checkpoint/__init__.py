@@ -1,16 +1,15 @@
-"""A tree on disk, and when it is time to write it."""
+"""Save and load the state of a run, trees, and weights; stop when the cluster preempts the job."""
 
-from accelfn.checkpoint.accelerate_read import read_accelerate
-from accelfn.checkpoint.accelerate_write import write_accelerate
+from accelfn.checkpoint.accelerate import read_accelerate, write_accelerate
 from accelfn.checkpoint.attachments import folder_for_files
 from accelfn.checkpoint.background import SaveHandle
 from accelfn.checkpoint.convert import Conversion, convert_checkpoint
 from accelfn.checkpoint.find import find_checkpoints, latest_checkpoint
 from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
 from accelfn.checkpoint.load import find_checkpoint, find_files, load_latest, load_state, load_tree
-from accelfn.checkpoint.merge import merge_fsdp_weights
 from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
 from accelfn.checkpoint.save import save_state, save_tree
+from accelfn.checkpoint.sharded_folder import merge_fsdp_weights
 from accelfn.checkpoint.verify import CheckpointReport, verify_checkpoint
 from accelfn.checkpoint.weights import LoadReport, load_model, save_model, save_object
 from accelfn.checkpoint.weights_index import find_weights

@@ -1,23 +1,23 @@
-"""One document for several ranks: what all have in common once, and what differs by rank.
+"""Join the documents of several ranks: equal parts are stored once, and other parts by rank.
 
 Where the ranks' documents differ, the joined one has ``{"$": "by_rank", "values": [...], "of": [...]}``:
-rank ``r`` of the world that saved has ``values[of[r]]``. Ranks of a mesh that share their data, and differ
-along "tp" or "pp" alone, have one place in it (:func:`place_of`); whoever loads takes up what a rank of the
-same place has saved, so that those ranks go on alike in any layout.
+rank ``r`` of the world that saved has ``values[of[r]]``. Ranks that read the same data, because they differ
+along "tp" or "pp" alone, have the same place (:func:`place_of`). A rank loads the document of a rank that had
+its place, so that ranks of one place continue alike in any layout.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from accelfn.checkpoint.document.nodes import LEAVES
 from accelfn.checkpoint.manifest import Json, Manifest
 from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError
 
-# Along other axes ranks work on the same rows together, and have to draw the same random numbers for them.
+# Ranks that differ along other axes process the same rows, and must draw the same random numbers for them.
 _AXES = ("loss",)
 
 
@@ -28,20 +28,20 @@ def join_documents(documents: Sequence[Json]) -> Json:
     {'a': 1, 'b': {'$': 'by_rank', 'values': [2, 3], 'of': [0, 1]}}
     """
     first = documents[0]
-    if all(one is first for one in documents):
+    if all(document is first for document in documents):
         return first
     if len(set(map(type, documents))) == 1:
         if isinstance(first, dict):
             dicts = cast("Sequence[dict[str, Json]]", documents)
-            if len({(*one, one.get("$")) for one in dicts}) == 1:
-                return {key: join_documents([one[key] for one in dicts]) for key in first}
+            if len({(*node, node.get("$")) for node in dicts}) == 1:
+                return {key: join_documents([node[key] for node in dicts]) for key in first}
         elif isinstance(first, list):
             lists = cast("Sequence[list[Json]]", documents)
             if len(set(map(len, lists))) == 1:
-                return [join_documents(places) for places in zip(*lists, strict=True)]
-        elif len(set(map(repr, documents))) == 1:  # 0.0 and -0.0 are equal
+                return [join_documents(items) for items in zip(*lists, strict=True)]
+        elif len(set(map(repr, documents))) == 1:  # not by ==, because 0.0 == -0.0
             return first
-    texts = [json.dumps(one) for one in documents]
+    texts = [json.dumps(document) for document in documents]
     distinct = list(dict.fromkeys(texts))
     return {
         "$": "by_rank",
@@ -51,21 +51,21 @@ def join_documents(documents: Sequence[Json]) -> Json:
 
 
 def document_of(document: Json, rank: int) -> Json:
-    """Return a rank's own document. A rank beyond the world that saved takes that of another, in turn. Pure.
+    """Return the document of one rank. Ranks beyond the world that saved take turns with its ranks. Pure.
 
     Raises:
-        DamagedCheckpointError: The document is of no form that :func:`join_documents` gives.
+        DamagedCheckpointError: A ``by_rank`` node is malformed.
 
     >>> joined = join_documents([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
     >>> document_of(joined, 1), document_of(joined, 2)
     ({'a': 1, 'b': 3}, {'a': 1, 'b': 2})
     """
     if isinstance(document, list):
-        return [document_of(one, rank) for one in document]
+        return [document_of(node, rank) for node in document]
     if not isinstance(document, dict):
         return document
     if document.get("$") != "by_rank":
-        return {key: document_of(one, rank) for key, one in document.items()}
+        return {key: document_of(node, rank) for key, node in document.items()}
     try:
         values, of = document["values"], document["of"]
         number = of[rank % len(of)]
@@ -73,13 +73,11 @@ def document_of(document: Json, rank: int) -> Json:
             raise IndexError(number)
         return values[number]
     except (KeyError, IndexError, TypeError, ZeroDivisionError) as error:
-        raise DamagedCheckpointError(
-            f"The tree has a part by rank of no sound form: {document!r:.200}"
-        ) from error
+        raise DamagedCheckpointError(f"A part by rank of the tree is malformed: {document!r:.200}") from error
 
 
 def place_of(ctx: Context) -> int:
-    """Return this rank's place among those that have data and random numbers of their own, from 0.
+    """Return this rank's place among those with their own data and random numbers, from 0.
 
     Ranks: local.
 
@@ -90,16 +88,16 @@ def place_of(ctx: Context) -> int:
 
 
 def stored_place(ctx: Context) -> dict[str, int]:
-    """Return what a save keeps of this rank's place: nothing where each rank has its own."""
+    """Return the entry that stores this rank's place; empty if every rank has its own place."""
     return {} if ctx.axis_size(*_AXES) == ctx.num_processes else {"place": place_of(ctx)}
 
 
 class Source(NamedTuple):
-    """Whose documents a rank takes up.
+    """The rank whose documents this rank loads.
 
     Attributes:
-        rank: Of the world that saved.
-        is_own: Whether it had this rank's place. Otherwise several ranks take up the same.
+        rank: In the world that saved.
+        is_own: Whether that rank had this rank's place. Otherwise several ranks load its documents.
     """
 
     rank: int
@@ -107,14 +105,15 @@ class Source(NamedTuple):
 
 
 def find_source(ctx: Context, manifest: Manifest) -> Source:
-    """Choose the rank whose documents this one takes up: itself where all ranks have the places of then.
+    """Choose the rank whose documents this rank loads.
 
-    Otherwise the first one of this rank's place, so that ranks of one place have all from one.
+    If all ranks have the places that they had when the checkpoint was saved, a rank loads its own documents.
+    Otherwise it loads those of the first rank of its place, the same for all ranks of that place.
 
     Ranks: local.
 
     Raises:
-        DamagedCheckpointError: The documents are of no form that a save gives.
+        DamagedCheckpointError: The stored places are malformed.
     """
     size = manifest.world_size
     places = [_place_in(manifest.random, rank, size) for rank in range(size)]
@@ -126,31 +125,29 @@ def find_source(ctx: Context, manifest: Manifest) -> Source:
     if now == places:
         return Source(ctx.rank, is_own=True)
     if wanted not in places:
-        raise DamagedCheckpointError(f"No rank has saved for the place {wanted} of {count}.")
+        raise DamagedCheckpointError(f"The checkpoint has no documents for place {wanted} of {count}.")
     return Source(places.index(wanted), place < count)
 
 
 def _place_in(random: Json, rank: int, world_size: int) -> int:
-    """Return the place of a rank that saved."""
-    own = document_of(random, rank)
-    place = own.get("place", rank) if isinstance(own, dict) else rank
+    """Return the stored place of a rank."""
+    document = document_of(random, rank)
+    place = document.get("place", rank) if isinstance(document, dict) else rank
     if type(place) is not int or not 0 <= place < world_size:
         raise DamagedCheckpointError(f"The place of rank {rank} is malformed: {place!r:.200}")
     return place
 
 
 def renamed(document: Json, names: Mapping[str, str]) -> Json:
-    """Call tensors by other names, where ``names`` has one. Pure."""
+    """Rename tensors in a document; ``names`` maps old names to new ones. Pure."""
     if not names:
         return document
     if isinstance(document, list):
-        return [renamed(one, names) for one in document]
+        return [renamed(node, names) for node in document]
     if not isinstance(document, dict):
         return document
-    return {key: _name(key, one, document, names) for key, one in document.items()}
-
-
-def _name(key: str, value: Any, within: Mapping[str, Any], names: Mapping[str, str]) -> Json:
-    if key == "name" and within.get("$") in LEAVES and isinstance(value, str):
-        return names.get(value, value)
-    return renamed(value, names)
+    result = {key: renamed(node, names) for key, node in document.items()}
+    name = document.get("name")
+    if isinstance(name, str) and document.get("$") in LEAVES:
+        result["name"] = names.get(name, name)
+    return result

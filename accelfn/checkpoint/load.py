@@ -33,19 +33,19 @@ from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest, leaf_path
 from accelfn.checkpoint.objects import (
     Names,
     Pending,
+    cannot_fail,
     find_names,
     fit,
     is_in_place,
     is_named_optimizer,
-    is_sure,
-    order_of,
     prepare_undo,
-    take_up,
-    untied,
+    restore_object,
+    restore_order,
+    untied_weights,
 )
 from accelfn.checkpoint.plan import Overlap, find_overlaps, join_overlaps
 from accelfn.checkpoint.random_state import restore_random_states
-from accelfn.checkpoint.stages import leave_other_stages
+from accelfn.checkpoint.stages import remove_other_stages
 from accelfn.checkpoint.verify import check_attachments
 from accelfn.comm import catch
 from accelfn.context import Context, check_context
@@ -253,7 +253,7 @@ def _load(
     assert prepared is not None
     value, pending, writes = prepared
     undo: list[Callable[[], None]] = []
-    may_refuse = [one for one in pending if not is_sure(one)]
+    may_refuse = [one for one in pending if not cannot_fail(one)]
     _, error = catch(lambda: _restore_undoably(may_refuse, request.names, undo))
     try:
         phases.gather("restore", "", error)
@@ -264,8 +264,8 @@ def _load(
     for write in writes:
         write()
     for one in pending:
-        if is_sure(one):
-            take_up(one, request.names)
+        if cannot_fail(one):
+            restore_object(one, request.names)
     if random_state and read.manifest.random is not None:
         _restore_random(ctx, read)
     phases.gather("loaded", "")
@@ -478,7 +478,7 @@ def _read(ctx: Context, disk: Disk, like: Any, request: _Request, found: OpenChe
     source = find_source(ctx, manifest)
     document = choose_part(_document(manifest, source.rank), like, request.is_optional)
     matched = match(document, manifest.tensors, like)
-    leave_other_stages(matched.objects, names)
+    remove_other_stages(matched.objects, names)
     fits = [fit(one, names, manifest.tensors, strict=request.strict) for one in matched.objects]
     rows = [*matched.rows, *(row for one in fits for row in one.rows)]
     if rows:
@@ -546,12 +546,12 @@ def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[
     writes: list[Callable[[], None]] = []
     adopt = functools.partial(_adopt, writes)
     value = decode(read.document, read.tensors, like=like, restore=defer, adopt=adopt)
-    rows = [row for one in pending for row in untied(one)]
+    rows = [row for one in pending for row in untied_weights(one)]
     if rows:
         raise CheckpointMismatchError(
             "load_state: weights that are tied in a module were saved separately. Nothing was changed.", rows
         )
-    return value, sorted(pending, key=order_of), writes
+    return value, sorted(pending, key=restore_order), writes
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -583,7 +583,7 @@ def _restore_undoably(pending: Sequence[Pending], names: Names, undo: list[Calla
     for one in pending:
         undo.append(prepare_undo(one))
         try:
-            take_up(one, names)
+            restore_object(one, names)
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 cast("Any", error).add_note(f"raised while {one.path!r} was restored")

@@ -1,4 +1,4 @@
-"""Stop at a step's end when the cluster asks for it: a signal on one rank becomes one answer on all."""
+"""Stop all ranks after the same step when the cluster sends a signal to any of them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ STOP_SIGNALS: Final = tuple(
 
 
 class PreemptionGuard:
-    """Knows whether the program should stop. Made by :func:`preemption`.
+    """Tells whether the program should stop. Returned by :func:`preemption`.
 
     Attributes:
-        signals: Those it listens to; none outside of the process's main thread.
-        is_leaving: Whether this rank of several ends with ``exit``. Then SIGTERM is ignored for good, since
-            launchers send it to all ranks as soon as the first one has ended.
+        signals: The signals that it handles; none outside of the process's main thread.
+        is_leaving: Whether ``exit`` was called in a world of several ranks. SIGTERM is ignored from then on,
+            because launchers send it to all ranks as soon as the first one exits.
     """
 
     def __init__(
@@ -45,41 +45,41 @@ class PreemptionGuard:
         self._ctx = ctx
         self._clock = clock
         self._end = clock() + time_limit_s
-        self._is_asked = False  # on this rank
+        self._is_requested = False  # on this rank
         self._is_agreed = False  # on every rank
         self.is_leaving: bool = False
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop, as a signal does. Ranks: any; the others learn of it in ``should_stop``.
+        """Request a stop, as a signal does. Ranks: any; the others are informed in ``should_stop``.
 
-        May be called from another thread.
+        May be called from any thread.
         """
-        self._is_asked = True
+        self._is_requested = True
 
     def should_stop(self) -> bool:
-        """Return whether any rank was asked to stop, or its time is up.
+        """Return whether a stop was requested on any rank, or the time limit has passed.
 
-        Ask where a step is complete, for instance when ``micro.sync`` is true: from what is saved then, a
-        program can go on. Once the answer is yes it stays so, and no more communication is needed.
+        Call it when a step is complete, for example when ``micro.sync`` is true, so that the program can
+        resume from what is saved then. Once the result is True it stays True without communication.
 
-        Ranks: every rank of ``ctx``; one exchange of a byte. All get the same answer at the same call.
+        Ranks: every rank of ``ctx``; exchanges one byte. All ranks get the same result from the same call.
 
         Raises:
             MismatchError: Another rank called another operation instead.
         """
         if self._is_agreed:
             return True
-        is_asked = self._is_asked or self._clock() >= self._end
+        is_requested = self._is_requested or self._clock() >= self._end
         if self._ctx.world.size > 1:
-            rows = agree(self._ctx, Call("should_stop"), torch.tensor([is_asked], dtype=torch.uint8))
-            is_asked = any(bool(row[0]) for row in rows)
-        self._is_agreed = is_asked
-        return is_asked
+            rows = agree(self._ctx, Call("should_stop"), torch.tensor([is_requested], dtype=torch.uint8))
+            is_requested = any(bool(row[0]) for row in rows)
+        self._is_agreed = is_requested
+        return is_requested
 
     def exit(self) -> NoReturn:
-        """End the program with status 75, ``EXIT_PREEMPTED``, when every rank has come here.
+        """Exit with status 75, ``EXIT_PREEMPTED``, once every rank has called this.
 
-        Ranks: every rank of ``ctx``; those that come early wait as long as ``Guard.long_timeout``.
+        Ranks: every rank of ``ctx``; early ranks wait for up to ``Guard.long_timeout``.
 
         Raises:
             SystemExit: Always, with that status.
@@ -92,28 +92,28 @@ class PreemptionGuard:
 
 
 class _StopHandler(SignalHolder):
-    """Takes one signal for a request to stop. Runs between any two instructions, so it only sets flags."""
+    """Converts a signal to a stop request. It may run between any two instructions, so it only sets flags."""
 
     def __init__(self, guard: PreemptionGuard, hold: Hold, previous: Any) -> None:
         self.previous = previous
         self.is_open = True
         self._guard = guard
         self._hold = hold
-        self._has_come = False
+        self._was_received = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._has_come:
+        if number == signal.SIGINT and self._was_received:
             signal.default_int_handler(number, frame)
         for handler in self._chain():
-            handler._has_come = True
-            # What asks the process to stop asks the loops around this one too.
+            handler._was_received = True
+            # The signal is for the whole process, so enclosing blocks get the request too.
             handler._guard.request_stop()
 
     def holds(self) -> tuple[Hold, ...]:
         return tuple(handler._hold for handler in self._chain())
 
     def outer(self) -> Any:
-        """Return what handles the signal when this one doesn't any more."""
+        """Return the handler to reinstall at the end of the block."""
         previous = self.previous
         while isinstance(previous, _StopHandler) and not previous.is_open:
             previous = previous.previous
@@ -133,35 +133,34 @@ def preemption(
     *,
     time_limit: timedelta | float | None = None,
 ) -> Generator[PreemptionGuard, None, None]:
-    """Turn signals, in a ``with`` block, into a question that all ranks answer alike, ``should_stop``.
+    """Handle signals in a ``with`` block, so that all ranks stop after the same step; see ``should_stop``.
 
-    A signal that comes in the block only leaves a note, and no handler of the program's own sees it; so the
-    step under way goes on to its end on every rank. A second SIGINT raises ``KeyboardInterrupt`` at once.
-    Behind the block the handlers are those of before. A SIGINT that the program ignores, as one does that
-    runs in the background, stays ignored.
+    A signal during the block is only recorded, and the program's own handlers aren't called, so every rank
+    completes its current step. A second SIGINT raises ``KeyboardInterrupt`` immediately. The previous
+    handlers are restored at the end of the block. If the program ignores SIGINT, as background jobs do, it
+    remains ignored.
 
-    Workers of prepared loaders that start in the block outlive these signals while it lasts. They leave as
-    always when the loader is done with them or the rank is gone.
+    Workers of prepared loaders that start in the block ignore these signals until it ends. They exit as usual
+    when the loader no longer needs them or the rank exits.
 
-    Python lets only the main thread of a process handle signals. Elsewhere, as where ranks are threads,
-    the guard has none, and ``guard.request_stop()`` or the time limit ask instead. Blocks can be nested: a
-    signal asks all of them, a call asks one.
+    Python handles signals only in the main thread of a process. In other threads, for example if ranks are
+    threads, the guard handles no signals; use ``guard.request_stop()`` or the time limit. Blocks can be
+    nested: a signal is a request to all of them, ``request_stop`` to one.
 
-    Ranks: every rank of ``ctx``; doesn't communicate where the arguments are valid. Effect: sets the handlers
-    of this process's signals.
+    Ranks: every rank of ``ctx``; no communication if the arguments are valid. Effect: sets signal handlers of
+    this process.
 
     Args:
-        ctx: The world whose ranks agree.
-        signals: What asks to stop. None at all is possible.
-        time_limit: A timedelta or seconds, counted from the beginning of the block. Then it is as if
-            a signal had come.
+        ctx: The world whose ranks stop together.
+        signals: The signals that request a stop; may be empty.
+        time_limit: A timedelta or seconds, from the beginning of the block. After it, a stop is requested.
 
     Yields:
         The guard.
 
     Raises:
-        ValueError: A signal doesn't exist or can't be handled, or the limit isn't positive.
-        TypeError: One of them is of another type.
+        ValueError: A signal doesn't exist or can't be handled, or ``time_limit`` isn't positive.
+        TypeError: An argument is of another type.
 
     >>> with preemption(Context(), time_limit=timedelta(hours=1)) as guard:
     ...     before = guard.should_stop()
@@ -171,13 +170,13 @@ def preemption(
     """
     check_context("preemption", ctx)
     with failing_together(ctx, "preemption"):
-        wanted = _check_signals(signals)
+        numbers = _check_signals(signals)
         guard = PreemptionGuard(ctx, _seconds(time_limit))
     hold = Hold()
     handlers: dict[signal.Signals, _StopHandler] = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in wanted:
+            for number in numbers:
                 previous = signal.getsignal(number)
                 if number == signal.SIGINT and previous == signal.SIG_IGN:
                     continue
@@ -190,26 +189,24 @@ def preemption(
             handler.is_open = False
             if guard.is_leaving and number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_IGN)
-            elif (
-                signal.getsignal(number) is handler
-            ):  # else somebody has set another since, who has to undo it
-                # None: what was there wasn't set by Python, which can't set it again.
+            elif signal.getsignal(number) is handler:  # otherwise the program replaced it, and restores it
+                # None: the previous handler wasn't installed from Python, which can't reinstall it.
                 signal.signal(number, handler.outer() or signal.SIG_DFL)
         hold.is_on.value = 0
 
 
 def _check_signals(signals: Collection[int]) -> tuple[signal.Signals, ...]:
     if isinstance(cast("object", signals), int | str) or not all(
-        isinstance(cast("object", one), int) for one in signals
+        isinstance(cast("object", number), int) for number in signals
     ):
         raise TypeError(f"preemption: signals must be a tuple of signals, got {signals!r}.")
     refused = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
     for number in signals:
         if number not in signal.valid_signals() or number in refused:
-            names = ", ".join(one.name for one in STOP_SIGNALS)
+            names = ", ".join(stop_signal.name for stop_signal in STOP_SIGNALS)
             raise ValueError(
-                f"preemption: signals must be ones that a process can handle, got {number!r}. Use some of "
-                f"{names}, or others of the module signal."
+                f"preemption: a process can't handle the signal {number!r}. Use {names}, or others of the "
+                "module signal."
             )
     return tuple(dict.fromkeys(signal.Signals(number) for number in signals))
 
@@ -222,7 +219,6 @@ def _seconds(time_limit: timedelta | float | None) -> float:
         raise TypeError(f"preemption: time_limit must be seconds or a timedelta, got {time_limit!r}.")
     if not seconds > 0:
         raise ValueError(
-            f"preemption: time_limit must be more than 0 seconds, got {time_limit!r}. "
-            "For no limit leave it out."
+            f"preemption: time_limit must be more than 0 seconds, got {time_limit!r}. Omit it for no limit."
         )
     return float(seconds)

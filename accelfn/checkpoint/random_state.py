@@ -1,4 +1,4 @@
-"""The states of random number generators as arrays, and back."""
+"""Convert the states of random number generators to arrays, and restore them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from accelfn.context import Context
 
 
 def random_states(ctx: Context) -> dict[str, Any]:
-    """Return the states of the generators of Python, NumPy (where it is used), torch and the devices.
+    """Return the states of the generators of Python, NumPy (if it is imported), torch and the devices.
 
-    Ranks: local; each rank has its own.
+    Ranks: local; each rank has its own states.
 
     Returns:
-        ``python``: version, int64 array of 625 and the second half of a pair of Gaussian numbers or None;
-        ``numpy``: the same of its Mersenne Twister, where NumPy is imported; ``torch``: uint8; for an
-        accelerator its type, with a list of uint8: of this rank's device, or of all where it is alone on its
-        machine.
+        ``python``: version, int64 array of 625 numbers, and the next Gaussian number or None; ``numpy``: the
+        same for its Mersenne Twister; ``torch``: uint8; under the type of the accelerator, a list of uint8:
+        of this rank's device, or of all devices if no other rank is on the machine.
     """
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -31,10 +30,10 @@ def random_states(ctx: Context) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if "numpy" in sys.modules:
-        kind, numbers, place, has_gauss, gauss = importlib.import_module("numpy.random").get_state()
-        if kind == "MT19937":  # another generator is saved by the program that has put it there
+        kind, numbers, position, has_gauss, gauss = importlib.import_module("numpy.random").get_state()
+        if kind == "MT19937":  # a program that installs another generator has to save it
             states["numpy"] = {
-                "numbers": _array([*map(int, numbers), int(place)]),
+                "numbers": _array([*map(int, numbers), int(position)]),
                 "gauss": float(gauss) if has_gauss else None,
             }
     if ctx.device.type not in ("cpu", "meta"):
@@ -58,39 +57,39 @@ def _devices(ctx: Context) -> list[int]:
 
 
 def restore_random_states(ctx: Context, states: Mapping[str, Any], *, is_own: bool) -> None:
-    """Bring the generators to the states that were kept.
+    """Restore the generators.
 
     Ranks: local.
 
     Args:
         ctx: This rank and its device.
         states: From :func:`random_states`.
-        is_own: Whether this rank's were kept. A rank that the world before didn't have gets those of another
-            one, moved on by its own place, so that no two places draw alike.
+        is_own: Whether the states were saved for this rank. Otherwise they are another rank's, and the
+            generators are reseeded from them and this rank's place, so that no two places draw the same.
     """
     python = states["python"]
     random.setstate((python["version"], tuple(_numbers(python["numbers"])), python["gauss"]))
     torch.set_rng_state(states["torch"])
     if "numpy" in states and "numpy" in sys.modules:
-        *numbers, place = _numbers(states["numpy"]["numbers"])
+        *numbers, position = _numbers(states["numpy"]["numbers"])
         gauss = states["numpy"]["gauss"]
         numpy = importlib.import_module("numpy")
-        state = ("MT19937", numpy.array(numbers, dtype="uint32"), place, int(gauss is not None), gauss or 0.0)
-        numpy.random.set_state(state)
-    kept = cast("list[torch.Tensor]", states.get(ctx.device.type, []))
-    if kept and ctx.device.type != "cpu":
+        array = numpy.array(numbers, dtype="uint32")
+        numpy.random.set_state(("MT19937", array, position, int(gauss is not None), gauss or 0.0))
+    device_states = states.get(ctx.device.type, ())
+    if device_states and ctx.device.type != "cpu":
         module = torch.get_device_module(ctx.device.type)
-        for index, state in zip(_devices(ctx), kept, strict=False):
+        for index, state in zip(_devices(ctx), device_states, strict=False):
             module.set_rng_state(state, index)
     if not is_own:
-        _move_on(place_of(ctx))
+        _reseed(place_of(ctx))
 
 
-def _move_on(place: int) -> None:
-    """Begin anew with seeds drawn from the states at hand and the place of this rank."""
-    # A text is hashed, so that near numbers don't give near states.
-    own = random.Random(f"{random.getrandbits(64)} {place}").getrandbits
-    random.seed(own(64))
-    torch.random.manual_seed(own(63))  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
+def _reseed(place: int) -> None:
+    """Seed all generators from their current states and the place of this rank."""
+    # Random hashes a text, so near numbers don't lead to related states.
+    draw = random.Random(f"{random.getrandbits(64)} {place}").getrandbits
+    random.seed(draw(64))
+    torch.random.manual_seed(draw(63))  # pyright: ignore[reportUnknownMemberType] -- untyped in torch
     if "numpy" in sys.modules:
-        importlib.import_module("numpy.random").seed(own(32))
+        importlib.import_module("numpy.random").seed(draw(32))

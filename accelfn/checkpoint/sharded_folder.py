@@ -1,14 +1,15 @@
-"""Read a sharded folder of ``torch.distributed.checkpoint``, without running anything in it.
+"""Read and merge the sharded folders of ``torch.distributed.checkpoint``, without running any code in them.
 
-The folder has a pickled table, ``.metadata``, which says at which bytes of which file each box of each tensor
-is. The table and each entry are read as data (see ``torch_file``), and the boxes are put together in this
-process.
+Such a folder has a pickled table, ``.metadata``, with the file and offset of each chunk of each tensor. The
+table and the entries are read as data (see ``torch_file``), and one process assembles the chunks.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import os
+import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from accelfn.checkpoint.header import SAFETENSORS_NAMES
 from accelfn.checkpoint.torch_file import (
     Record,
     RefusedPickleError,
@@ -24,93 +26,96 @@ from accelfn.checkpoint.torch_file import (
     read_torch_stream,
     refuse_pickle,
 )
-from accelfn.errors import CheckpointError, DamagedCheckpointError
+from accelfn.checkpoint.weights_files import staging, write_pickled, write_safetensors
+from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 
-TABLE = ".metadata"
-# Whose classes the table has objects of: among them paths, formats of memory and layouts, which aren't used.
+_TABLE = ".metadata"
+# Modules of the classes in the table; some, such as paths and memory formats, aren't used.
 _RECORDS = ("torch.distributed.checkpoint.", "torch.serialization", "pathlib")
+# Accelerate's names for the folders within one of its checkpoints.
+_WEIGHTS, _OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 
-_Key = tuple[str, "tuple[int, ...] | None"]
+_Path = tuple[Any, ...]
+_ChunkKey = tuple[str, "tuple[int, ...] | None"]
 
 
-class ShardedTensor(NamedTuple):
-    """A tensor of a sharded folder, which isn't read yet.
+class _ShardedTensor(NamedTuple):
+    """A tensor of a sharded folder.
 
     Attributes:
-        path: Its place in the state dict that was saved.
-        shape: Of the whole.
-        dtype: Of the whole.
-        fill: Reads its parts, one after the other, into a tensor of that shape and dtype.
+        path: Keys in the state dict that was saved.
+        shape: Of the complete tensor.
+        dtype: Of the complete tensor.
+        read: Reads and assembles the chunks.
     """
 
-    path: tuple[Any, ...]
+    path: _Path
     shape: tuple[int, ...]
     dtype: torch.dtype
-    fill: Callable[[torch.Tensor], None]
+    read: Callable[[], torch.Tensor]
 
 
-class ShardedFolder(NamedTuple):
-    """What a sharded folder holds.
+class _ShardedFolder(NamedTuple):
+    """The content of a sharded folder.
 
     Attributes:
         tensors: In the order of the table.
-        others: Place and reader of each entry that is no tensor.
+        others: Path and reader of each entry that isn't a tensor.
     """
 
-    tensors: tuple[ShardedTensor, ...]
-    others: tuple[tuple[tuple[Any, ...], Callable[[], Any]], ...]
+    tensors: tuple[_ShardedTensor, ...]
+    others: tuple[tuple[_Path, Callable[[], Any]], ...]
 
 
-def open_sharded_folder(directory: Path) -> ShardedFolder:
-    """List what ``torch.distributed.checkpoint`` saved; nothing but its table is read.
-
-    Args:
-        directory: The folder with ``.metadata`` in it.
+def _open(directory: Path) -> _ShardedFolder:
+    """Read the table of a folder.
 
     Raises:
-        CheckpointError: The table holds more than data, or bytes are stored in a way that isn't understood.
-        DamagedCheckpointError: The table is missing or contradicts itself.
+        CheckpointError: The table contains more than data, or the chunks are compressed or encrypted.
+        DamagedCheckpointError: The table is missing or inconsistent.
     """
-    name = f"{directory.name}/{TABLE}"
-    if not (directory / TABLE).is_file():
+    name = f"{directory.name}/{_TABLE}"
+    if not (directory / _TABLE).is_file():
         raise DamagedCheckpointError(
-            f"{name} is not there. The save was not finished, or not all was copied.", name
+            f"{name} is missing: the save was not finished, or not all files were copied.", name
         )
-    with explaining_damage(directory):
-        table: Record = read_pickle((directory / TABLE).read_bytes(), records=_RECORDS)
-        stored = cast("dict[Record, Record]", table.get("storage_data"))
-        places: dict[_Key, Record] = {}
-        for index, place in stored.items():
-            if "transform_descriptors" in place and place.get("transform_descriptors"):
+    with _explaining_damage(directory):
+        table: Record = read_pickle((directory / _TABLE).read_bytes(), records=_RECORDS)
+        chunks: dict[_ChunkKey, Record] = {}
+        for index, chunk in cast("dict[Record, Record]", table.get("storage_data")).items():
+            if "transform_descriptors" in chunk and chunk.get("transform_descriptors"):
                 raise CheckpointError(
-                    f"{directory.name} was saved with transformed bytes (compressed or encrypted). Save it "
-                    "without, or merge it with `accelerate merge-weights` where it was written."
+                    f"{directory.name} has transformed chunks (compressed or encrypted). Save it without "
+                    "transforms, or merge it with `accelerate merge-weights` where it was written."
                 )
-            offset = index.get("offset") if "offset" in index else None  # plain objects have none
-            places[index.get("fqn"), None if offset is None else tuple(offset)] = place
+            offset = index.get("offset") if "offset" in index else None  # objects have no offset
+            chunks[index.get("fqn"), None if offset is None else tuple(offset)] = chunk
         paths = cast("dict[str, Any]", table.get("planner_data") or {})
-        tensors: list[ShardedTensor] = []
-        others: list[tuple[tuple[Any, ...], Callable[[], Any]]] = []
+        tensors: list[_ShardedTensor] = []
+        others: list[tuple[_Path, Callable[[], Any]]] = []
         for key, described in cast("dict[str, Record]", table.get("state_dict_metadata")).items():
             path = tuple(paths.get(key, (key,)))
             if "size" in described:
-                fill = partial(_fill, directory, key, described.get("chunks"), places)
-                dtype = described.get("properties").get(0)
-                tensors.append(ShardedTensor(path, tuple(described.get("size")), dtype, fill))
+                shape, dtype = tuple(described.get("size")), described.get("properties").get(0)
+                boxes = [
+                    (tuple(box.get("offsets")), tuple(box.get("sizes"))) for box in described.get("chunks")
+                ]
+                read = partial(_assemble, directory, key, shape, dtype, boxes, chunks)
+                tensors.append(_ShardedTensor(path, shape, dtype, read))
             else:
-                others.append((path, partial(_read_entry, directory, places[key, None])))
-        return ShardedFolder(tuple(tensors), tuple(others))
+                others.append((path, partial(_read_chunk, directory, chunks[key, None])))
+        return _ShardedFolder(tuple(tensors), tuple(others))
 
 
 @contextmanager
-def explaining_damage(directory: Path) -> Generator[None]:
-    """Turn what goes wrong while a folder's entries are read into our errors.
+def _explaining_damage(directory: Path) -> Generator[None]:
+    """Convert errors while a folder is read.
 
     Raises:
-        CheckpointError: A file holds more than data.
-        DamagedCheckpointError: A file is missing, truncated, or contradicts the table.
+        CheckpointError: A file contains more than data.
+        DamagedCheckpointError: A file is missing, truncated, or inconsistent with the table.
     """
-    name = f"{directory.name}/{TABLE}"
+    name = f"{directory.name}/{_TABLE}"
     try:
         yield
     except RefusedPickleError as error:
@@ -119,83 +124,177 @@ def explaining_damage(directory: Path) -> Generator[None]:
         raise
     except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
         raise DamagedCheckpointError(
-            f"{directory.name} can't be put together: {error}. Copy the folder again, or merge it with "
+            f"{directory.name} can't be assembled: {error}. Copy the folder again, or merge it with "
             "`accelerate merge-weights` where it was written.",
             name,
         ) from error
 
 
-def read_sharded_folder(directory: Path, top: str) -> dict[str, Any]:
-    """Return the state dict that ``torch.distributed.checkpoint`` saved, whole, on the CPU.
-
-    Args:
-        directory: The folder with ``.metadata`` in it.
-        top: The one key that Accelerate saves a state dict under.
-
-    Raises:
-        CheckpointError: A file holds more than data, or is stored in a way that isn't understood.
-        DamagedCheckpointError: A file is missing, truncated, or contradicts the table.
-    """
-    folder = open_sharded_folder(directory)
-    tree: dict[Any, Any] = {}
-    with explaining_damage(directory):
-        for one in folder.tensors:
-            whole = torch.empty(one.shape, dtype=one.dtype)
-            one.fill(whole)
-            _put(tree, one.path, whole)
-        for path, read in folder.others:
-            _put(tree, path, read())
-        if list(tree) != [top]:
-            raise ValueError(f"it holds {', '.join(map(repr, tree)) or 'nothing'} and not {top!r} alone")
-        return _lists(tree[top])
-
-
-def _fill(
-    directory: Path, key: str, chunks: list[Record], places: Mapping[_Key, Record], whole: torch.Tensor
-) -> None:
-    shape = tuple(whole.shape)
-    boxes = [(tuple(box.get("offsets")), tuple(box.get("sizes"))) for box in chunks]
-    filled = torch.zeros(shape, dtype=torch.bool) if len(boxes) > 1 else None
+def _assemble(
+    directory: Path,
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    chunks: Mapping[_ChunkKey, Record],
+) -> torch.Tensor:
+    whole = torch.empty(shape, dtype=dtype)
+    filled = torch.zeros(shape if len(boxes) > 1 else 0, dtype=torch.bool)
     for offsets, sizes in boxes:
         if any(o < 0 or o + n > limit for o, n, limit in zip(offsets, sizes, shape, strict=True)):
-            raise ValueError(f"a part of {key} is outside of it")
-        part = _read_entry(directory, places[key, offsets])
-        if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.dtype != whole.dtype:
-            raise ValueError(f"a part of {key} isn't the tensor that the table promises")
+            raise ValueError(f"a chunk of {key} is outside of it")
+        chunk = _read_chunk(directory, chunks[key, offsets])
+        if not isinstance(chunk, torch.Tensor) or tuple(chunk.shape) != sizes or chunk.dtype != dtype:
+            raise ValueError(f"a chunk of {key} has another shape or dtype than in the table")
         box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-        whole[box] = part
-        if filled is not None:
+        whole[box] = chunk
+        if len(boxes) > 1:
             filled[box] = True
-    # That the sizes agree and each place is filled means that no two parts overlap.
-    if sum(math.prod(sizes) for _, sizes in boxes) != whole.numel() or (
-        filled is not None and not filled.all()
-    ):
-        raise ValueError(f"the parts of {key} don't cover it")
+    # If the sizes add up and every element is filled, no two chunks overlap.
+    if sum(math.prod(sizes) for _, sizes in boxes) != whole.numel() or not filled.all():
+        raise ValueError(f"the chunks of {key} don't cover it")
+    return whole
 
 
-def _read_entry(directory: Path, place: Record) -> Any:
-    name, length = place.get("relative_path"), place.get("length")
+def _read_chunk(directory: Path, chunk: Record) -> Any:
+    name, length = chunk.get("relative_path"), chunk.get("length")
     file = directory / name
     if file.name != name or not file.is_file():
-        raise ValueError(f"{name!r} is not there")
+        raise ValueError(f"{name!r} is missing")
     with open(file, "rb") as stream:
-        stream.seek(place.get("offset"))
+        stream.seek(chunk.get("offset"))
         data = stream.read(length)
     if len(data) != length:
-        raise ValueError(f"{name} is cut short")
+        raise ValueError(f"{name} is truncated")
     return read_torch_stream(io.BytesIO(data), f"{directory.name}/{name}")
 
 
-def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
+def read_sharded_folder(directory: Path, top: str) -> dict[str, Any]:
+    """Return the complete state dict that ``torch.distributed.checkpoint`` saved, on the CPU.
+
+    Args:
+        directory: The folder with ``.metadata`` in it.
+        top: The only key of the saved dict, under which Accelerate stores a state dict.
+
+    Raises:
+        CheckpointError: A file contains more than data, or is compressed or encrypted.
+        DamagedCheckpointError: A file is missing, truncated, or inconsistent with the table.
+    """
+    folder = _open(directory)
+    tree: dict[Any, Any] = {}
+    with _explaining_damage(directory):
+        for path, read in (*((tensor.path, tensor.read) for tensor in folder.tensors), *folder.others):
+            inner = tree
+            for key in path[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[path[-1]] = read()
+        if list(tree) != [top]:
+            keys = ", ".join(map(repr, tree)) or "no keys"
+            raise ValueError(f"it must hold the key {top!r} alone, and has {keys}")
+        return _with_lists(tree[top])
 
 
-def _lists(tree: Any) -> Any:
-    """Turn dicts that stand for lists, with the numbers from 0, into lists."""
+def _with_lists(tree: Any) -> Any:
+    """Convert dicts with the keys 0, 1, ... back to lists."""
     if not isinstance(tree, dict):
         return tree
-    held = {key: _lists(value) for key, value in cast("dict[Any, Any]", tree).items()}
-    is_list = held and all(type(key) is int for key in held) and sorted(held) == list(range(len(held)))
-    return [held[number] for number in range(len(held))] if is_list else held
+    items = {key: _with_lists(value) for key, value in cast("dict[Any, Any]", tree).items()}
+    is_list = items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items)))
+    return [items[index] for index in range(len(items))] if is_list else items
+
+
+# --- merging -------------------------------------------------------------------------------------
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> Path:
+    """Merge the weights in a sharded folder of ``torch.distributed.checkpoint`` into one file.
+
+    The complete file appears in one step. For safetensors, one tensor at a time is in memory. No code in the
+    folder runs.
+
+    Ranks: local; one process does everything.
+
+    Args:
+        checkpoint_dir: The folder with ``.metadata`` in it, such as Accelerate's ``pytorch_model_fsdp_0``.
+        output_path: Directory of the new file; made if it is missing.
+        safe_serialization: True: ``model.safetensors``. False: ``pytorch_model.bin``, by ``torch.save``, with
+            all weights in memory.
+        remove_checkpoint_dir: Remove the folder after the file was written.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        NoCheckpointError: There is no such folder. The message has the likely one.
+        CheckpointError: The folder contains more than data, or no weights.
+        DamagedCheckpointError: A file is missing, truncated, or inconsistent with the table.
+        ValueError: safetensors lacks a tensor's dtype.
+        FileExistsError: The file exists already.
+        OSError: The file can't be written. Nothing is left behind.
+    """
+    source = Path(checkpoint_dir)
+    _check_source(source)
+    tensors = _named_weights(source)
+    target = Path(output_path) / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
+    if os.path.lexists(target):
+        raise FileExistsError(
+            f"merge_fsdp_weights: {target} exists already. Remove it, or pass another directory."
+        )
+    if safe_serialization:
+        odd = [name for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_NAMES]
+        if odd:
+            raise ValueError(
+                f"merge_fsdp_weights: safetensors has no dtype for {odd[0]} ({tensors[odd[0]].dtype}). Pass "
+                "safe_serialization=False (--unsafe_serialization)."
+            )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with staging(target) as stage, _explaining_damage(source):
+        if safe_serialization:
+            forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+            write_safetensors(stage / target.name, forms, lambda name: tensors[name].read(), {"format": "pt"})
+        else:
+            write_pickled(stage / target.name, {name: tensor.read() for name, tensor in tensors.items()})
+        os.replace(stage / target.name, target)
+    if remove_checkpoint_dir:
+        shutil.rmtree(source)
+    return target
+
+
+def _check_source(source: Path) -> None:
+    if (source / _TABLE).is_file():
+        return
+    if not source.is_dir():
+        what = "is a file" if source.exists() else "does not exist"
+        raise NoCheckpointError(f"merge_fsdp_weights: {source} {what}. Pass the folder that has the shards.")
+    inside = sorted(path.name for path in source.iterdir() if (path / _TABLE).is_file())
+    weights = [name for name in inside if not name.startswith("optimizer")]
+    if weights:
+        hint = f"Pass {source / weights[0]} instead."
+    elif (source / "manifest.json").is_file():
+        hint = "It is a checkpoint of accelfn: convert it with accelfn checkpoint convert --to safetensors."
+    else:
+        hint = f"Accelerate writes such a folder as {_WEIGHTS} within a checkpoint."
+    raise NoCheckpointError(
+        f"merge_fsdp_weights: {source} has no {_TABLE}, the table of a sharded folder. {hint}"
+    )
+
+
+def _named_weights(source: Path) -> dict[str, _ShardedTensor]:
+    """Return the tensors by name, without the top key if all share it."""
+    folder = _open(source)
+    tops = {path[0] for path in (*(tensor.path for tensor in folder.tensors), *dict(folder.others))}
+    has_top = len(tops) == 1 and all(len(tensor.path) > 1 for tensor in folder.tensors)
+    if tops & {"optimizer", "optim", "param_groups"}:
+        raise CheckpointError(
+            f"merge_fsdp_weights: {source} holds an optimizer's state instead of weights. Pass the folder of "
+            f"the model, which Accelerate writes as {_WEIGHTS} next to {_OPTIMIZER}."
+        )
+    weights = {".".join(map(str, tensor.path[has_top:])): tensor for tensor in folder.tensors}
+    if not weights:
+        raise CheckpointError(f"merge_fsdp_weights: {source} contains no tensors.")
+    return weights

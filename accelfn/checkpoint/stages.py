@@ -1,8 +1,8 @@
-"""Models whose stages are on different ranks: a checkpoint has the whole model, and each rank its part of it.
+"""Checkpoints of models whose pipeline stages are on different ranks: they hold the complete model.
 
-When saving, each rank's document has its own stages alone, and those of the ranks along "pp" are joined. When
-loading, what other ranks have is left out of the document before it is compared with what is here. So any
-layout's checkpoint fits any other, and the rank that has a parameter is the one that checks it.
+When saving, each rank's document has only its own stages, and the documents of the ranks along "pp" are
+joined. When loading, the parts of other ranks are removed from the document before it is compared with this
+rank's objects. So a checkpoint of any layout fits any other, and the rank that has a parameter checks it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,9 @@ from typing import Any, cast
 from torch import nn
 
 from accelfn.checkpoint.document.compare import Stored
-from accelfn.checkpoint.document.nodes import below, children_of, step
+from accelfn.checkpoint.document.nodes import child_path, children_of, join_path
 from accelfn.checkpoint.manifest import Json
-from accelfn.checkpoint.objects import (
-    KnownNames,
-    Names,
-    inner_of,
-    is_named_optimizer,
-)
+from accelfn.checkpoint.objects import KnownNames, Names, inner_of, is_named_optimizer
 from accelfn.errors import CheckpointError
 from accelfn.parallel.parameters import WholeModel, whole_of
 
@@ -28,15 +23,15 @@ _Node = dict[str, Any]
 
 
 def first_names(staged: Mapping[str, WholeModel | None], stored: Iterable[str]) -> dict[str, str]:
-    """Return what to call tied weights whose first name is on another stage, by the names they have. Pure.
+    """Return new names for tied weights whose first name is on another stage, by their current names. Pure.
 
     Args:
         staged: Models by their paths.
-        stored: Names of the tensors of this rank.
+        stored: Names of this rank's tensors.
     """
     own = frozenset(stored)
     names = {
-        below(path, name): below(path, first)
+        join_path(path, name): join_path(path, first)
         for path, whole in staged.items()
         if whole is not None
         for name, first in whole.first.items()
@@ -50,37 +45,36 @@ def join_stages(
     staged: Mapping[str, WholeModel | None],
     order: Mapping[str, int],
 ) -> None:
-    """Join what the ranks along "pp" have of models and optimizers. Writes into ``documents``.
+    """Join the states of models and optimizers over the ranks along "pp". Writes into ``documents``.
 
     Args:
         documents: Of all ranks, in rank order.
-        groups: The ranks along "pp", for each place on the other axes.
-        staged: What each model was as a whole, by its path; None for an optimizer.
-        order: Places of parameters in the whole models, by name.
+        groups: The ranks along "pp", for each position on the other axes.
+        staged: The complete model by its path; None for an optimizer.
+        order: Position of each parameter in the complete models, by name.
 
     Raises:
         CheckpointError: An optimizer has parameters of no model in the tree.
     """
     for group in groups:
-        found = [dict(_objects(documents[rank])) for rank in group]
+        by_rank = [dict(_objects(documents[rank])) for rank in group]
         for path, whole in staged.items():
-            nodes = [objects[path] for objects in found]
+            nodes = [objects[path] for objects in by_rank]
             states: list[_Node] = [node["state"] for node in nodes]
             if all(state == states[0] for state in states):
-                continue  # every stage has all of it
+                continue  # every stage has the complete state
             joined = _join_optimizers(path, states, order) if whole is None else _join_models(states, whole)
             for node in nodes:
                 node["state"] = joined
 
 
 def _objects(node: Json, path: str = "") -> Iterator[tuple[str, _Node]]:
-    """Return the nodes of objects, by their paths."""
+    """List the nodes of objects with their paths."""
     if isinstance(node, dict) and node.get("$") == "object":
         yield path[1:], node
         return
-    children = children_of(node, path)
-    for key, child in children or ():
-        yield from _objects(child, step(path, key))
+    for key, child in children_of(node, path) or ():
+        yield from _objects(child, child_path(path, key))
 
 
 def _join_models(states: Sequence[_Node], whole: WholeModel) -> _Node:
@@ -88,56 +82,56 @@ def _join_models(states: Sequence[_Node], whole: WholeModel) -> _Node:
     for name, first in whole.first.items():
         if name in joined and first in joined:
             joined[name] = joined[first]
-    return _sorted(joined, {name: place for place, name in enumerate(whole.tensors)})
+    return _sorted(joined, {name: position for position, name in enumerate(whole.tensors)})
 
 
 def _join_optimizers(path: str, states: Sequence[_Node], order: Mapping[str, int]) -> _Node:
-    every = [cast("list[_Node]", state["groups"]) for state in states]
-    sizes = [len(groups) for groups in every]
+    groups_of_stages = [cast("list[_Node]", state["groups"]) for state in states]
+    sizes = [len(groups) for groups in groups_of_stages]
     if len(set(sizes)) > 1:
         raise CheckpointError(
             f"save_state: {path or 'tree'} is an optimizer with {sizes} groups on the stages of a pipeline. "
             "Make it with the same groups on all ranks."
         )
-    names = [name for groups in every for group in groups for name in group["params"]]
+    names = [name for groups in groups_of_stages for group in groups for name in group["params"]]
     unknown = [name for name in names if name not in order]
     if unknown:
         raise CheckpointError(
-            f"save_state: {path or 'tree'} is an optimizer of which each stage of a pipeline has a part, and "
-            f"{', '.join(unknown[:4])} of it are parameters of no pipelined model in the tree. Save it in "
-            "one tree with its model."
+            f"save_state: {path or 'tree'} is an optimizer that is split over the stages of a pipeline, and "
+            f"its parameters {', '.join(unknown[:4])} are of no pipelined model in the tree. Save the "
+            "optimizer in one tree with its model."
         )
-    groups = [_join_groups(parts, order) for parts in zip(*every, strict=True)]
+    groups = [_join_groups(parts, order) for parts in zip(*groups_of_stages, strict=True)]
     values = _union([cast("_Node", state["state"]) for state in states])
-    stepped = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
-    return {**states[0], "state": _sorted(values, stepped), "groups": groups}
+    joined_names = (name for group in groups for name in group["params"])
+    positions = {name: position for position, name in enumerate(joined_names)}
+    return {**states[0], "state": _sorted(values, positions), "groups": groups}
 
 
 def _join_groups(parts: Sequence[_Node], order: Mapping[str, int]) -> _Node:
-    """Join one group of parameters, in the order of the whole model."""
-    users = {
-        name: user
+    """Join one group of parameters, in the order of the complete model."""
+    user_names = {
+        name: user_name
         for part in parts
-        for name, user in zip(part["params"], part.get("param_names", part["params"]), strict=True)
+        for name, user_name in zip(part["params"], part.get("param_names", part["params"]), strict=True)
     }
-    joined = {**parts[0], "params": sorted(users, key=lambda name: order[name])}
+    joined = {**parts[0], "params": sorted(user_names, key=lambda name: order[name])}
     if "param_names" in parts[0]:
-        joined["param_names"] = [users[name] for name in joined["params"]]
+        joined["param_names"] = [user_names[name] for name in joined["params"]]
     return joined
 
 
 def _union(parts: Sequence[_Node]) -> _Node:
-    """Join dicts; what several have is that of the first."""
+    """Merge dicts; the first dict with a key determines its value."""
     return {name: value for part in reversed(parts) for name, value in part.items()}
 
 
 def _sorted(values: _Node, order: Mapping[str, int]) -> _Node:
-    last = len(order)
-    return dict(sorted(values.items(), key=lambda item: order.get(item[0], last)))
+    return dict(sorted(values.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def leave_other_stages(objects: Iterable[Stored], names: Names) -> None:
-    """Leave out of the states of models and optimizers what is on other stages. Writes into the states.
+def remove_other_stages(objects: Iterable[Stored], names: Names) -> None:
+    """Remove from the states of models and optimizers what other stages have. Writes into the states.
 
     Args:
         objects: Of the tree to load into, with their states.
@@ -148,7 +142,7 @@ def leave_other_stages(objects: Iterable[Stored], names: Names) -> None:
     """
     if not names.elsewhere:
         return
-    # With those that are here: an end of a name that both have says nothing.
+    # This rank's names too: the last part of a name identifies a parameter only if it is unique among all.
     known = KnownNames({**dict.fromkeys(names.elsewhere, 1), **dict.fromkeys(names.by_identity.values(), 0)})
     for stored in objects:
         state = stored.node

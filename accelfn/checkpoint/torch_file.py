@@ -1,8 +1,8 @@
-"""Read what ``torch.save`` wrote as data: nothing that a file names is imported or called.
+"""Read the files of ``torch.save`` as data: nothing that a file names is imported or called.
 
-``torch.load(weights_only=True)`` does much the same. But what it admits is one list for the whole process,
-which other threads and packages change, it reads arrays of NumPy only where that list has been changed, and
-it doesn't verify the checksums of the archive.
+``torch.load(weights_only=True)`` does nearly the same. But it accepts what is in a global list, which other
+threads and packages may change; it reads NumPy arrays only if that list has been extended; and it doesn't
+verify the checksums of the archive.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 from accelfn.errors import CheckpointError, DamagedCheckpointError
 
 TakeBytes: TypeAlias = Callable[[int, int, int], torch.Tensor]
-"""Returns the bytes (uint8) of a storage in the file, by their first byte, length and CRC-32."""
+"""Returns the bytes (uint8) of a storage in the file, by its offset, length and CRC-32."""
 
-# The number that a file of torch before 1.6 begins with, as any protocol of pickle from 2 on writes it.
+# First number in a file of torch before 1.6, as any protocol of pickle from 2 on writes it.
 _OLD_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-# Older names of modules and storages, which torch.save still writes.
+# Old names of modules and storages, which torch.save still writes.
 _MODULES = MappingProxyType({"__builtin__": "builtins", "copy_reg": "copyreg"})
 _STORAGES = MappingProxyType(
     {
@@ -52,26 +52,26 @@ _STORAGES = MappingProxyType(
 
 
 class RefusedPickleError(Exception):
-    """The pickle asks for something that isn't data."""
+    """The pickle requests something that isn't data."""
 
 
 # --- pickles -------------------------------------------------------------------------------------
 
 
 class _Placeholder:
-    """Something that a pickle names or makes, and the value it stands for. A pickle can't change it."""
+    """Stands for a value while the pickle is read, so that the pickle can't change the value itself."""
 
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def __setstate__(self, state: Any) -> None:  # what BUILD calls
-        raise RefusedPickleError("a state for what has none")
+    def __setstate__(self, state: Any) -> None:  # called by the pickle instruction BUILD
+        raise RefusedPickleError("a state for an object that has none")
 
 
 class _Maker(_Placeholder):
-    """A function or class that a pickle names: what makes its data here."""
+    """Stands for a function or class that a pickle names, and calls our replacement for it."""
 
     __slots__ = ()
 
@@ -80,33 +80,33 @@ class _Maker(_Placeholder):
 
 
 class Record:
-    """An object of whatever class: its state, and none of its code."""
+    """Holds the state of an object of any class, without the class."""
 
-    _state: Any = ()  # of one that is made and gets none
+    _state: Any = ()
 
     def __init__(self, *arguments: Any) -> None:
-        """Take the arguments of the class, and forget them."""
+        """Ignore the arguments of the class."""
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the state: of a class with slots that is None and a dict."""
+        """Keep the state; for a class with slots it is a pair of None and a dict."""
         is_slotted = isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2
         self._state = cast("tuple[Any, ...]", state)[1] if is_slotted else state
 
     def get(self, key: str | int) -> Any:
-        """Return a field by its name, or by its place where the state is a tuple.
+        """Return a field by name, or by index if the state is a tuple.
 
         Raises:
-            LookupError: There is none.
+            LookupError: There is no such field.
         """
         return self._state[key]
 
     def __contains__(self, key: str) -> bool:
-        """Whether there is a field of a name."""
+        """Whether the record has a field of this name."""
         return key in self._state
 
 
 class _Dtype(_Placeholder):
-    """A dtype of NumPy that is of plain numbers or texts, such as ``"<u4"``."""
+    """Stands for a NumPy dtype of plain numbers or texts, such as ``"<u4"``."""
 
     __slots__ = ()
 
@@ -122,7 +122,6 @@ class _Dtype(_Placeholder):
         self.value = order + self.value
 
     def array(self, shape: Any, data: Any, order: Any = "C") -> Any:
-        """Return an array of this dtype."""
         if not isinstance(data, bytes):
             raise RefusedPickleError("an array of objects")
         try:
@@ -135,7 +134,7 @@ class _Dtype(_Placeholder):
 
 
 class _Array(_Placeholder):
-    """An array of NumPy, whose pickle makes an empty one first."""
+    """Stands for a NumPy array, which a pickle first makes empty and then fills by a state."""
 
     __slots__ = ()
 
@@ -144,11 +143,11 @@ class _Array(_Placeholder):
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, data = state
-        self.value = _plain(dtype, _Dtype).array(tuple(shape), data, "F" if is_fortran else "C")
+        self.value = _require(dtype, _Dtype).array(tuple(shape), data, "F" if is_fortran else "C")
 
 
 class _Storage(_Placeholder):
-    """The bytes of a storage (uint8, one dimension), and the dtype that it was declared with."""
+    """Stands for a storage: its bytes (uint8, one dimension), and the dtype that it was declared with."""
 
     __slots__ = ("dtype",)
 
@@ -160,32 +159,32 @@ class _Storage(_Placeholder):
 def read_pickle(
     data: bytes, persistent: Callable[[Any], Any] | None = None, *, records: tuple[str, ...] = ()
 ) -> Any:
-    """Return what a pickle holds: containers, plain values, tensors, and arrays of NumPy.
+    """Return the content of a pickle: containers, plain values, tensors, and NumPy arrays.
 
     Args:
-        data: The pickle, to its end.
-        persistent: Returns what a reference to outside of the pickle stands for.
-        records: Modules whose classes are read as :class:`Record`, by the beginnings of their names.
+        data: The complete pickle.
+        persistent: Returns the value of a persistent id, a reference to data outside of the pickle.
+        records: Prefixes of modules whose classes are read as :class:`Record`.
 
     Raises:
-        RefusedPickleError: It names something else, which was not run.
-        ValueError: It isn't a whole pickle, or contradicts itself.
+        RefusedPickleError: The pickle requests something else, which was not run.
+        ValueError: The pickle is truncated or inconsistent.
     """
     try:
         for code, argument, _ in pickletools.genops(data):
-            # Classes by number may be known to the process; a place far away would take the memory up to it.
+            # EXT names classes by number, without find_class. PUT with a huge number allocates that much.
             if code.name.startswith("EXT") or ("PUT" in code.name and cast("int", argument) > len(data)):
                 raise RefusedPickleError(f"the pickle instruction {code.name} {argument}")
-        return _resolved(_Unpickler(data, persistent, records).load(), {})
+        return _resolve(_Unpickler(data, persistent, records).load(), {})
     except (
         *(pickle.UnpicklingError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError),
         *(EOFError, ValueError),
     ) as error:
-        raise ValueError(f"its pickle contradicts itself ({error})") from error
+        raise ValueError(f"its pickle is inconsistent ({error})") from error
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes data of the names that are known, and refuses all others."""
+    """Replaces the names in ``_MAKERS`` by functions that make data, and refuses all others."""
 
     def __init__(
         self, data: bytes, persistent: Callable[[Any], Any] | None, records: tuple[str, ...]
@@ -195,44 +194,47 @@ class _Unpickler(pickle.Unpickler):
         self._records = records
 
     def find_class(self, module: str, name: str) -> Any:
-        known = f"{_MODULES.get(module, module)}.{name}"
-        if known in _MAKERS:
-            return _Maker(_MAKERS[known])
+        full_name = f"{_MODULES.get(module, module)}.{name}"
+        if full_name in _MAKERS:
+            return _Maker(_MAKERS[full_name])
         if module in ("torch", "torch.storage"):
-            dtype = _STORAGES.get(name, vars(torch).get(name))  # not getattr, which may import
+            dtype = _STORAGES.get(name, vars(torch).get(name))  # not getattr, which may import a module
             if isinstance(dtype, torch.dtype):
                 return dtype
         if module.startswith(self._records):
             return Record
-        raise RefusedPickleError(known)
+        raise RefusedPickleError(full_name)
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
-            raise RefusedPickleError("a reference to outside of the file")
+            raise RefusedPickleError("a reference to data outside of the file")
         return self._persistent(pid)
 
 
-def _resolved(value: object, known: dict[int, tuple[Any, Any]]) -> Any:
-    """Put values where placeholders stand, in place where that is possible."""
+def _resolve(value: object, known: dict[int, tuple[Any, Any]]) -> Any:
+    """Replace placeholders by their values; dicts and lists are changed in place."""
     if id(value) in known:
         return known[id(value)][1]
     if isinstance(value, _Placeholder):
         return value.value
-    made: Any = value
+    resolved: Any = value
     if type(value) is tuple:
-        made = tuple([_resolved(one, known) for one in cast("tuple[Any, ...]", value)])
-    # With the old one: as long as it is kept, no other object gets its id.
-    known[id(cast("object", value))] = value, made
+        resolved = tuple([_resolve(item, known) for item in cast("tuple[Any, ...]", value)])
+    # Keeping the old value alive guarantees that no other object gets its id.
+    known[id(cast("object", value))] = value, resolved
     if isinstance(value, (dict, list)):
-        held = cast("dict[Any, Any]", value)
-        for place in list(held) if isinstance(value, dict) else range(len(held)):
-            held[place] = _resolved(held[place], known)
-    return made
+        container = cast("dict[Any, Any]", value)
+        for key in list(container) if isinstance(value, dict) else range(len(container)):
+            container[key] = _resolve(container[key], known)
+    return resolved
 
 
-def _plain(value: Any, kind: type[Any]) -> Any:
+# --- replacements for the functions that a pickle names ------------------------------------------
+
+
+def _require(value: Any, kind: type[Any]) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"{type(value).__name__} where {kind.__name__.lstrip('_')} must be")
+        raise ValueError(f"{type(value).__name__} instead of {kind.__name__.lstrip('_')}")
     return value
 
 
@@ -248,12 +250,12 @@ def _tensor(
 ) -> _Placeholder:
     if metadata:
         raise RefusedPickleError(f"a tensor with {', '.join(map(str, metadata))}")
-    held, kind = _plain(storage, _Storage).value, dtype or storage.dtype
-    typed = held[: held.numel() // kind.itemsize * kind.itemsize].view(kind)
-    end = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    if min((offset, *shape, *stride)) < 0 or (end and offset + end > typed.numel()):
-        raise ValueError("a tensor reaches over the end of its storage")
-    if not end:
+    data, kind = _require(storage, _Storage).value, dtype or storage.dtype
+    typed = data[: data.numel() // kind.itemsize * kind.itemsize].view(kind)
+    extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    if min((offset, *shape, *stride)) < 0 or (extent and offset + extent > typed.numel()):
+        raise ValueError("a tensor extends beyond its storage")
+    if not extent:
         return _Placeholder(torch.empty(shape, dtype=kind))
     return _Placeholder(typed.as_strided(shape, stride, typed.storage_offset() + offset))
 
@@ -266,22 +268,22 @@ def _parameter(data: Any, requires_grad: bool = True, hooks: Any = None) -> Any:
     return data
 
 
-def _text_as_bytes(text: str, encoding: str) -> bytes:
+def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise RefusedPickleError(f"_codecs.encode to {encoding!r}")
     return text.encode("latin1")
 
 
 def _scalar(dtype: Any, data: bytes) -> Any:
-    return _plain(dtype, _Dtype).array((), data)[()]
+    return _require(dtype, _Dtype).array((), data)[()]
 
 
 def _empty_bytes() -> bytes:
-    return b""  # the only one that old pickles write as a call of bytes
+    return b""  # old protocols write only the empty one as a call of bytes
 
 
 def _bytearray(data: bytes = b"") -> bytearray:
-    return bytearray(memoryview(data))  # not a number, which would be a size
+    return bytearray(memoryview(data))  # refuses a number, which would be a size
 
 
 def _counter(items: Any = ()) -> Counter[Any]:
@@ -295,7 +297,7 @@ _MAKERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "builtins.complex": complex,
         "builtins.bytes": _empty_bytes,
         "builtins.bytearray": _bytearray,
-        "_codecs.encode": _text_as_bytes,
+        "_codecs.encode": _encode,
         "collections.OrderedDict": OrderedDict,
         "collections.Counter": _counter,
         "torch.Size": torch.Size,
@@ -318,17 +320,17 @@ _MAKERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
-    """Return what ``torch.save`` wrote into a file: containers, plain values, and tensors on the CPU.
+    """Return the content of a file of ``torch.save``: containers, plain values, and tensors on the CPU.
 
-    Tensors that shared memory share it again. Parameters come as tensors.
+    Tensors that shared memory share it again. Parameters become tensors.
 
     Args:
         path: The file.
-        take: Returns the bytes of each storage, so that they needn't be read yet; it has to verify their
-            checksums itself. Without it they are read and verified here.
+        take: Returns the bytes of a storage, possibly without reading them yet, and verifies their checksum.
+            None: they are read and verified here.
 
     Raises:
-        CheckpointError: It asks for something that isn't data, or is of the format of torch before 1.6.
+        CheckpointError: The file requests something that isn't data, or torch before 1.6 wrote it.
         DamagedCheckpointError: The file is truncated or damaged, or was not written by ``torch.save``.
     """
     with open(path, "rb") as file:
@@ -336,26 +338,25 @@ def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
 
 
 def read_torch_stream(file: BinaryIO, name: str, take: TakeBytes | None = None) -> Any:
-    """Return what ``torch.save`` wrote into an open file, as :func:`read_torch_file` does.
+    """Return the content of an open file, as :func:`read_torch_file` does.
 
     Args:
         file: At any position.
-        name: What to call it in errors.
-        take: Returns the bytes of each storage.
+        name: Its name in errors.
+        take: See :func:`read_torch_file`.
 
     Raises:
-        CheckpointError: As of :func:`read_torch_file`.
-        DamagedCheckpointError: As of :func:`read_torch_file`.
+        CheckpointError: See :func:`read_torch_file`.
+        DamagedCheckpointError: See :func:`read_torch_file`.
     """
     file.seek(0)
-    head = file.read(2 + 9 + len(_OLD_MAGIC))  # from protocol 4 on with a frame around it
+    head = file.read(2 + 9 + len(_OLD_MAGIC))  # from protocol 4 on, a frame comes before the number
     if head[:1] == b"\x80" and head.find(_OLD_MAGIC) >= 2:
-        # Other protocols of pickle than the second one torch itself only reads as a program.
+        # torch.load(weights_only=True) supports no other protocol than 2.
         how = "with weights_only=True" if head[1] == 2 else "if you trust it, with weights_only=False"
         raise CheckpointError(
-            f"{name} is of the format that torch.save had before torch 1.6 "
-            f"(_use_new_zipfile_serialization=False), which isn't read here. Load it by torch.load, {how}, "
-            "and save it again, as safetensors if you can."
+            f"{name} has the format of torch before 1.6 (_use_new_zipfile_serialization=False), which isn't "
+            f"supported. Load it with torch.load, {how}, and save it again, as safetensors if you can."
         )
     try:
         with zipfile.ZipFile(file) as archive:
@@ -367,29 +368,29 @@ def read_torch_stream(file: BinaryIO, name: str, take: TakeBytes | None = None) 
     ) as error:
         raise DamagedCheckpointError(
             f"{name} is damaged, or was not written by torch.save: {error}. Nothing was loaded. Copy it "
-            "again from where it was written.",
+            "again from its source.",
             name,
         ) from error
 
 
 def refuse_pickle(name: str, error: RefusedPickleError) -> CheckpointError:
-    """Return the error that says which file asks for what, and what to do."""
+    """Make the error for a file that requests something that isn't data."""
     return CheckpointError(
         f"{name} holds more than data: it asks for {error}, which was not run. If you trust the file, load "
-        "it in the program that wrote it, turn that object into plain values and tensors, and save it again."
+        "it in the program that wrote it, convert that object to plain values and tensors, and save it again."
     )
 
 
 def _read_archive(archive: zipfile.ZipFile, file: BinaryIO, take: TakeBytes) -> Any:
-    length = file.seek(0, io.SEEK_END)
+    size = file.seek(0, io.SEEK_END)
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise ValueError("it has no data.pkl")
-    if any(one.compress_type or one.file_size > length for one in archive.infolist()):
-        raise ValueError("it is compressed, which torch.save never does, or longer than the file")
+    if any(entry.compress_type or entry.file_size > size for entry in archive.infolist()):
+        raise ValueError("it is compressed, which torch.save never does, or truncated")
     root = pickles[0].removesuffix("data.pkl")
     if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
-        raise ValueError("its bytes are in big-endian order")
+        raise ValueError("it is big-endian")
     storages: dict[str, torch.Tensor] = {}
 
     def persistent(reference: Any) -> _Storage:
@@ -398,12 +399,12 @@ def _read_archive(archive: zipfile.ZipFile, file: BinaryIO, take: TakeBytes) -> 
             raise ValueError(f"it refers to {kind!r}")
         if key not in storages:
             info = archive.getinfo(f"{root}data/{key}")
-            # Its bytes are behind a head of its own, whose length only that head says.
+            # The data follows a local header, whose length isn't in the directory of the archive.
             file.seek(info.header_offset)
             magic, name, extra = struct.unpack("<4s22xHH", file.read(30))
             start = info.header_offset + 30 + name + extra
-            if magic != b"PK\3\4" or info.flag_bits & 1 or start + info.file_size > length:
-                raise ValueError(f"{info.filename} isn't where the directory says")
+            if magic != b"PK\3\4" or info.flag_bits & 1 or start + info.file_size > size:
+                raise ValueError(f"{info.filename} isn't at the offset in the directory")
             empty = torch.empty(0, dtype=torch.uint8)
             storages[key] = take(start, info.file_size, info.CRC) if info.file_size else empty
         return _Storage(storages[key], dtype)
@@ -412,9 +413,9 @@ def _read_archive(archive: zipfile.ZipFile, file: BinaryIO, take: TakeBytes) -> 
 
 
 def _take(file: BinaryIO, start: int, length: int, crc32: int) -> torch.Tensor:
-    held = bytearray(length)
+    data = bytearray(length)
     file.seek(start)
-    cast("io.BufferedIOBase", file).readinto(held)
-    if zlib.crc32(held) != crc32:
-        raise ValueError("bytes of a tensor don't match their checksum")
-    return torch.frombuffer(held, dtype=torch.uint8)
+    cast("io.BufferedIOBase", file).readinto(data)
+    if zlib.crc32(data) != crc32:
+        raise ValueError("the checksum of a tensor doesn't match")
+    return torch.frombuffer(data, dtype=torch.uint8)

@@ -1,16 +1,16 @@
-"""The files of a model on disk: written tensor by tensor, and put in place so that no crash tears a set.
+"""Write the files of a model's weights, and replace a model's files so that no crash mixes two models.
 
-A reader opens one file first, the *entry*: the only file, or the index that names the others. So a set of
-files replaces another like this, and what is done is durable before each next step:
+A reader opens one file first, the *entry*: the single file, or the index that names the others. A new set of
+files replaces an old one in these steps, each durable before the next:
 
-1. All new files are written in a folder of their own.
-2. Shards get names that no file has. No reader knows of them yet.
-3. The new entry gets its name, by one rename.
-4. Entries of other names, which the old set left, go: those that readers prefer least come first. So the old
-   entry is there until the last one goes, if readers prefer it to the new one.
-5. What no entry names any more goes.
+1. All new files are written in a separate folder.
+2. The shards are moved to names that no existing file has; no reader knows them yet.
+3. The new entry is moved to its name, by one rename.
+4. Other entries of the old set are removed, beginning with those that readers prefer least. If readers prefer
+   an old entry to the new one, it is therefore the last to go.
+5. Files that no entry names any more are removed.
 
-At every instant a reader thus opens the old entry, all files of which are there, or the new one.
+At every instant, a reader opens the old entry with all of its files, or the new one.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def write_safetensors(
     *,
     fill: bool = False,
 ) -> None:
-    """Write a new safetensors file durably, holding one tensor at a time, and without checksums.
+    """Write a new safetensors file durably, with one tensor in memory at a time and without checksums.
 
     Args:
         path: Must not exist yet.
         forms: Dtype and shape of each tensor, by name.
-        value_of: Returns a tensor; called in the order of ``header.storage_order``.
-        metadata: Of the file.
-        fill: As for ``header.format_header``.
+        value_of: Returns a tensor by its name; called in the order of ``header.storage_order``.
+        metadata: Texts for the header.
+        fill: See ``header.format_header``.
 
     Raises:
-        OSError: The file can't be written; it names the file.
+        OSError: The file can't be written; the error names it.
     """
     entries = [
         NewEntry(name, SAFETENSORS_NAMES[dtype], tuple(shape), partial(value_of, name), crc32=())
@@ -71,10 +71,10 @@ def write_safetensors(
 
 
 def write_pickled(path: Path, obj: Any) -> None:
-    """Write a new file durably by ``torch.save``.
+    """Write a new file durably with ``torch.save``.
 
     Raises:
-        OSError: The file can't be written; it names the file.
+        OSError: The file can't be written; the error names it.
     """
     with naming(os.fspath(path)), open(path, "xb") as file:
         torch.save(obj, file)
@@ -82,15 +82,25 @@ def write_pickled(path: Path, obj: Any) -> None:
         os.fsync(file.fileno())
 
 
-# --- a set of files ------------------------------------------------------------------------------
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU, contiguous, and with a storage that holds nothing else.
+
+    ``torch.save`` writes the storage of a view completely.
+    """
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    is_view = plain.untyped_storage().nbytes() != plain.numel() * plain.dtype.itemsize
+    return plain.clone() if is_view else plain
+
+
+# --- a folder for new files ----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def staging(final: Path) -> Generator[Path]:
-    """Make a folder beside ``final`` to write into, and remove what is left of it on the way out.
+    """Make a folder next to ``final`` for new files, and remove it at the end.
 
-    What is written is to be renamed to ``final`` inside; that is durable on the way out. What programs left
-    there that were killed is removed first.
+    The caller renames the result to ``final`` inside the block; the rename is durable when the block ends.
+    Folders that killed programs left behind are removed first.
     """
     target = os.path.abspath(final)
     with scratch_folder(REAL_DISK, target) as stage:
@@ -100,24 +110,32 @@ def staging(final: Path) -> Generator[Path]:
 
 @contextlib.contextmanager
 def replacing(final: Path) -> Generator[Path]:
-    """Return the path to write a new file to, which takes the name ``final`` on the way out, in one step.
+    """Yield the path for a new file that replaces ``final`` at the end of the block, by one rename.
 
-    After an error nothing of it is left, and what had the name before still has it.
+    If the block fails, the new file is removed, and ``final`` is unchanged.
     """
     with staging(final) as stage:
         yield stage / final.name
         os.replace(stage / final.name, final)
 
 
+def _sync(folder: Path) -> None:
+    with naming(os.fspath(folder)):
+        REAL_DISK.sync_folder(os.fspath(folder))
+
+
+# --- the directory of a model --------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def holding(folder: Path, naming: WeightNaming) -> Generator[None]:
-    """Make a directory for a model, and let no other program save a model in it meanwhile.
+def locked_directory(folder: Path, naming: WeightNaming) -> Generator[None]:
+    """Make the directory of a model, and lock it against other saves until the end of the block.
 
     Raises:
-        NotADirectoryError: It is a file.
-        IsADirectoryError: The name of a model's file is taken by a directory.
-        BlockingIOError: Another program, or another rank, is saving in it.
-        OSError: It can't be made.
+        NotADirectoryError: ``folder`` is a file.
+        IsADirectoryError: A directory has the name of one of the model's files.
+        BlockingIOError: Another program or rank is saving to the directory.
+        OSError: The directory can't be made.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"save_model: {folder} is a file. Pass a directory.")
@@ -125,8 +143,8 @@ def holding(folder: Path, naming: WeightNaming) -> Generator[None]:
     for name in entry_names(naming):
         if (folder / name).is_dir():
             raise IsADirectoryError(
-                f"save_model: {folder / name} is a directory, and its name is that of a model's file. "
-                "Remove it, or save elsewhere."
+                f"save_model: {folder / name} is a directory, but the model needs a file of that name. "
+                "Remove it, or save to another directory."
             )
     with _locked(folder):
         yield
@@ -150,10 +168,10 @@ def _locked(folder: Path) -> Generator[None]:
             release()
 
 
-def taken_generations(folder: Path, naming: WeightNaming) -> frozenset[int]:
-    """Generations of shard names that files of a directory have."""
+def existing_generations(folder: Path, naming: WeightNaming) -> frozenset[int]:
+    """Return the generations of the shards in a directory."""
     found = (names.generation(name) for name in os.listdir(folder) for names in names_of(naming))
-    return frozenset(one for one in found if one is not None)
+    return frozenset(generation for generation in found if generation is not None)
 
 
 def write_files(
@@ -161,61 +179,55 @@ def write_files(
     plan: WeightsPlan,
     kind: WeightNames,
     tensors: Mapping[str, torch.Tensor],
-    values: Iterator[torch.Tensor],
+    values: Iterator[torch.Tensor] | None = None,
 ) -> tuple[str, ...]:
-    """Write the files of a plan durably, and their index where they are several.
+    """Write the files of a plan durably, and the index if there are several.
 
     Args:
-        folder: Has none of them.
+        folder: Contains none of the files yet.
         plan: Which tensor is in which file.
-        kind: Of the files.
-        tensors: By name; of their dtypes and shapes.
-        values: The tensors whole, in the order of the plan.
+        kind: Names of the files.
+        tensors: By name, for dtypes and shapes.
+        values: The complete tensors in the order of the plan. None: those in ``tensors``.
 
     Returns:
-        The names of the files. The entry is the last.
+        Names of the files; the entry is the last.
 
     Raises:
-        OSError: One can't be written; it names the file.
+        OSError: A file can't be written; the error names it.
     """
-    stored_in = {name: file for file, names in plan.files for name in names}
+    remaining = values or (tensors[name] for _, names in plan.files for name in names)
+    file_of = {name: file for file, names in plan.files for name in names}
     for file, names in plan.files:
-        tied = {name: first for name, first in plan.tied if stored_in[first] == file}
+        tied = {name: stored for name, stored in plan.tied if file_of[stored] == file}
         if kind.is_safe:
             forms = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
-            write_safetensors(folder / file, forms, lambda _: next(values), {"format": "pt", **tied})
+            write_safetensors(folder / file, forms, lambda _: next(remaining), {"format": "pt", **tied})
         else:
-            held = {name: _compact(value) for name, value in zip(names, values, strict=False)}
-            write_pickled(folder / file, {**held, **{name: held[first] for name, first in tied.items()}})
-            del held
+            content = {name: compact(value) for name, value in zip(names, remaining, strict=False)}
+            write_pickled(folder / file, content | {name: content[stored] for name, stored in tied.items()})
+            del content  # before the next file's tensors are collected
     if len(plan.files) == 1:
         return (plan.files[0][0],)
-    # Pickled files hold tied weights under each name, which share their data there.
-    shared = {} if kind.is_safe else {name: stored_in[first] for name, first in plan.tied}
-    said = {"metadata": {"total_size": plan.total_bytes}, "weight_map": {**stored_in, **shared}}
-    text = json.dumps(said, indent=2, sort_keys=True) + "\n"
+    # Pickled files contain tied weights under each of their names.
+    tied_files = {} if kind.is_safe else {name: file_of[stored] for name, stored in plan.tied}
+    index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": {**file_of, **tied_files}}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     write_file(REAL_DISK, os.fspath(folder / kind.index), text.encode())
     return (*(file for file, _ in plan.files), kind.index)
 
 
-def _compact(value: torch.Tensor) -> torch.Tensor:
-    plain = value.cpu().resolve_conj().resolve_neg().contiguous()
-    # torch.save writes the whole storage, of which this may be a part.
-    is_part = plain.untyped_storage().nbytes() != plain.numel() * plain.dtype.itemsize
-    return plain.clone() if is_part else plain
-
-
 def publish(folder: Path, naming: WeightNaming, stage: Path, files: Sequence[str]) -> None:
-    """Let a complete set of files take the place of the one that is there; see the module.
+    """Replace the model in a directory by a complete set of new files; see the module.
 
     Args:
-        folder: Where the others are.
-        naming: Whose names they have.
-        stage: Where the new ones are.
-        files: Their names; the last is that of the entry, and the others are nobody's.
+        folder: The model's directory.
+        naming: The library whose names the files have.
+        stage: Contains the new files.
+        files: Their names. The last one is the entry; no file in ``folder`` has the other names.
 
     Raises:
-        OSError: The disk refused a step. The set that was there or the new one is what readers see.
+        OSError: A step failed. Readers find either the old files or the new ones.
     """
     *shards, entry = files
     try:
@@ -235,24 +247,8 @@ def publish(folder: Path, naming: WeightNaming, stage: Path, files: Sequence[str
             _sync(folder)
     for name in set(os.listdir(folder)).difference(files):
         if any(names.generation(name) is not None for names in names_of(naming)):
-            # The new set is in place: rubbish that can't be removed is no reason to call the save a failure.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the save has succeeded, with or without old files left over
                 os.unlink(folder / name)
-
-
-def _sync(folder: Path) -> None:
-    with naming(os.fspath(folder)):
-        REAL_DISK.sync_folder(os.fspath(folder))
-
-
-def write_tied(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one safetensors file; of tensors that are the same memory the first, with the others' names."""
-    _write(folder, plan_weights(tensors, sys.maxsize, WeightNames(stem, ".safetensors")), tensors)
-
-
-def _write(folder: Path, plan: WeightsPlan, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    values = (tensors[name] for _, names in plan.files for name in names)
-    return write_files(folder, plan, names_of("transformers")[0], tensors, values)
 
 
 def write_weights(
@@ -261,33 +257,31 @@ def write_weights(
     *,
     max_shard_size: int | str = "10GB",
 ) -> tuple[str, ...]:
-    """Write tensors as a new folder with ``model.safetensors``, or several files with their index.
+    """Write tensors to a new directory, as ``model.safetensors`` or as several files with an index.
 
-    Tensors that are the same memory are stored once; the other names stand in the metadata of the file.
+    Tensors that are the same data are stored once; the file's metadata has the other names.
 
     Ranks: local; one process writes.
 
     Args:
-        directory: Of the folder. Nothing, or an empty directory, may stand there.
-        tensors: By name: dense, whole.
-        max_shard_size: Largest size of a file, in bytes or such as ``"5GB"``.
+        directory: Must not exist, or be empty.
+        tensors: Dense, complete tensors by name.
+        max_shard_size: Largest size of a file, in bytes or a text such as ``"5GB"``.
 
     Returns:
-        The names of the files.
+        Names of the files.
 
     Raises:
-        ValueError: safetensors has no such dtype, or the size has another form. All tensors are listed.
-        OSError: It can't be written, or something stands there. Nothing is left behind.
+        ValueError: safetensors lacks a tensor's dtype, or ``max_shard_size`` is malformed.
+        OSError: The files can't be written, or the directory isn't empty. Nothing is left behind.
     """
     odd = [name for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_NAMES]
     if odd:
         listed = ", ".join(f"{name} ({tensors[name].dtype})" for name in odd[:5])
-        raise ValueError(
-            f"safetensors has no dtype for {listed}. Convert them to one that it has, such as float32."
-        )
+        raise ValueError(f"safetensors has no dtype for {listed}. Convert to a dtype such as float32 first.")
     plan = plan_weights(tensors, parse_size(max_shard_size))
     Path(directory).parent.mkdir(parents=True, exist_ok=True)
     with staging(Path(directory)) as stage:
-        files = _write(stage, plan, tensors)
+        files = write_files(stage, plan, names_of("transformers")[0], tensors)
         os.replace(stage, directory)
     return files

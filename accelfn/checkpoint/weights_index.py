@@ -1,14 +1,12 @@
-"""Files of a model's weights: what is in which, what they are called, and how they are found again."""
+"""The files of a model's weights: their names, which tensor is in which file, and how they are found."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast
@@ -27,15 +25,20 @@ from accelfn.tree import is_dtensor
 
 WeightNaming: TypeAlias = Literal["transformers", "diffusers"]
 
-_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
+_NAMINGS: tuple[WeightNaming, ...] = ("transformers", "diffusers")
+_UNITS = MappingProxyType({"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1})
+_SAFE, _PICKLED = (".safetensors",), (".bin", ".pt", ".pth")
+
+
+# --- names ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """What the files of a model are called, in one format of one library.
+    """File names of a model's weights, in one format of one library.
 
     Attributes:
-        stem: Of the names, such as ``"model"``.
+        stem: Begins each name, such as ``"model"``.
         suffix: ``".safetensors"`` or ``".bin"``.
     """
 
@@ -44,12 +47,12 @@ class WeightNames:
 
     @property
     def is_safe(self) -> bool:
-        """Whether they are safetensors, which no code can hide in."""
+        """Whether the files are safetensors, which can't contain code."""
         return self.suffix == ".safetensors"
 
     @property
     def single(self) -> str:
-        """Name of the only file."""
+        """Name of the file if there is only one."""
         return f"{self.stem}{self.suffix}"
 
     @property
@@ -58,10 +61,10 @@ class WeightNames:
         return f"{self.stem}{self.suffix}.index.json"
 
     def shard(self, number: int, count: int, generation: int = 1) -> str:
-        """Name of one of several files.
+        """Return the name of one of several files.
 
-        A save beside one that has the first names takes those of the next generation, so that no file of an
-        index is ever replaced by one of another content.
+        A save next to files of generation 1 uses generation 2, and the other way round, so that no file that
+        an index names is ever replaced by a file of another model.
 
         >>> WeightNames("model", ".safetensors").shard(1, 3)
         'model-00001-of-00003.safetensors'
@@ -72,22 +75,39 @@ class WeightNames:
         return f"{self.stem}{middle}-{number:05d}-of-{count:05d}{self.suffix}"
 
     def generation(self, name: str) -> int | None:
-        """Of which generation a file is; None for what is no shard of these names."""
+        """Return the generation of a shard by its file name; None for other files."""
         pattern = rf"{re.escape(self.stem)}(?:-(\d{{1,9}}))?-\d{{5,}}-of-\d{{5,}}{re.escape(self.suffix)}"
         match = re.fullmatch(pattern, name)
         return int(match[1] or 1) if match else None
 
 
-_DEFAULT = WeightNames("model", ".safetensors")
-_NAMES: Mapping[str, tuple[WeightNames, WeightNames]] = MappingProxyType(
-    {
-        "transformers": (_DEFAULT, WeightNames("pytorch_model", ".bin")),
-        "diffusers": (
-            WeightNames("diffusion_pytorch_model", ".safetensors"),
-            WeightNames("diffusion_pytorch_model", ".bin"),
-        ),
-    }
-)
+def names_of(naming: WeightNaming) -> tuple[WeightNames, WeightNames]:
+    """Return a library's file names for safetensors and for ``torch.save``.
+
+    Raises:
+        ValueError: ``naming`` is neither ``"transformers"`` nor ``"diffusers"``.
+    """
+    if naming not in _NAMINGS:
+        raise ValueError(f"names must be {' or '.join(map(repr, _NAMINGS))}, got {naming!r}.")
+    if naming == "diffusers":
+        stem = "diffusion_pytorch_model"
+        return WeightNames(stem, ".safetensors"), WeightNames(stem, ".bin")
+    return WeightNames("model", ".safetensors"), WeightNames("pytorch_model", ".bin")
+
+
+def entry_names(naming: WeightNaming) -> tuple[str, ...]:
+    """List the files that a reader may open first, in the order in which the library looks for them.
+
+    >>> entry_names("transformers")[:2], entry_names("diffusers")[0]
+    (('model.safetensors', 'model.safetensors.index.json'), 'diffusion_pytorch_model.safetensors.index.json')
+    """
+    # transformers looks for the single file first, diffusers for the index.
+    if naming == "transformers":
+        return tuple(name for names in names_of(naming) for name in (names.single, names.index))
+    return tuple(name for names in names_of(naming) for name in (names.index, names.single))
+
+
+# --- the plan of a save --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +115,9 @@ class WeightsPlan:
     """Which tensor goes into which file.
 
     Attributes:
-        files: Names of files, and of the tensors in each, in the order of the file.
-        tied: Name of each tensor that isn't stored, and the stored one that it shares all its data with.
-        total_bytes: Of all stored tensors.
+        files: Each file's name with the names of its tensors, in the order in which they are stored.
+        tied: Pairs of a tensor that isn't stored and the stored tensor that has the same data.
+        total_bytes: Size of all stored tensors.
     """
 
     files: tuple[tuple[str, tuple[str, ...]], ...]
@@ -105,93 +125,62 @@ class WeightsPlan:
     total_bytes: int
 
 
-def names_of(naming: WeightNaming) -> tuple[WeightNames, WeightNames]:
-    """What a library calls the files of a model: its safetensors, and those of ``torch.save``.
-
-    Raises:
-        ValueError: ``naming`` is neither ``"transformers"`` nor ``"diffusers"``.
-    """
-    found = _NAMES.get(naming) if isinstance(cast("object", naming), str) else None
-    if found is None:
-        raise ValueError(f"names must be {' or '.join(map(repr, _NAMES))}, got {naming!r}.")
-    return found
-
-
-def entry_names(naming: WeightNaming) -> tuple[str, ...]:
-    """Names of the files that readers open first; of several that are there they take the first of these.
-
-    >>> entry_names("transformers")[:2], entry_names("diffusers")[0]
-    (('model.safetensors', 'model.safetensors.index.json'), 'diffusion_pytorch_model.safetensors.index.json')
-    """
-    # As the libraries do: transformers looks for the only file first, diffusers for the index.
-    if naming == "transformers":
-        return tuple(name for names in names_of(naming) for name in (names.single, names.index))
-    return tuple(name for names in names_of(naming) for name in (names.index, names.single))
-
-
 def parse_size(size: int | str) -> int:
-    """Read a size such as ``"10GB"``, ``"1.5 MB"`` or a number of bytes. Units are powers of 1000.
+    """Return a size in bytes: a number, or a text such as ``"10GB"`` or ``"1.5 MB"`` in powers of 1000.
 
     Raises:
-        ValueError: Another form, or nothing above zero.
+        ValueError: The text has another form, or the size is less than 1 byte.
 
     >>> parse_size("1.5MB"), parse_size(10)
     (1500000, 10)
     """
-    number = Decimal(size) if isinstance(size, int) else None
+    num_bytes = size if isinstance(size, int) else 0
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(TB|GB|MB|KB|B)\s*", size, re.IGNORECASE)
-        number = Decimal(match[1]) * dict(_UNITS)[match[2].upper()] if match else None
-    if number is None or number < 1:
+        num_bytes = round(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if num_bytes < 1:
         raise ValueError(
-            f"max_shard_size must be bytes or a number with TB, GB, MB or KB, such as '5GB': got {size!r}."
+            f"max_shard_size must be a number of bytes, or a number with TB, GB, MB or KB such as '5GB': got "
+            f"{size!r}."
         )
-    return int(number)
+    return num_bytes
 
 
 def tied_by(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A key that two tensors have in common if they are the very same data."""
-    # Of a DTensor a rank may hold nothing, so that all ranks can tell only by the object.
+    """Return a key that two tensors share if they are the same data."""
+    # A rank may hold no part of a DTensor, so only the identity of the object is the same on all ranks.
     if tensor.is_meta or is_dtensor(tensor) or not tensor.numel() or not tensor.data_ptr():
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def storage_names(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Order names as a safetensors file has its tensors."""
-    some = ((name, tensors[name]) for name in names)
-    forms = ((name, SAFETENSORS_NAMES.get(one.dtype, ""), tuple(one.shape)) for name, one in some)
-    return tuple(name for name, _, _ in storage_order(forms))
-
-
 def plan_weights(
     tensors: Mapping[str, torch.Tensor],
     max_shard_bytes: int,
-    names: WeightNames = _DEFAULT,
+    names: WeightNames | None = None,
     generation: int = 1,
 ) -> WeightsPlan:
-    """Decide which tensor goes into which file. Pure.
+    """Assign tensors to files. Pure.
 
-    Tensors are taken in order; a file is closed when the next one would make it too large, and a tensor that
-    is too large by itself gets a file of its own. Tensors with the very same data are stored once, under the
-    first name.
+    Files are filled in the order of the tensors, up to the limit; a tensor that exceeds the limit by itself
+    gets its own file. Tensors that are the same data are stored once, under the first name.
 
     Args:
         tensors: By name.
-        max_shard_bytes: Largest size of a file's tensors.
-        names: What the files are called.
-        generation: Of the names of several files; see :meth:`WeightNames.shard`.
+        max_shard_bytes: Largest size of the tensors in a file.
+        names: Names of the files. None: ``model.safetensors`` and its shards.
+        generation: Of the shards; see :meth:`WeightNames.shard`.
     """
+    names = names or names_of("transformers")[0]
     first: dict[tuple[Any, ...], str] = {}
     tied: list[tuple[str, str]] = []
     shards: list[list[str]] = [[]]
     filled = total = 0
     for name, tensor in tensors.items():
-        same = tied_by(tensor)
-        if same in first:
-            tied.append((name, first[same]))
+        stored = first.setdefault(tied_by(tensor), name)
+        if stored != name:
+            tied.append((name, stored))
             continue
-        first[same] = name
         size = tensor.numel() * tensor.dtype.itemsize
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
@@ -199,32 +188,28 @@ def plan_weights(
         shards[-1].append(name)
         filled += size
         total += size
-    files = (
-        [names.single]
-        if len(shards) == 1
-        else [names.shard(number, len(shards), generation) for number in range(1, len(shards) + 1)]
-    )
-    return WeightsPlan(
-        files=tuple((file, storage_names(shard, tensors)) for file, shard in zip(files, shards, strict=True)),
-        tied=tuple(tied),
-        total_bytes=total,
-    )
+    files: list[tuple[str, tuple[str, ...]]] = []
+    for number, shard in enumerate(shards, 1):
+        file = names.single if len(shards) == 1 else names.shard(number, len(shards), generation)
+        forms = [
+            (name, SAFETENSORS_NAMES.get(tensors[name].dtype, ""), tuple(tensors[name].shape))
+            for name in shard
+        ]
+        files.append((file, tuple(name for name, _, _ in storage_order(forms))))
+    return WeightsPlan(files=tuple(files), tied=tuple(tied), total_bytes=total)
 
 
-_NAMINGS: tuple[WeightNaming, ...] = ("transformers", "diffusers")
-# Of real models by far the largest index has some megabytes, and so has the largest header.
-_MAX_JSON_BYTES = 100_000_000
-_SAFE, _PICKLED = (".safetensors",), (".bin", ".pt", ".pth")
+# --- finding files -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFiles:
-    """Where the weights of a model are.
+    """The files that hold a model's weights.
 
     Attributes:
-        directory: Of the files.
+        directory: Contains the files.
         files: Their names, in order.
-        weight_map: Name of the file of each tensor, where an index says it; None of a single file.
+        weight_map: The file of each tensor, from the index; None for a single file.
     """
 
     directory: Path
@@ -233,161 +218,137 @@ class WeightsFiles:
 
     @property
     def is_safe(self) -> bool:
-        """Whether the files are safetensors, and not pickled."""
+        """Whether the files are safetensors; otherwise they are pickled."""
         return self.files[0].endswith(_SAFE)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Of the files."""
+        """Paths of the files."""
         return tuple(self.directory / file for file in self.files)
 
 
 def find_weights(path: str | os.PathLike[str]) -> WeightsFiles:
-    """Find the files of a model's weights, as transformers, diffusers and :func:`save_model` name them.
+    """Find the files of a model's weights, by the names that transformers, diffusers and ``save_model`` use.
 
-    An index is only believed where each file that it names is a regular file of the same directory. Links are
-    followed within the directory, and into the store of the Hugging Face hub's cache beside it
-    (``../../blobs``). It is ``{"weight_map": {name: file}}``, or the flat map ``{name: file}``.
+    An index is accepted only if every file that it names is a regular file in the same directory. Links are
+    followed within the directory, and into the Hugging Face hub's cache next to it (``../../blobs``). An
+    index is ``{"weight_map": {name: file}}``, or the flat map ``{name: file}``.
 
     Ranks: local. No tensor is read.
 
     Args:
-        path: A directory; or the only file, or the index.
+        path: A directory, a single file of weights, or an index.
 
     Returns:
-        Of several sets in the directory the one that the library takes: safetensors before pickled files. If
-        none has a name of the libraries, the only ``*.index.json`` of any name.
+        The files. If a directory holds several sets, the one that the library would load: safetensors before
+        pickled files. If no file has a library's name, the directory's only ``*.index.json``.
 
     Raises:
-        NoCheckpointError: There is nothing of that kind.
-        DamagedCheckpointError: The index is no index, or names what isn't there or is elsewhere.
-        ValueError: The directory holds files of both libraries, or several indexes of other names, or the
-            file is of another kind.
+        NoCheckpointError: There are no weights at ``path``.
+        DamagedCheckpointError: The index is malformed, or names a file that is missing or elsewhere.
+        ValueError: The directory holds files of both libraries, or several indexes with other names, or
+            ``path`` is a file of another kind.
     """
-    place = Path(path)
-    if not place.exists():
-        raise NoCheckpointError(f"{place} doesn't exist.")
-    if place.is_dir():
-        entry, is_given = _find_entry(place), False
-    else:
-        entry, is_given = place, True  # a link that the user names may lead anywhere
+    source = Path(path)
+    if not source.exists():
+        raise NoCheckpointError(f"{source} doesn't exist.")
+    entry = _find_entry(source) if source.is_dir() else source
     directory = entry.parent
-    if not is_given:
+    if source.is_dir():  # a link that the user passes may lead anywhere
         _check_file(directory, entry.name, entry.name)
     elif not entry.is_file():
-        raise NoCheckpointError(f"{entry} is no regular file.")
+        raise NoCheckpointError(f"{entry} is not a regular file.")
     if entry.name.endswith((*_SAFE, *_PICKLED)):
         return WeightsFiles(directory=directory, files=(entry.name,))
-    if not entry.name.endswith(".json"):
-        raise _unknown(entry)
     weight_map = _read_index(entry)
     files = tuple(sorted(set(weight_map.values())))
     match = re.fullmatch(r".+(\.safetensors|\.bin)\.index\.json", entry.name)
-    # An index of another name says by its first file what kind it is for.
-    suffix = (
-        match[1] if match else next((one for one in (*_SAFE, *_PICKLED) if files[0].endswith(one)), ".bin")
-    )
+    suffix = match[1] if match else Path(files[0]).suffix  # all files have to be of one kind
     for file in files:
-        _check_name(entry.name, file, suffix)
+        if Path(file).name != file or not file.endswith(suffix) or suffix not in (*_SAFE, *_PICKLED):
+            raise DamagedCheckpointError(
+                f"{entry} names {file!r}, which is not a weights file in the same directory.", entry.name
+            )
         _check_file(directory, file, entry.name)
     return WeightsFiles(directory=directory, files=files, weight_map=MappingProxyType(weight_map))
-
-
-def _unknown(entry: Path) -> ValueError:
-    return ValueError(
-        f"{entry} is no file of weights by its name. Pass a directory, a file that ends in "
-        f"{', '.join((*_SAFE, *_PICKLED))}, or an index (.safetensors.index.json, .bin.index.json)."
-    )
 
 
 def _find_entry(directory: Path) -> Path:
     found: list[str] = []
     for naming in _NAMINGS:
-        there = [name for name in entry_names(naming) if os.path.lexists(directory / name)]
-        found.extend(there[:1])
+        existing = [name for name in entry_names(naming) if os.path.lexists(directory / name)]
+        found.extend(existing[:1])
     if not found:
         found = sorted(name for name in os.listdir(directory) if name.endswith(".index.json"))
     if not found:
         raise NoCheckpointError(
-            f"{directory} has no weights: neither {entry_names('transformers')[0]} nor another of the names "
-            "that transformers and diffusers give, and no index of them. Pass the file itself if it has "
-            "another name."
+            f"{directory} has no weights: neither {entry_names('transformers')[0]}, nor another file that "
+            "transformers or diffusers would load, nor an index. Pass the path of the file if it has another "
+            "name."
         )
     if len(found) > 1:
-        raise ValueError(f"{directory} has {' and '.join(found)}: pass the one to read.")
+        raise ValueError(f"{directory} has {' and '.join(found)}. Pass the path of the one to read.")
     return directory / found[0]
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    if path.stat().st_size > _MAX_JSON_BYTES:
-        raise DamagedCheckpointError(f"{path} is too large for an index.", path.name)
-    said = _parse(path.read_bytes(), path)
     is_index = path.name.endswith(".index.json")
-    # Some write the map alone. A configuration may have texts, too: only names of files make it one.
-    flat = all(
-        isinstance(file, str) and (is_index or file.endswith((*_SAFE, *_PICKLED))) for file in said.values()
+    unknown = ValueError(
+        f"{path} has no name of a weights file. Pass a directory, a file that ends in "
+        f"{', '.join((*_SAFE, *_PICKLED))}, or an index (.safetensors.index.json, .bin.index.json)."
     )
-    found: object = said.get("weight_map", said if flat else None)
-    if not isinstance(found, dict) or not found:
-        if not is_index:
-            raise _unknown(path)
-        raise DamagedCheckpointError(f"{path} is no index: it has no weight_map.", path.name)
-    for name, file in cast("dict[str, object]", found).items():
-        if not isinstance(file, str):
-            raise DamagedCheckpointError(f"{path}: the file of {name!r} is {file!r}, and no name.", path.name)
-    return cast("dict[str, str]", found)
-
-
-def _parse(content: bytes, path: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            raise ValueError("a name stands in it twice")
-        return made
-
+    if not path.name.endswith(".json"):
+        raise unknown
     try:
-        said: object = json.loads(content, object_pairs_hook=unique)
+        content: object = json.loads(path.read_bytes(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path} holds no sound JSON: {error}.", path.name) from error
-    if not isinstance(said, dict):
-        raise DamagedCheckpointError(f"{path} holds {type(said).__name__} instead of an object.", path.name)
-    return cast("dict[str, Any]", said)
+        raise DamagedCheckpointError(f"{path} is not valid JSON: {error}.", path.name) from error
+    index = cast("dict[str, object]", content) if isinstance(content, dict) else {}
+    # The flat map has no weight_map. Any other JSON file is an index only if all its values name weights.
+    is_flat = all(
+        isinstance(file, str) and (is_index or file.endswith((*_SAFE, *_PICKLED))) for file in index.values()
+    )
+    weight_map = index.get("weight_map", index if is_flat else None)
+    if not isinstance(weight_map, dict) or not weight_map:
+        if not is_index:
+            raise unknown
+        raise DamagedCheckpointError(f"{path} is not an index: it has no weight_map.", path.name)
+    for name, file in cast("dict[str, object]", weight_map).items():
+        if not isinstance(file, str):
+            raise DamagedCheckpointError(
+                f"{path} names {file!r} as the file of {name!r}; it must be a text.", path.name
+            )
+    return cast("dict[str, str]", weight_map)
 
 
-def _check_name(index: str, file: str, suffix: str) -> None:
-    """Refuse what is no plain name of a file of the kind that the index is for."""
-    # No separator of any system, no drive, no NUL or other control character, no hidden file.
-    is_plain = re.fullmatch(r"(?!\.)[^/\\:\x00-\x1f\x7f]{1,255}", file)
-    if is_plain is None or not file.endswith(suffix):
-        raise DamagedCheckpointError(
-            f"{index} names {file!r}, which is no plain name of a {suffix} file beside it.", index
-        )
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return result
 
 
 def _check_file(directory: Path, file: str, index: str) -> None:
+    """Check that a file is a regular file in the directory; links may lead to other files in it."""
     path = directory / file
     try:
         target = path.resolve(strict=True)
-        is_regular = stat.S_ISREG(target.stat().st_mode)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
         raise DamagedCheckpointError(f"{path} is missing, and {index} needs it: {error}.", index) from error
-    if not is_regular:
-        raise DamagedCheckpointError(f"{path} is no regular file.", index)
+    if not target.is_file():
+        raise DamagedCheckpointError(f"{path} is not a regular file.", index)
     home = directory.resolve()
-    if home not in target.parents and not _is_blob(home, target):
+    # The hub's cache: models--NAME/snapshots/REVISION/FILE links to models--NAME/blobs/HASH.
+    is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    if home not in target.parents and not is_blob:
         raise DamagedCheckpointError(f"{path} is a link that leads out of the directory, to {target}.", index)
 
 
-def _is_blob(home: Path, target: Path) -> bool:
-    # The hub's cache: models--NAME/snapshots/REVISION/FILE links to models--NAME/blobs/HASH.
-    return home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
-
-
 def read_header(path: Path) -> Header:
-    """Read what a safetensors file says of its tensors, and check it before anything is read by it.
+    """Read and check the header of a safetensors file.
 
     Raises:
-        DamagedCheckpointError: It is no sound safetensors file.
+        DamagedCheckpointError: The file is not valid safetensors.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -18,7 +18,7 @@ from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.commit import find_leftovers, is_dead, read_head
 from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.document.decode import decode
-from accelfn.checkpoint.document.nodes import LEAVES, children_of, step
+from accelfn.checkpoint.document.nodes import LEAVES, child_path, children_of
 from accelfn.checkpoint.find import explain_absence, read_checkpoint, scan
 from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.keep import plan_prune
@@ -298,7 +298,7 @@ def _leaves(
         is_value = kind not in (None, "dict", "object") and all(_is_plain(child) for _, child in children)
         if children and not is_value:
             for key, child in children:
-                yield from _leaves(manifest, child, step(path, key), ranks, known)
+                yield from _leaves(manifest, child, child_path(path, key), ranks, known)
             return
     if isinstance(node, dict) and kind in LEAVES:
         first = known.setdefault(node["name"], path[1:])

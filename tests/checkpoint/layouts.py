@@ -1,9 +1,10 @@
-"""One model in many layouts over processes, for tests: whole, replicated, cut by rows, cut by tensor."""
+"""One model in many layouts over processes: replicated, sharded, tensor parallel."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,7 @@ import accelfn as af
 from accelfn.context import Context
 from accelfn.parallel.parameters import whole_of
 
-# Worlds of processes fork from here, and each of them would import these by itself.
+# Imported before worlds of processes are forked.
 for _module in ("torch._dynamo", "torch.distributed.checkpoint"):
     importlib.import_module(_module)
 
@@ -26,14 +27,14 @@ __all__ = ("OPTIMIZERS", "Layout", "Odd", "laid_out", "mesh_of", "step", "whole"
 
 
 class Layout(NamedTuple):
-    """How a model lies on the ranks of a world."""
+    """A layout of a model over the ranks of a world."""
 
-    kind: str  # ddp, fsdp, tp, or both of the latter
-    shape: tuple[int, ...]  # of the mesh: replicas and shards, or shards and parts of tensors
+    kind: str  # ddp, fsdp, hsdp, tp, or fsdp and tp
+    shape: tuple[int, ...]  # of the mesh
 
     @property
     def size(self) -> int:
-        return functools.reduce(lambda one, other: one * other, self.shape)
+        return math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.kind}-{'x'.join(map(str, self.shape))}"
@@ -47,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Odd(nn.Module):
-    """Nothing in it can be divided by 2, 3 or 4; it has all that a model may have."""
+    """A model with sizes that 2, 3 and 4 don't divide, ties, buffers, frozen and bfloat16 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Odd(nn.Module):
         self.up = nn.Linear(5, 7)
         self.down = nn.Linear(7, 5)
         self.norm = nn.LayerNorm(5)
-        self.narrow = nn.Linear(5, 1, dtype=torch.bfloat16)  # with rows for one rank alone
+        self.narrow = nn.Linear(5, 1, dtype=torch.bfloat16)  # a single row, which only one rank has
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
@@ -70,7 +71,7 @@ def mesh_of(layout: Layout) -> DeviceMesh:
 
 
 def laid_out(ctx: Context, layout: Layout, seed: int) -> nn.Module:
-    """Make the model and lay it out. Ranks: every rank of ``ctx``."""
+    """Make the model in a layout. Ranks: every rank of ``ctx``."""
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     model = Odd()
     if layout.kind == "ddp":
@@ -84,14 +85,14 @@ def laid_out(ctx: Context, layout: Layout, seed: int) -> nn.Module:
         model.head.weight = model.embed.weight
         if layout.kind == "tp":
             return model
-    cut = mesh["shard"] if "tp" in layout.kind else mesh
-    fully_shard(model.narrow, mesh=cut)
-    fully_shard(model, mesh=cut)
+    sharded = mesh["shard"] if "tp" in layout.kind else mesh
+    fully_shard(model.narrow, mesh=sharded)
+    fully_shard(model, mesh=sharded)
     return model
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 1) -> None:
-    """Make steps with gradients that are a function of the parameters, in any layout alike."""
+    """Step with gradients that are the same function of the parameters in any layout."""
     for _ in range(num):
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -103,22 +104,22 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 1) -> No
 def whole(
     model: nn.Module, optimizer: torch.optim.Optimizer, ctx: Context | None = None
 ) -> dict[str, torch.Tensor]:
-    """Give all tensors of a model and its optimizer as they are without any cut. Ranks: every rank.
+    """Return the complete tensors of a model and its optimizer. Ranks: every rank.
 
-    Of a model in stages only with ``ctx``; what several stages have must be the same on each.
+    A model in stages needs ``ctx``; tensors that several stages have must be equal.
     """
     inner = af.unwrap_model(model)
-    found = {f"model/{name}": value for name, value in inner.state_dict().items()}
+    state = {f"model/{name}": value for name, value in inner.state_dict().items()}
     staged = whole_of(inner)
     for name, parameter in inner.named_parameters():
         name = name if staged is None else staged.first.get(name, name)
-        state = cast("dict[str, Any]", optimizer.state.get(parameter, {}))
-        found.update({f"optimizer/{name}/{key}": value for key, value in state.items()})
-    own = {name: _whole(value) for name, value in found.items() if isinstance(value, torch.Tensor)}
+        entries = cast("dict[str, Any]", optimizer.state.get(parameter, {}))
+        state.update({f"optimizer/{name}/{key}": value for key, value in entries.items()})
+    own = {name: _whole(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
     joined: dict[str, torch.Tensor] = {}
-    for one in [own] if ctx is None else af.gather_object(ctx.along("pp"), [own]):
-        assert all(torch.equal(value, joined[name]) for name, value in one.items() if name in joined)
-        joined.update(one)
+    for stage in [own] if ctx is None else af.gather_object(ctx.along("pp"), [own]):
+        assert all(torch.equal(value, joined[name]) for name, value in stage.items() if name in joined)
+        joined.update(stage)
     return joined
 
 

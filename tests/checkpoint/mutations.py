@@ -319,9 +319,9 @@ MUTATIONS = (
         "modules are written into before what may refuse was asked",
         "load",
         "state/test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
-        "    may_refuse = [one for one in pending if not is_sure(one)]\n",
-        "    may_refuse = [one for one in pending if not is_sure(one)]\n"
-        "    for one in pending:\n        if is_sure(one):\n            take_up(one, names)\n",
+        "    may_refuse = [one for one in pending if not cannot_fail(one)]\n",
+        "    may_refuse = [one for one in pending if not cannot_fail(one)]\n"
+        "    for one in pending:\n        if cannot_fail(one):\n            restore_object(one, names)\n",
     ),
     _bug(
         "objects that took up their state keep it when another refuses",

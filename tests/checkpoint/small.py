@@ -1,4 +1,4 @@
-"""Make a small checkpoint through the package's own functions, and read one back."""
+"""Write and read small checkpoints through the package's internal functions."""
 
 import os
 from collections.abc import Mapping
@@ -66,18 +66,18 @@ def load_small(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> 
 
     def read(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
         boxes = [
-            Box(name, one.dtype, piece)
-            for name, one in checkpoint.manifest.tensors.items()
-            for piece in one.pieces
+            Box(name, stored.dtype, piece)
+            for name, stored in checkpoint.manifest.tensors.items()
+            for piece in stored.pieces
         ]
-        found = read_boxes(disk, checkpoint.folder, checkpoint.manifest, boxes)
-        return {box.name: tensor for box, tensor in zip(boxes, found, strict=True)}
+        tensors = read_boxes(disk, checkpoint.folder, checkpoint.manifest, boxes)
+        return {box.name: tensor for box, tensor in zip(boxes, tensors, strict=True)}
 
     return read_checkpoint(disk, directory, read)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are equal in every bit, in dtype and in shape."""
+    """Whether two tensors are equal in dtype, shape and every bit."""
     return (
         one.dtype == other.dtype
         and one.shape == other.shape

@@ -1,4 +1,4 @@
-"""Runs that change their program: from Accelerate to here and back, bit for bit."""
+"""Runs that move from Accelerate to accelfn and back, bit for bit."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from tests.checkpoint.printed import text
 
 np: Any = pytest.importorskip("numpy")
 
-# Accelerate keeps its state for the whole process, so it runs in processes of its own.
+# Accelerate has global state, so it runs in separate processes.
 PROGRAM = """
 import random, sys
 import numpy as np, torch
@@ -45,9 +45,9 @@ from torch import nn
 from accelerate import Accelerator
 
 class Counter:
-    def __init__(self): self.held = {"n": 0, "seen": torch.zeros(3), "names": ["a", ("b", None)]}
-    def state_dict(self): return self.held
-    def load_state_dict(self, held): self.held = held
+    def __init__(self): self.state = {"n": 0, "seen": torch.zeros(3), "names": ["a", ("b", None)]}
+    def state_dict(self): return self.state
+    def load_state_dict(self, state): self.state = state
 
 def build(seed):
     torch.manual_seed(seed); random.seed(seed); np.random.seed(seed)
@@ -68,9 +68,9 @@ def train(accelerator, objects):
     for _ in range(3):
         with accelerator.accumulate(model):
             accelerator.backward(second(model(torch.randn(5, 3))).square().sum())
-            for one in (opt, opt_1, schedule): one.step()
+            for stepped in (opt, opt_1, schedule): stepped.step()
             opt.zero_grad(); opt_1.zero_grad()
-        counter.held["n"] += 1; counter.held["seen"] = torch.randn(3)
+        counter.state["n"] += 1; counter.state["seen"] = torch.randn(3)
     random.random(); np.random.rand(); random.gauss(0, 1); np.random.randn()
 
 mode, folder, path = sys.argv[1:]
@@ -81,42 +81,42 @@ if mode == "save":
     accelerator.save_state(folder + "-bin", safe_serialization=False)
 else:
     accelerator.load_state(folder)
-torch.save({"objects": [one.state_dict() for one in objects],
+torch.save({"objects": [each.state_dict() for each in objects],
             "next": [random.random(), np.random.rand(), torch.rand(2)]}, path)
 """
 
 
 def run_accelerate(mode: str, folder: Path, report: Path) -> dict[str, Any]:
     pytest.importorskip("accelerate")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PROGRAM, mode, str(folder), str(report)],
         capture_output=True,
         text=True,
         check=False,
         env={key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")},
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     return torch.load(report, weights_only=False)
 
 
 class Counter:
-    """What a user registers for checkpointing."""
+    """An object that a user registers for checkpointing."""
 
     def __init__(self) -> None:
-        self.held: Any = None
+        self.state: Any = None
 
     def state_dict(self) -> Any:
-        return self.held
+        return self.state
 
-    def load_state_dict(self, held: Any) -> None:
-        self.held = held
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
 
 
 def build() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     second = nn.Linear(2, 2)
-    matrices = [one for one in model.parameters() if one.ndim > 1]
-    vectors = [one for one in model.parameters() if one.ndim < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
     other = torch.optim.SGD(reversed(list(second.parameters())), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
@@ -137,14 +137,14 @@ def train(objects: dict[str, Any]) -> None:
     model, second, optimizer, other, schedule, counter = objects.values()
     for _ in range(3):
         second(model(torch.randn(5, 3))).square().sum().backward()
-        for one in (optimizer, other, schedule):
-            one.step()
-    counter.held = {"n": 5, "seen": torch.rand(3), "names": []}
+        for stepped in (optimizer, other, schedule):
+            stepped.step()
+    counter.state = {"n": 5, "seen": torch.rand(3), "names": []}
 
 
 def states_of(objects: Any) -> list[str]:
-    """Print the states of objects or the states themselves, options of optimizers in any order."""
-    return [text(one.state_dict() if hasattr(one, "state_dict") else one) for one in objects]
+    """Return the states of objects as texts, with an optimizer's options in a fixed order."""
+    return [text(each.state_dict() if hasattr(each, "state_dict") else each) for each in objects]
 
 
 @pytest.fixture(scope="module")
@@ -154,18 +154,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.mark.parametrize("suffix", ["", "-bin"])
-def test_a_run_of_accelerate_goes_on_here(
+def test_a_run_of_accelerate_continues_in_accelfn(
     saved: tuple[Path, dict[str, Any]], suffix: str, tmp_path: Path
 ) -> None:
     folder, expected = saved
-    made = convert_checkpoint(f"{folder}{suffix}", tmp_path / "here", to="accelfn", step=7)
-    assert made == Conversion(path=tmp_path / "here", parts=(*PARTS, "step"))
-    report = verify_checkpoint(made.path)
+    result = convert_checkpoint(f"{folder}{suffix}", tmp_path / "here", to="accelfn", step=7)
+    assert result == Conversion(path=tmp_path / "here", parts=(*PARTS, "step"))
+    report = verify_checkpoint(result.path)
     assert (report.step, report.world_size, report.files) == (7, 1, ("tensors-00000.safetensors",))
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         objects = build()
-        loaded = load_state(af.Context(), made.path, {**objects, "step": 0})
+        loaded = load_state(af.Context(), result.path, {**objects, "step": 0})
         drawn = [random.random(), np.random.rand(), torch.rand(2)]
     finally:
         random.setstate(before[0])
@@ -176,26 +176,26 @@ def test_a_run_of_accelerate_goes_on_here(
     assert text(drawn) == text(expected["next"])
 
 
-def test_a_run_of_here_goes_on_in_accelerate(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_run_of_accelfn_continues_in_accelerate(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     _, expected = saved
     objects = build()
     train(objects)
-    place = save_state(af.Context(), tmp_path / "here", objects)
+    checkpoint = save_state(af.Context(), tmp_path / "here", objects)
     drawn = [random.random(), np.random.rand(), torch.rand(2)]
-    made = convert_checkpoint(place, tmp_path / "there", to="accelerate")
-    assert made.parts == PARTS
-    loaded = run_accelerate("load", made.path, tmp_path / "loaded.pt")
+    result = convert_checkpoint(checkpoint, tmp_path / "there", to="accelerate")
+    assert result.parts == PARTS
+    loaded = run_accelerate("load", result.path, tmp_path / "loaded.pt")
     assert states_of(loaded["objects"]) == states_of(objects.values())
     assert text(loaded["next"]) == text(drawn)
     assert states_of(loaded["objects"]) != states_of(expected["objects"])
 
 
-def test_there_and_back_gives_the_same_files(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_converting_back_restores_the_files(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = saved
     here = convert_checkpoint(folder, tmp_path / "here", to="accelfn")
     back = convert_checkpoint(here.path, tmp_path / "back", to="accelerate")
     assert text(read_accelerate(folder)) == text(read_accelerate(back.path))
-    # and through the objects of a run
+    # Also through the objects of a run.
     objects = {**build(), "step": 0}
     states = random_states(af.Context())
     loaded = load_state(af.Context(), here.path, objects)
@@ -204,39 +204,37 @@ def test_there_and_back_gives_the_same_files(saved: tuple[Path, dict[str, Any]],
     last = convert_checkpoint(again, tmp_path / "last", to="accelerate")
     for name in os.listdir(folder):
         if not name.endswith(".safetensors"):
-            one, other = (torch.load(place / name, weights_only=False) for place in (folder, last.path))
-            assert text(_numpy_as_list(one)) == text(_numpy_as_list(other))
+            first, final = (torch.load(path / name, weights_only=False) for path in (folder, last.path))
+            assert text(_numpy_as_list(first)) == text(_numpy_as_list(final))
 
 
 def _numpy_as_list(state: Any) -> Any:
     if "numpy_random_seed" in state:
         name, key, *rest = state["numpy_random_seed"]
-        state["numpy_random_seed"] = (name, [int(one) for one in key], *rest)
+        state["numpy_random_seed"] = (name, [int(number) for number in key], *rest)
     return state
 
 
-def test_an_optimizer_that_does_not_fit_is_refused_where_it_is_loaded(
+def test_an_optimizer_that_does_not_match_is_refused_on_load(
     saved: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, _ = saved
-    made = convert_checkpoint(folder, tmp_path / "here", to="accelfn", leave_out=["random"])
-    assert made.notes == (
-        "There are no random states in it: generators go on as they are when it is loaded.",
-    )
+    result = convert_checkpoint(folder, tmp_path / "here", to="accelfn", leave_out=["random"])
+    assert result.notes == ("It has no random states: loading it leaves the generators unchanged.",)
     objects: dict[str, Any] = {**build(), "step": 0}
     objects["optimizer_1"] = torch.optim.SGD(objects["model_1"].parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(CheckpointMismatchError, match=r"optimizer_1/state/#0/momentum_buffer"):
-        load_state(af.Context(), made.path, objects)  # in another order: the shapes tell
+        load_state(af.Context(), result.path, objects)  # the shapes reveal another order of parameters
     objects["optimizer_1"] = torch.optim.SGD([objects["model_1"].weight], lr=0.1)
     with pytest.raises(CheckpointMismatchError, match=r"parameter #1"):
-        load_state(af.Context(), made.path, objects)
+        load_state(af.Context(), result.path, objects)
     convert_checkpoint(folder, tmp_path / "part", to="accelfn", leave_out=["optimizer_1"])
     del objects["optimizer_1"]
     load_state(af.Context(), tmp_path / "part", objects, random_state=False)
 
 
 def rank_states(size: int) -> list[dict[str, Any]]:
-    """Random states of ranks that have one device each."""
+    """Return the random states of ranks with one device each."""
     return [
         {
             "python": {"version": 3, "numbers": torch.tensor([*range(rank, 624 + rank), 624]), "gauss": None},
@@ -248,38 +246,38 @@ def rank_states(size: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_random_states_of_all_ranks_are_taken(tmp_path: Path) -> None:
+def test_random_states_of_all_ranks_are_converted(tmp_path: Path) -> None:
     tree = {"model": {"w": torch.ones(2)}, "random": rank_states(3), "step": 4}
     folder = write_accelerate(tmp_path / "there", tree)
-    made = convert_checkpoint(folder, tmp_path / "here", to="accelfn")
-    assert verify_checkpoint(made.path).world_size == 3
+    result = convert_checkpoint(folder, tmp_path / "here", to="accelfn")
+    assert verify_checkpoint(result.path).world_size == 3
 
     def restored(ctx: af.Context) -> list[Any]:
         model = nn.Module()
         model.w = nn.Parameter(torch.zeros(2))
-        load_state(ctx, made.path, {"model": model, "step": 0})
+        load_state(ctx, result.path, {"model": model, "step": 0})
         states = random_states(ctx)
         return [states["python"]["numbers"][0].item(), states["torch"], states["numpy"]["gauss"]]
 
-    found = run_ranks(restored, 3, on="processes")
-    for rank, (first, torch_state, gauss) in enumerate(found):
+    states = run_ranks(restored, 3, on="processes")
+    for rank, (first, torch_state, gauss) in enumerate(states):
         assert first == rank
         assert torch.equal(torch_state, rank_states(3)[rank]["torch"])
         assert gauss == 0.5
-    back = convert_checkpoint(made.path, tmp_path / "back", to="accelerate")
+    back = convert_checkpoint(result.path, tmp_path / "back", to="accelerate")
     assert text(read_accelerate(back.path)) == text(tree)
 
 
-def test_a_rank_without_random_states_is_refused(tmp_path: Path) -> None:
+def test_missing_random_states_are_refused(tmp_path: Path) -> None:
     first, _, last = rank_states(3)
     tree = {"model": {"w": torch.ones(2)}, "random": [first, None, last]}
     folder = write_accelerate(tmp_path / "there", tree)
-    with pytest.raises(CheckpointError, match=r"lacks the random states of 1 \(random_states_1\.pkl\)"):
+    with pytest.raises(CheckpointError, match=r"rank 1 out of 3 ranks \(random_states_1\.pkl\)"):
         convert_checkpoint(folder, tmp_path / "here", to="accelfn")
     assert convert_checkpoint(folder, tmp_path / "here", to="accelfn", leave_out=["random"]).notes
 
 
-def test_parts_get_other_names_and_places(tmp_path: Path) -> None:
+def test_parts_are_renamed(tmp_path: Path) -> None:
     first, second = nn.Linear(2, 3), nn.Linear(2, 3)
     critic: Any = torch.optim.SGD(second.parameters(), 0.1, momentum=0.9)
     second(torch.ones(1, 2)).sum().backward()
@@ -302,24 +300,24 @@ def test_parts_get_other_names_and_places(tmp_path: Path) -> None:
         "scaler": "amp",
         "step": "at/step",
     }
-    made = convert_checkpoint(folder, tmp_path / "here", to="accelfn", names=names)
-    assert set(made.parts) == set(names.values())
-    assert made.notes == ("The loss scaler had other options: pass GradScalerKwargs(growth_interval=50).",)
+    result = convert_checkpoint(folder, tmp_path / "here", to="accelfn", names=names)
+    assert set(result.parts) == set(names.values())
+    assert result.notes == ("The loss scaler had other options: pass GradScalerKwargs(growth_interval=50).",)
     models = {"g": nn.Linear(2, 3), "c": nn.Linear(2, 3)}
     fresh = torch.optim.SGD(models["c"].parameters(), 0.5, momentum=0.1)
     ctx = af.Context()
     mine: Any = {"models": models, "opt": fresh, "amp": af.init_scaler(ctx), "at": {"step": 0}}
-    loaded = load_state(ctx, made.path, mine, random_state=False)
+    loaded = load_state(ctx, result.path, mine, random_state=False)
     assert loaded["at"] == {"step": 4}
     assert loaded["amp"].scale == 8.0
     assert text(fresh.state_dict()) == text(critic.state_dict())
     assert text(models["g"].state_dict()) == text(first.state_dict())
 
-    back = convert_checkpoint(made.path, tmp_path / "back", to="accelerate", names=names, scaler=options)
+    back = convert_checkpoint(result.path, tmp_path / "back", to="accelerate", names=names, scaler=options)
     assert text(read_accelerate(back.path)) == text(read_accelerate(folder))
 
 
-def test_a_tied_weight_is_loaded_by_either_of_its_names(tmp_path: Path) -> None:
+def test_a_tied_weight_is_loaded_by_either_name(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -330,16 +328,16 @@ def test_a_tied_weight_is_loaded_by_either_of_its_names(tmp_path: Path) -> None:
     model = Tied()
     folder = write_accelerate(tmp_path / "there", {"model": dict(model.state_dict())})
     assert list(load_file(folder / "model.safetensors")) == ["embed.weight"]
-    made = convert_checkpoint(folder, tmp_path / "here", to="accelfn")
+    result = convert_checkpoint(folder, tmp_path / "here", to="accelfn")
     other = Tied()
-    load_state(af.Context(), made.path, {"model": other})
+    load_state(af.Context(), result.path, {"model": other})
     assert torch.equal(other.head.weight, model.embed.weight)
     assert other.head.weight is other.embed.weight
     apart = Tied()
     apart.head.weight = nn.Parameter(torch.zeros(5, 3))
     with pytest.raises(CheckpointMismatchError, match=r"model/head\.weight"):
-        load_state(af.Context(), made.path, {"model": apart})
-    weights = convert_checkpoint(made.path, tmp_path / "weights", to="safetensors")
+        load_state(af.Context(), result.path, {"model": apart})
+    weights = convert_checkpoint(result.path, tmp_path / "weights", to="safetensors")
     assert list(load_file(weights.path / "model.safetensors")) == ["embed.weight"]
 
 
@@ -350,77 +348,84 @@ def test_a_checkpoint_of_several_ranks_becomes_one_folder(tmp_path: Path) -> Non
         save_state(ctx, tmp_path / "here", {"model": {"w": torch.ones(3)}, "custom_0": {"own": own}})
 
     run_ranks(save, 2, on="memory")
-    made = convert_checkpoint(tmp_path / "here", tmp_path / "there", to="accelerate")
-    assert made.notes == ("custom_0 differs between ranks: rank 0's was taken.",)
-    state = read_accelerate(made.path)
+    result = convert_checkpoint(tmp_path / "here", tmp_path / "there", to="accelerate")
+    assert result.notes == ("custom_0 differs between ranks: rank 0's was used.",)
+    state = read_accelerate(result.path)
     assert len(state["random"]) == 2
     assert text(state["custom_0"]) == text({"own": torch.zeros(2)})
 
 
 def test_parts_that_share_memory_can_be_left_out(tmp_path: Path) -> None:
     weight = torch.rand(4)
-    place = save_tree(tmp_path / "here", {"ema": {"w": weight}, "model": {"w": weight, "half": weight[:2]}})
-    made = convert_checkpoint(place, tmp_path / "there", to="accelerate", leave_out=["ema"])
-    model = read_accelerate(made.path)["model"]
+    checkpoint = save_tree(
+        tmp_path / "here", {"ema": {"w": weight}, "model": {"w": weight, "half": weight[:2]}}
+    )
+    result = convert_checkpoint(checkpoint, tmp_path / "there", to="accelerate", leave_out=["ema"])
+    model = read_accelerate(result.path)["model"]
     assert text(model) == text({"w": weight, "half": weight[:2]})
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"to": "accelerate"}, "no place for 'epoch'"),
         ({"to": "accelerate", "names": {"model": "net"}}, "there is no 'net' in the tree. It has 'model'"),
         ({"to": "accelfn"}, "is a checkpoint of accelfn already"),
         ({"to": "pickle"}, "to must be one of accelfn, accelerate, safetensors, got 'pickle'"),
         ({"to": "safetensors", "leaf": "net"}, "there is no 'net' in the tree, which has model, epoch"),
-        ({"to": "safetensors", "leaf": "epoch"}, "'epoch' is no state of a model: it has no named tensors"),
-        ({"to": "safetensors", "leaf": "mixed"}, "'mixed' is no state of a model: rate in it is no tensor"),
+        (
+            {"to": "safetensors", "leaf": "epoch"},
+            "'epoch' is not the state of a model: it has no named tensors",
+        ),
+        ({"to": "safetensors", "leaf": "mixed"}, "'mixed' is not .* model: rate must be tensors"),
         ({"to": "safetensors", "max_shard_size": "ten"}, "max_shard_size must be"),
     ],
 )
-def test_what_has_no_place_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_parts_and_options_that_do_not_apply_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     tree = {"model": {"w": torch.ones(2)}, "epoch": 3, "mixed": {"w": torch.ones(2), "rate": 1.0}}
-    place = save_tree(tmp_path / "here", tree)
-    with pytest.raises(ValueError, match=said):
-        convert_checkpoint(place, tmp_path / "there", **options)
+    checkpoint = save_tree(tmp_path / "here", tree)
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(checkpoint, tmp_path / "there", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"to": "accelerate"}, "is a folder of Accelerate already"),
-        ({"to": "accelfn", "names": {"modle": "net"}}, "there is no 'modle' in the folder. It holds model"),
+        ({"to": "accelfn", "names": {"modle": "net"}}, "there is no 'modle' in the folder. It has model"),
         ({"to": "accelfn", "leave_out": ["optimizer"]}, "there is no 'optimizer' in the folder"),
-        ({"to": "accelfn", "names": {"model": "a//b"}}, "'a//b' can't be a part's path"),
-        ({"to": "accelfn", "names": {"model": "a", "model_1": "a/b"}}, "'a' can't be a part's path"),
-        ({"to": "safetensors"}, "there is no model 'model', but net, model_1"),
+        ({"to": "accelfn", "names": {"model": "a//b"}}, "'a//b' can't be the path of a part"),
+        ({"to": "accelfn", "names": {"model": "a", "model_1": "a/b"}}, "'a' can't be the path of a part"),
+        ({"to": "safetensors"}, "there is no model 'model'. There are net, model_1"),
     ],
 )
-def test_names_of_nothing_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_unknown_names_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "model_1": {"v": torch.ones(3)}}
     folder = write_accelerate(tmp_path / "there", state)
     if options["to"] == "safetensors":
         options = {**options, "names": {"model": "net"}}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         convert_checkpoint(folder, tmp_path / "here", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_a_loader_of_here_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_state_of_a_data_loader_is_refused(tmp_path: Path) -> None:
     ctx = af.Context()
     data: Any = torch.utils.data.TensorDataset(torch.arange(6.0))
     loader = af.prepare(ctx, torch.utils.data.DataLoader(data, batch_size=2))
-    place = save_state(ctx, tmp_path / "here", {"loader": loader, "model": {"w": torch.ones(1)}})
-    with pytest.raises(ValueError, match=r"'loader' is the place of a loader of accelfn.*leave_out"):
-        convert_checkpoint(place, tmp_path / "there", to="accelerate")
-    assert convert_checkpoint(place, tmp_path / "there", to="accelerate", leave_out=["loader"]).parts == (
-        "model",
-    )
+    checkpoint = save_state(ctx, tmp_path / "here", {"loader": loader, "model": {"w": torch.ones(1)}})
+    with pytest.raises(ValueError, match=r"'loader' is the state of accelfn's data loader.*leave_out"):
+        convert_checkpoint(checkpoint, tmp_path / "there", to="accelerate")
+    assert convert_checkpoint(
+        checkpoint, tmp_path / "there", to="accelerate", leave_out=["loader"]
+    ).parts == ("model",)
 
 
 @pytest.mark.parametrize("form", ["accelfn", "accelerate"])
-def test_bare_weights_are_what_transformers_reads(form: str, tmp_path: Path) -> None:
+def test_weights_are_extracted_to_safetensors(form: str, tmp_path: Path) -> None:
     weights = {f"layers.{number}": torch.rand(100) for number in range(4)}
     weights["half"] = torch.rand(3).to(torch.bfloat16)
     if form == "accelfn":
@@ -429,29 +434,29 @@ def test_bare_weights_are_what_transformers_reads(form: str, tmp_path: Path) -> 
     else:
         source = write_accelerate(tmp_path / "source", {"model": weights})
         leaf = "model"
-    one = convert_checkpoint(source, tmp_path / "one", to="safetensors", leaf=leaf)
-    assert one.parts == ("model.safetensors",)
-    assert text(load_file(one.path / "model.safetensors")) == text(weights)
-    made = convert_checkpoint(source, tmp_path / "many", to="safetensors", leaf=leaf, max_shard_size=900)
-    index = json.loads((made.path / "model.safetensors.index.json").read_text())
-    assert sorted(made.parts) == sorted(path.name for path in made.path.iterdir())
+    single = convert_checkpoint(source, tmp_path / "one", to="safetensors", leaf=leaf)
+    assert single.parts == ("model.safetensors",)
+    assert text(load_file(single.path / "model.safetensors")) == text(weights)
+    result = convert_checkpoint(source, tmp_path / "many", to="safetensors", leaf=leaf, max_shard_size=900)
+    index = json.loads((result.path / "model.safetensors.index.json").read_text())
+    assert sorted(result.parts) == sorted(path.name for path in result.path.iterdir())
     assert index["metadata"]["total_size"] == 1606
-    read = {name: load_file(made.path / file)[name] for name, file in index["weight_map"].items()}
+    read = {name: load_file(result.path / file)[name] for name, file in index["weight_map"].items()}
     assert text(read) == text(weights)
 
 
-def test_a_dtype_that_readers_do_not_know_is_refused(tmp_path: Path) -> None:
-    place = save_tree(tmp_path / "here", {"model": {"w": torch.zeros(2, dtype=torch.complex128)}})
+def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
+    checkpoint = save_tree(tmp_path / "here", {"model": {"w": torch.zeros(2, dtype=torch.complex128)}})
     with pytest.raises(ValueError, match=r"no dtype for w \(torch\.complex128\)"):
-        convert_checkpoint(place, tmp_path / "weights", to="safetensors")
+        convert_checkpoint(checkpoint, tmp_path / "weights", to="safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
-def test_nothing_is_written_over_unasked(tmp_path: Path) -> None:
+def test_existing_targets_are_not_overwritten(tmp_path: Path) -> None:
     folder = write_accelerate(tmp_path / "there", {"model": {"w": torch.ones(2)}})
     here = tmp_path / "here"
     save_tree(here, {"old": 1})
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="exists already"):
         convert_checkpoint(folder, here, to="accelfn")
     assert load_tree(here) == {"old": 1}
     convert_checkpoint(folder, here, to="accelfn", overwrite=True)
@@ -462,29 +467,29 @@ def test_nothing_is_written_over_unasked(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"thesis\.tex"):
         convert_checkpoint(folder, other, to="accelfn", overwrite=True)
     for form in ("accelerate", "safetensors"):
-        with pytest.raises(FileExistsError, match="only checkpoints are replaced"):
+        with pytest.raises(FileExistsError, match="or remove it"):
             convert_checkpoint(here, other, to=form, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "other", "there"]
 
 
-def test_a_source_that_is_none_is_told(tmp_path: Path) -> None:
+def test_sources_that_are_missing_or_damaged_are_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(NoCheckpointError, match="the directory is empty"):
         convert_checkpoint(tmp_path / "empty", tmp_path / "new", to="accelfn")
     with pytest.raises(NoCheckpointError, match="there is no such directory"):
         convert_checkpoint(tmp_path / "absent", tmp_path / "new", to="accelfn")
-    place = save_tree(tmp_path / "here", {"model": {"w": torch.ones(2)}})
-    file = place / "tensors-00000.safetensors"
+    checkpoint = save_tree(tmp_path / "here", {"model": {"w": torch.ones(2)}})
+    file = checkpoint / "tensors-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(DamagedCheckpointError):
-        convert_checkpoint(place, tmp_path / "new", to="accelerate")
+        convert_checkpoint(checkpoint, tmp_path / "new", to="accelerate")
     assert not (tmp_path / "new").exists()
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = save_tree(tmp_path / "here", {"model": {"w": torch.ones(2)}})
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = save_tree(tmp_path / "here", {"model": {"w": torch.ones(2)}})
 
     def full(source: Any, target: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -492,5 +497,5 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "replace", full)
     for form in ("accelerate", "safetensors"):
         with pytest.raises(OSError, match="No space"):
-            convert_checkpoint(place, tmp_path / "there", to=cast("Any", form))
+            convert_checkpoint(checkpoint, tmp_path / "there", to=cast("Any", form))
     assert [path.name for path in tmp_path.iterdir()] == ["here"]

@@ -32,36 +32,36 @@ Handler = Callable[[int, FrameType | None], Any]
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Take SIGINT as in a terminal: the suite may run in the background, where it is ignored."""
+    """Handle SIGINT as in a terminal; background processes ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-# --- the answer ----------------------------------------------------------------------------------
+# --- should_stop ---------------------------------------------------------------------------------
 
 
 @given(
-    st.lists(st.none() | st.integers(0, 5), min_size=1, max_size=5),  # the step at which each rank is asked
+    st.lists(st.none() | st.integers(0, 5), min_size=1, max_size=5),  # the step of each rank's request
     st.booleans(),
 )
-def test_all_ranks_stop_where_the_first_was_asked(asked: list[int | None], debug: bool) -> None:
+def test_all_ranks_stop_where_the_first_was_asked(requests: list[int | None], debug: bool) -> None:
     def work(ctx: Context) -> int | None:
         with preemption(ctx) as guard:
             assert guard.signals == ()
             for step in range(6):
-                if step == asked[ctx.rank]:
+                if step == requests[ctx.rank]:
                     guard.request_stop()
                 if guard.should_stop():
                     return step
         return None
 
-    expected = min((step for step in asked if step is not None), default=None)
-    assert run_ranks(work, len(asked), debug=debug) == [expected] * len(asked)
+    expected = min((step for step in requests if step is not None), default=None)
+    assert run_ranks(work, len(requests), debug=debug) == [expected] * len(requests)
 
 
 @pytest.mark.parametrize("on", ["gloo", "processes"])
-def test_other_worlds_agree_too(on: Where) -> None:
+def test_other_worlds_agree(on: Where) -> None:
     def work(ctx: Context) -> list[bool]:
         with preemption(ctx) as guard:
             before = guard.should_stop()
@@ -72,7 +72,7 @@ def test_other_worlds_agree_too(on: Where) -> None:
     assert run_ranks(work, 2, on) == [[False, True, True]] * 2
 
 
-def test_who_has_heard_of_it_asks_nobody_any_more() -> None:
+def test_a_known_request_needs_no_communication() -> None:
     def work(ctx: Context) -> list[bool]:
         with preemption(ctx) as guard:
             guard.request_stop()
@@ -81,7 +81,7 @@ def test_who_has_heard_of_it_asks_nobody_any_more() -> None:
     assert run_ranks(work, 3) == [[True], [True] * 2, [True] * 3]
 
 
-def test_a_rank_that_does_something_else_is_named() -> None:
+def test_a_rank_in_another_operation_is_a_mismatch() -> None:
     def work(ctx: Context) -> None:
         with preemption(ctx) as guard:
             if ctx.rank == 0:
@@ -93,7 +93,7 @@ def test_a_rank_that_does_something_else_is_named() -> None:
         run_ranks(work, 2)
 
 
-def test_the_time_of_one_rank_is_the_time_of_all() -> None:
+def test_the_time_limit_of_one_rank_stops_all() -> None:
     def work(ctx: Context) -> list[bool]:
         times = iter([100.0, 109.0, 110.0 if ctx.rank else 109.5])
         guard = PreemptionGuard(ctx, 10.0, lambda: next(times))
@@ -103,7 +103,7 @@ def test_the_time_of_one_rank_is_the_time_of_all() -> None:
 
 
 @pytest.mark.parametrize("limit", [timedelta(microseconds=1), 1e-6])
-def test_a_limit_counts_from_the_beginning_of_the_block(limit: timedelta | float) -> None:
+def test_the_time_limit_starts_with_the_block(limit: timedelta | float) -> None:
     with preemption(Context(), (), time_limit=limit) as guard:
         end = time.monotonic() + 1e-5
         while time.monotonic() < end:
@@ -113,7 +113,7 @@ def test_a_limit_counts_from_the_beginning_of_the_block(limit: timedelta | float
         assert not guard.should_stop()
 
 
-def test_all_ranks_leave_with_the_documented_status() -> None:
+def test_all_ranks_exit_with_the_documented_status() -> None:
     def work(ctx: Context) -> object:
         with preemption(ctx) as guard, pytest.raises(SystemExit) as caught:
             guard.exit()
@@ -126,7 +126,7 @@ def test_all_ranks_leave_with_the_documented_status() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (((signal.SIGKILL,),), {}, ValueError, "signals must be ones that a process can handle"),
+        (((signal.SIGKILL,),), {}, ValueError, "a process can't handle the signal"),
         (((0,),), {}, ValueError, "SIGTERM, SIGUSR1, SIGINT"),
         ((signal.SIGTERM,), {}, TypeError, "signals must be a tuple of signals"),
         (("SIGTERM",), {}, TypeError, "got 'SIGTERM'"),
@@ -138,7 +138,7 @@ def test_all_ranks_leave_with_the_documented_status() -> None:
         ((), {"time_limit": True}, TypeError, "seconds or a timedelta"),
     ],
 )
-def test_wrong_arguments_are_refused_before_a_handler_is_set(
+def test_invalid_arguments_are_refused_before_a_handler_is_set(
     arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
@@ -151,16 +151,16 @@ def test_wrong_arguments_are_refused_before_a_handler_is_set(
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_only_leaves_a_note(number: signal.Signals) -> None:
+def test_a_signal_is_only_recorded(number: signal.Signals) -> None:
     with preemption(Context()) as guard:
         assert guard.signals == STOP_SIGNALS
         assert not guard.should_stop()
         signal.raise_signal(number)
         assert guard.should_stop()
-    assert guard.should_stop()  # one that has come in the last step isn't lost
+    assert guard.should_stop()  # a signal during the last step isn't lost
 
 
-def test_a_second_interrupt_is_one() -> None:
+def test_a_second_interrupt_raises() -> None:
     with preemption(Context()) as guard:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
@@ -171,7 +171,7 @@ def test_a_second_interrupt_is_one() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_the_handlers_of_before_come_back(user_handler: list[int]) -> None:
+def test_previous_handlers_are_restored(user_handler: list[int]) -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     for error in (None, RuntimeError, SystemExit, KeyboardInterrupt):
         try:
@@ -182,12 +182,12 @@ def test_the_handlers_of_before_come_back(user_handler: list[int]) -> None:
         except (RuntimeError, SystemExit, KeyboardInterrupt):
             pass
         assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
-    assert user_handler == []  # not called beside
+    assert user_handler == []  # not called in the block
     signal.raise_signal(signal.SIGUSR1)
     assert user_handler == [signal.SIGUSR1]
 
 
-def test_only_the_signals_that_were_named_are_taken(user_handler: list[int]) -> None:
+def test_only_the_given_signals_are_handled(user_handler: list[int]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with preemption(Context(), [signal.SIGHUP]) as guard:
         assert signal.getsignal(signal.SIGTERM) is before
@@ -198,7 +198,7 @@ def test_only_the_signals_that_were_named_are_taken(user_handler: list[int]) -> 
     assert user_handler == [signal.SIGUSR1]
 
 
-def test_an_interrupt_that_is_ignored_stays_so() -> None:
+def test_an_ignored_interrupt_remains_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with preemption(Context()) as guard:
@@ -209,7 +209,7 @@ def test_an_interrupt_that_is_ignored_stays_so() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_handler_that_was_set_in_the_block_is_left_alone(user_handler: list[int]) -> None:
+def test_a_handler_set_in_the_block_is_kept(user_handler: list[int]) -> None:
     mine = signal.getsignal(signal.SIGUSR1)
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -221,7 +221,7 @@ def test_a_handler_that_was_set_in_the_block_is_left_alone(user_handler: list[in
     assert user_handler == []
 
 
-def test_a_signal_asks_all_blocks_around_and_a_call_one() -> None:
+def test_a_signal_reaches_all_blocks_and_a_call_one() -> None:
     with preemption(Context()) as outer:
         with preemption(Context()) as inner:
             inner.request_stop()
@@ -231,7 +231,7 @@ def test_a_signal_asks_all_blocks_around_and_a_call_one() -> None:
             assert (inner.should_stop(), outer.should_stop()) == (True, True)
 
 
-def test_an_interrupt_in_an_inner_block_counts_in_the_outer_one() -> None:
+def test_an_interrupt_in_an_inner_block_counts_in_the_outer() -> None:
     with pytest.raises(KeyboardInterrupt), preemption(Context()):  # noqa: PT012 -- as above
         with preemption(Context()):
             signal.raise_signal(signal.SIGINT)
@@ -241,27 +241,27 @@ def test_an_interrupt_in_an_inner_block_counts_in_the_outer_one() -> None:
 def test_blocks_may_end_in_any_order() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     first, second = ExitStack(), ExitStack()
-    one = first.enter_context(preemption(Context()))
-    other = second.enter_context(preemption(Context()))
+    earlier = first.enter_context(preemption(Context()))
+    later = second.enter_context(preemption(Context()))
     first.close()
     signal.raise_signal(signal.SIGTERM)
-    assert other.should_stop()
-    assert one.should_stop()  # nobody asks it any more
+    assert later.should_stop()
+    assert earlier.should_stop()
     second.close()
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 @pytest.fixture
 def user_handler() -> Any:
-    """Handle SIGUSR1 as a program may, and list what has come."""
-    came: list[int] = []
+    """Handle SIGUSR1 as a program may, and list the signals received."""
+    received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         del frame
-        came.append(number)
+        received.append(number)
 
     before = signal.signal(signal.SIGUSR1, handle)
-    yield came
+    yield received
     signal.signal(signal.SIGUSR1, before)
 
 
@@ -284,7 +284,7 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(number: signal.Sign
 
 
 class Numbers(Dataset[int]):
-    """Is read by workers far enough that they must go on after any prefetch."""
+    """A dataset that is longer than any prefetch, so that workers must continue."""
 
     def __len__(self) -> int:
         return 400
@@ -294,7 +294,7 @@ class Numbers(Dataset[int]):
 
 
 def signal_group(number: int) -> None:
-    """Signal the process group of this process from outside of it, as a launcher does."""
+    """Send a signal to this process group from outside, as a launcher does."""
     command = ["kill", f"-{int(number)}", "--", f"-{os.getpgrp()}"]
     subprocess.run(command, check=True, start_new_session=True, timeout=30)
 
@@ -303,33 +303,33 @@ def train_with_workers(ctx: Context, number: int, sharding: Any, options: dict[s
     os.setpgrp()
     loader = prepare_data_loader(ctx, DataLoader(Numbers(), batch_size=2, **options), sharding)
     first: list[int] = []
-    seen: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with preemption(ctx) as guard:
         for step, (_, _) in enumerate(microbatches(ctx, loader)):
             if step == 3:
                 first = sorted(child.pid or 0 for child in multiprocessing.active_children())
                 if ctx.rank == 0:
                     signal_group(number)
-            # By then workers have been asked for many batches since.
+            # Workers have read many batches since the signal.
             if step >= 40 and guard.should_stop():
                 now = sorted(child.pid or 0 for child in multiprocessing.active_children())
-                seen = {"step": step, "same": first == now, "workers": len(now)}
+                result = {"step": step, "same": first == now, "workers": len(now)}
                 break
-    seen["left"] = len(multiprocessing.active_children())
-    return seen
+    result["left"] = len(multiprocessing.active_children())
+    return result
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 @pytest.mark.parametrize("sharding", ["global", "already_sharded"])
-def test_workers_outlive_a_signal_to_their_whole_group(number: signal.Signals, sharding: str) -> None:
+def test_workers_survive_a_signal_to_the_process_group(number: signal.Signals, sharding: str) -> None:
     options = {"num_workers": 2}
-    seen = run_ranks(lambda ctx: train_with_workers(ctx, number, sharding, options), 2, "processes")
-    assert seen == [{"step": 40, "same": True, "workers": 2, "left": 0}] * 2
+    results = run_ranks(lambda ctx: train_with_workers(ctx, number, sharding, options), 2, "processes")
+    assert results == [{"step": 40, "same": True, "workers": 2, "left": 0}] * 2
 
 
-# The worker of "spawn" is an interpreter that imports torch, and is at it when the signal comes.
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_worker_that_is_just_starting_outlives_it_too(method: str) -> None:
+# A spawned worker is a new interpreter, which is importing torch when it receives the signal.
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_starting_worker_survives_a_signal_to_the_process_group(method: str) -> None:
     def work(ctx: Context) -> list[int]:
         os.setpgrp()
         options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": method}
@@ -338,13 +338,13 @@ def test_a_worker_that_is_just_starting_outlives_it_too(method: str) -> None:
             signal_group(signal.SIGTERM)
             assert guard.should_stop()
             first = [int(next(batches)), int(next(batches))]
-            signal_group(signal.SIGTERM)  # nothing stays blocked
-            return [*first, *(int(one) for one in batches)][:100]
+            signal_group(signal.SIGTERM)  # no signal remains blocked
+            return [*first, *(int(batch) for batch in batches)][:100]
 
     assert run_ranks(work, 1, "processes") == [list(range(100))]
 
 
-def test_behind_the_block_workers_can_be_terminated() -> None:
+def test_workers_can_be_terminated_after_the_block() -> None:
     def work(ctx: Context) -> list[int | None]:
         options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
         with preemption(ctx):
@@ -362,8 +362,8 @@ def test_behind_the_block_workers_can_be_terminated() -> None:
     assert run_ranks(work, 1, "processes") == [[0]]
 
 
-# Two interpreters that import torch, and a launcher: what the guide says of it is true of real ones only.
-def test_a_launcher_that_is_terminated_lets_all_ranks_stop(tmp_path: Path) -> None:
+@pytest.mark.slow  # starts a launcher and two interpreters that import torch
+def test_a_terminated_launcher_lets_all_ranks_stop(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, pathlib\n"
         "import accelfn as af\n"
@@ -391,7 +391,7 @@ def test_a_launcher_that_is_terminated_lets_all_ranks_stop(tmp_path: Path) -> No
             assert time.monotonic() < deadline, "the processes did not start"
             time.sleep(0.02)
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=25) == 75  # in less than torchrun gives them before it kills
+        assert launcher.wait(timeout=25) == 75  # before torchrun would kill them
     finally:
         launcher.kill()
         launcher.wait()

@@ -1,27 +1,38 @@
+"""Folders of torch.distributed.checkpoint: read as state dicts, and merged into one file."""
+
 import importlib
 import os
 import pickle
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import accelfn as af
 from accelfn.checkpoint.sharded_folder import read_sharded_folder
-from accelfn.errors import CheckpointError, DamagedCheckpointError
+from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from accelfn.launch.main import main
 from accelfn.testing import run_ranks
+from tests.checkpoint.campaign import kill_at_its_last_step
 
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of saving in a single process
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # from torch, for saving in a single process
 
 MODEL = {
     "0.weight": torch.randn(3, 4),
+    "0.half": torch.randn(5).bfloat16(),
     "0.bias": torch.arange(3),
+    "flags": torch.tensor([True, False, True]),
     "empty": torch.empty(0, 2),
     "scalar": torch.tensor(2.0),
 }
@@ -36,40 +47,47 @@ def write(folder: Path, tree: dict[str, Any]) -> Path:
     return folder
 
 
-def change_table(folder: Path, change: Callable[[Any], object]) -> None:
-    table = pickle.loads((folder / ".metadata").read_bytes())
-    change(table)
-    (folder / ".metadata").write_bytes(pickle.dumps(table))
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "pytorch_model_fsdp_0", {"model": MODEL})
 
 
-def test_a_state_dict_comes_back_whole(tmp_path: Path) -> None:
-    read = read_sharded_folder(write(tmp_path / "pytorch_model_fsdp_0", {"model": MODEL}), "model")
-    assert list(read) == list(MODEL)
-    assert all(
-        read[name].dtype == MODEL[name].dtype and torch.equal(read[name], MODEL[name]) for name in MODEL
+def same(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return loaded.keys() == expected.keys() and all(
+        loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
+        for name, tensor in expected.items()
     )
+
+
+# --- state dicts ---------------------------------------------------------------------------------
+
+
+def test_state_dicts_are_read(source: Path, tmp_path: Path) -> None:
+    model = read_sharded_folder(source, "model")
+    assert list(model) == list(MODEL)
+    assert same(model, MODEL)
     optimizer = read_sharded_folder(write(tmp_path / "optimizer_0", {"optimizer": OPTIMIZER}), "optimizer")
     assert str(optimizer) == str(OPTIMIZER)
 
 
-def save_by_two(folder: str) -> None:
+def save_on_two_ranks(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(15.0).reshape(5, 3)
     tensors = {
-        "rows": distribute_tensor(torch.arange(15.0).reshape(5, 3), mesh, [Shard(0)]),
-        "columns": distribute_tensor(torch.arange(15.0).reshape(5, 3), mesh, [Shard(1)]),
-        "both": distribute_tensor(torch.arange(4), mesh, [Replicate()]),
+        "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+        "columns": distribute_tensor(whole, mesh, [Shard(1)]),
+        "replicated": distribute_tensor(torch.arange(4), mesh, [Replicate()]),
     }
     dcp.save({"model": tensors}, checkpoint_id=folder)
 
 
-def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:
-    folder = tmp_path / "pytorch_model_fsdp_0"
-    run_ranks(lambda ctx: save_by_two(str(folder)), 2, on="processes")
-    assert len(list(folder.glob("*.distcp"))) == 2
-    read = read_sharded_folder(folder, "model")
-    assert torch.equal(read["rows"], torch.arange(15.0).reshape(5, 3))
-    assert torch.equal(read["columns"], torch.arange(15.0).reshape(5, 3))
-    assert torch.equal(read["both"], torch.arange(4))
+def test_shards_of_two_ranks_are_assembled(tmp_path: Path) -> None:
+    run_ranks(lambda ctx: save_on_two_ranks(tmp_path / "sharded"), 2, on="processes")
+    assert len(list((tmp_path / "sharded").glob("*.distcp"))) == 2
+    whole = torch.arange(15.0).reshape(5, 3)
+    expected = {"rows": whole, "columns": whole, "replicated": torch.arange(4)}
+    assert same(read_sharded_folder(tmp_path / "sharded", "model"), expected)
+    assert same(load_file(af.merge_fsdp_weights(tmp_path / "sharded", tmp_path)), expected)
 
 
 class Bomb:
@@ -80,70 +98,175 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_bombs_are_named_and_do_not_go_off(tmp_path: Path) -> None:
+def test_code_is_named_and_not_run(source: Path, tmp_path: Path) -> None:
     crater = tmp_path / "crater"
     entry = write(tmp_path / "optimizer_0", {"optimizer": {"a": Bomb(crater)}})
     with pytest.raises(
         CheckpointError, match=r"optimizer_0/__0_0\.distcp .* posix\.mkdir, which was not run"
     ):
         read_sharded_folder(entry, "optimizer")
-    table = write(tmp_path / "pytorch_model_fsdp_0", {"model": MODEL})
-    (table / ".metadata").write_bytes(pickle.dumps(Bomb(crater)))
+    (source / ".metadata").write_bytes(pickle.dumps(Bomb(crater)))
     with pytest.raises(CheckpointError, match=r"_fsdp_0/\.metadata .* posix\.mkdir, which was not run"):
-        read_sharded_folder(table, "model")
+        read_sharded_folder(source, "model")
     assert not crater.exists()
 
 
-def lengthen(table: Any) -> None:
-    for info in table.storage_data.values():
-        info.length += 10**6
+def set_all(**values: Any) -> Callable[[Any], object]:
+    def change(table: Any) -> None:
+        for chunk in table.storage_data.values():
+            for name, value in values.items():
+                setattr(chunk, name, value)
+
+    return change
 
 
-def elsewhere(table: Any) -> None:
-    for info in table.storage_data.values():
-        info.relative_path = "../secret"
-
-
-def no_chunks(table: Any) -> None:
+def without_chunks(table: Any) -> None:
     table.state_dict_metadata["model.0.weight"].chunks.clear()
 
 
-def doubled(table: Any) -> None:
+def with_doubled_chunks(table: Any) -> None:
     table.state_dict_metadata["model.0.bias"].chunks *= 2
-
-
-def transformed(table: Any) -> None:
-    for info in table.storage_data.values():
-        info.transform_descriptors = ["zstd"]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        *((lengthen, "cut short"), (elsewhere, "secret"), (no_chunks, "cover"), (doubled, "cover")),
-        (transformed, "transformed"),
+        (set_all(length=10**6), "truncated"),
+        (set_all(relative_path="../secret"), "secret"),
+        (set_all(transform_descriptors=["zstd"]), "transformed"),
+        (without_chunks, "cover"),
+        (with_doubled_chunks, "cover"),
     ],
 )
-def test_tables_that_lie_are_refused(change: Callable[[Any], object], words: str, tmp_path: Path) -> None:
-    folder = write(tmp_path / "pytorch_model_fsdp_0", {"model": MODEL})
-    shutil.copy(folder / "__0_0.distcp", tmp_path / "secret")
-    change_table(folder, change)
+def test_inconsistent_tables_are_refused(
+    change: Callable[[Any], object], words: str, source: Path, tmp_path: Path
+) -> None:
+    shutil.copy(source / "__0_0.distcp", tmp_path / "secret")
+    table = pickle.loads((source / ".metadata").read_bytes())
+    change(table)
+    (source / ".metadata").write_bytes(pickle.dumps(table))
     with pytest.raises(CheckpointError, match=words):
-        read_sharded_folder(folder, "model")
+        read_sharded_folder(source, "model")
 
 
-def test_folders_that_are_not_whole_are_damaged(tmp_path: Path) -> None:
-    folder = write(tmp_path / "pytorch_model_fsdp_0", {"model": MODEL})
-    with pytest.raises(DamagedCheckpointError, match="not 'optimizer' alone"):
-        read_sharded_folder(folder, "optimizer")
-    table = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").write_bytes(table[:-20])
-    with pytest.raises(DamagedCheckpointError, match="can't be put together"):
-        read_sharded_folder(folder, "model")
-    (folder / ".metadata").write_bytes(table)
-    (folder / "__0_0.distcp").unlink()
-    with pytest.raises(DamagedCheckpointError, match="is not there"):
-        read_sharded_folder(folder, "model")
-    (folder / ".metadata").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"\.metadata is not there"):
-        read_sharded_folder(folder, "model")
+def test_incomplete_folders_are_damaged(source: Path) -> None:
+    with pytest.raises(DamagedCheckpointError, match="must hold the key 'optimizer' alone"):
+        read_sharded_folder(source, "optimizer")
+    table = (source / ".metadata").read_bytes()
+    (source / ".metadata").write_bytes(table[:-20])
+    with pytest.raises(DamagedCheckpointError, match="can't be assembled"):
+        read_sharded_folder(source, "model")
+    (source / ".metadata").write_bytes(table)
+    (source / "__0_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpointError, match="is missing"):
+        read_sharded_folder(source, "model")
+    (source / ".metadata").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata is missing"):
+        read_sharded_folder(source, "model")
+
+
+# --- merging -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [{"model": MODEL}, MODEL, {"one.name": MODEL["scalar"]}])
+def test_the_file_has_the_saved_tensors(tmp_path: Path, tree: dict[str, Any]) -> None:
+    source = write(tmp_path / "pytorch_model_fsdp_0", tree)
+    file = af.merge_fsdp_weights(source, tmp_path / "new" / "out")
+    assert file == tmp_path / "new" / "out" / "model.safetensors"
+    assert same(load_file(file), tree.get("model", tree))
+    assert [path.name for path in file.parent.iterdir()] == ["model.safetensors"]
+    assert source.is_dir()
+
+
+def test_torch_save_and_removal_of_the_folder(source: Path, tmp_path: Path) -> None:
+    file = af.merge_fsdp_weights(source, tmp_path, safe_serialization=False, remove_checkpoint_dir=True)
+    assert file.name == "pytorch_model.bin"
+    assert same(torch.load(file), MODEL)
+    assert not source.exists()
+
+
+@given(
+    st.dictionaries(
+        st.text("abc.", min_size=1, max_size=6).filter(lambda name: name.strip(".") != ""),
+        st.tuples(
+            st.sampled_from([torch.float32, torch.float16, torch.int8, torch.int64, torch.bool]),
+            st.lists(st.integers(0, 4), max_size=3),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_any_shapes_and_dtypes_are_merged(
+    tmp_path_factory: pytest.TempPathFactory, forms: dict[str, tuple[torch.dtype, list[int]]]
+) -> None:
+    folder = tmp_path_factory.mktemp("merge")
+    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in forms.items()}
+    file = af.merge_fsdp_weights(write(folder / "sharded", {"model": tensors}), folder)
+    assert same(load_file(file), tensors)
+    shutil.rmtree(folder)
+
+
+def test_a_damaged_folder_leaves_no_file(source: Path, tmp_path: Path) -> None:
+    (data,) = source.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-100])
+    with pytest.raises(DamagedCheckpointError, match="can't be assembled"):
+        af.merge_fsdp_weights(source, tmp_path / "out", remove_checkpoint_dir=True)
+    assert list((tmp_path / "out").iterdir()) == []
+    assert source.is_dir()
+
+
+def test_other_folders_are_refused_with_the_likely_one(tmp_path: Path) -> None:
+    write(tmp_path / "run" / "pytorch_model_fsdp_0", {"model": MODEL})
+    write(tmp_path / "run" / "optimizer_0", {"optimizer": {"state": {"w": {"m": torch.ones(1)}}}})
+    write(tmp_path / "odd", {"model": {"w": torch.ones(2, dtype=torch.complex128)}})
+    af.save_tree(tmp_path / "own", {"x": torch.ones(1)})
+    errors: list[tuple[str, type[Exception], str]] = [
+        ("run", NoCheckpointError, r"Pass .*pytorch_model_fsdp_0 instead"),
+        ("run/optimizer_0", CheckpointError, "holds an optimizer's state instead of weights"),
+        ("absent", NoCheckpointError, "does not exist"),
+        ("own", NoCheckpointError, "accelfn checkpoint convert"),
+        ("odd", ValueError, r"no dtype for w \(torch.complex128\)"),
+    ]
+    for folder, error, words in errors:
+        with pytest.raises(error, match=words):
+            af.merge_fsdp_weights(tmp_path / folder, tmp_path)
+    file = af.merge_fsdp_weights(tmp_path / "run" / "pytorch_model_fsdp_0", tmp_path)
+    with pytest.raises(FileExistsError, match=r"model\.safetensors exists already"):
+        af.merge_fsdp_weights(tmp_path / "run" / "pytorch_model_fsdp_0", tmp_path)
+    assert same(load_file(file), MODEL)
+
+
+def test_one_chunk_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    # Eight tensors of 1 MB. The bytes of a chunk are Python objects, which tracemalloc counts.
+    source = write(tmp_path / "sharded", {"model": {str(n): torch.randn(1 << 18) for n in range(8)}})
+    tracemalloc.start()
+    try:
+        af.merge_fsdp_weights(source, tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge-weights", str(source), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out" / "model.safetensors")
+    assert main(["merge-weights", str(source), str(tmp_path / "out")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    flags = ["--unsafe-serialization", "--remove_checkpoint_dir"]
+    assert main(["merge-weights", *flags, str(source), str(tmp_path / "out")]) == 0
+    assert not source.exists()
+    assert main(["merge-weights", str(source), str(tmp_path)]) == 2
+    assert "there is no such directory" in capsys.readouterr().err
+    write(source, {"model": MODEL})
+    (source / ".metadata").write_bytes(b"cut")
+    assert main(["merge-weights", str(source), str(tmp_path)]) == 1
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_files_of_a_killed_merge_are_removed(source: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        kill_at_its_last_step(lambda: af.merge_fsdp_weights(source, tmp_path / "out"))
+        assert len(list((tmp_path / "out").iterdir())) == 1
+    af.merge_fsdp_weights(source, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]

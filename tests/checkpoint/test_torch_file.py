@@ -33,7 +33,7 @@ DTYPES = (
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are the same, to the type and the bit."""
+    """Whether two values are equal in type and every bit."""
     kind = cast("Any", type(a))
     if issubclass(kind, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and as_bytes(a) == as_bytes(b)
@@ -95,7 +95,7 @@ def trees() -> st.SearchStrategy[Any]:
 
 
 @given(trees())
-def test_it_reads_what_torch_saves(tree: Any) -> None:
+def test_anything_that_torch_saves_is_read(tree: Any) -> None:
     assert same(read_torch_stream(saved(tree), "tree"), tree)
 
 
@@ -109,11 +109,11 @@ def test_it_reads_what_torch_saves(tree: Any) -> None:
     ],
     ids=repr,
 )
-def test_other_plain_values_come_back(value: Any) -> None:
+def test_other_plain_values_are_read(value: Any) -> None:
     assert same(read_torch_stream(saved([value, value]), "value"), [value, value])
 
 
-def test_memory_that_was_shared_is_shared_again() -> None:
+def test_shared_memory_is_shared_again() -> None:
     whole: Any = torch.arange(12.0)
     read = read_torch_stream(saved({"whole": whole, "part": whole[2:8].view(2, 3).T, "again": whole}), "file")
     assert read["part"].tolist() == whole[2:8].view(2, 3).T.tolist()
@@ -122,14 +122,14 @@ def test_memory_that_was_shared_is_shared_again() -> None:
     assert read["again"].data_ptr() == read["whole"].data_ptr()
 
 
-def test_parameters_come_as_tensors() -> None:
+def test_parameters_become_tensors() -> None:
     read = read_torch_stream(saved(torch.nn.Parameter(torch.ones(2))), "file")
     assert type(read) is torch.Tensor
     assert not read.requires_grad
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Makes a folder if it is unpickled."""
 
     def __init__(self, path: Path, call: Any = os.mkdir) -> None:
         self.path = path
@@ -139,26 +139,26 @@ class Bomb:
         return self.call, (str(self.path),)
 
 
-def test_a_bomb_is_named_and_does_not_go_off(tmp_path: Path) -> None:
+def test_code_is_named_and_not_run(tmp_path: Path) -> None:
     path = tmp_path / "optimizer.bin"
     torch.save({"state": [Bomb(tmp_path / "crater")]}, path)
     with pytest.raises(CheckpointError, match=r"optimizer\.bin .* asks for posix\.mkdir, which was not run"):
         read_torch_file(path)
     assert not (tmp_path / "crater").exists()
     torch.load(path, weights_only=False)
-    assert (tmp_path / "crater").exists()  # it is a bomb indeed
+    assert (tmp_path / "crater").exists()  # the bomb works
 
 
 @pytest.mark.parametrize(
     "call",
     [os.kill, eval, exec, __import__, getattr, pickle.loads, torch.load, zipfile.ZipFile, Path, type],
 )
-def test_functions_outside_of_the_table_are_refused(call: Any, tmp_path: Path) -> None:
+def test_other_functions_are_refused(call: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="asks for"):
         read_torch_stream(saved(Bomb(tmp_path / "crater", call)), "file")
 
 
-def test_a_safe_list_of_the_process_changes_nothing(tmp_path: Path) -> None:
+def test_torchs_list_of_safe_globals_has_no_effect(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([os.mkdir]):
         with pytest.raises(CheckpointError, match="mkdir"):
             read_torch_stream(saved(Bomb(tmp_path / "crater")), "file")
@@ -170,7 +170,7 @@ def safe_list() -> set[Any]:
     return set(serialization.get_safe_globals())
 
 
-def test_reading_leaves_the_safe_list_of_the_process_alone() -> None:
+def test_reading_does_not_change_torchs_list_of_safe_globals() -> None:
     stream = saved({"key": np.arange(3, dtype=np.uint32)})
     with torch.serialization.safe_globals([np.ndarray]):
         before = safe_list()
@@ -188,17 +188,17 @@ SIZE = b"ctorch\nSize\n"
         b"(cos\nsystem\nS'touch crater'\no.",  # OBJ
         b"\x82\x01.",  # EXT1
         b"\x80\x04\x8c\x02os\x8c\x06system\x93.",  # STACK_GLOBAL
-        b"\x80\x02K\x01Q.",  # a reference to outside
-        b"Nr\xff\xff\xff\x7f.",  # a place in memory far away
-        SIZE + b"}b.",  # a state for what makes tensors' sizes: would change it for the whole process
-        SIZE + b"N}S'value'\nNs\x86b.",  # an attribute of it
+        b"\x80\x02K\x01Q.",  # a persistent id
+        b"Nr\xff\xff\xff\x7f.",  # PUT with a huge number
+        SIZE + b"}b.",  # a state for the class torch.Size, which would change it globally
+        SIZE + b"N}S'value'\nNs\x86b.",  # an attribute of the class
         SIZE + b"N}S'__class__'\nNs\x86b.",
         b"cbuiltins\ngetattr\n.",
-        b"ctorch\n_dynamo\n.",  # a module that torch would import for it
+        b"ctorch\n_dynamo\n.",  # a module that torch imports lazily
         b"ctorch\nload\n.",
     ],
 )
-def test_pickles_that_are_programs_are_refused(data: bytes) -> None:
+def test_pickles_with_code_are_refused(data: bytes) -> None:
     before = set(sys.modules)
     with pytest.raises(RefusedPickleError):
         read_pickle(data)
@@ -207,15 +207,15 @@ def test_pickles_that_are_programs_are_refused(data: bytes) -> None:
 
 
 class Stateful:
-    """A tensor with a state. BUILD would give it to ``Tensor.__setstate__``, which sets hooks and memory."""
+    """A tensor with a state. BUILD would call ``Tensor.__setstate__``, which sets hooks and memory."""
 
     def __reduce__(self) -> Any:
         rebuild: Any = getattr(torch, "_utils")._rebuild_parameter  # noqa: B009 -- untyped
         return rebuild, (torch.ones(2), False, OrderedDict()), (True, None, {0: None})
 
 
-def test_a_tensor_takes_no_state() -> None:
-    with pytest.raises(CheckpointError, match="a state for what has none"):
+def test_a_state_for_a_tensor_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="a state for an object that has none"):
         read_torch_stream(saved(Stateful()), "file")
 
 
@@ -234,13 +234,13 @@ def test_a_tensor_takes_no_state() -> None:
         b"K\x01}b.",
     ],
 )
-def test_broken_pickles_are_value_errors(data: bytes) -> None:
-    with pytest.raises(ValueError, match="contradicts itself"):
+def test_malformed_pickles_are_value_errors(data: bytes) -> None:
+    with pytest.raises(ValueError, match="is inconsistent"):
         read_pickle(data)
 
 
 @given(st.binary(max_size=40))
-def test_no_bytes_do_anything_else(data: bytes) -> None:
+def test_arbitrary_bytes_raise_only_these_errors(data: bytes) -> None:
     with contextlib.suppress(RefusedPickleError, ValueError):
         read_pickle(data)
 
@@ -250,7 +250,7 @@ BYTES = saved(EXAMPLE).getvalue()
 
 
 @given(st.integers(0, len(BYTES) - 1), st.integers(1, 255))
-def test_a_changed_byte_is_found_or_changes_nothing(place: int, change: int) -> None:
+def test_a_changed_byte_is_detected_or_harmless(place: int, change: int) -> None:
     data = bytearray(BYTES)
     data[place] ^= change
     try:
@@ -261,7 +261,7 @@ def test_a_changed_byte_is_found_or_changes_nothing(place: int, change: int) -> 
 
 
 @given(st.integers(0, len(BYTES) - 1))
-def test_a_file_that_is_cut_short_is_damaged(length: int) -> None:
+def test_a_truncated_file_is_damaged(length: int) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"optimizer\.bin") as caught:
         read_torch_stream(io.BytesIO(BYTES[:length]), "optimizer.bin")
     assert caught.value.file == "optimizer.bin"
@@ -270,7 +270,7 @@ def test_a_file_that_is_cut_short_is_damaged(length: int) -> None:
 Change = Callable[[str, bytes], bytes | None]
 
 
-def as_it_is(name: str, data: bytes) -> bytes:
+def unchanged(name: str, data: bytes) -> bytes:
     return data
 
 
@@ -284,7 +284,7 @@ def without(ending: str, instead: Callable[[bytes], bytes] | None = None) -> Cha
 
 
 def rewritten(change: Change, compression: int = zipfile.ZIP_STORED) -> io.BytesIO:
-    """Write the example again, with entries changed, and right checksums."""
+    """Write the example with changed entries and valid checksums."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(BYTES)) as old, zipfile.ZipFile(out, "w", compression) as new:
         for name in old.namelist():
@@ -297,15 +297,15 @@ def rewritten(change: Change, compression: int = zipfile.ZIP_STORED) -> io.Bytes
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
-        (rewritten(as_it_is, zipfile.ZIP_DEFLATED), "compressed"),
+        (rewritten(unchanged, zipfile.ZIP_DEFLATED), "compressed"),
         (rewritten(without("byteorder", lambda data: b"big")), "endian"),
         (rewritten(without("data.pkl")), r"no data\.pkl"),
-        (rewritten(without("data/0", lambda data: data[:4])), "over the end"),
+        (rewritten(without("data/0", lambda data: data[:4])), "beyond its storage"),
         (rewritten(without("data/0")), "data/0"),
     ],
     ids=["compressed", "big-endian", "no pickle", "short storage", "no storage"],
 )
-def test_archives_that_contradict_themselves_are_damaged(stream: io.BytesIO, words: str) -> None:
+def test_inconsistent_archives_are_damaged(stream: io.BytesIO, words: str) -> None:
     with pytest.raises(DamagedCheckpointError, match=words):
         read_torch_stream(stream, "file")
 

@@ -1,4 +1,4 @@
-"""Trees of everything that a checkpoint can hold, and whether two are the same to the last bit."""
+"""Random trees of everything that a checkpoint can hold, and their comparison bit for bit."""
 
 import enum
 import math
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from accelfn.checkpoint.header import contiguous_copy, copyable, is_storable
 from accelfn.comm.agreement import as_bytes
 
-np = cast("Any", numpy)  # its stubs leave much open
+np = cast("Any", numpy)  # partly untyped
 NAMESPACE = "accelfn.tests.checkpoint"
 DTYPES = tuple(
     dtype
@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
 
 class Pair:
-    """Registered with optree, with children under names and metadata."""
+    """A class registered with optree, with named children and metadata."""
 
     def __init__(self, left: Any, right: Any, label: Any = None) -> None:
         self.left, self.right, self.label = left, right, label
@@ -66,14 +66,14 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two trees are the same: classes, structure, dtypes, shapes, strides and every bit."""
+    """Whether two trees have equal classes, structure, dtypes, shapes, strides and bits."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         return same_tensor(one, other)
     if type(one) is int:
         return one == other
-    if isinstance(one, float):  # one nan is like another
+    if isinstance(one, float):  # NaN equals NaN
         return repr(one) == repr(other)
     if isinstance(one, complex):
         return same([one.real, one.imag], [other.real, other.imag])
@@ -107,13 +107,13 @@ def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def steps(tensor: torch.Tensor, *, kept: bool = False) -> list[int]:
-    """Strides of the dimensions that have any; with ``kept`` those that a tensor comes back with."""
+    """Return the strides of dimensions of size 2 or more; with ``kept``, those of the restored tensor."""
     stride = copyable(tensor.detach()).clone().stride() if kept else tensor.stride()
     return [step for step, size in zip(stride, tensor.shape, strict=True) if size > 1 and tensor.numel()]
 
 
 def same_array(one: Any, other: Any) -> bool:
-    # Gaps are squeezed out, and arrays that can't be written come back as ones that can.
+    # Restored arrays are dense and writable.
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
@@ -125,7 +125,7 @@ def texts() -> st.SearchStrategy[str]:
 
 
 def hashables() -> st.SearchStrategy[Any]:
-    """Plain values that can be keys, without nan, which is never equal to itself."""
+    """Plain values that can be keys; without NaN, which isn't equal to itself."""
     leaf = st.one_of(
         *(
             st.none(),
@@ -214,8 +214,8 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     items = st.lists(inner, max_size=3)
     return st.one_of(
         *(by_text, items, items.map(tuple), st.dictionaries(hashables(), inner, max_size=3)),
-        by_text.map(lambda found: OrderedDict(found)),
-        by_text.map(lambda found: defaultdict(list, found)),
+        by_text.map(lambda items: OrderedDict(items)),
+        by_text.map(lambda items: defaultdict(list, items)),
         st.dictionaries(hashables(), st.integers(), max_size=3).map(Counter),
         st.builds(Point, inner, inner),
         st.builds(_bounded, items, st.integers(0, 2)),

@@ -363,7 +363,7 @@ def test_a_folder_of_accelerate_is_converted_with_other_names(
     assert run("convert", folder, "here", "--to", "accelfn", *names) == 0
     assert capsys.readouterr().out.splitlines() == [
         "here: net, opt",
-        "note: There are no random states in it: generators go on as they are when it is loaded.",
+        "note: It has no random states: loading it leaves the generators unchanged.",
     ]
     other: Any = nn.Linear(3, 3)
     fresh: Any = torch.optim.SGD([{"params": [other.bias]}, {"params": [other.weight]}], 0.5)
@@ -385,7 +385,7 @@ def test_a_checkpoint_is_converted_for_others(tmp_path: Path, capsys: pytest.Cap
     assert run("convert", place, bare, "--to", "safetensors", "--max-shard-size", "24B") == 0
     assert "model-00001-of-00002.safetensors" in capsys.readouterr().out
     assert run("convert", place, bare, "--to", "safetensors") == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert run("convert", theirs, place, "--to", "accelfn") == 2
     assert run("convert", theirs, place, "--to", "accelfn", "--overwrite") == 0
 

@@ -1,1 +1,1 @@
-"""A tree as a document of JSON and named tensors."""
+"""Trees as documents of JSON and named tensors."""

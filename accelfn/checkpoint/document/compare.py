@@ -1,7 +1,7 @@
-"""A stored tree beside the one to load into: what doesn't fit, and which object takes which state.
+"""Compare a stored tree with the tree to load into, and find the state of each object.
 
-Where there are tensors or objects, containers, keys, lengths, shapes and dtypes have to be the same on both
-sides. Subtrees of plain values are free: they come back as they were stored.
+Where there are tensors or objects, containers, keys, lengths, shapes and dtypes must be equal on both sides.
+Subtrees of plain values may differ: they are loaded as they were stored.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from accelfn.checkpoint.document.nodes import (
     LEAVES,
     MAX_DEPTH,
+    child_path,
     children_of,
     class_of,
+    class_path,
     damaged,
+    displayed,
     is_array,
     is_leaf,
     is_object,
     parts_of,
-    shown,
-    spell_class,
-    step,
 )
 from accelfn.checkpoint.header import dtype_name
 from accelfn.checkpoint.manifest import Json
@@ -33,21 +33,21 @@ Node = dict[str, Any]
 
 
 class Shaped(Protocol):
-    """What has a dtype, as torch has it or by its name, and a shape: a tensor, or what a file says of one."""
+    """A tensor, or the description of one in a file."""
 
     @property
     def dtype(self) -> Any:
-        """Of the elements."""
+        """Of torch, or the name of one."""
         ...
 
     @property
     def shape(self) -> Sequence[int]:
-        """Of the whole."""
+        """Of the complete tensor."""
         ...
 
 
 class Stored(NamedTuple):
-    """The state of an object in a document, and the object of the same place in the tree to load into."""
+    """The state of an object in a document, and the object at the same path in the tree to load into."""
 
     path: str
     thing: Any
@@ -59,9 +59,9 @@ class Match(NamedTuple):
     """Result of :func:`match`.
 
     Attributes:
-        rows: One for each leaf that doesn't fit, in the order of the trees.
-        objects: Those of the tree to load into, with their states.
-        leaves: What stands in the tree to load into, outside of objects, by the name of the stored tensor.
+        rows: One for each leaf that doesn't match, in the order of the trees.
+        objects: Objects of the tree to load into, with their states.
+        leaves: Leaves of the tree to load into, outside of objects, by the name of the stored tensor.
     """
 
     rows: list[Misfit]
@@ -69,19 +69,19 @@ class Match(NamedTuple):
     leaves: dict[str, Any]
 
 
-def describe(one: Shaped) -> str:
-    """Return dtype and shape as errors have them."""
-    return f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
+def describe(tensor: Shaped) -> str:
+    """Return dtype and shape, for errors."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def match(document: Json, tensors: Mapping[str, Shaped], like: Any, *, namespace: str = "") -> Match:
-    """Walk a document and the tree to load into side by side. What is in objects is not looked at.
+    """Walk a document and the tree to load into side by side, without looking into objects.
 
     Args:
         document: Of the stored tree.
-        tensors: What it names.
-        like: The other tree. Its tensors may be on the meta device.
-        namespace: In which classes are registered with optree, besides the global one.
+        tensors: By the names in the document.
+        like: The tree to load into. Its tensors may be on the meta device.
+        namespace: Of classes registered with optree, besides the global one.
 
     Raises:
         DamagedCheckpointError: The document is malformed.
@@ -98,11 +98,13 @@ def match(document: Json, tensors: Mapping[str, Shaped], like: Any, *, namespace
     return Match(rows, walk.objects, walk.leaves)
 
 
-# Rows of misfits, and whether there are tensors or objects in the subtree.
+# Rows of misfits, and whether the subtree contains tensors or objects.
 _Found = tuple[list[Misfit], bool]
 
 
 class _Match:
+    """One walk over a document and a tree."""
+
     def __init__(self, tensors: Mapping[str, Shaped], namespace: str) -> None:
         self.objects: list[Stored] = []
         self.leaves: dict[str, Any] = {}
@@ -110,85 +112,90 @@ class _Match:
         self._namespace = namespace
 
     def pair(self, node: Json, like: Any, path: str, depth: int) -> _Found:
+        """Compare a node with the value at the same path."""
         if depth > MAX_DEPTH + 2:
             raise damaged(path, "it nests too deep")
         kind = _kind(node, path)
         if kind in LEAVES or is_leaf(like):
-            if kind == "tensor" and isinstance(like, torch.Tensor) and self._is_like(node, like):
-                return [], True
-            stored, wanted = self._say_node(node, path), self._say(like)
-            if stored != wanted:
-                return [Misfit(shown(path), stored, wanted)], True
-            self.leaves.setdefault(cast("Node", node)["name"], like)
-            return [], True
-        inner = children_of(node, path)
+            return self._pair_leaves(node, kind, like, path), True
+        children = children_of(node, path)
         is_thing = is_object(like, self._namespace)
-        if kind == "object" and inner is not None:
+        parts = parts_of(like, self._namespace)
+        if kind == "object" and children is not None:
+            state = children[0][1]
             if is_thing:
                 of = str(cast("Node", node).get("of")).rpartition(":")[2].rpartition(".")[2]
-                self.objects.append(Stored(path[1:], like, inner[0][1], of))
+                self.objects.append(Stored(path[1:], like, state, of))
                 return [], True
-            if like is not None and parts_of(like, self._namespace) is not None:
-                return self.pair(inner[0][1], like, path, depth + 1)  # a tree like the object's state
-        parts = parts_of(like, self._namespace)
-        if inner is None and parts is None and not is_thing:
+            if parts is not None:
+                return self.pair(state, like, path, depth + 1)  # a tree like the object's state
+        if children is None and parts is None and not is_thing:
             return [], False
-        if kind == "object" or is_thing or inner is None or parts is None or _head(node) != self._head(like):
-            carries = self._only(node, path, True)[1] or self._only(like, path, False)[1]
-            row = Misfit(shown(path), self._say_node(node, path), self._say(like))
+        if children is None or parts is None or _head(node) != self._head(like):
+            carries = self._one_sided(node, path, True)[1] or self._one_sided(like, path, False)[1]
+            row = Misfit(displayed(path), self._describe_node(node, path), self._describe(like))
             return ([row] if carries else []), carries
-        here = dict(zip(parts.keys, parts.children, strict=True))
+        remaining = dict(zip(parts.keys, parts.children, strict=True))
         found = [
-            self.pair(child, here.pop(key), step(path, key), depth + 1)
-            if key in here
-            else self._only(child, step(path, key), True)
-            for key, child in inner
+            self.pair(child, remaining.pop(key), child_path(path, key), depth + 1)
+            if key in remaining
+            else self._one_sided(child, child_path(path, key), True)
+            for key, child in children
         ]
-        for key, child in here.items():
-            # A namedtuple may have got a field since, which is filled in.
+        for key, child in remaining.items():
+            # A field that a namedtuple got after the save is filled in.
             if child is not None or parts.kind != "namedtuple":
-                found.append(self._only(child, step(path, key), False))
+                found.append(self._one_sided(child, child_path(path, key), False))
         return _joined(found)
 
-    def _is_like(self, node: Json, like: torch.Tensor) -> bool:
-        """Compare a tensor without making texts of it, as most do fit."""
-        name = cast("Node", node)["name"]
-        held = self._tensors.get(name)
-        if held is None or tuple(held.shape) != like.shape or dtype_name(like.dtype) != held.dtype:
-            return False
-        self.leaves.setdefault(name, like)
-        return True
+    def _pair_leaves(self, node: Json, kind: str | None, like: Any, path: str) -> list[Misfit]:
+        # Most tensors match; comparing texts would be slow.
+        if kind != "tensor" or not isinstance(like, torch.Tensor) or not self._is_like(node, like):
+            stored, wanted = self._describe_node(node, path), self._describe(like)
+            if stored != wanted:
+                return [Misfit(displayed(path), stored, wanted)]
+        self.leaves.setdefault(cast("Node", node)["name"], like)
+        return []
 
-    def _only(self, one: Any, path: str, is_stored: bool) -> _Found:
-        """List the leaves of a subtree that the other side doesn't have."""
+    def _is_like(self, node: Json, like: torch.Tensor) -> bool:
+        stored = self._tensors.get(cast("Node", node)["name"])
+        return (
+            stored is not None
+            and tuple(stored.shape) == like.shape
+            and dtype_name(like.dtype) == stored.dtype
+        )
+
+    def _one_sided(self, tree: Any, path: str, is_stored: bool) -> _Found:
+        """List the leaves of a subtree that the other side lacks."""
         if is_stored:
-            is_end = _kind(one, path) in (*LEAVES, "object")
-            inner = [] if is_end else children_of(one, path) or []
+            is_end = _kind(tree, path) in (*LEAVES, "object")
+            children = [] if is_end else children_of(tree, path) or []
         else:
-            parts = parts_of(one, self._namespace)
-            is_end = parts is None and (is_leaf(one) or is_object(one, self._namespace))
-            inner = [] if parts is None else list(zip(parts.keys, parts.children, strict=True))
-        rows, carries = _joined([self._only(child, step(path, key), is_stored) for key, child in inner])
+            parts = parts_of(tree, self._namespace)
+            is_end = parts is None and (is_leaf(tree) or is_object(tree, self._namespace))
+            children = [] if parts is None else list(zip(parts.keys, parts.children, strict=True))
+        rows, carries = _joined(
+            [self._one_sided(child, child_path(path, key), is_stored) for key, child in children]
+        )
         if carries:
             return rows, True
-        said = self._say_node(one, path) if is_stored else self._say(one)
-        there, here = (said, "nothing") if is_stored else ("nothing", said)
-        return [Misfit(shown(path), there, here)], is_end
+        text = self._describe_node(tree, path) if is_stored else self._describe(tree)
+        stored, wanted = (text, "nothing") if is_stored else ("nothing", text)
+        return [Misfit(displayed(path), stored, wanted)], is_end
 
-    def _say_node(self, node: Json, path: str) -> str:
-        """Describe a node in a row of an error."""
+    def _describe_node(self, node: Json, path: str) -> str:
         if not isinstance(node, dict) or "$" not in node:
-            return _say_plain(node)
+            return _describe_plain(node)
         kind = node["$"]
-        if kind == "tensor" or kind == "array":
+        if kind in ("tensor", "array"):
             if node["name"] not in self._tensors:
                 raise damaged(path, f"there is no tensor {node['name']!r}")
             text = describe(self._tensors[node["name"]])
             return text if kind == "tensor" else f"array {text}"
-        children_of(node, path)  # is there such a kind?
-        return _named(kind, str(node.get("of", "")))
+        children_of(node, path)  # checks that the kind exists
+        return _with_article(kind, str(node.get("of", "")))
 
-    def _say(self, like: Any) -> str:
+    def _describe(self, like: Any) -> str:
         if is_array(like):
             return f"array {describe(like)}"
         if hasattr(like, "dtype") and is_leaf(like):
@@ -197,19 +204,19 @@ class _Match:
             return "a generator"
         kind, of = self._head(like)
         if kind == "object" or of:
-            return _named(kind, of or spell_class(class_of(like)))
-        return _say_plain(like) if kind in ("list", "dict", "") else _named(kind, "")
+            return _with_article(kind, of or class_path(class_of(like)))
+        return _describe_plain(like) if kind in ("list", "dict", "") else _with_article(kind, "")
 
     def _head(self, like: Any) -> tuple[str, str]:
-        """Return what the document of a container has to have in common with it, besides its keys."""
+        """Return what the document of a container must have in common with it, besides the keys."""
         parts = parts_of(like, self._namespace)
         if parts is None:
             return ("object" if is_object(like, self._namespace) else ""), ""
-        return parts.kind, spell_class(class_of(like)) if parts.kind in ("namedtuple", "node") else ""
+        return parts.kind, class_path(class_of(like)) if parts.kind in ("namedtuple", "node") else ""
 
 
 def _kind(node: Json, path: str) -> str | None:
-    """Return the kind of a node that has one, and check what of it is relied on."""
+    """Return the kind of a node; None for JSON that represents itself."""
     if not isinstance(node, dict) or "$" not in node:
         return None
     kind = node["$"]
@@ -224,38 +231,38 @@ def _head(node: Json) -> tuple[str, str]:
     return str(node.get("$", "dict")), str(node.get("of", "")) if "$" in node else ""
 
 
-def _say_plain(value: Any) -> str:
+def _describe_plain(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return f"a {class_of(cast('object', value)).__name__} of {len(cast('list[Any]', value))}"
     return "None" if value is None else type(value).__name__
 
 
-def _named(kind: str, of: str) -> str:
+def _with_article(kind: str, of: str) -> str:
     return f"{'an' if kind[:1] in 'aeio' else 'a'} {kind} {of.rpartition(':')[2]}".rstrip()
 
 
 def _joined(found: Sequence[_Found]) -> _Found:
-    carries = any(one for _, one in found)
+    carries = any(has_leaves for _, has_leaves in found)
     return [row for rows, _ in found for row in rows] if carries else [], carries
 
 
 def choose_part(document: Json, like: Any, may_leave: Callable[[str], bool], path: str = "") -> Json:
-    """Leave entries of dicts out of a stored tree that ``like`` hasn't, where that is allowed. Pure.
+    """Remove entries of dicts from a document that ``like`` lacks, where that is allowed. Pure.
 
     Args:
         document: Of one rank.
         like: The tree to load into.
-        may_leave: Whether the entry at a path may be left out.
-        path: Where the document stands.
+        may_leave: Whether the entry at a path may be removed.
+        path: Of the document.
 
     >>> choose_part({"model": 1, "ema": 2}, {"model": None}, lambda path: path == "ema")
     {'model': 1}
     """
     if not isinstance(document, dict) or not isinstance(like, Mapping) or "$" in document:
         return document
-    wished = cast("Mapping[Any, Any]", like)
+    wanted = cast("Mapping[Any, Any]", like)
     return {
-        key: choose_part(child, wished.get(key), may_leave, step(path, key))
+        key: choose_part(child, wanted.get(key), may_leave, child_path(path, key))
         for key, child in document.items()
-        if key in wished or not may_leave(step(path, key)[1:])
+        if key in wanted or not may_leave(child_path(path, key)[1:])
     }

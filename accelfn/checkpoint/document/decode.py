@@ -1,4 +1,4 @@
-"""A document and its tensors as the tree again, see ``accelfn.checkpoint.document.encode``."""
+"""Convert a document and its tensors back to the tree; see ``accelfn.checkpoint.document.encode``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from accelfn.checkpoint.document.encode import FACTORIES
 from accelfn.checkpoint.document.nodes import (
     LEAVES,
     MAX_DEPTH,
+    child_path,
     children_of,
     damaged,
     find_class,
@@ -22,7 +23,6 @@ from accelfn.checkpoint.document.nodes import (
     read_plain,
     registry_entry,
     require_numpy,
-    step,
 )
 from accelfn.checkpoint.header import contiguous_copy, copyable
 from accelfn.checkpoint.manifest import Json
@@ -44,39 +44,38 @@ def decode(
     restore: Restore | None = None,
     adopt: Adopt | None = None,
 ) -> Any:
-    """Build the tree again.
+    """Build a tree from its document.
 
     Args:
-        document: As ``encode`` returned it, also after it went through JSON.
-        tensors: What it names. Their memory becomes that of the tree.
-        like: A tree to load into. Where the document has the state of an object, and an object stands there
-            in ``like``, the object is loaded and stands in the new tree; elsewhere ``like`` only lends its
-            classes. Without it, states come back as plain trees. Whether it fits is not checked here, see
-            ``match``.
-        namespace: In which classes are registered with optree, besides the global one.
-        restore: Called as ``restore(path, object, state)`` for objects in ``like``; what it returns stands in
-            the tree. It should change nothing yet, as the rest of the document may be damaged. Without it,
-            ``object.load_state_dict(state)`` is called once everything is read.
-        adopt: Called as ``adopt(leaf of like, value)`` for tensors and generators; what it returns stands in
-            the tree.
+        document: From ``encode``, possibly written to JSON and read again.
+        tensors: By the names in the document. The tree uses their memory.
+        like: A tree to load into. If it has an object where the document has an object's state, the object
+            loads the state and becomes part of the new tree; otherwise only the classes of ``like`` are used.
+            Without it, states are returned as trees. Whether the trees match isn't checked; see ``match``.
+        namespace: Of classes registered with optree, besides the global one.
+        restore: Called as ``restore(path, object, state)`` for objects in ``like``; returns the value for the
+            new tree. It shouldn't change the object yet, because the rest of the document may be damaged.
+            Without it, ``object.load_state_dict(state)`` is called at the end.
+        adopt: Called as ``adopt(leaf of like, value)`` for tensors and generators; returns the value for the
+            new tree.
 
     Raises:
         DamagedCheckpointError: The document is malformed. No object was changed.
         CheckpointMismatchError: An object in ``like`` has no ``load_state_dict``, and there is no
             ``restore``.
         CheckpointError: A class isn't imported or registered.
-        MissingExtraError: There are numpy arrays and no numpy.
+        MissingExtraError: The document has NumPy arrays, and NumPy isn't installed.
 
     >>> decode({"step": 3, "w": {"$": "tensor", "name": "w"}}, {"w": torch.zeros(2)})
     {'step': 3, 'w': tensor([0., 0.])}
     """
     pending: list[tuple[str, Any, Any]] = []
 
-    def remember(path: str, thing: Any, state: Any) -> Any:
+    def postpone(path: str, thing: Any, state: Any) -> Any:
         pending.append((path, thing, state))
         return thing
 
-    result = _Decoder(tensors, namespace, restore or remember, adopt).walk(document, like, "", 0)
+    result = _Decoder(tensors, namespace, restore or postpone, adopt).walk(document, like, "", 0)
     rows = [
         Misfit(path or "tree", "the state of an object", f"a {type(thing).__qualname__}")
         for path, thing, _ in pending
@@ -101,8 +100,8 @@ class _Decoder:
         self._namespace = namespace
         self._restore = restore
         self._adopt = adopt
-        self._laid: dict[str, torch.Tensor] = {}
-        self._made: dict[Any, Any] = {}
+        self._strided: dict[str, torch.Tensor] = {}
+        self._leaves: dict[Any, Any] = {}
 
     def walk(self, node: Json, like: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH + 2:
@@ -118,12 +117,9 @@ class _Decoder:
             if not is_object(like, self._namespace):
                 return walk(children[0][1], like, path, depth)
             return self._restore(path[1:], like, walk(children[0][1], None, path, depth))
-        if like is None:
-            values = [walk(child, None, step(path, key), depth) for key, child in children]
-        else:
-            parts = parts_of(like, self._namespace)
-            kin: Any = {} if parts is None else dict(zip(parts.keys, parts.children, strict=True))
-            values = [walk(child, kin.get(key), step(path, key), depth) for key, child in children]
+        parts = None if like is None else parts_of(like, self._namespace)
+        like_of: Any = {} if parts is None else dict(zip(parts.keys, parts.children, strict=True))
+        values = [walk(child, like_of.get(key), child_path(path, key), depth) for key, child in children]
         if kind == "list":
             return values
         if kind == "node":
@@ -136,21 +132,22 @@ class _Decoder:
             return make(*arguments)
         except AccelfnError:
             raise
-        except Exception as error:  # whatever a constructor says to the content of a file
+        except Exception as error:  # constructors raise anything on malformed content
             raise damaged(path, f"it can't be read ({error!r})") from error
 
     def _leaf(self, node: Json, like: Any) -> tuple[Any, bool]:
         if not isinstance(node, dict) or node["$"] not in LEAVES:
             return read_plain(node, like), False
-        marks = node["$"], node["name"], node.get("parameter", False), node.get("requires_grad", False)
-        if marks not in self._made:
-            self._made[marks] = self._tensor(node, *marks)
-        return self._made[marks], True
+        # The same tensor may be a parameter at one path and plain at another.
+        key = node["$"], node["name"], node.get("parameter", False), node.get("requires_grad", False)
+        if key not in self._leaves:
+            self._leaves[key] = self._tensor(node, *key)
+        return self._leaves[key], True
 
     def _tensor(self, node: Node, kind: str, name: str, parameter: bool, requires_grad: bool) -> Any:
-        tensor = self._laid.get(name)
+        tensor = self._strided.get(name)
         if tensor is None:
-            tensor = self._laid[name] = _lay(self._tensors[name], node.get("stride"))
+            tensor = self._strided[name] = _with_stride(self._tensors[name], node.get("stride"))
         if kind == "generator":
             generator = torch.Generator(device=node["device"])
             generator.set_state(tensor.cpu())
@@ -169,18 +166,17 @@ class _Decoder:
             return tuple(values)
         if kind == "deque":
             if node.get("maxlen", len(values)) < len(values):
-                raise ValueError("it holds more than it can")
+                raise ValueError("it has more items than its maxlen")
             return deque(values, node.get("maxlen"))
         if kind == "defaultdict":
             return defaultdict(FACTORIES[node["factory"]], zip(keys, values, strict=True))
         if kind == "namedtuple":
             found: Any = find_class(node["of"], like, optree.is_namedtuple_class, "a namedtuple")
-            newer = found._fields[len(keys) :]  # since the checkpoint was written
+            newer = found._fields[len(keys) :]  # fields added since the checkpoint was written
             if list(found._fields) != [*keys, *newer] or not set(newer) <= set(found._field_defaults):
                 raise ValueError(f"{found.__qualname__} has the fields {found._fields} now")
-            return cast("Any", tuple).__new__(
-                found, [*values, *(found._field_defaults[name] for name in newer)]
-            )
+            values = [*values, *(found._field_defaults[name] for name in newer)]
+            return cast("Any", tuple).__new__(found, values)
         found = find_class(node["of"], like, self._is_registered, "an optree node (register it first)")
         return registry_entry(found, self._namespace).unflatten_func(*values)
 
@@ -188,17 +184,17 @@ class _Decoder:
         return registry_entry(kind, self._namespace) is not None
 
 
-def _lay(tensor: torch.Tensor, stride: list[int] | None) -> torch.Tensor:
-    """Return a stored tensor with the strides that it had."""
-    if type(tensor) is not torch.Tensor:  # a DTensor is laid out by who made it
+def _with_stride(tensor: torch.Tensor, stride: list[int] | None) -> torch.Tensor:
+    """Return a stored tensor with its original strides; None: contiguous."""
+    if type(tensor) is not torch.Tensor:  # a DTensor has its final layout already
         return tensor
     if stride is None:
         return tensor if tensor.is_contiguous() else contiguous_copy(tensor)
     plain = copyable(tensor)
     wanted = torch.empty_strided(plain.shape, stride, dtype=plain.dtype, device="meta")
     if wanted.untyped_storage().nbytes() != plain.nbytes or min(stride) <= 0:
-        raise ValueError(f"{stride} are no strides for {list(tensor.shape)}")
+        raise ValueError(f"{stride} are not strides of a tensor of shape {list(tensor.shape)}")
     if tensor.stride() == tuple(stride):
         return tensor
-    laid = torch.empty_strided(plain.shape, stride, dtype=plain.dtype, device=plain.device)
-    return laid.copy_(plain).view(tensor.dtype)
+    result = torch.empty_strided(plain.shape, stride, dtype=plain.dtype, device=plain.device)
+    return result.copy_(plain).view(tensor.dtype)

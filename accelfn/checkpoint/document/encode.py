@@ -1,21 +1,20 @@
-"""A tree as a document of JSON and the tensors that it names. No pickle, no code, no import.
+"""Convert a tree to a document of JSON and the tensors that it names. No pickle, no code, no import.
 
-What JSON has stands for itself: None, bool, int, finite float, str, list, and dict with keys that are all
-texts, none of which begins with ``"$"``. Everything else is an object with its kind under ``"$"``:
+JSON values represent themselves: None, bool, int, finite float, str, list, and a dict whose keys are all
+texts that don't begin with ``"$"``. Everything else is an object with its kind under ``"$"``:
 
-- ``tensor``, ``array`` (of numpy) and ``generator`` (of torch): the name of a stored tensor.
+- ``tensor``, ``array`` (NumPy) and ``generator`` (torch): the name of a stored tensor.
 - Containers: ``tuple``, ``deque``, ``dict`` with other keys, ``ordereddict``, ``defaultdict``, ``counter``,
-  ``namedtuple``, and ``node`` for what is registered with optree. Their children are ``items``.
-- ``object``: what was asked for its state, a model or an optimizer, with that state inside.
+  ``namedtuple``, and ``node`` for a class registered with optree. Their children are ``items``.
+- ``object``: the state of an object such as a model or an optimizer.
 - Plain values, see ``nodes``.
 
-Tensors are named by their path, a JSON pointer without its first slash (``model/0.weight``). The same tensor
-at several places is stored once and comes back as one; other views of one memory are stored by their values.
-A tensor comes back with the strides that its ``clone()`` has; marks of conjugation and negation are resolved.
-Containers that stand at two places come back as two.
+Tensors are named by their path, a JSON pointer without its first slash (``model/0.weight``). A tensor that
+occurs several times is stored once and becomes one tensor again; other views of the same memory are stored by
+their values. A decoded tensor has the strides of the tensor's ``clone()``; lazy conjugation and negation are
+resolved. A container that occurs several times becomes several.
 
-Classes of namedtuples, enums and nodes are stored by name, and are looked up where the program already has
-them.
+Classes of namedtuples, enums and nodes are stored by name, and resolved among those that the program has.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from accelfn.checkpoint.document.nodes import (
     NUMPY_DTYPES,
     Parts,
     Refusal,
+    child_path,
     class_of,
+    class_path,
+    displayed,
     is_array,
     parts_of,
-    shown,
-    spell_class,
-    step,
     write_key,
     write_plain,
 )
@@ -61,8 +60,9 @@ class Encoded(NamedTuple):
     """Result of :func:`encode`.
 
     Attributes:
-        document: Of JSON.
-        tensors: What it names. They are in the caller's memory, of any strides, and ask for no gradient.
+        document: JSON.
+        tensors: By the names in the document. They are the caller's memory, of any strides, and don't require
+            grad.
     """
 
     document: Json
@@ -70,19 +70,18 @@ class Encoded(NamedTuple):
 
 
 def encode(tree: Any, *, convert: Convert | None = None, namespace: str = "") -> Encoded:
-    """Take a tree apart into a document and tensors. Pure: nothing is copied but what numpy can't lend.
+    """Split a tree into a document and tensors. Pure: only arrays that torch can't share are copied.
 
     Args:
-        tree: Of tensors, numpy arrays, plain values and objects with ``state_dict`` and ``load_state_dict``,
-            in any containers of Python, or registered with optree.
-        convert: Called as ``convert(path, value)`` with every value that is no tensor, array, plain value or
-            container. What it returns is stored as the state of the object; ``NotImplemented``: go on
-            without it.
-        namespace: In which classes are registered with optree, besides the global one.
+        tree: Tensors, NumPy arrays, plain values, and objects with ``state_dict`` and ``load_state_dict``, in
+            any containers of Python or registered with optree.
+        convert: Called as ``convert(path, value)`` for every value that is no tensor, array, plain value or
+            container. Its result is stored as the state of the object, unless it is ``NotImplemented``.
+        namespace: Of classes registered with optree, besides the global one.
 
     Raises:
-        TypeError: Something can't be stored: of an unknown class, code, a tensor without data, a container
-            that contains itself. All such values are listed by path.
+        TypeError: A value can't be stored: it is of an unknown class, code, a tensor without data, or a
+            container that contains itself. All such values are listed by path.
 
     >>> encode({"step": 3, "w": torch.zeros(2)}).document
     {'step': 3, 'w': {'$': 'tensor', 'name': 'w'}}
@@ -90,26 +89,28 @@ def encode(tree: Any, *, convert: Convert | None = None, namespace: str = "") ->
     encoder = _Encoder(convert, namespace)
     document = encoder.walk(tree, "", 0)
     if encoder.refused:
-        rows = [f"  {shown(path)}: {why}" for path, why in encoder.refused[:_MAX_ROWS]]
-        if len(encoder.refused) > _MAX_ROWS:
-            rows.append(f"  ... and {len(encoder.refused) - _MAX_ROWS} more")
-        one = "One value" if len(encoder.refused) == 1 else f"{len(encoder.refused)} values"
+        num = len(encoder.refused)
+        values = "One value" if num == 1 else f"{num} values"
+        rows = [f"  {displayed(path)}: {why}" for path, why in encoder.refused[:_MAX_ROWS]]
+        if num > _MAX_ROWS:
+            rows.append(f"  ... and {num - _MAX_ROWS} more")
         raise TypeError(
-            "\n".join((f"{one} of the tree can't be stored in a checkpoint:", *rows))
-            + "\nStore such a value as a text, a number or a tensor; give a class of your own state_dict() "
-            "and load_state_dict(), or register it with optree (optree.register_pytree_node) and pass its "
-            "namespace; or leave it out of the tree."
+            f"{values} of the tree can't be stored in a checkpoint:\n"
+            + "\n".join(rows)
+            + "\nStore such a value as a text, a number or a tensor; add state_dict() and load_state_dict() "
+            "to its class, or register the class with optree (optree.register_pytree_node) and pass its "
+            "namespace; or leave the value out of the tree."
         )
     return Encoded(document, encoder.tensors)
 
 
 def _refusal(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor can't be stored; None where it can."""
+    """Return why a tensor can't be stored; None if it can."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter and not is_dtensor(tensor):
         return (
-            f"a {kind.__module__}.{kind.__qualname__}, a tensor that is more than its elements; store what "
-            "it is made of, or its plain value, such as tensor.as_subclass(torch.Tensor)"
+            f"a {kind.__module__}.{kind.__qualname__}, a tensor that is more than its elements; store the "
+            "tensors that it consists of, or its plain value, such as tensor.as_subclass(torch.Tensor)"
         )
     if tensor.is_nested:
         return "a nested tensor; store tensor.unbind()"
@@ -118,7 +119,7 @@ def _refusal(tensor: torch.Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}; store tensor.to_dense()"
     if tensor.is_meta:
-        return "a tensor on the meta device, which has no data; give it some with to_empty, or load it first"
+        return "a tensor on the meta device, which has no data; allocate it with to_empty, or load it first"
     return None
 
 
@@ -130,9 +131,9 @@ class _Encoder:
         self.refused: list[tuple[str, str]] = []
         self._convert = convert
         self._namespace = namespace
-        self._names: dict[Any, str] = {}  # by what tells one tensor from another
-        self._kept: list[Any] = []  # so that no identity is given twice: states are often made for the moment
-        self._open: set[int] = set()
+        self._names: dict[Any, str] = {}  # by identity of the tensor
+        self._kept: list[Any] = []  # alive, so that no other object gets the same id
+        self._open: set[int] = set()  # ids of the containers around the current value
 
     def walk(self, value: Any, path: str, depth: int) -> Json:
         if isinstance(value, torch.Tensor):
@@ -172,8 +173,10 @@ class _Encoder:
         if kind == "node":
             node["metadata"] = walk(parts.metadata, f"{path}/~metadata", depth)
             if not isinstance(keys, range):
-                keys = [key if type(key) in (str, int) else step("", key)[1:] for key in keys]
-        items = [walk(child, step(path, key), depth) for key, child in zip(keys, parts.children, strict=True)]
+                keys = [key if type(key) in (str, int) else child_path("", key)[1:] for key in keys]
+        items = [
+            walk(child, child_path(path, key), depth) for key, child in zip(keys, parts.children, strict=True)
+        ]
         if kind == "list":
             return items
         if not isinstance(keys, range):
@@ -184,36 +187,37 @@ class _Encoder:
         if kind == "dict" and all(type(key) is str and key[:1] != "$" for key in keys):
             return dict(zip(keys, items, strict=True))
         if kind in ("namedtuple", "node"):
-            node["of"] = spell_class(class_of(value))
+            node["of"] = class_path(class_of(value))
         elif kind == "deque" and value.maxlen is not None:
             node["maxlen"] = value.maxlen
         elif kind == "defaultdict":
             factory = value.default_factory
-            known = ", ".join(FACTORIES)
-            node["factory"] = next((name for name, one in FACTORIES.items() if one is factory), None)
+            node["factory"] = next((name for name, known in FACTORIES.items() if known is factory), None)
             if node["factory"] is None:
+                known = ", ".join(FACTORIES)
                 return self._refuse(path, f"a defaultdict of {factory!r}; its factory can be one of {known}")
         node["items"] = items
         return node
 
     def _object(self, value: Any, path: str, depth: int) -> Json:
         state: Any = NotImplemented if self._convert is None else self._convert(path[1:], value)
+        of = class_of(value)
         if state is NotImplemented:
-            speaks = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-            if not speaks or isinstance(value, type):
-                of = class_of(value)
+            methods = ("state_dict", "load_state_dict")
+            has_state = all(callable(getattr(value, name, None)) for name in methods)
+            if not has_state or isinstance(value, type):
                 return self._refuse(path, f"a {of.__module__}.{of.__qualname__}, which isn't known")
             state = value.state_dict()
-        return {"$": "object", "of": spell_class(class_of(value)), "state": self.walk(state, path, depth)}
+        return {"$": "object", "of": class_path(of), "state": self.walk(state, path, depth)}
 
     def _name(self, key: Any, make: Callable[[], torch.Tensor], path: str) -> str:
-        """Name a tensor by its path, and store it if it is met for the first time."""
+        """Return the name of a tensor; store the tensor under its path when it first occurs."""
         known = self._names.get(key)
         if known is not None:
             return known
-        name = path[1:] or "tree"
+        name = displayed(path)
         if name in self.tensors or name == "__metadata__":
-            number = 2  # "~0" and "~1" stand for characters
+            number = 2  # "~0" and "~1" are escapes
             while f"{name}~{number}" in self.tensors:
                 number += 1
             name = f"{name}~{number}"
@@ -226,20 +230,20 @@ class _Encoder:
         if why is not None:
             return self._refuse(path, why)
         tensor = value.detach() if value.requires_grad or type(value) is not torch.Tensor else value
-        if tensor.is_conj() or tensor.is_neg():  # views that only say so
+        if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         stride = None
         if type(tensor) is not torch.Tensor:
             layout = cast("Any", tensor)
             local = layout.to_local()
-            # By the storage, which an empty shard has too: all ranks have to find the same.
+            # An empty shard has a storage too; all ranks have to identify the same tensors.
             memory = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
             key: Any = (memory, str(layout._spec))
         elif tensor.numel():
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             if not tensor.is_contiguous():
-                kept = torch.empty_like(tensor, device="meta")  # has the strides of a clone
-                stride = None if kept.is_contiguous() else list(kept.stride())
+                clone = torch.empty_like(tensor, device="meta")
+                stride = None if clone.is_contiguous() else list(clone.stride())
         else:
             key = id(value)
             self._kept.append(value)
@@ -248,7 +252,7 @@ class _Encoder:
             node["stride"] = stride
         if value.requires_grad:
             node["requires_grad"] = True
-        if isinstance(value, torch.nn.Parameter):  # also a DTensor that is one
+        if isinstance(value, torch.nn.Parameter):  # also a DTensor that is a parameter
             node["parameter"] = True
         return node
 

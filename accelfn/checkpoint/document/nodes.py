@@ -1,11 +1,11 @@
-"""The nodes of a document: what is in a container and how a path names it, and values without tensors.
+"""The nodes of a document: containers and their children, paths, and values without tensors.
 
 A path is a JSON pointer (RFC 6901) without its first slash, such as ``model/0.weight``: the keys and indices
 from the root, with ``~`` and ``/`` in a key written as ``~0`` and ``~1``.
 
-None, bool, int, finite float and str stand for themselves. Further kinds are an object with the kind under
-``"$"``; only the very classes are taken, as a subclass could mean more than its value. Nothing is imported
-for a file.
+None, bool, int, finite float and str are stored as themselves. A value of any other kind is an object with
+the kind under ``"$"``. Only exact classes are stored, because a subclass may hold more than its value. A file
+never causes an import.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from accelfn.checkpoint.header import dtype_from_name, dtype_name
 from accelfn.checkpoint.manifest import Json
 from accelfn.errors import AccelfnError, CheckpointError, DamagedCheckpointError, MissingExtraError
 
-# Beyond it Python may refuse to write an int in decimal, as it takes long.
+# Python refuses to format much larger numbers in decimal, because it takes long.
 _MAX_INT_BITS = 1024
 NUMPY_DTYPES = frozenset(
     (
@@ -39,12 +39,15 @@ NUMPY_DTYPES = frozenset(
 )
 
 
-class Refusal(Exception):  # noqa: N818 - no error of its own: it becomes a row of one
-    """A value that can't be stored, and why."""
+# --- values without tensors ----------------------------------------------------------------------
+
+
+class Refusal(Exception):  # noqa: N818 - never reaches the user: it becomes a row of an error
+    """A value that can't be stored; the text says why."""
 
 
 class _Codec(NamedTuple):
-    """A kind of values: its class, and how they become JSON and come back."""
+    """A class of values, and the functions that convert them to JSON and back."""
 
     kind: type
     write: Callable[[Any], Json]
@@ -74,7 +77,7 @@ def _read_complex(parts: list[str]) -> complex:
 
 _CODECS = MappingProxyType(
     {
-        "float": _Codec(float, repr, float),  # the infinite ones, and nan
+        "float": _Codec(float, repr, float),  # infinity and NaN
         "complex": _Codec(complex, _write_complex, _read_complex),
         "bytes": _Codec(bytes, _write_bytes, _read_bytes),
         "bytearray": _Codec(bytearray, _write_bytes, _read_bytearray),
@@ -86,36 +89,30 @@ _CODECS = MappingProxyType(
 )
 _COLLECTIONS = MappingProxyType({"tuple": tuple, "set": set, "frozenset": frozenset})
 _LITERALS = frozenset({type(None), bool, int, float, str})
-_KIND_OF = MappingProxyType({one.kind: kind for kind, one in _CODECS.items()} | {set: "set"})
+_KIND_OF = MappingProxyType({codec.kind: kind for kind, codec in _CODECS.items()})
+_PLAIN_CLASSES = frozenset({*_LITERALS, *_KIND_OF, set, frozenset})
 PLAIN_KINDS = frozenset({*_CODECS, "enum", "numpy", "set", "frozenset"})
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is of a kind that :func:`write_plain` writes."""
-    kind = class_of(value)
-    return (
-        kind in _LITERALS
-        or kind in _KIND_OF
-        or kind is frozenset
-        or isinstance(value, enum.Enum)
-        or _is_scalar(value)
-    )
+    """Whether a value is of a kind that :func:`write_plain` writes."""
+    return class_of(value) in _PLAIN_CLASSES or isinstance(value, enum.Enum) or _is_numpy_scalar(value)
 
 
 def write_plain(value: Any) -> Json:
-    """Write a value that has no tensors.
+    """Convert a value without tensors to JSON.
 
     Returns:
-        It as JSON; NotImplemented where it is of another kind.
+        The JSON; NotImplemented for a value of another kind.
 
     Raises:
-        Refusal: It is of such a kind, but can't be written.
+        Refusal: The value is of such a kind, but can't be stored.
     """
     kind = class_of(value)
     if kind is str:
-        if value.isascii() or not any("\ud800" <= one <= "\udfff" for one in value):
+        if value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value):
             return value
-        raise Refusal("a text with half a character (a lone surrogate); store its bytes")
+        raise Refusal("a text with a lone surrogate; store its bytes")
     if kind is bool or value is None:
         return value
     if kind is int:
@@ -124,17 +121,17 @@ def write_plain(value: Any) -> Json:
         return value
     if kind is float and value - value == 0:
         return value
-    name = _KIND_OF.get(kind)
     if kind is set or kind is frozenset:
-        # In an order that is the same in every process.
+        # Sorted, because the order of a set differs between processes.
         return {"$": kind.__name__, "items": sorted(map(write_key, value), key=json.dumps)}
+    name = _KIND_OF.get(kind)
     if name is not None:
         return {"$": name, "value": _CODECS[name].write(value)}
     if isinstance(value, enum.Enum):
         if type(value).__members__.get(value.name) is value:
-            return {"$": "enum", "of": spell_class(kind), "value": value.name}
-        raise Refusal(f"{value!r}, which is no named member of its enum")
-    if _is_scalar(value):
+            return {"$": "enum", "of": class_path(kind), "value": value.name}
+        raise Refusal(f"{value!r}, which is not a named member of its enum")
+    if _is_numpy_scalar(value):
         if value.dtype.name not in NUMPY_DTYPES:
             raise Refusal(f"a {kind.__module__}.{kind.__qualname__}; store value.item()")
         return {"$": "numpy", "dtype": value.dtype.name, "value": _write_bytes(value.tobytes())}
@@ -142,62 +139,68 @@ def write_plain(value: Any) -> Json:
 
 
 def write_key(value: Any) -> Json:
-    """Write a key of a dict or a member of a set: a plain value, or a tuple of such.
+    """Convert a key of a dict or a member of a set: a plain value, or a tuple of plain values.
 
     Raises:
-        Refusal: It is of another kind.
+        Refusal: The value is of another kind.
     """
     if type(value) is tuple:
         return {"$": "tuple", "items": [write_key(part) for part in cast("tuple[Any, ...]", value)]}
     written = write_plain(value)
     if written is NotImplemented:
         raise Refusal(
-            f"a {class_of(value).__qualname__} as a key or a member of a set; those can be plain values such "
-            "as texts, numbers, enums, and tuples of them"
+            f"a {class_of(value).__qualname__} as a key or a member of a set; use plain values such as "
+            "texts, numbers, enums, and tuples of them"
         )
     return written
 
 
 def read_plain(node: Json, like: Any = None) -> Any:
-    """Read what :func:`write_plain` or :func:`write_key` wrote.
+    """Convert the result of :func:`write_plain` or :func:`write_key` back.
 
     Args:
         node: The JSON.
-        like: A value at the same place in the tree to load into, for its class.
+        like: The value at the same path in the tree to load into; its class is used for an enum.
 
     Raises:
-        Exception: Of any kind, as it comes from the constructors, where the node is malformed.
-        CheckpointError: It is of a class that the program doesn't have.
-        MissingExtraError: It is of numpy, which isn't installed.
+        Exception: Of any class, from the constructors, if the node is malformed.
+        CheckpointError: The program doesn't have a class.
+        MissingExtraError: A value is of NumPy, which isn't installed.
     """
     if not isinstance(node, dict):
         if type(node) not in _LITERALS or (isinstance(node, float) and node - node != 0):
-            raise ValueError(f"{node!r} is no plain value")
+            raise ValueError(f"{node!r} is not a plain value")
         return node
     kind = node["$"]
     if kind in _COLLECTIONS:
         return _COLLECTIONS[kind](read_plain(part) for part in node["items"])
     if kind == "enum":
-        found = find_class(node["of"], like, lambda one: issubclass(one, enum.Enum), "an enum")
+        found = find_class(node["of"], like, lambda of: issubclass(of, enum.Enum), "an enum")
         return cast("type[enum.Enum]", found).__members__[node["value"]]
     if kind == "numpy":
         if node["dtype"] not in NUMPY_DTYPES:
-            raise ValueError("no dtype of numbers")
+            raise ValueError("not a dtype of numbers")
         (value,) = require_numpy().frombuffer(_read_bytes(node["value"]), node["dtype"])
         return value
     return _CODECS[kind].read(node["value"])
 
 
-# --- numpy, which is never imported to write -----------------------------------------------------
+# --- NumPy, which writing never imports ----------------------------------------------------------
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_numpy_scalar(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
 
 
+def is_array(value: Any) -> bool:
+    """Whether a value is a NumPy array, and not of a subclass."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
 def require_numpy() -> ModuleType:
-    """Import numpy.
+    """Import NumPy.
 
     Raises:
         MissingExtraError: It isn't installed.
@@ -214,61 +217,61 @@ def require_numpy() -> ModuleType:
 
 
 def class_of(value: object) -> type[Any]:
-    """Return the class of a value, for type checkers that would wonder of what."""
+    """Return the class of a value, typed for values of type Any."""
     return type(value)
 
 
-def spell_class(kind: type) -> str:
-    """Name a class so that :func:`find_class` finds it: its module, a colon and its qualified name.
+def class_path(kind: type) -> str:
+    """Return the name by which :func:`find_class` finds a class: module, colon, qualified name.
 
-    >>> spell_class(dict)
+    >>> class_path(dict)
     'builtins:dict'
     """
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def find_class(spelled: str, like: Any, accepts: Callable[[type], bool], what: str) -> type:
-    """Find a class that a file names: the one of ``like``, else one that the program has imported already.
+def find_class(path: str, like: Any, accepts: Callable[[type], bool], what: str) -> type:
+    """Find a class that a file names: the class of ``like``, or one that the program has imported already.
 
-    A module is only looked into: nothing of it runs, not even its ``__getattr__``.
+    The module is only inspected; no code runs, not even a module's ``__getattr__``.
 
     Args:
-        spelled: As :func:`spell_class` gives it.
-        like: A value at the same place in the tree to load into; its own class is taken if it has this name.
-        accepts: Whether a class is of the kind that the file says.
-        what: That kind in words, such as ``"an enum"``, for errors.
+        path: From :func:`class_path`.
+        like: The value at the same path in the tree to load into; its class is used if it has this name.
+        accepts: Whether a class is of the kind in the file.
+        what: The kind in words, such as ``"an enum"``, for errors.
 
     Raises:
-        ValueError: The name is none, or that of something else.
-        CheckpointError: The program has no such class now.
+        ValueError: The name is malformed, or names something else.
+        CheckpointError: The program doesn't have the class.
     """
     own = class_of(like)
-    if spell_class(own) == spelled and accepts(own):
+    if class_path(own) == path and accepts(own):
         return own
-    module, colon, qualname = spelled.partition(":")
+    module, colon, qualname = path.partition(":")
     if not colon or not module or not qualname:
-        raise ValueError(f"{spelled!r} is no name of a class")
+        raise ValueError(f"{path!r} is not the name of a class")
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        inside: dict[str, Any] = getattr(found, "__dict__", {}) if found is not None else {}
-        found = inside.get(part)
+        attributes: dict[str, Any] = getattr(found, "__dict__", {}) if found is not None else {}
+        found = attributes.get(part)
     if found is None:
         raise CheckpointError(
-            f"The checkpoint holds {what} {qualname} of the module {module}, which the program doesn't have: "
-            "nothing is imported for a file. Import the module before loading, or load into a tree that has "
-            "one (like=)."
+            f"The checkpoint holds {what} {qualname} of the module {module}, which the program doesn't have. "
+            "Import the module before loading, or load into a tree with such a value (like=); a file never "
+            "causes an import."
         )
-    if not isinstance(found, type) or spell_class(found) != spelled or not accepts(found):
-        raise ValueError(f"{spelled} is not {what}")
+    if not isinstance(found, type) or class_path(found) != path or not accepts(found):
+        raise ValueError(f"{path} is not {what}")
     return found
 
 
-# --- containers ------------------------------------------------------------------------------------
+# --- containers ----------------------------------------------------------------------------------
 
-# Of containers in containers. A document nests up to four times as deep, and json recurses.
+# Of nested containers. A document nests up to four times as deep, and json recurses.
 MAX_DEPTH = 64
 
-# Kinds whose value is a tensor among the stored ones.
+# Kinds whose value is a stored tensor.
 LEAVES = frozenset({"tensor", "array", "generator"})
 KINDS = MappingProxyType(
     {
@@ -285,13 +288,13 @@ _CONTAINERS = frozenset({*KINDS.values(), "namedtuple", "node"} - {"list"})
 
 
 class Parts(NamedTuple):
-    """What is in a container of a tree.
+    """The content of a container in a tree.
 
     Attributes:
-        kind: As its document has it.
-        keys: By which each child is reached.
+        kind: As in its document.
+        keys: Key or index of each child.
         children: One for each key.
-        metadata: What a class that is registered with optree keeps beside its children.
+        metadata: What a class registered with optree keeps besides its children.
     """
 
     kind: str
@@ -301,7 +304,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(value: Any, namespace: str = "") -> Parts | None:
-    """List what is in a container: one of Python, or registered with optree; None for any other value."""
+    """Open a container of Python, or of a class registered with optree. None for any other value."""
     of = class_of(value)
     kind = KINDS.get(of)
     if kind is not None:
@@ -324,23 +327,17 @@ def parts_of(value: Any, namespace: str = "") -> Parts | None:
 
 
 def registry_entry(kind: type, namespace: str) -> Any:
-    """Return how optree flattens and unflattens a class registered with it; None for another one."""
+    """Return how optree flattens and unflattens a class; None for a class that isn't registered."""
     return cast("Any", optree).register_pytree_node.get(kind, namespace=namespace)
 
 
-def is_array(value: Any) -> bool:
-    """Return whether ``value`` is an array of numpy, and of no subclass."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
-
-
 def is_leaf(value: Any) -> bool:
-    """Return whether a value of a tree is stored as a tensor."""
+    """Whether a value in a tree is stored as a tensor."""
     return isinstance(value, (torch.Tensor, torch.Generator)) or is_array(value)
 
 
 def is_object(value: Any, namespace: str = "") -> bool:
-    """Return whether a value of a tree is stored by its state: no leaf, plain value or container."""
+    """Whether a value in a tree is stored by its state: it is no leaf, plain value or container."""
     return not (is_leaf(value) or is_plain(value) or parts_of(value, namespace) is not None)
 
 
@@ -349,53 +346,59 @@ def leaves_of(tree: Any, path: str = "", namespace: str = "") -> Iterator[tuple[
     parts = parts_of(tree, namespace)
     if parts is not None:
         for key, child in zip(parts.keys, parts.children, strict=True):
-            yield from leaves_of(child, step(path, key), namespace)
+            yield from leaves_of(child, child_path(path, key), namespace)
     elif not is_plain(tree):
         yield path[1:], tree
 
 
-def step(path: str, key: Any) -> str:
-    """Append a key to a path that begins with a slash. For None the place is the same."""
+# --- paths ---------------------------------------------------------------------------------------
+
+
+def child_path(path: str, key: Any) -> str:
+    """Append a key to a path that begins with a slash. The key None leaves the path unchanged."""
     if key is None:
         return path
     text = key if type(key) is str else key_text(key)
     if not text.isascii():
-        text = text.encode("utf-8", "backslashreplace").decode()  # a name in a file has no lone surrogates
+        text = text.encode("utf-8", "backslashreplace").decode()  # a file's names have no lone surrogates
     if "~" in text or "/" in text:
         text = text.replace("~", "~0").replace("/", "~1")
     return f"{path}/{text}"
 
 
-def below(path: str, *keys: Any) -> str:
-    """Append keys to a path as tensors are named by it: without the first slash; "" for the root.
+def join_path(path: str, *keys: Any) -> str:
+    """Append keys to the name of a tensor: a path without its first slash; "" for the root.
 
-    >>> below("", "model", "a/b"), below("model", 0)
+    >>> join_path("", "model", "a/b"), join_path("model", 0)
     ('model/a~1b', 'model/0')
     """
-    return functools.reduce(step, keys, f"/{path}" if path else "")[1:]
+    return functools.reduce(child_path, keys, f"/{path}" if path else "")[1:]
 
 
-def shown(path: str) -> str:
-    """Return a path as people see it and tensors are named by it: without the first slash."""
+def displayed(path: str) -> str:
+    """Return a path as in errors and names of tensors: without its first slash."""
     return path[1:] or "tree"
 
 
 def key_text(key: Any) -> str:
-    """Name a key of a dict in paths."""
+    """Return the text of a key in paths."""
     return f"{type(key).__name__}.{key.name}" if isinstance(key, enum.Enum) else str(key)
 
 
+# --- documents -----------------------------------------------------------------------------------
+
+
 def damaged(path: str, why: str) -> DamagedCheckpointError:
-    """Make the error for a node that is malformed."""
+    """Make the error for a malformed node."""
     return DamagedCheckpointError(
-        f"The tree of the checkpoint is damaged at {shown(path)!r}: {why}. Take an older checkpoint."
+        f"The tree of the checkpoint is damaged at {displayed(path)!r}: {why}. Use an older checkpoint."
     )
 
 
 def children_of(node: Json, path: str) -> list[tuple[Any, Json]] | None:
-    """List what is inside of a node of a document, by key; None where it is a leaf or a plain value.
+    """List the children of a node in a document, by key. None for a leaf or plain value.
 
-    What stands at the same place as the node, as the state of an object does, has the key None.
+    The state of an object has the key None, because its path is that of the object.
 
     Raises:
         DamagedCheckpointError: The node is malformed.
@@ -422,20 +425,20 @@ def children_of(node: Json, path: str) -> list[tuple[Any, Json]] | None:
             return list(zip(keys, items, strict=True))
     except AccelfnError:
         raise
-    except Exception as error:  # whatever a constructor says to the content of a file
+    except Exception as error:  # constructors raise anything on malformed content
         raise damaged(path, f"a {kind} can't be read ({error!r})") from error
     raise damaged(path, f"there is no kind {kind!r}")
 
 
 def stored_names(document: Json) -> Iterator[str]:
-    """List the names of the stored tensors that a document has need of; several times if it has."""
+    """List the names of the stored tensors in a document, with repetitions."""
     if isinstance(document, list):
-        for one in document:
-            yield from stored_names(one)
+        for node in document:
+            yield from stored_names(node)
     elif isinstance(document, dict):
         name = document.get("name")
         if isinstance(name, str) and document.get("$") in LEAVES:
             yield name
         else:
-            for one in document.values():
-                yield from stored_names(one)
+            for node in document.values():
+                yield from stored_names(node)

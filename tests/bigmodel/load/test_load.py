@@ -500,6 +500,18 @@ def test_a_pickled_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
         load_state_dict(tmp_path / "m.bin")
 
 
+def test_the_format_of_old_torch_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.bin"
+    torch.save({"weight": torch.ones(1, 1)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"m\.bin has the format of torch before 1\.6") as caught:
+        load_checkpoint_in_model(nn.Linear(1, 1, bias=False), path)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    # The remedy in the message works.
+    (weights_only,) = re.findall(r"Load it with torch\.load, .*with weights_only=(True|False),", str(caught.value))
+    torch.save(torch.load(path, weights_only=weights_only == "True"), path)
+    assert load_state_dict(path)["weight"].eq(1).all()
+
+
 def test_another_pickle_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(pickle.dumps({"weight": [1.0]}))
     with pytest.raises(DamagedCheckpointError, match=r"m\.bin"):
@@ -521,7 +533,10 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     [
         '{"weight_map": {"weight": "../secret.safetensors"}}',
         '{"weight_map": {"weight": "absent.safetensors"}}',
+        '{"weight_map": {"weight": 5}}',
         '{"weight_map": ["weight"]}',
+        '{"weight_map": {}}',
+        "[]",
         "no JSON",
     ],
 )
@@ -544,6 +559,15 @@ def test_a_progress_bar_needs_no_standard_error(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "stderr", None)  # as under pythonw, or in a service
     for progress in (None, True):
         load_checkpoint_in_model(nn.Linear(3, 2), tmp_path, progress=progress)
+
+
+def test_several_indexes_of_other_names(tmp_path: Path) -> None:
+    save({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, tmp_path, "other")
+    (tmp_path / "second.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"second.* and somebody.*Pass the path of the one to read"):
+        load_checkpoint_in_model(nn.Linear(1, 1), tmp_path)
+    with pytest.raises(NoCheckpointError, match="doesn't exist"):
+        load_checkpoint_in_model(nn.Linear(1, 1), tmp_path / "gone")
 
 
 def test_weights_of_other_frameworks_are_refused(tmp_path: Path) -> None:

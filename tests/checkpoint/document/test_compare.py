@@ -1,4 +1,4 @@
-"""What of a stored tree fits the one to load into."""
+"""Comparison of a stored tree with the tree to load into."""
 
 import json
 from collections import OrderedDict
@@ -22,18 +22,18 @@ def misfits(stored: Any, like: Any) -> list[Misfit]:
     return match(json.loads(json.dumps(document)), tensors, like, namespace=NAMESPACE).rows
 
 
-def test_tensors_fit_by_shape_and_dtype_alone() -> None:
+def test_tensors_match_by_shape_and_dtype() -> None:
     stored = {"w": torch.nn.Parameter(torch.zeros(2, 3)), "n": np.zeros(2), "tied": [torch.zeros(1)] * 2}
     like = {"w": torch.ones(3, 2, device="meta").t(), "n": np.ones(2), "tied": [torch.ones(1), torch.ones(1)]}
     assert misfits(stored, like) == []
 
 
-def test_plain_subtrees_are_free() -> None:
+def test_plain_subtrees_may_differ() -> None:
     stored = {"w": torch.zeros(1), "log": {"a": [1, 2], "b": "x"}, "step": 3}
     assert misfits(stored, {"w": torch.zeros(1), "log": (), "step": None}) == []
 
 
-def test_every_misfit_is_listed_by_path() -> None:
+def test_all_misfits_are_listed_by_path() -> None:
     stored = {
         "same": torch.zeros(1),
         "shape": torch.zeros(2),
@@ -73,40 +73,40 @@ def test_every_misfit_is_listed_by_path() -> None:
     assert misfits(torch.zeros(1), torch.zeros(2)) == [Misfit("tree", "float32 [1]", "float32 [2]")]
 
 
-def test_containers_have_to_be_the_same() -> None:
-    one = torch.zeros(1)
+def test_containers_must_have_the_same_class() -> None:
+    leaf = torch.zeros(1)
     pairs: list[tuple[Any, Any]] = [
-        ({"a": one}, OrderedDict(a=one)),
-        ((one, 0), Point(one)),
-        ([one], one),
-        (Pair(one, 1), (one, 1)),
-        ({"a": one}, Stateful({"a": one})),
+        ({"a": leaf}, OrderedDict(a=leaf)),
+        ((leaf, 0), Point(leaf)),
+        ([leaf], leaf),
+        (Pair(leaf, 1), (leaf, 1)),
+        ({"a": leaf}, Stateful({"a": leaf})),
     ]
     for stored, like in pairs:
         assert [row.path for row in misfits(stored, like)] == ["tree"]
         assert [row.path for row in misfits([stored], [like])] == ["0"]
 
 
-def test_objects_are_closed_and_a_state_loads_into_a_tree_like_it() -> None:
+def test_objects_match_by_path_and_a_state_matches_a_tree_of_its_form() -> None:
     stored, like = {"o": Stateful(torch.zeros(1))}, {"o": Stateful(None)}
     document, tensors = encode(stored)
-    (found,) = match(document, tensors, like).objects
-    assert (found.path, found.thing, found.kind) == ("o", like["o"], "Stateful")
-    assert found.node == {"value": {"$": "tensor", "name": "o/value"}}
+    (stored_object,) = match(document, tensors, like).objects
+    assert (stored_object.path, stored_object.thing, stored_object.kind) == ("o", like["o"], "Stateful")
+    assert stored_object.node == {"value": {"$": "tensor", "name": "o/value"}}
     assert misfits({"o": 1}, like) == [Misfit("o", "int", "an object Stateful")]
     assert misfits(stored, {"o": 1}) == [Misfit("o", "an object Stateful", "int")]
     assert misfits(stored, {"o": {"value": torch.zeros(1)}}) == []
     assert [row.path for row in misfits(stored, {"o": {"value": torch.zeros(2)}})] == ["o/value"]
 
 
-def test_each_stored_tensor_is_for_the_leaf_of_its_place() -> None:
+def test_leaves_are_listed_by_the_name_of_the_stored_tensor() -> None:
     base, generator = torch.zeros(4), torch.Generator()
     document, tensors = encode({"a": base, "b": [base], "g": generator, "n": np.zeros(2)})
     like = {"a": torch.ones(4), "b": [torch.ones(4)], "g": generator, "n": np.ones(2)}
     assert match(document, tensors, like).leaves == {name: like[name] for name in "agn"}
 
 
-def test_what_may_be_left_out_is_left_out_where_nothing_asks_for_it() -> None:
+def test_optional_entries_that_are_not_wanted_are_removed() -> None:
     document: Any = {"model": {"w": 1, "b": 2}, "ema": {"$": "tuple", "items": []}, "step": 3}
     assert choose_part(document, {"model": {"w": 0}}, lambda path: path != "step") == {
         "model": {"w": 1},

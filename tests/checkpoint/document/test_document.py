@@ -1,4 +1,4 @@
-"""Laws of trees as documents: what goes out comes back, to the last bit, and nothing in a file does harm."""
+"""Trees survive the conversion to documents bit for bit, and malformed documents do no harm."""
 
 import copy
 import json
@@ -24,13 +24,13 @@ from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedChec
 from accelfn.testing import run_ranks
 from tests.checkpoint.trees import NAMESPACE, Color, Point, arrays, plain_values, same, tensors, trees
 
-np = cast("Any", numpy)  # its stubs leave much open
-constructors = cast("Any", torch)  # as do torch's of some tensors
+np = cast("Any", numpy)  # partly untyped
+constructors = cast("Any", torch)  # partly untyped
 MANY = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def written(encoded: Encoded) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Bring a document through JSON and its tensors into fresh memory."""
+    """Convert a document to JSON and back, and copy its tensors."""
     document = json.loads(json.dumps(encoded.document, allow_nan=False))
     return document, {name: contiguous_copy(tensor) for name, tensor in encoded.tensors.items()}
 
@@ -44,7 +44,7 @@ def through(tree: Any, like: Any = None) -> Any:
 
 @MANY
 @given(st.one_of(trees(), plain_values(), tensors(), arrays()))
-def test_what_goes_out_comes_back_and_fits_itself(tree: Any) -> None:
+def test_any_tree_survives_a_round_trip_and_matches_itself(tree: Any) -> None:
     encoded = encode(tree, namespace=NAMESPACE)
     document, stored = written(encoded)
     assert same(tree, decode(document, stored, namespace=NAMESPACE))
@@ -55,7 +55,7 @@ def test_what_goes_out_comes_back_and_fits_itself(tree: Any) -> None:
 
 
 @given(tensors())
-def test_tensors_come_back_without_a_file_between(tensor: torch.Tensor) -> None:
+def test_tensors_survive_a_round_trip_in_memory(tensor: torch.Tensor) -> None:
     assert same(tensor, decode(*encode(tensor)))
 
 
@@ -67,12 +67,12 @@ def test_ordinary_trees_are_ordinary_json() -> None:
     )
 
 
-def test_sets_are_stored_in_one_order() -> None:
+def test_sets_are_stored_sorted() -> None:
     assert list({0, 8}) != list({8, 0})
     assert encode({0, 8}) == encode({8, 0})
 
 
-def test_names_are_pointers_and_unique() -> None:
+def test_names_of_tensors_are_unique_json_pointers() -> None:
     tree = {"a/b": {"~": torch.zeros(1)}, 1: torch.zeros(1), "1": torch.zeros(1), "": [torch.zeros(1)]}
     assert list(encode(tree).tensors) == ["a~1b/~0", "1", "1~2", "/0"]
     assert same(tree, through(tree))
@@ -83,7 +83,7 @@ def test_names_are_pointers_and_unique() -> None:
 # --- sharing -------------------------------------------------------------------------------------
 
 
-def test_the_same_tensor_comes_back_as_one_and_other_views_by_their_values() -> None:
+def test_a_repeated_tensor_is_restored_as_one_and_views_by_value() -> None:
     weight, array, generator = torch.nn.Parameter(torch.ones(2, 2)), np.zeros(2), torch.Generator()
     tree = [(weight, array, generator), {"again": [weight, array, generator]}, weight[0], weight.detach().t()]
     encoded = encode(tree)
@@ -106,19 +106,19 @@ def test_tied_weights_are_stored_once_and_tied_again() -> None:
     assert state["1.weight"][0].tolist() == [7, 7]
 
 
-def test_marks_of_parameters_come_back() -> None:
+def test_parameters_and_requires_grad_are_restored() -> None:
     frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     back = through([frozen, torch.ones(2, requires_grad=True) * 2, frozen.detach()])
-    assert [type(one) for one in back] == [torch.nn.Parameter, torch.Tensor, torch.Tensor]
-    assert [one.requires_grad for one in back] == [False, True, False]
-    assert all(one.is_leaf for one in back)
+    assert [type(item) for item in back] == [torch.nn.Parameter, torch.Tensor, torch.Tensor]
+    assert [item.requires_grad for item in back] == [False, True, False]
+    assert all(item.is_leaf for item in back)
     assert back[0].data_ptr() == back[2].data_ptr()
 
 
-def test_marks_of_conjugation_are_resolved() -> None:
+def test_lazy_conjugation_is_resolved() -> None:
     tensor = torch.tensor([1 + 2j])
     back = through([tensor, tensor.conj(), tensor.conj().imag])
-    assert [one.tolist() for one in back] == [[1 + 2j], [1 - 2j], [-2.0]]
+    assert [item.tolist() for item in back] == [[1 + 2j], [1 - 2j], [-2.0]]
     assert not back[1].is_conj()
 
 
@@ -137,10 +137,10 @@ def _distributed(ctx: Any) -> None:
     assert isinstance(back["w"], DTensor)
     assert isinstance(back["w"], torch.nn.Parameter)
     assert back["alias"].to_local().data_ptr() == back["w"].to_local().data_ptr()
-    # A checkpoint of distributed tensors loads as whole ones, and the other way.
+    # Distributed tensors load as complete ones, and the other way round.
     assert decode(document, {"w": torch.arange(4.0), "plain": torch.zeros(1)})["w"].tolist() == [0, 1, 2, 3]
-    whole = encode({name: torch.zeros(leaf.shape) for name, leaf in tree.items()})
-    matched = match(whole.document, whole.tensors, tree)
+    plain = encode({name: torch.zeros(leaf.shape) for name, leaf in tree.items()})
+    matched = match(plain.document, plain.tensors, tree)
     assert matched.rows == []
     assert matched.leaves["w"] is weight
 
@@ -163,7 +163,7 @@ class Stateful:
         self.value = state["value"]
 
 
-def test_an_object_is_stored_by_its_state_and_loaded_again() -> None:
+def test_an_object_is_stored_by_its_state_and_restored() -> None:
     tree = {"counter": Stateful(3), "weights": (torch.ones(2), Stateful([torch.ones(1)]))}
     document, stored = written(encode(tree))
     assert list(stored) == ["weights/0", "weights/1/value/0"]
@@ -177,32 +177,32 @@ def test_an_object_is_stored_by_its_state_and_loaded_again() -> None:
     assert back["weights"][0].equal(torch.ones(2))
 
 
-def test_a_model_its_optimizer_and_its_schedule_come_back() -> None:
+def test_a_model_its_optimizer_and_its_schedule_are_restored() -> None:
     def make() -> list[Any]:
         model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
         optimizer = torch.optim.AdamW(model.parameters())
         return [model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])]
 
-    model, optimizer, schedule = made = make()
+    model, optimizer, schedule = objects = make()
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
     schedule.step()
-    back = through(made, like=make())
-    assert all(same(one.state_dict(), other.state_dict()) for one, other in zip(made, back, strict=True))
+    back = through(objects, like=make())
+    assert all(same(one.state_dict(), other.state_dict()) for one, other in zip(objects, back, strict=True))
     assert type(back[2].state_dict()["milestones"]) is Counter
 
 
-def test_convert_comes_first_and_restore_and_adopt_choose_what_comes_back() -> None:
-    asked: list[tuple[str, Any]] = []
+def test_convert_restore_and_adopt_override_the_defaults() -> None:
+    calls: list[tuple[str, Any]] = []
 
     def convert(path: str, value: Any) -> Any:
-        asked.append((path, value))
+        calls.append((path, value))
         return (value.value, torch.ones(1)) if path == "a" else NotImplemented
 
     inner, other = Stateful(5), Stateful(6)
     tree = {"a": inner, "b": [other, Point(1, 2), {1: "x"}], "c": Color.RED, "d": torch.zeros(1)}
     encoded = encode(tree, convert=convert)
-    assert asked == [("a", inner), ("b/0", other)]
+    assert calls == [("a", inner), ("b/0", other)]
     back = decode(
         *written(encoded),
         like=tree,
@@ -214,14 +214,14 @@ def test_convert_comes_first_and_restore_and_adopt_choose_what_comes_back() -> N
     assert back["d"][0] is tree["d"]
 
 
-def test_tensors_are_one_inside_and_outside_of_objects() -> None:
+def test_a_tensor_inside_and_outside_of_an_object_is_restored_as_one() -> None:
     weight = torch.ones(2)
     back = through([weight, Stateful(weight), weight], like=[None, Stateful(None), None])
     assert back[0] is back[1].value
     assert back[0] is back[2]
 
 
-def test_nothing_is_given_its_state_before_all_was_read() -> None:
+def test_no_object_is_changed_before_the_whole_document_was_read() -> None:
     document, stored = written(encode([Stateful(1), torch.zeros(2)]))
     like: list[Any] = [Stateful(0), torch.zeros(2)]
     with pytest.raises(DamagedCheckpointError):
@@ -245,13 +245,13 @@ def test_local_classes_come_from_like() -> None:
     assert type(decode(document, stored, like={"a": [Local(2)]})["a"][0]) is Local
 
 
-def test_a_field_that_a_namedtuple_has_got_since_has_its_default() -> None:
+def test_a_field_added_to_a_namedtuple_gets_its_default() -> None:
     document, stored = written(encode(Point(torch.ones(1), 2)))
     del document["keys"][1], document["items"][1]
     assert decode(document, stored, like=Point(0))[1] == 0
     assert match(document, stored, Point(torch.ones(1), None)).rows == []
-    found = match(document, stored, Point(torch.ones(1), torch.ones(1))).rows
-    assert [row.path for row in found] == ["y"]
+    result = match(document, stored, Point(torch.ones(1), torch.ones(1))).rows
+    assert [row.path for row in result] == ["y"]
     document["keys"] = ["y"]  # x has none
     with pytest.raises(CheckpointError, match="has the fields"):
         decode(document, stored, like=Point(0))
@@ -269,14 +269,14 @@ def test_no_module_is_imported_for_a_file() -> None:
     assert name not in sys.modules
 
 
-def test_looking_for_a_class_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_finding_a_class_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
     lazy = types.ModuleType("accelfn_lazy")
-    vars(lazy)["__getattr__"] = asked.append
+    vars(lazy)["__getattr__"] = calls.append
     monkeypatch.setitem(sys.modules, "accelfn_lazy", lazy)
     with pytest.raises(CheckpointError, match="doesn't have"):
         decode({"$": "enum", "of": "accelfn_lazy:Color", "value": "RED"}, {})
-    assert asked == []
+    assert calls == []
 
 
 # --- refusals ------------------------------------------------------------------------------------
@@ -291,16 +291,16 @@ class Tagged(torch.Tensor):
 
 
 def circle() -> list[Any]:
-    found: list[Any] = []
-    found.append({"again": found})
-    return found
+    result: list[Any] = []
+    result.append({"again": result})
+    return result
 
 
 def deep(levels: int) -> Any:
-    found: Any = 1
+    result: Any = 1
     for _ in range(levels):
-        found = OrderedDict({1: found})
-    return found
+        result = OrderedDict({1: result})
+    return result
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -331,7 +331,7 @@ def deep(levels: int) -> Any:
         (lambda: deep(65), "in more than 64 others"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_by_path(make: Callable[[], Any], why: str) -> None:
+def test_values_that_cannot_be_stored_are_refused_by_path(make: Callable[[], Any], why: str) -> None:
     with pytest.raises(TypeError, match=why) as caught:
         encode({"fine": 1, "model/x": [make()], "last": object()}, namespace=NAMESPACE)
     text = str(caught.value)
@@ -342,7 +342,7 @@ def test_what_cannot_be_stored_is_refused_by_path(make: Callable[[], Any], why: 
     assert "optree.register_pytree_node" in text
 
 
-def test_the_deepest_tree_that_is_taken_comes_back() -> None:
+def test_a_tree_of_the_maximal_depth_survives_a_round_trip() -> None:
     assert same(deep(64), through(deep(64)))
 
 
@@ -357,7 +357,7 @@ ALL_KINDS = sorted({*LEAVES, *PLAIN_KINDS, *KINDS.values(), "namedtuple", "node"
 
 
 def is_harmless(read: Callable[[], Any]) -> bool:
-    """Whether reading goes well, or ends with one of the two errors that it may end with."""
+    """Whether reading succeeds, or raises one of the two expected errors."""
     try:
         read()
     except CheckpointError as error:
@@ -366,26 +366,26 @@ def is_harmless(read: Callable[[], Any]) -> bool:
 
 
 def places(node: Any) -> list[tuple[Any, Any]]:
-    """List all containers of a document, each with each of its keys."""
+    """List all pairs of a container in a document and one of its keys."""
     items: Any = ()
     if isinstance(node, (dict, list)):
         items = cast("Any", node.items() if isinstance(node, dict) else enumerate(cast("list[Any]", node)))
-    found: list[tuple[Any, Any]] = []
+    result: list[tuple[Any, Any]] = []
     for key, child in list(items):
-        found += [(node, key), *places(child)]
-    return found
+        result += [(node, key), *places(child)]
+    return result
 
 
 @settings(max_examples=4 * settings().max_examples, suppress_health_check=[HealthCheck.too_slow])
 @given(trees(), st.data())
-def test_a_malformed_document_is_damaged_and_nothing_else(tree: Any, data: st.DataObject) -> None:
+def test_a_malformed_document_raises_only_checkpoint_errors(tree: Any, data: st.DataObject) -> None:
     document, stored = written(encode(tree, namespace=NAMESPACE))
     document = [document]
     for _ in range(data.draw(st.integers(1, 3))):
-        found = places(document)
-        owner, key = found[data.draw(st.integers(0, len(found) - 1))]
-        change = data.draw(st.sampled_from(("junk", "gone", "kind")))
-        if change == "gone" and isinstance(owner, dict):
+        result = places(document)
+        owner, key = result[data.draw(st.integers(0, len(result) - 1))]
+        change = data.draw(st.sampled_from(("junk", "deleted", "kind")))
+        if change == "deleted" and isinstance(owner, dict):
             del owner[key]
         elif change == "kind" and isinstance(owner, dict):
             owner["$"] = data.draw(st.sampled_from(ALL_KINDS))
@@ -428,12 +428,12 @@ def test_malformed_nodes_are_damaged(document: Any) -> None:
         decode(document, {"t": torch.zeros(4), "i": torch.zeros(4, dtype=torch.int32)})
 
 
-def test_bottomless_documents_are_damaged() -> None:
+def test_documents_that_nest_too_deep_are_damaged() -> None:
     document: Any = 1
     for _ in range(100_000):
         document = [document]
     for read in (lambda: decode(document, {}), lambda: match(document, {}, 1)):
         with pytest.raises(DamagedCheckpointError, match="too deep"):
             read()
-    while isinstance(document, list):  # taken apart by hand: Python would recurse
+    while isinstance(document, list):  # a destructor would recurse
         document = cast("list[Any]", document)[0]

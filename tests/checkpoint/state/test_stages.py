@@ -255,7 +255,7 @@ def test_what_is_left_of_a_model_is_not_saved_alone(tmp_path: Path) -> None:
             lambda: af.save_model(alone, run["model"], tmp_path / "weights"),
             lambda: af.get_state_dict(alone, run["model"]),
         ):
-            with pytest.raises(ValueError, match="cut into stages"):
+            with pytest.raises(ValueError, match="split into pipeline stages"):
                 attempt()
 
     run_ranks(work, 2, parallelism_config=CUT.config)

@@ -71,10 +71,10 @@ def test_a_file_is_within_the_limit_or_holds_one_tensor(sizes: list[int], limit:
     assert sorted(name for _, inside in plan.files for name in inside) == sorted(tensors)
     for _, inside in plan.files:
         filled = [tensors[name].numel() for name in inside]
-        assert sum(filled) <= limit or sum(one > 0 for one in filled) == 1
+        assert sum(filled) <= limit or sum(size > 0 for size in filled) == 1
 
 
-def test_the_very_same_data_is_stored_once_and_overlapping_data_twice() -> None:
+def test_identical_data_is_stored_once_and_overlapping_data_separately() -> None:
     base = torch.arange(6.0)
     plan = plan_weights({"a": base, "part": base[:3], "b": base.view(6), "two": base.view(2, 3)}, 10**6)
     assert plan.tied == (("b", "a"),)
@@ -93,7 +93,7 @@ def test_sizes_are_in_powers_of_1000(text: int | str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["10GiB", "GB", "", "-1KB", "1 K", "ten", "0KB", 0, -5, "1e3KB"])
-def test_other_sizes_are_refused(text: int | str) -> None:
+def test_malformed_sizes_are_refused(text: int | str) -> None:
     with pytest.raises(ValueError, match="max_shard_size must be"):
         parse_size(text)
 
@@ -106,18 +106,18 @@ DTYPES = (
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_written_is_read_by_stock_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_stock_safetensors_reads_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     bits = torch.randint(0, 2, (3, 4, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     value = bits.view(dtype) if dtype != torch.bool else bits.bool()
     model = Bag(plain=value, strided=value.transpose(0, 1), scalar=value[0, 0, 0], empty=value[:0])
     (file,) = af.save_model(Context(), model, tmp_path)
-    found = load_file(file)
-    assert set(found) == {"plain", "strided", "scalar", "empty"}
+    loaded = load_file(file)
+    assert set(loaded) == {"plain", "strided", "scalar", "empty"}
     for name, tensor in model.state_dict().items():
-        assert found[name].dtype == dtype
-        assert found[name].shape == tensor.shape
+        assert loaded[name].dtype == dtype
+        assert loaded[name].shape == tensor.shape
         assert (
-            found[name]
+            loaded[name]
             .contiguous()
             .view(-1)
             .view(torch.uint8)
@@ -142,7 +142,7 @@ def test_ties_are_recorded(tmp_path: Path) -> None:
         assert opened.metadata() == {"format": "pt", "b.weight": "a.weight"}
 
 
-def test_several_files_have_an_index_and_older_files_go(tmp_path: Path) -> None:
+def test_several_files_have_an_index_and_replace_older_files(tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     other.write_bytes(b"mine")
     kill_at_its_last_step(lambda: af.save_model(Context(), Bag(**sized(1)), tmp_path))
@@ -162,7 +162,7 @@ def test_several_files_have_an_index_and_older_files_go(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"model.safetensors", other.name}
 
 
-def test_a_failed_save_leaves_the_old_file_and_tells_every_rank(
+def test_a_failed_save_keeps_the_old_file_and_raises_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (file,) = af.save_model(Context(), Bag(w=torch.zeros(2)), tmp_path)
@@ -186,21 +186,21 @@ def test_a_failed_save_leaves_the_old_file_and_tells_every_rank(
 
 
 @pytest.mark.parametrize("below", ["file", "file/below"])
-def test_a_directory_that_cannot_be_is_refused(below: str, tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_refused(below: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     with pytest.raises(NotADirectoryError):
         af.save_model(Context(), Bag(w=torch.ones(1)), tmp_path / below)
     assert (tmp_path / "file").read_text() == "text"
 
 
-def test_what_has_no_data_or_is_no_tensor_is_refused(tmp_path: Path) -> None:
+def test_meta_tensors_and_extra_states_are_refused(tmp_path: Path) -> None:
     class Extra(nn.Module):
         def get_extra_state(self) -> dict[str, int]:
             return {"steps": 3}
 
-    with pytest.raises(ValueError, match=r"^save_model: weight, bias have no data"):
+    with pytest.raises(ValueError, match=r"^save_model: can't save weight, bias: no data"):
         af.save_model(Context(), nn.Linear(1, 1, device="meta"), tmp_path)
-    with pytest.raises(ValueError, match="_extra_state in the state dict is no tensor"):
+    with pytest.raises(ValueError, match="_extra_state: the state dict contains a value that isn't a tensor"):
         af.save_model(Context(), Extra(), tmp_path)
     with pytest.raises(ValueError, match="max_shard_size"):
         af.save_model(Context(), nn.Linear(1, 1), tmp_path, "10GiB")
@@ -208,7 +208,7 @@ def test_what_has_no_data_or_is_no_tensor_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])
-def test_every_rank_learns_the_files_and_names_are_the_models_own(on: Any, tmp_path: Path) -> None:
+def test_every_rank_returns_the_files_with_the_models_own_names(on: Any, tmp_path: Path) -> None:
     def run(ctx: Context) -> tuple[Path, ...]:
         model = af.prepare(ctx, nn.Linear(2, 1))
         return af.save_model(ctx, model, tmp_path / "new" / "folder", max_shard_size=8)
@@ -220,7 +220,7 @@ def test_every_rank_learns_the_files_and_names_are_the_models_own(on: Any, tmp_p
 
 
 def drifted(ctx: Context) -> nn.Module:
-    """Give a prepared model of which one weight of rank 1 is one step of its dtype further."""
+    """Return a prepared model, of which one weight on rank 1 is the next larger number."""
     model = af.prepare(ctx, nn.Linear(3, 2))
     if ctx.rank == 1:
         weight = next(model.parameters())
@@ -230,7 +230,7 @@ def drifted(ctx: Context) -> nn.Module:
 
 
 @pytest.mark.parametrize(("on", "size"), [("memory", 2), ("memory", 3), ("processes", 2)])
-def test_ranks_that_have_drifted_apart_write_nothing(on: Any, size: int, tmp_path: Path) -> None:
+def test_drifted_replicas_write_nothing(on: Any, size: int, tmp_path: Path) -> None:
     (file,) = af.save_model(Context(), nn.Linear(3, 2), tmp_path / "old")
     before = file.read_bytes()
 
@@ -243,9 +243,9 @@ def test_ranks_that_have_drifted_apart_write_nothing(on: Any, size: int, tmp_pat
             errors.append(str(caught.value))
         return errors
 
-    found = run_ranks(run, size, on)
-    assert found == [found[0]] * size
-    for text in found[0]:
+    messages = run_ranks(run, size, on)
+    assert messages == [messages[0]] * size
+    for text in messages[0]:
         assert "model['weight']" in text
         assert "1 of 6" in text
     assert file.read_bytes() == before
@@ -253,7 +253,7 @@ def test_ranks_that_have_drifted_apart_write_nothing(on: Any, size: int, tmp_pat
 
 
 @pytest.mark.parametrize("guard", [af.Guard(check_replicas_before_saving=False), "off"], ids=["alone", "all"])
-def test_drift_is_not_looked_for_where_it_is_switched_off(guard: af.Guard | str, tmp_path: Path) -> None:
+def test_drift_is_not_detected_if_the_guard_is_off(guard: af.Guard | str, tmp_path: Path) -> None:
     def run(ctx: Context) -> None:
         af.save_model(ctx, drifted(ctx), tmp_path)
 
@@ -271,7 +271,7 @@ def test_running_statistics_may_differ(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "model.safetensors")["1.running_mean"], torch.ones(2))
 
 
-def test_other_models_are_a_mismatch_and_nothing_is_written(tmp_path: Path) -> None:
+def test_different_models_are_a_mismatch_and_nothing_is_written(tmp_path: Path) -> None:
     def run(ctx: Context) -> str:
         with pytest.raises(MismatchError) as caught:
             af.save_model(ctx, nn.Linear(2 + ctx.rank, 1), tmp_path / "new")
@@ -283,7 +283,7 @@ def test_other_models_are_a_mismatch_and_nothing_is_written(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_model_on_one_rank_is_an_error_of_all_before_anything_is_compared(tmp_path: Path) -> None:
+def test_an_argument_that_is_not_a_model_raises_on_every_rank(tmp_path: Path) -> None:
     def run(ctx: Context) -> str:
         model: Any = nn.Linear(1, 1) if ctx.rank == 0 else "model"
         with pytest.raises((TypeError, RemoteRankError)) as caught:
@@ -303,10 +303,10 @@ def test_saving_needs_no_numpy(tmp_path: Path) -> None:
         "import torch, accelfn as af\n"
         "print(len(af.save_model(af.Context(), torch.nn.Linear(2, 2), sys.argv[1])))"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+    assert (result.stdout, result.returncode) == ("1\n", 0), result.stderr
     assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
 
 
@@ -331,7 +331,9 @@ def test_saving_needs_no_numpy(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_the_files_are_called(options: dict[str, Any], files: tuple[str, ...], tmp_path: Path) -> None:
+def test_file_names_of_each_format_and_library(
+    options: dict[str, Any], files: tuple[str, ...], tmp_path: Path
+) -> None:
     expected = (files[0].format(1), files[0].format(2), files[1]) if len(files) > 1 else files
     model = Bag(**sized(4, 4, 4))
     for other in ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin"):
@@ -363,16 +365,16 @@ def test_an_index_of_pickled_files_lists_tied_weights_too(tmp_path: Path) -> Non
 
 
 class Wrapped(torch.Tensor):
-    """A tensor that is made of others, as those of quantised models are."""
+    """A tensor that consists of others, like those of quantised models."""
 
     part: torch.Tensor
 
     @staticmethod
     def __new__(cls: type["Wrapped"], part: torch.Tensor) -> Any:
         make: Any = torch.Tensor._make_wrapper_subclass
-        made = make(cls, part.shape, dtype=part.dtype)
-        made.part = part
-        return made
+        tensor = make(cls, part.shape, dtype=part.dtype)
+        tensor.part = part
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -382,30 +384,30 @@ class Wrapped(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
-        (torch.zeros(2).to_sparse(), "w must be dense to be saved"),
-        (torch.zeros(2, dtype=torch.complex128), "w has a dtype that safetensors lacks"),
-        (torch.zeros(2, device="meta"), "w have no data"),
-        (Wrapped(torch.zeros(2)), "w is of a class of its own"),
+        (torch.zeros(2).to_sparse(), "can't save w: a tensor has the layout torch.sparse_coo"),
+        (torch.zeros(2, dtype=torch.complex128), "can't save w: safetensors lacks torch.complex128"),
+        (torch.zeros(2, device="meta"), "can't save w: no data"),
+        (Wrapped(torch.zeros(2)), "can't save w: a Wrapped consists of other tensors"),
     ],
     ids=["sparse", "dtype", "meta", "wrapped"],
 )
-def test_weights_that_no_file_holds_are_refused_by_name(
-    value: torch.Tensor, said: str, tmp_path: Path
+def test_weights_that_cannot_be_stored_are_refused_by_name(
+    value: torch.Tensor, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=f"^save_model: {said}"):
+    with pytest.raises(ValueError, match=f"^save_model: {message}"):
         af.save_model(Context(), Bag(w=value), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_torch_alone_can_save_is_pickled_where_asked(tmp_path: Path) -> None:
+def test_dtypes_that_safetensors_lacks_can_be_pickled(tmp_path: Path) -> None:
     value = torch.tensor([1 + 2j], dtype=torch.complex128).conj()
     (file,) = af.save_model(Context(), Bag(w=value), tmp_path, safe_serialization=False)
     assert torch.load(file, weights_only=True)["w"].resolve_conj().equal(value.resolve_conj())
 
 
-def test_other_names_are_refused_on_every_rank(tmp_path: Path) -> None:
+def test_an_unknown_naming_is_refused_on_every_rank(tmp_path: Path) -> None:
     def run(ctx: Context) -> str:
         names: Any = "other" if ctx.rank == 1 else "diffusers"
         with pytest.raises((ValueError, RemoteRankError)) as caught:
@@ -418,14 +420,14 @@ def test_other_names_are_refused_on_every_rank(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_a_directory_has_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_directory_with_the_name_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").mkdir()
     with pytest.raises(IsADirectoryError, match=r"pytorch_model\.bin is a directory"):
         af.save_model(Context(), nn.Linear(1, 1), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
 
 
-def test_links_are_replaced_and_not_written_through(tmp_path: Path) -> None:
+def test_links_are_replaced_instead_of_followed(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(b"of a cache")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").symlink_to("../blob")
@@ -434,36 +436,27 @@ def test_links_are_replaced_and_not_written_through(tmp_path: Path) -> None:
     assert (tmp_path / "blob").read_bytes() == b"of a cache"
 
 
-def test_tensors_lie_at_multiples_of_their_size(tmp_path: Path) -> None:
+def test_tensors_are_aligned(tmp_path: Path) -> None:
+    """To their element size, and to 64 bytes if possible, so that mapped weights compute the same bits."""
     dtypes = (torch.uint8, torch.float64, torch.int16, torch.bool, torch.float32)
-    model = Bag(**{f"t{number}": torch.ones(3, dtype=dtype) for number, dtype in enumerate(dtypes)})
-    (file,) = af.save_model(Context(), model, tmp_path)
+    tensors = {f"t{number}": torch.ones(3, dtype=dtype) for number, dtype in enumerate(dtypes)}
+    tensors |= {"a": torch.ones(16), "b": torch.ones(32)}
+    (file,) = af.save_model(Context(), Bag(**tensors), tmp_path)
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
-    assert (8 + length) % 64 == 0
-    for name, said in json.loads(content[8 : 8 + length]).items():
-        if name != "__metadata__":
-            assert said["data_offsets"][0] % model.get_buffer(name).dtype.itemsize == 0
+    header = json.loads(content[8 : 8 + length])
+    for name, tensor in tensors.items():
+        start = 8 + length + header[name]["data_offsets"][0]
+        assert start % tensor.dtype.itemsize == 0
+        assert tensor.nbytes % 64 or start % 64 == 0
     assert all(value.eq(1).all() for value in load_file(file).values())
-
-
-def test_tensors_of_whole_64_bytes_lie_at_multiples_of_64(tmp_path: Path) -> None:
-    """So that mapped weights give the bits that weights in memory give."""
-    sizes = {"a": 3, "b": 16, "c": 5, "d": 32}
-    model = Bag(**{name: torch.full((size,), float(size)) for name, size in sizes.items()})
-    (file,) = af.save_model(Context(), model, tmp_path)
-    content = file.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    said = json.loads(content[8 : 8 + length])
-    assert [(8 + length + said[name]["data_offsets"][0]) % 64 for name in "bd"] == [0, 0]
-    assert torch.equal(load_file(file)["d"], torch.full((32,), 32.0))
 
 
 # --- the state dict ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_state_dict_of_a_replica_is_its_own_on_every_rank(size: int) -> None:
+def test_the_state_dict_of_a_replica_shares_its_memory(size: int) -> None:
     def run(ctx: Context) -> list[str]:
         model = af.prepare(ctx, nn.Linear(2, 1))
         state = af.get_state_dict(ctx, model)
@@ -474,7 +467,7 @@ def test_the_state_dict_of_a_replica_is_its_own_on_every_rank(size: int) -> None
     assert run_ranks(run, size) == [["weight", "bias"]] * size
 
 
-def test_a_state_that_is_no_tensor_stays_in_the_state_dict() -> None:
+def test_extra_states_stay_in_the_state_dict() -> None:
     class Extra(nn.Module):
         def get_extra_state(self) -> dict[str, int]:
             return {"steps": 3}
@@ -482,7 +475,7 @@ def test_a_state_that_is_no_tensor_stays_in_the_state_dict() -> None:
     assert af.get_state_dict(Context(), Extra()) == {"_extra_state": {"steps": 3}}
 
 
-def test_the_state_dict_of_what_is_no_model_is_an_error_of_all() -> None:
+def test_get_state_dict_of_another_object_raises_on_every_rank() -> None:
     def run(ctx: Context) -> str:
         model: Any = nn.Linear(1, 1) if ctx.rank == 0 else 3
         with pytest.raises((TypeError, RemoteRankError)) as caught:

@@ -1,4 +1,4 @@
-"""Whenever a save of a model is cut off, a plain reader finds the old model or the new one."""
+"""Whenever a save of a model is interrupted, a reader finds the complete old model or the new one."""
 
 import functools
 import io
@@ -62,19 +62,19 @@ def read_file(content: bytes, safe: bool) -> dict[str, int]:
 
 
 def read(disk: Disk, order: tuple[str, ...]) -> int | None:
-    """Read a model as a plain reader does, and give the number that fills it; None if there is none."""
+    """Read a model as other libraries do, and return the number that fills it; None without a model."""
     entry = next((name for name in order if name in disk), None)
     if entry is None:
         return None
     safe = "safetensors" in entry
     if not entry.endswith(".json"):
-        found = read_file(disk[entry], safe)
+        values = read_file(disk[entry], safe)
     else:
         weight_map: dict[str, str] = json.loads(disk[entry])["weight_map"]
-        found = {name: read_file(disk[file], safe)[name] for name, file in weight_map.items()}
-    assert sorted(found) == ["a", "b", "c"]
-    assert len(set(found.values())) == 1, f"a mix: {found}"
-    return found["a"]
+        values = {name: read_file(disk[file], safe)[name] for name, file in weight_map.items()}
+    assert sorted(values) == ["a", "b", "c"]
+    assert len(set(values.values())) == 1, f"a mix: {values}"
+    return values["a"]
 
 
 def content(folder: Path) -> Disk:
@@ -82,12 +82,12 @@ def content(folder: Path) -> Disk:
 
 
 class Watch(NamedTuple):
-    """What a save does to a directory.
+    """States of a directory during a save.
 
     Attributes:
-        kills: What is there whenever the program may be killed.
-        cuts: What may be there after a power cut: contents that weren't flushed are lost, and of the names
-            that changed since the directory was flushed any may have changed and any not.
+        kills: The states that a kill may leave.
+        cuts: The states that a power cut may leave: contents that weren't flushed are lost, and any subset of
+            the renames and removals since the last flush of the directory has happened.
     """
 
     kills: list[Disk]
@@ -106,9 +106,9 @@ def watched(folder: Path, save: Callable[[], object], patch: pytest.MonkeyPatch)
         kills.append(content(folder))
         for chosen in itertools.product((True, False), repeat=len(pending)):
             state = dict(durable)
-            for (name, made), happened in zip(pending, chosen, strict=True):
-                if happened and made is not None:
-                    state[name] = made
+            for (name, data), happened in zip(pending, chosen, strict=True):
+                if happened and data is not None:
+                    state[name] = data
                 elif happened:
                     state.pop(name, None)
             cuts.append(state)
@@ -127,9 +127,9 @@ def watched(folder: Path, save: Callable[[], object], patch: pytest.MonkeyPatch)
     def fsync(descriptor: int) -> None:
         real["fsync"](descriptor)
         if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-            for name, made in pending:
-                if made is not None:
-                    durable[name] = made
+            for name, data in pending:
+                if data is not None:
+                    durable[name] = data
                 else:
                     durable.pop(name, None)
             pending.clear()
@@ -152,7 +152,7 @@ def watched(folder: Path, save: Callable[[], object], patch: pytest.MonkeyPatch)
 def test_a_reader_finds_the_old_model_or_the_new_one(
     new: Layout, names: Naming, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Every reader, whatever it looks for first.
+    # For readers with any order of preference.
     orders = list(itertools.permutations(ENTRIES[names]))
     for number, old in enumerate((None, *LAYOUTS)):
         folder = tmp_path / str(number)
@@ -163,28 +163,28 @@ def test_a_reader_finds_the_old_model_or_the_new_one(
         before = None if old is None else 1
         for seen in (watch.kills, watch.cuts):
             for order in orders:
-                found = [read(disk, order) for disk in seen]
-                assert set(found) <= {before, 2}
-                assert {before, 2} <= set(found)  # else this test sees too little
-                assert found[-1] == 2
-        for order in orders:  # once new, always new
-            found = [read(disk, order) for disk in watch.kills]
-            assert found == sorted(found, key=lambda value: value or 0)
+                values = [read(disk, order) for disk in seen]
+                assert set(values) <= {before, 2}
+                assert {before, 2} <= set(values)  # otherwise the test observes too few states
+                assert values[-1] == 2
+        for order in orders:  # the old model never comes back
+            values = [read(disk, order) for disk in watch.kills]
+            assert values == sorted(values, key=lambda value: value or 0)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="tells files from directories by /proc")
 @pytest.mark.parametrize("names", ENTRIES)
 @pytest.mark.parametrize("new", LAYOUTS, ids=str)
-def test_sets_that_lie_below_another_do_not_come_up(
+def test_stale_sets_of_other_programs_never_become_visible(
     new: Layout, names: Naming, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What other programs leave behind: a stale set of each kind, and the library reads the first of them.
-    (tmp_path / "made").mkdir()
+    # Other programs left a stale set of each kind, of which the library reads the first.
+    (tmp_path / "old").mkdir()
     for value, old in enumerate((Layout(1, True), Layout(2, True), Layout(1, False), Layout(2, False)), 3):
-        old.save(tmp_path / "made", value, names)
-        for path in (tmp_path / "made").iterdir():
+        old.save(tmp_path / "old", value, names)
+        for path in (tmp_path / "old").iterdir():
             path.rename(tmp_path / path.name)
-    (tmp_path / "made").rmdir()
+    (tmp_path / "old").rmdir()
     order = ENTRIES[names]
     first = read(content(tmp_path), order)
     assert first in (3, 4)
@@ -195,42 +195,41 @@ def test_sets_that_lie_below_another_do_not_come_up(
 
 def states(folder: Path, states: list[Disk]) -> Iterator[Path]:
     for number, disk in enumerate(states):
-        made = folder / f"state{number}"
-        made.mkdir()
+        state = folder / f"state{number}"
+        state.mkdir()
         for name, data in disk.items():
-            (made / name).write_bytes(data)
-        yield made
+            (state / name).write_bytes(data)
+        yield state
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="tells files from directories by /proc")
 @pytest.mark.parametrize("old", LAYOUTS, ids=str)
 @pytest.mark.parametrize("new", [Layout(1, True), Layout(3, True), Layout(2, False)], ids=str)
-def test_after_a_kill_the_model_loads_and_the_next_save_tidies_up(
+def test_after_a_kill_the_model_loads_and_the_next_save_cleans_up(
     old: Layout, new: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "folder"
     old.save(folder, 1, "transformers")
     (folder / "config.json").write_text("{}")
     watch = watched(folder, lambda: new.save(folder, 2, "transformers"), monkeypatch)
-    for made in states(tmp_path, watch.kills):
-        found = find_weights(made)
-        assert len(found.files) in (old.num_files, new.num_files)
+    for state in states(tmp_path, watch.kills):
+        assert len(find_weights(state).files) in (old.num_files, new.num_files)
         model = Bag(0)
-        af.load_model(model, made)
-        value = read(content(made), ENTRIES["transformers"])
-        assert [int(one[0]) for one in model.buffers()] == [value] * 3
-        files = new.save(made, 3, "transformers")
-        assert {path.name for path in made.iterdir()} == {"config.json", *(path.name for path in files)}
-        assert read(content(made), ENTRIES["transformers"]) == 3
+        af.load_model(model, state)
+        value = read(content(state), ENTRIES["transformers"])
+        assert [int(buffer[0]) for buffer in model.buffers()] == [value] * 3
+        files = new.save(state, 3, "transformers")
+        assert {path.name for path in state.iterdir()} == {"config.json", *(path.name for path in files)}
+        assert read(content(state), ENTRIES["transformers"]) == 3
 
 
-def test_saves_of_several_files_take_turns_with_their_names(tmp_path: Path) -> None:
+def test_saves_of_several_files_alternate_generations(tmp_path: Path) -> None:
     layout = Layout(2, True)
-    found = [[path.name for path in layout.save(tmp_path, value, "transformers")] for value in range(3)]
-    first, second = (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], found[1][:2])
+    saved = [[path.name for path in layout.save(tmp_path, value, "transformers")] for value in range(3)]
+    first, second = (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], saved[1][:2])
     assert second == ["model-2-00001-of-00002.safetensors", "model-2-00002-of-00002.safetensors"]
-    assert [one[:2] for one in found] == [first, second, first]
-    assert {path.name for path in tmp_path.iterdir()} == set(found[2])
+    assert [files[:2] for files in saved] == [first, second, first]
+    assert {path.name for path in tmp_path.iterdir()} == set(saved[2])
 
 
 def test_one_program_saves_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,10 +252,10 @@ def test_one_program_saves_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("step", range(12))
 @pytest.mark.parametrize("old", [Layout(1, True), Layout(2, True), Layout(1, False)], ids=str)
-def test_a_disk_that_refuses_any_step_leaves_one_model(
+def test_a_failure_of_any_step_keeps_one_complete_model(
     old: Layout, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # By errors and not by kills: what is left is tidy.
+    # An error, unlike a kill, leaves no temporary files.
     old.save(tmp_path, 1, "transformers")
     before = content(tmp_path)
     calls = itertools.count()
@@ -288,7 +287,7 @@ def test_a_disk_that_refuses_any_step_leaves_one_model(
     assert len(content(tmp_path)) == 4
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file,) = Layout(1, True).save(tmp_path, 1, "transformers")
 
     def full(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""The weights of a prepared model leave every layout whole, and come back into any."""
+"""Weights are saved from every layout as complete tensors, and loaded into any layout."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ def prepared(ctx: Context, seed: int) -> Any:
 
 
 def whole(ctx: Context, model: nn.Module) -> State:
-    """Give all that is in a model. Ranks: every rank."""
+    """Return the complete tensors of a model. Ranks: every rank."""
     state = af.unwrap_model(model).state_dict()
     own = {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
         for name, value in state.items()
     }
-    return {name: value for one in af.gather_object(ctx.along("pp"), [own]) for name, value in one.items()}
+    stages = af.gather_object(ctx.along("pp"), [own])
+    return {name: value for stage in stages for name, value in stage.items()}
 
 
 def equal(one: State, other: State) -> bool:
@@ -45,7 +46,7 @@ def equal(one: State, other: State) -> bool:
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_weights_leave_every_layout_whole_and_come_back(name: str, tmp_path: Path) -> None:
+def test_weights_are_saved_from_and_loaded_into_every_layout(name: str, tmp_path: Path) -> None:
     expected = dict(GPT().state_dict())
 
     def work(ctx: Context) -> tuple[bool, bool]:
@@ -74,9 +75,9 @@ def test_weights_leave_every_layout_whole_and_come_back(name: str, tmp_path: Pat
 
     sizes = LAYOUTS[name]
     ranks = run_ranks(work, sizes.size, "processes", timeout_s=120.0, parallelism_config=sizes.config())
-    is_spread = sizes.shard * sizes.tp * sizes.pp > 1  # then the main rank alone has the state dict
-    for rank, found in enumerate(ranks):
-        assert found == ((True, True) if rank == 0 or not is_spread else (False, False))
+    is_spread = sizes.shard * sizes.tp * sizes.pp > 1  # then only the main rank has the state dict
+    for rank, results in enumerate(ranks):
+        assert results == ((True, True) if rank == 0 or not is_spread else (False, False))
     index = json.loads((tmp_path / "functions" / "model.safetensors.index.json").read_text())
     stored = {
         key: value
@@ -120,11 +121,11 @@ def small_mixtral(seed: int) -> Any:
 
 
 @pytest.mark.parametrize(("name", "new"), [("pp2", small_llama), ("ep2", small_mixtral)])
-def test_models_of_transformers_go_to_and_from_their_files_in_layouts(
+def test_models_of_transformers_load_and_save_in_layouts(
     name: str, new: Callable[[int], Any], tmp_path: Path
 ) -> None:
     theirs = new(0)
-    theirs.save_pretrained(tmp_path / "theirs")  # a tied weight by its first name alone; experts one by one
+    theirs.save_pretrained(tmp_path / "theirs")  # ties by the first name, experts separately
     af.save_model(Context(), theirs, tmp_path / "plain")
     af.save_state(Context(), tmp_path / "state", {"model": theirs})
     expected = dict(theirs.state_dict())
@@ -132,7 +133,7 @@ def test_models_of_transformers_go_to_and_from_their_files_in_layouts(
     def work(ctx: Context) -> None:
         ours = new(1)
         af.load_model(ours, tmp_path / "plain")
-        ours = af.prepare(ctx, ours)  # which has loaded what was there before
+        ours = af.prepare(ctx, ours)  # loaded before it was prepared
         assert equal(whole(ctx, ours), expected)
         model: nn.Module = af.prepare(ctx, new(1))
         load: Any
@@ -167,8 +168,8 @@ DRIFTED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "leaf", "told"), DRIFTED)
-def test_copies_that_have_drifted_are_refused(name: str, leaf: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "leaf", "reported"), DRIFTED)
+def test_drifted_copies_are_refused(name: str, leaf: str, reported: str, tmp_path: Path) -> None:
     def work(ctx: Context) -> str:
         model = prepared(ctx, 0)
         if ctx.rank == ctx.num_processes - 1:
@@ -176,11 +177,11 @@ def test_copies_that_have_drifted_are_refused(name: str, leaf: str, told: str, t
         with pytest.raises(ReplicaDriftError) as caught:
             af.save_model(ctx, model, tmp_path)
         assert [(row.rank, row.path) for row in caught.value.rows] == [
-            (ctx.num_processes - 1, f"model[{told!r}]")
+            (ctx.num_processes - 1, f"model[{reported!r}]")
         ]
         return str(caught.value)
 
     layout = LAYOUTS[name]
-    found = run_ranks(work, layout.size, "processes", timeout_s=120.0, parallelism_config=layout.config())
-    assert found == [found[0]] * layout.size
+    results = run_ranks(work, layout.size, "processes", timeout_s=120.0, parallelism_config=layout.config())
+    assert results == [results[0]] * layout.size
     assert not [*tmp_path.iterdir()]
