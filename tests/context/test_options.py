@@ -388,7 +388,9 @@ def test_the_window_follows_the_shards_and_goes_with_them() -> None:
 @pytest.mark.parametrize("options", [{"comm_hook": "bf16"}, {"gradient_as_bucket_view": True}])
 def test_what_is_asked_of_another_engine_contradicts_exact_mode(options: dict[str, Any]) -> None:
     handlers = [DistributedDataParallelKwargs(**options)]
-    with pytest.raises(ConfigurationError, match=f"without DistributedDataParallel, so {next(iter(options))}="):
+    with pytest.raises(
+        ConfigurationError, match=f"without DistributedDataParallel, so {next(iter(options))}="
+    ):
         applied(reduction="canonical", kwargs_handlers=handlers)
     with pytest.raises(ConfigurationError, match="Leave one of the two out"):
         applied(kwargs_handlers=handlers).replace(reduction="canonical")

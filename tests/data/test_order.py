@@ -269,9 +269,9 @@ def test_a_sampler_that_deals_out_between_ranks_is_refused() -> None:
 
 
 def test_data_and_samplers_without_a_length_are_refused() -> None:
-    with pytest.raises(TypeError, match="the dataset Unlisted has no length"):
+    with pytest.raises(TypeError, match="the dataset Unlisted, which has no length"):
         read_order(Evens(), Unlisted(), 0)
-    with pytest.raises(TypeError, match="the sampler Endless has no length"):
+    with pytest.raises(TypeError, match="the sampler Endless, which has no length"):
         read_order(Endless(), torch.arange(4), 0)
 
 
