@@ -108,7 +108,7 @@ def broken(batch_size: int) -> None:
 def test_errors() -> None:
     with pytest.raises(RuntimeError, match="no batch size from 3 down fits into memory, so train can't run"):
         find_executable_batch_size(needing(0, []), 3)()
-    with pytest.raises(ValueError, match="gave 9 after 9 did not fit"):
+    with pytest.raises(ValueError, match="returned 9 after 9 did not fit"):
         find_executable_batch_size(needing(0, []), 9, lambda size: size)()
     with pytest.raises(ValueError, match="at least 1, got 0"):
         find_executable_batch_size(needing(0, []), 0)
