@@ -16,8 +16,8 @@ HEAD = """# accelfn launch: all flags
 `accelfn launch [flags] script [arguments of the script]`. The guide is [Launching](../guide/launch.md). In
 flag names, `-` and `_` are equivalent. A flag with BOOL needs no value, and also exists as `--no_...`, which
 switches it off. Each option can also be set by a variable and in a
-[config file](../guide/launch.md#a-configuration-file), under the names listed here. Flags take precedence over
-variables, and variables over the file. "Exported as" lists the variables of the script's processes.
+[config file](../guide/launch.md#a-configuration-file), under the names listed here. Flags take precedence
+over variables, and variables over the file. "Exported as" lists the variables of the script's processes.
 """
 
 

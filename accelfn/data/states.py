@@ -277,8 +277,9 @@ class TrackedStream:
         dataset_state = self._final
         if self.has_state and dataset_state is None:
             dataset_state = copy.deepcopy(self.dataset.state_dict())
-        skip_iterator = self._iterator is None or ended
-        iterator_state = None if skip_iterator else copy.deepcopy(self._iterator.state_dict())
+        iterator_state = None
+        if self._iterator is not None and not ended:
+            iterator_state = copy.deepcopy(self._iterator.state_dict())
         return _stream_state(self._begin, dataset_state, iterator_state, begun=True, ended=ended)
 
     def idle_state(self) -> State | None:

@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -507,8 +508,9 @@ def test_the_format_of_old_torch_is_named(tmp_path: Path) -> None:
         load_checkpoint_in_model(nn.Linear(1, 1, bias=False), path)
     assert not isinstance(caught.value, DamagedCheckpointError)
     # The remedy in the message works.
-    (weights_only,) = re.findall(r"Load it with torch\.load, .*with weights_only=(True|False),", str(caught.value))
-    torch.save(torch.load(path, weights_only=weights_only == "True"), path)
+    found = re.search(r"Load it with torch\.load, .*with weights_only=(True|False),", str(caught.value))
+    assert found is not None
+    torch.save(torch.load(path, weights_only=found[1] == "True"), path)
     assert load_state_dict(path)["weight"].eq(1).all()
 
 
