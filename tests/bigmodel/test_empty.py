@@ -520,3 +520,12 @@ def test_a_model_of_four_gigabytes_takes_no_memory() -> None:
     size, taken = map(int, done.stdout.split())
     assert size > 4e9
     assert taken < 8e6  # the smallest weight that isn't a bias has 67 million bytes
+
+
+def test_compiled_functions_run_inside() -> None:
+    compiled: Any = torch.compile(lambda x: x * 2 + 1, backend="eager")
+    with init_empty_weights():
+        layer = nn.Linear(2, 2)
+        layer.register_buffer("b", compiled(torch.ones(BIG)))
+    assert torch.equal(layer.b, torch.full(BIG, 3.0))  # pyright: ignore[reportArgumentType]
+    assert layer.weight.is_meta

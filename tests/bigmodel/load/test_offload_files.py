@@ -11,6 +11,9 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +291,18 @@ def test_errors_of_other_files_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no number") as caught, writing_to(tmp_path, "folder"):
         raise plain
     assert caught.value is plain
+
+
+def test_without_numpy(tmp_path: Path) -> None:
+    """In a separate process, since this one has imported numpy."""
+    program = f"""
+        import sys
+        sys.modules["numpy"] = None
+        import torch
+        from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader, offload_state_dict
+        tensors = {{"a": torch.arange(3).bfloat16(), "b": torch.tensor(True)}}
+        offload_state_dict({str(tmp_path)!r}, tensors)
+        weights = OffloadedWeightsLoader(save_folder={str(tmp_path)!r})
+        assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)

@@ -9,7 +9,9 @@ import io
 import json
 import os
 import pickle
+import subprocess
 import sys
+import textwrap
 import threading
 import warnings
 import weakref
@@ -611,3 +613,30 @@ def test_tensors_that_are_not_plain_bytes_cannot_be_on_the_disk(tmp_path: Path) 
     sparse.register_buffer("some", torch.eye(3).to_sparse())
     with pytest.raises(ValueError, match=r"'some' can't be on the disk.*sparse"):
         disk_offload(sparse, tmp_path, offload_buffers=True)
+
+
+@posix_only
+def test_a_full_disk_leaves_no_files(tmp_path: Path) -> None:
+    program = """
+        import resource, signal, sys, torch
+        from torch import nn
+        from accelfn.bigmodel import disk_offload
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, resource.RLIM_INFINITY))
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+        before = [parameter.data_ptr() for parameter in model.parameters()]
+        try:
+            disk_offload(model, sys.argv[1])
+        except OSError as error:
+            assert before == [parameter.data_ptr() for parameter in model.parameters()]
+            print(error.filename or error)
+    """
+    ran = subprocess.run(
+        (sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "full")),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert "full" in ran.stdout
+    assert list((tmp_path / "full").iterdir()) == []
