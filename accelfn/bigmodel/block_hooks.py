@@ -134,7 +134,7 @@ def _around(
 
 
 def _with_equal_id(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
-    """Give an always-called hook an id that is the same in all modules of the same kind.
+    """Set for an always-called hook an id that is the same in all modules of the same kind.
 
     torch.compile guards on the ids of such hooks, and would compile each of many equal blocks separately.
     torch's own ids are at least 0, so these are negative.

@@ -61,9 +61,9 @@ def folder_for_files(ctx: Context, directory: str | os.PathLike[str]) -> Generat
             return stack.enter_context(scratch_folder(disk, target))
 
         made, error = catch(make)
-        told = json.dumps([ctx.world.node_rank, made])
+        message = json.dumps([ctx.world.node_rank, made])
         phases = CollectivePhases(ctx, "folder_for_files")
-        folders = [json.loads(text) for text in phases.gather("make", told, error)]
+        folders = [json.loads(text) for text in phases.gather("make", message, error)]
         node = ctx.world.node_rank if ctx.project.save_on_each_node else folders[0][0]
         yield Path(next(path for number, path in folders if number == node and path is not None))
 

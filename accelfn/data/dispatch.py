@@ -271,7 +271,7 @@ class BatchScatter:
         Ranks: all but rank 0.
 
         Returns:
-            A list of the part, in memory that nobody else uses, empty where this rank has none in this step;
+            A list of the part, in memory that nothing else uses, empty where this rank has none in this step;
             and the value that ``send`` was passed. None at the end of the data.
 
         Raises:

@@ -820,7 +820,7 @@ class PipelineHandle(Handle):
 
 
 def _add_up(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any) -> None:
-    """Give each of ``ranks`` the sum of their gradients of a parameter, added in rank order."""
+    """Sum the gradients of a parameter over ``ranks``, in rank order, on each of them."""
     import torch.distributed as dist
 
     gradient = torch.zeros_like(parameter) if parameter.grad is None else aligned(parameter.grad, parameter)

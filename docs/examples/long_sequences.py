@@ -59,7 +59,7 @@ class Writer(nn.Module):
 
 
 def load() -> TensorDataset:
-    """Give rows of bytes, where each stands, and the byte after each; the last byte of a row has none."""
+    """Return rows of bytes, their positions, and the next byte of each; the last byte of a row has none."""
     text = torch.tensor(list(inspect.getsource(argparse).encode()))
     ids = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
     labels = torch.cat([ids[:, 1:], torch.full((len(ids), 1), -100)], 1)

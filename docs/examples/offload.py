@@ -1,4 +1,4 @@
-"""Run and train a model whose weights lie elsewhere, on a device that is simulated."""
+"""Run and train a model with offloaded weights, on a simulated device."""
 
 import copy
 

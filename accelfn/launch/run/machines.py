@@ -237,7 +237,7 @@ class Machines:
         self._disconnected_s = 0.0
 
     def report(self, state: str, *, status: int = 0, failures: Sequence[Failure] = ()) -> None:
-        """Tell the others how this machine ended: ``"failed"``, ``"stopped"`` or ``"done"``."""
+        """Report to the others how this machine ended: ``"failed"``, ``"stopped"`` or ``"done"``."""
         now_s = time.time()  # sent as ages, because the clocks of machines differ
         ages = [{**asdict(failure), "time_s": now_s - failure.time_s} for failure in failures[:_MAX_FAILURES]]
         self._post(
