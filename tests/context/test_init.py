@@ -547,7 +547,8 @@ def test_where_the_address_was_guessed_the_limit_is_short_and_the_variables_are_
     assert f"MASTER_ADDR is not set, so the address was 127.0.0.1:{alone}. Set MASTER_ADDR" in str(
         caught.value
     )
-    assert capsys.readouterr().err == f"accelfn: waiting for 1 of 2 ranks at 127.0.0.1:{alone} ...\n"
+    # On a busy machine another line may come before it, while this process's own store starts.
+    assert f"accelfn: waiting for 1 of 2 ranks at 127.0.0.1:{alone} ...\n" in capsys.readouterr().err
 
 
 def test_a_limit_that_was_asked_for_holds_and_an_address_that_was_given_is_not_doubted(
