@@ -195,7 +195,7 @@ def _refusal(value: object, safe: bool) -> str | None:
     if value.is_meta:
         return "no data (meta device). Load or initialise the model first"
     if not is_dtensor(value) and not has_bytes(value):
-        return f"a {type(value).__name__} consists of other tensors. Convert it to a plain tensor first"
+        return f"tensors of class {type(value).__name__} consist of others. Convert them to plain tensors first"
     if safe and value.dtype not in SAFETENSORS_NAMES:
         return f"safetensors lacks {value.dtype}. Convert the tensor, or pass safe_serialization=False"
     return None

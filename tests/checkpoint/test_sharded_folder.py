@@ -257,7 +257,7 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["merge-weights", *flags, str(source), str(tmp_path / "out")]) == 0
     assert not source.exists()
     assert main(["merge-weights", str(source), str(tmp_path)]) == 2
-    assert "there is no such directory" in capsys.readouterr().err
+    assert "doesn't exist. Check the path." in capsys.readouterr().err
     write(source, {"model": MODEL})
     (source / ".metadata").write_bytes(b"cut")
     assert main(["merge-weights", str(source), str(tmp_path)]) == 1

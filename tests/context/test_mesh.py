@@ -392,7 +392,7 @@ def test_a_mesh_of_the_users_own_is_adopted() -> None:
         af.close_context(ctx)
         assert listed(other.full_tensor()) == [1, 1]  # their groups stay
         turned = replace(SQUARE, device_mesh=DeviceMesh("cpu", theirs.mesh.T, mesh_dim_names=names))
-        with pytest.raises(ConfigurationError, match=r"over the ranks 0 2 1 3 on 'cpu', and the .* 0 1 2 3"):
+        with pytest.raises(ConfigurationError, match=r"has ranks 0 2 1 3 on 'cpu', but the .* 0 1 2 3"):
             af.init_context(cpu=True, parallelism_config=turned)
         af.wait_for_everyone(outer)
         return found

@@ -62,7 +62,7 @@ def test_the_commands_of_the_page_are_ones(capsys: pytest.CaptureFixture[str]) -
     assert [words[2] for words in commands] == ["list", "show", "plot", "plot"]
     for words in commands:
         assert main([*words[1:3], "--dir", "nowhere", *words[3:]]) == 2
-        assert "there is no folder" in capsys.readouterr().err
+        assert "no directory 'nowhere'" in capsys.readouterr().err
 
 
 def test_the_picture_shows_two_runs() -> None:

@@ -24,7 +24,7 @@ def test_functions_that_give_no_model(
     monkeypatch.chdir(tmp_path)
     try:
         assert main([command, f"{module}:gives"]) == 2
-        said = f"accelfn {command}: error: {module}:gives: the function gave int, and must give a module.\n"
+        said = f"accelfn {command}: error: {module}:gives must return a module, but returned int.\n"
         assert capsys.readouterr().err == said
         assert main([command, f"{module}:needs"]) == 2
         assert "needs() missing 1 required positional argument: 'width'" in capsys.readouterr().err

@@ -319,7 +319,7 @@ def test_ranks_of_a_configuration_file_are_planned_for(
         (("--mesh", "tp=2,tp=2"), "--mesh gives tp twice"),
         (("--mesh", "tp=3"), "aren't divisible by tp_size=3"),
         (("--mesh", "pp=8"), "stages"),
-        (("--mesh", "tp=2", "--optimizer", "adamv"), "no optimizer 'adamv' is known"),
+        (("--mesh", "tp=2", "--optimizer", "adamv"), "unknown optimizer 'adamv'. Did you mean 'adam'?"),
         (("--mesh", "tp=2", "--dtype", "int4"), "--dtype int4 is for inference only"),
         (("--mesh", "tp=2", "--format", "html"), "a plan for ranks can't be drawn as html"),
         (("--mesh", "tp=2", "--batch_size", "2"), "--batch_size and --sequence_length go together"),

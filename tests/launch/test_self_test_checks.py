@@ -121,7 +121,7 @@ def test_a_world_that_can_not_be_made_again_fails_what_is_left() -> None:
     results = run_checks(af.Context(), refuse, checks)
     assert [(one.verdict, one.remark) for one in results] == [
         ("FAIL", "first"),
-        ("not run", "after the failure above the ranks could not reconnect: nobody came"),
+        ("not run", "the ranks could not reconnect after the failure above: nobody came"),
     ]
 
 

@@ -172,7 +172,7 @@ def test_models_and_examples_that_cannot_be_split_are_refused(
     ("model", "says"),
     [
         (Skipping(), "output of the model depends on modules of other stages"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Flatten(0)), r"has the shape \(8,\), for a microbatch of 2 rows"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Flatten(0)), r"has shape \(8,\) for a microbatch of 2 rows"),
     ],
     ids=["skips", "loses rows"],
 )

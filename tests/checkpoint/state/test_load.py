@@ -115,8 +115,8 @@ def test_the_next_older_one_is_loaded_where_the_newest_is_damaged(tmp_path: Path
 
     for ranks in (1, 2):
         with (
-            pytest.warns(UserWarning, match=r"step-2/manifest.json is damaged.*loads .*step-3 instead"),
-            pytest.warns(UserWarning, match=r"step-3.* is damaged.*loads .*step-1 instead"),
+            pytest.warns(UserWarning, match=r"step-2/manifest.json is damaged.*Loading .*step-3 instead"),
+            pytest.warns(UserWarning, match=r"step-3.* is damaged.*Loading .*step-1 instead"),
         ):
             assert run_ranks(run, ranks) == [1] * ranks
     (tmp_path / "step-1" / TENSORS).unlink()

@@ -389,7 +389,7 @@ class Wrapped(torch.Tensor):
         (torch.zeros(2).to_sparse(), "can't save w: a tensor has the layout torch.sparse_coo"),
         (torch.zeros(2, dtype=torch.complex128), "can't save w: safetensors lacks torch.complex128"),
         (torch.zeros(2, device="meta"), "can't save w: no data"),
-        (Wrapped(torch.zeros(2)), "can't save w: a Wrapped consists of other tensors"),
+        (Wrapped(torch.zeros(2)), "can't save w: tensors of class Wrapped consist of others"),
     ],
     ids=["sparse", "dtype", "meta", "wrapped"],
 )
