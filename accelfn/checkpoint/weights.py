@@ -195,7 +195,8 @@ def _refusal(value: object, safe: bool) -> str | None:
     if value.is_meta:
         return "no data (meta device). Load or initialise the model first"
     if not is_dtensor(value) and not has_bytes(value):
-        return f"tensors of class {type(value).__name__} consist of others. Convert them to plain tensors first"
+        kind = type(value).__name__
+        return f"tensors of class {kind} consist of others. Convert them to plain tensors first"
     if safe and value.dtype not in SAFETENSORS_NAMES:
         return f"safetensors lacks {value.dtype}. Convert the tensor, or pass safe_serialization=False"
     return None

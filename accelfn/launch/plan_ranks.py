@@ -42,7 +42,9 @@ def draw_ranks(options: argparse.Namespace, form: str) -> str:
     if options.dtype is not None:
         dtype = read_dtype(options.dtype, "--dtype")
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigurationError(f"--dtype {options.dtype} is for inference only. Use a dtype to train in, such as bfloat16.")
+            raise ConfigurationError(
+                f"--dtype {options.dtype} is for inference only. Use a dtype to train in, such as bfloat16."
+            )
         model = model.to(dtype)
     plan = plan_model(ctx, model)
     batch = _batch(ctx, model, options)
