@@ -51,6 +51,8 @@ MAX_MANIFEST_BYTES = 1 << 30
 
 _COPY_S = 3600.0
 _TEMPORARY = re.compile(r"manifest-[0-9a-f]{8}\.json")
+# What file managers, notebooks and network file systems leave in directories.
+_LITTER = re.compile(r"\.DS_Store|\._.*|\.nfs.*|\.fuse_hidden.*|\.ipynb_checkpoints|Thumbs\.db|desktop\.ini")
 _SCRATCH = re.compile(r"\.(?P<name>.+)\.staging-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -124,7 +126,7 @@ def find_extra(disk: Disk, path: str, names: Iterable[str], head: Manifest) -> l
 
 
 def find_visible_extra(disk: Disk, path: str) -> list[str]:
-    """List what users have put into a checkpoint, without hidden files, which systems leave everywhere."""
+    """List what users have put into a checkpoint, without what systems leave everywhere."""
     try:
         with opened(disk, path) as folder:
             names = disk.names(folder)
@@ -132,7 +134,7 @@ def find_visible_extra(disk: Disk, path: str) -> list[str]:
     except (FileNotFoundError, DamagedCheckpointError, NotAvailableError):
         return []
     extra = [] if head is None else find_extra(disk, path, names, head)
-    return [name for name in extra if not any(part.startswith(".") for part in name.split("/"))]
+    return [name for name in extra if not any(map(_LITTER.fullmatch, name.split("/")))]
 
 
 def describe_extra(path: str, extra: Sequence[str]) -> str:

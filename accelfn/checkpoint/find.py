@@ -102,7 +102,7 @@ def _describe(names: Sequence[str]) -> str:
 
 
 def _no_checkpoint(disk: Disk, path: str) -> NoCheckpointError:
-    return NoCheckpointError(f"{path} is no checkpoint of accelfn: {explain_absence(disk, path)}.")
+    return NoCheckpointError(f"{path} is not a checkpoint of accelfn: {explain_absence(disk, path)}.")
 
 
 def scan(disk: Disk, directory: str | os.PathLike[str]) -> tuple[list[Found], list[Broken]]:
@@ -155,7 +155,9 @@ def _inspect(disk: Disk, folder: Folder, content: bytes) -> Found:
     missing = find_missing(disk, path, head)
     if missing is not None:
         raise DamagedCheckpointError(
-            f"{os.path.join(path, missing)} is missing, or not as long as it was written.", missing
+            f"{os.path.join(path, missing)} is missing, or its length isn't the one that was written. Take "
+            "another copy, or an older checkpoint.",
+            missing,
         )
     return Found(path, head.step, head.metric, modified_s)
 

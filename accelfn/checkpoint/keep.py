@@ -163,8 +163,8 @@ def prune_checkpoints(
     The newest are the last ones of ``find_checkpoints``. The step of a checkpoint is that of its manifest if
     each has a step; else the last whole number in its name that isn't the same in all names, if each name has
     one; else its place in that order. What isn't a checkpoint is left alone, and so is a damaged one, and one
-    that is being replaced. One that contains a user's files stays, with a warning; hidden files, which
-    systems leave everywhere, are removed with the checkpoint.
+    that is being replaced. One that contains a user's files stays, with a warning; what systems leave
+    everywhere, such as ``.DS_Store``, is removed with the checkpoint.
 
     Ranks: one; the others must not read what is removed.
 
@@ -184,7 +184,7 @@ def prune_checkpoints(
     plan = plan_prune(directory, keep, saved=saved, disk=disk)
     for path, extra in plan.extra:
         warnings.warn(
-            f"{path} stays, though no rule keeps it. {describe_extra(path, extra)} Move them away.",
+            f"{path} was not removed. {describe_extra(path, extra)} Move them away to let it be removed.",
             stacklevel=2,
         )
     for path in plan.dead:

@@ -294,7 +294,7 @@ def _find_entry(directory: Path) -> Path:
 def _read_index(path: Path) -> dict[str, str]:
     is_index = path.name.endswith(".index.json")
     unknown = ValueError(
-        f"{path} has no name of a weights file. Pass a directory, a file that ends in "
+        f"{path} is not a weights file by its name. Pass a directory, a file that ends in "
         f"{', '.join((*_SAFE, *_PICKLED))}, or an index (.safetensors.index.json, .bin.index.json)."
     )
     if not path.name.endswith(".json"):

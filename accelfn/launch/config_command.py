@@ -109,9 +109,12 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     source = options.source or accelerate_path(environment, os.path.expanduser("~"))
     if not os.path.exists(source):
         raise ConfigurationError(
-            f"there is no configuration of Accelerate at {source!r}. Name it: accelfn config import FILE"
+            f"there is no configuration of Accelerate at {source!r}. Pass its path: "
+            "accelfn config import FILE"
         )
     text = read_text(source)
+    if not text.strip():
+        raise ConfigurationError(f"{source} is empty, so there is nothing to import. Pass a config file.")
     # Accelerate writes JSON into files that end in .yaml as well; YAML reads both.
     name = f"{source}.json" if text.lstrip().startswith("{") and not source.endswith(".json") else source
     imported = import_accelerate(read_tree(text, name), source)

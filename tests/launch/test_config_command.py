@@ -71,6 +71,9 @@ def test_import_takes_accelerates_file_from_its_usual_place(
 ) -> None:
     assert main(["config", "import"]) == 2
     assert "there is no configuration of Accelerate" in capsys.readouterr().err
+    (tmp_path / "empty.yaml").write_text("\n")
+    assert main(["config", "import", str(tmp_path / "empty.yaml")]) == 2
+    assert "empty.yaml is empty, so there is nothing to import" in capsys.readouterr().err
     source = tmp_path / "cache" / "huggingface" / "accelerate" / "default_config.yaml"
     source.parent.mkdir(parents=True)
     source.write_text('{"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "no"}')

@@ -263,7 +263,7 @@ def test_a_directory_to_write_in_is_removed_by_the_next_program_if_its_own_was_k
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "here is no checkpoint of accelfn: there is no such directory"),
+        (None, "here is not a checkpoint of accelfn: there is no such directory"),
         ([], "the directory is empty"),
         (["random_states_0.pkl", "optimizer.bin"], "a checkpoint of Accelerate.*accelfn checkpoint convert"),
         ([".metadata", "__0_0.distcp"], r"a checkpoint of torch\.distributed\.checkpoint"),

@@ -120,14 +120,19 @@ def test_names_are_ordered_by_all_their_numbers(tmp_path: Path) -> None:
     assert prune_checkpoints(tmp_path / "two", Keep(last=1, every=500)) == (tmp_path / "two/epoch_2_step_10",)
 
 
-def test_a_checkpoint_with_somebodys_files_stays_and_hidden_files_go_with_it(tmp_path: Path) -> None:
-    for step in range(3):
+def test_a_checkpoint_with_a_users_files_stays_and_litter_goes_with_it(tmp_path: Path) -> None:
+    for step in range(4):
         save_small(tmp_path / f"at-{step}", {"x": torch.tensor(step)}, step=step)
     (tmp_path / "at-0" / "notes.txt").write_text("mine")
     (tmp_path / "at-1" / ".DS_Store").write_text("")
-    with pytest.warns(UserWarning, match=r"at-0 stays.*notes\.txt"):
+    (tmp_path / "at-2" / ".env").write_text("mine")
+    with (
+        pytest.warns(UserWarning, match=r"at-0 was not removed.*notes\.txt"),
+        pytest.warns(UserWarning, match=r"at-2 was not removed.*\.env"),
+    ):
         assert prune_checkpoints(tmp_path, Keep(last=1)) == (tmp_path / "at-1",)
     assert (tmp_path / "at-0" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "at-2" / ".env").read_text() == "mine"
 
 
 def test_what_is_damaged_or_being_written_is_left_alone(tmp_path: Path) -> None:

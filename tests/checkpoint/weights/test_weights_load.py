@@ -409,7 +409,7 @@ def test_find_weights_chooses_by_the_libraries_names(tmp_path: Path) -> None:
     ):
         find_weights(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no name of a weights file"):
+    with pytest.raises(ValueError, match="is not a weights file by its name"):
         find_weights(tmp_path / "config.json")
 
 
