@@ -84,7 +84,7 @@ class Case:
 
 
 def numbers(tree: Any) -> Any:
-    """Give a tree as lists of numbers, so that neither a dtype nor a container decides what is right."""
+    """Return a tree as lists of numbers, so that neither a dtype nor a container decides what is right."""
     if isinstance(tree, torch.Tensor):
         return cast("Any", tree).tolist()
     if isinstance(tree, dict):
@@ -366,7 +366,7 @@ def judge(case: Case, outcome: Outcome) -> Verdict:
 
 
 def show(case: Case, outcomes: Sequence[Outcome]) -> str:
-    """Give the text of a cell."""
+    """Return the text of a cell."""
     verdicts = [judge(case, outcomes[rank]) for rank in case.judged]
     if len({verdict.words for verdict in verdicts}) > 1:
         return "; ".join(
@@ -380,7 +380,7 @@ def show(case: Case, outcomes: Sequence[Outcome]) -> str:
 
 
 def detail(outcome: Outcome) -> str:
-    """Give all that a rank reported, on one line."""
+    """Return all that a rank reported, on one line."""
     parts: list[str] = []
     for event in outcome.events:
         if event["event"] in ("right", "wrong"):

@@ -18,7 +18,7 @@ plain: Any = cast("Any", dist)
 
 
 def small_tree(rank: int, leaves: int = 50, elements: int = 256) -> dict[str, torch.Tensor]:
-    """Give a tree of 50 float32 leaves of 1 KiB."""
+    """Return a tree of 50 float32 leaves of 1 KiB."""
     return {f"layer{index}": torch.full((elements,), float(rank)) for index in range(leaves)}
 
 

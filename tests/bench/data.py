@@ -82,12 +82,12 @@ class Made:
 
 
 def go_through(loader: Iterable[Any]) -> Callable[[], int]:
-    """Give a pass over ``loader``, which counts its batches."""
+    """Return a pass over ``loader``, which counts its batches."""
     return lambda: sum(1 for _ in loader)
 
 
 def go_through_epochs(loader: Iterable[Any], sampler: DistributedSampler[Any]) -> Callable[[], int]:
-    """Give a pass over ``loader``, each of the next epoch.
+    """Return a pass over ``loader``, each of the next epoch.
 
     As the others move on by themselves: one that reads the same half of the samples again finds it in the
     processor's cache.
@@ -155,7 +155,7 @@ def measure(ctx: af.Context) -> list[Row]:
 
 
 def ready(num_batches: int, rows: int, length: int) -> DataLoader[Any]:
-    """Give a loader whose batches cost nothing: what remains is what handing them out costs."""
+    """Return a loader whose batches cost nothing: what remains is what handing them out costs."""
     # One sample a batch, since reading many that nobody looks at costs the same for all.
     return DataLoader(Counted(num_batches), batch_size=1, collate_fn=Made(rows, length))
 
@@ -204,18 +204,18 @@ def measure_alone() -> list[Row]:
 
 
 def counted(num: int) -> DataLoader[Any]:
-    """Give a loader over so many samples, shuffled."""
+    """Return a loader over so many samples, shuffled."""
     return DataLoader(Counted(num), batch_size=32, shuffle=True)
 
 
 def reader_of(num: int, rank: int, size: int) -> SampledReader[Any]:
-    """Give what reads for one rank of a large world; nothing is communicated by it."""
+    """Return what reads for one rank of a large world; nothing is communicated by it."""
     source, ctx = counted(num), af.Context()
     return SampledReader(ctx, source, rank, size, LocalSteps(ctx, source, rank))
 
 
 def first_of(make: Callable[[], Iterable[Any]]) -> Callable[[], object]:
-    """Give what makes something and takes the first of it."""
+    """Return what makes something and takes the first of it."""
     return lambda: next(iter(make()))
 
 

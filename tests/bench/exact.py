@@ -14,37 +14,17 @@ import torch.distributed as dist
 from torch import nn
 
 import accelfn as af
-from tests.bench.guard import Encoder
+from tests.bench.guard import Encoder, training_step
 from tests.bench.timing import Row, compare, print_table
 
 plain: Any = cast("Any", dist)
 
 
 def wide() -> nn.Module:
-    """Give 2,100,000 parameters with little to compute: what moves counts here."""
+    """Return a model of 2,100,000 parameters with little to compute: what moves counts here."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1000)
     )
-
-
-def window(ctx: af.Context, make: Callable[[], nn.Module]) -> Callable[[], None]:
-    """Give one optimizer step over windows of batches of 32 images."""
-    af.set_seed(0)
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    model, optimizer = af.prepare(ctx, model, optimizer)
-    images, labels = torch.rand(32, 8, 8), torch.randint(10, (32,))
-    micros = [micro for _, micro in af.microbatches(ctx, range(ctx.gradient_accumulation_steps))]
-    states = [af.init_scaler(ctx)]
-
-    def step() -> None:
-        for micro in micros:
-            with af.accumulate(ctx, micro, model):
-                loss = nn.functional.cross_entropy(model(images), labels)
-                states[0] = af.backward(ctx, loss, states[0], micro)
-        states[0] = af.optimizer_step(ctx, optimizer, states[0])
-
-    return step
 
 
 def measure(ctx: af.Context) -> list[Row]:
@@ -54,7 +34,10 @@ def measure(ctx: af.Context) -> list[Row]:
         for microbatches in (2, 4, 12):
             mean = ctx.replace(gradient_accumulation_steps=microbatches // ctx.num_processes)
             exact = ctx.replace(reduction=af.CanonicalReduction(num_microbatches=microbatches))
-            ways: dict[str, Callable[[], object]] = {"exact": window(exact, make), "mean": window(mean, make)}
+            ways: dict[str, Callable[[], object]] = {
+                "exact": training_step(exact, make),
+                "mean": training_step(mean, make),
+            }
             times = compare(ways, rounds=30, calls=2, before=plain.barrier)
             rows.append(Row(f"{name}, step of {microbatches} microbatches", times.pop("exact"), times))
     return rows

@@ -34,27 +34,28 @@ class Encoder(nn.Module):
         return self.classify(self.encode(self.embed(images)).mean(1))
 
 
-def training_step(ctx: af.Context) -> Callable[[], None]:
-    """Give one step of training on 32 images a rank, as a user of the functions writes it."""
+def training_step(ctx: af.Context, make: Callable[[], nn.Module]) -> Callable[[], None]:
+    """Return one optimizer step over a window of batches of 32 images per rank."""
     af.set_seed(0)
-    model = Encoder()
+    model = make()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     model, optimizer = af.prepare(ctx, model, optimizer)
     images, labels = torch.rand(32, 8, 8), torch.randint(10, (32,))
-    micro = next(iter(af.microbatches(ctx, [0])))[1]
+    micros = [micro for _, micro in af.microbatches(ctx, range(ctx.gradient_accumulation_steps))]
     states = [af.init_scaler(ctx)]
 
     def step() -> None:
-        with af.accumulate(ctx, micro, model):
-            loss = nn.functional.cross_entropy(model(images), labels)
-            states[0] = af.backward(ctx, loss, states[0], micro)
+        for micro in micros:
+            with af.accumulate(ctx, micro, model):
+                loss = nn.functional.cross_entropy(model(images), labels)
+                states[0] = af.backward(ctx, loss, states[0], micro)
         states[0] = af.optimizer_step(ctx, optimizer, states[0])
 
     return step
 
 
 def plain_step() -> Callable[[], None]:
-    """Give the same step in plain torch."""
+    """Return the same step in plain torch."""
     af.set_seed(0)
     model = nn.parallel.DistributedDataParallel(Encoder())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -71,7 +72,9 @@ def plain_step() -> Callable[[], None]:
 def measure(ctx: af.Context) -> list[Row]:
     """Compare on this rank; every rank must call it."""
     modes = {mode.value: ctx.replace(guard=mode.value) for mode in GuardMode}
-    steps: dict[str, Callable[[], object]] = {name: training_step(one) for name, one in modes.items()}
+    steps: dict[str, Callable[[], object]] = {
+        name: training_step(one, Encoder) for name, one in modes.items()
+    }
     steps["plain torch"] = plain_step()
     times = compare(steps, rounds=60, calls=5, before=plain.barrier)
     sampled = times.pop("sampled")

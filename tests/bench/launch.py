@@ -20,7 +20,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def call(*command: str, status: int = 0) -> Callable[[], object]:
-    """Give a function that runs a command, and checks how it ends."""
+    """Return a function that runs a command, and checks how it ends."""
 
     def run() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

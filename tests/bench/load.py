@@ -102,7 +102,7 @@ WAYS = (
 
 
 def memory(field: str) -> int:
-    """Give what the kernel says of this process's memory, in bytes."""
+    """Return what the kernel says of this process's memory, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

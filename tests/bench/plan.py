@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def layers(num_leaves: int) -> nn.Module:
-    """Give a list of layers that are all alike."""
+    """Return a list of layers that are all alike."""
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(num_leaves // 2)))
 
 
@@ -74,7 +74,7 @@ def measure(what: str, make: Callable[[], nn.Module], rounds: int) -> Row:
 
 
 def plan_for_ranks(num_ranks: int) -> Callable[[], object]:
-    """Give what plans a Llama of 70 billion parameters, which is built here, for ranks that aren't there."""
+    """Return what plans a Llama of 70 billion parameters, which is built here, for ranks that aren't there."""
     transformers: Any = importlib.import_module("transformers")
     config = transformers.LlamaConfig(
         hidden_size=8192,

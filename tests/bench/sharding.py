@@ -92,7 +92,7 @@ class GPT(nn.Module):
 
 
 def batch_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give 8 rows of 64 tokens."""
+    """Return 8 rows of 64 tokens."""
     random = torch.Generator().manual_seed(rank)
     ids = torch.randint(_VOCABULARY, (8, 65), generator=random)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -103,7 +103,7 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
 
 
 def by_functions(ctx: af.Context, size: tuple[int, int]) -> Step:
-    """Give a step through the functions; the context says what ranks share."""
+    """Return a step through the functions; the context says what ranks share."""
     model: nn.Module = GPT(*size)
     model, optimizer = af.prepare(ctx, model, torch.optim.AdamW(model.parameters(), 1e-3))
     batch = batch_of(ctx.coordinate("dp"))
@@ -119,7 +119,7 @@ def by_functions(ctx: af.Context, size: tuple[int, int]) -> Step:
 
 
 def by_hand(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Step:
-    """Give a step in plain torch, of a model whose ranks share something already."""
+    """Return a step in plain torch, of a model whose ranks share something already."""
     # Plain parameters beside sharded ones can't be stepped in one call.
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 
@@ -133,7 +133,7 @@ def by_hand(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Step:
 
 
 def fsdp_by_hand(rank: int, size: tuple[int, int]) -> Step:
-    """Give a step with ``fully_shard``: the units, dtypes and clipping of the others."""
+    """Return a step with ``fully_shard``: the units, dtypes and clipping of the others."""
     from torch.distributed.fsdp import fully_shard
 
     model = GPT(*size)
@@ -144,7 +144,7 @@ def fsdp_by_hand(rank: int, size: tuple[int, int]) -> Step:
 
 
 def tp_by_hand(size: tuple[int, int]) -> Step:
-    """Give a step with ``parallelize_module`` and the plan of ours; what no rank shares is whole on each."""
+    """Return a step with ``parallelize_module`` and the plan of ours; what no rank shares is whole on each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_module
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -178,7 +178,7 @@ def _norm_by_hand(norm: nn.Module, mesh: Any) -> None:
 
 
 def fsdp_ways(ctx: af.Context, size: tuple[int, int]) -> dict[str, Callable[[], Step]]:
-    """Give what makes each way's step under FSDP2; every rank must call it."""
+    """Return what makes each way's step under FSDP2; every rank must call it."""
     return {
         "functions": lambda: by_functions(ctx, size),
         "hand-written `fully_shard`": lambda: fsdp_by_hand(ctx.rank, size),
@@ -186,7 +186,7 @@ def fsdp_ways(ctx: af.Context, size: tuple[int, int]) -> dict[str, Callable[[], 
 
 
 def tp_ways(ctx: af.Context, size: tuple[int, int]) -> dict[str, Callable[[], Step]]:
-    """Give what makes each way's step under tensor parallelism; every rank must call it."""
+    """Return what makes each way's step under tensor parallelism; every rank must call it."""
     return {
         "functions": lambda: by_functions(ctx, size),
         "hand-written `parallelize_module`": lambda: tp_by_hand(size),
@@ -194,7 +194,7 @@ def tp_ways(ctx: af.Context, size: tuple[int, int]) -> dict[str, Callable[[], St
 
 
 def contexts() -> dict[str, tuple[af.ContextOptions, Callable[..., dict[str, Callable[[], Step]]]]]:
-    """Give the options and the ways by what ranks share."""
+    """Return the options and the ways by what ranks share."""
     handler = af.config.TorchTensorParallelConfig(plan=PLAN)
     plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2)
     config = af.ParallelismConfig(tp_size=2, tp_handler=handler)

@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
 
 def tiny(size: int = 1, rank: int = 0) -> Work:
-    """Give an MLP of 1,000 parameters and 200 batches of 32 samples a rank."""
+    """Return an MLP of 1,000 parameters and 200 batches of 32 samples a rank."""
     af.set_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     data: Any = TensorDataset(torch.randn(6400 * size, 16), torch.randint(4, (6400 * size,)))
@@ -44,7 +44,7 @@ def tiny(size: int = 1, rank: int = 0) -> Work:
 
 
 def by_hand(model: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> Epoch:
-    """Give an epoch in plain torch."""
+    """Return an epoch in plain torch."""
 
     def epoch() -> None:
         for x, y in loader:
@@ -56,7 +56,7 @@ def by_hand(model: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> Epoch:
 
 
 def by_functions(ctx: af.Context) -> Epoch:
-    """Give an epoch through the functions."""
+    """Return an epoch through the functions."""
     model, optimizer, loader = af.prepare(ctx, *own(ctx))
     states = [af.init_scaler(ctx)]
 
@@ -74,7 +74,7 @@ def by_functions(ctx: af.Context) -> Epoch:
 
 
 def by_shim(accelerator: Any, work: Work) -> Epoch:
-    """Give an epoch through an Accelerator, ours or theirs."""
+    """Return an epoch through an Accelerator, ours or theirs."""
     model, optimizer, loader = accelerator.prepare(*work)
 
     def epoch() -> None:
@@ -88,13 +88,13 @@ def by_shim(accelerator: Any, work: Work) -> Epoch:
 
 
 def own(ctx: af.Context) -> Work:
-    """Give the work with a loader that is not dealt out yet."""
+    """Return the work with a loader that is not dealt out yet."""
     work = tiny(ctx.num_processes, ctx.rank)
     return work._replace(loader=DataLoader[Any](work.loader.dataset, batch_size=32))
 
 
 def ways(ctx: af.Context) -> dict[str, Epoch]:
-    """Give all ways; every rank must call it."""
+    """Return all ways; every rank must call it."""
     from accelerate import Accelerator as Theirs
 
     work = tiny(ctx.num_processes, ctx.rank)
@@ -120,7 +120,7 @@ def measure(ctx: af.Context, before: Callable[[], object] | None = None) -> list
 
 
 def large() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    """Give an MLP of 50 million parameters, and a batch."""
+    """Return an MLP of 50 million parameters, and a batch."""
     af.set_seed(0)
     model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(3)))
     return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(64, 4096)
