@@ -74,7 +74,7 @@ def measure(what: str, make: Callable[[], nn.Module], rounds: int) -> Row:
 
 
 def plan_for_ranks(num_ranks: int) -> Callable[[], object]:
-    """Return what plans a Llama of 70 billion parameters, which is built here, for ranks that aren't there."""
+    """Build a Llama of 70 billion parameters, and return a function that plans it for many ranks."""
     transformers: Any = importlib.import_module("transformers")
     config = transformers.LlamaConfig(
         hidden_size=8192,

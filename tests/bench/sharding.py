@@ -144,7 +144,7 @@ def fsdp_by_hand(rank: int, size: tuple[int, int]) -> Step:
 
 
 def tp_by_hand(size: tuple[int, int]) -> Step:
-    """Return a step with ``parallelize_module`` and the plan of ours; what no rank shares is whole on each."""
+    """Return a step with ``parallelize_module`` and accelfn's plan; the other layers are replicated."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_module
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
