@@ -201,6 +201,7 @@ class Accelerator(Extras, Saving):
         """
         prepared = [*args, *named.values()]
         self._check_to_prepare(prepared, named, device_placement)
+        self._prepare_with_engine(prepared, device_placement)
         places = device_placement or [None] * len(prepared)
         # Schedulers last, since their optimizers may come after them.
         for index in sorted(range(len(prepared)), key=lambda index: isinstance(prepared[index], LRScheduler)):
@@ -226,6 +227,19 @@ class Accelerator(Extras, Saving):
                     "optimizers, loaders and schedulers. To save it, pass it to register_for_checkpointing."
                 )
         check_parameters(items)
+
+    def _prepare_with_engine(self, items: list[Any], device_placement: Sequence[bool] | None) -> None:
+        """Prepare a model with its optimizer, if an engine owns the step; writes into ``items``."""
+        engine = self.context.strategy.engine
+        if engine is None:
+            return
+        if device_placement is not None:
+            raise ValueError(
+                f"device_placement has no effect with {engine}, which places models. Leave it out."
+            )
+        trained = training.prepare_with_engine(self.context, list(map(unwrap, items)))
+        for index, item in trained.items():
+            items[index] = item
 
     def _is_loader(self, item: Any) -> bool:
         loaders = (DataLoader, data.PreparedDataLoader)

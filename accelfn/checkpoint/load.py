@@ -59,6 +59,7 @@ from accelfn.errors import (
     NoCheckpointError,
     RemoteRankError,
 )
+from accelfn.parallel.engines import with_plain_objects
 from accelfn.tree import local_of
 
 T = TypeVar("T")
@@ -144,8 +145,9 @@ def load_state(
     """
     check_context("load_state", ctx)
     phases = CollectivePhases(ctx, "load_state")
-    request = _begin(ctx, phases, directory, like, strict, partial)
-    return _load(ctx, phases, request.directory, like, request, random_state)
+    plain, write_back = with_plain_objects(like)
+    request = _begin(ctx, phases, directory, plain, strict, partial)
+    return write_back(_load(ctx, phases, request.directory, plain, request, random_state))
 
 
 def load_latest(
@@ -194,12 +196,13 @@ def load_latest(
     """
     check_context("load_latest", ctx)
     phases = CollectivePhases(ctx, "load_latest")
-    request = _begin(ctx, phases, directory, like, strict, partial)
+    plain, write_back = with_plain_objects(like)
+    request = _begin(ctx, phases, directory, plain, strict, partial)
     paths = _list_together(ctx, phases, request.directory)
     for path, older in zip(paths, [*paths, None][1:], strict=True):
-        loaded, error = catch(functools.partial(_load, ctx, phases, path, like, request, random_state))
+        loaded, error = catch(functools.partial(_load, ctx, phases, path, plain, request, random_state))
         if error is None:
-            return loaded
+            return write_back(loaded)
         if older is None or not _is_damage(error):
             raise error
         if ctx.is_main_process:

@@ -58,6 +58,7 @@ from accelfn.comm import catch, check_replicas
 from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
 from accelfn.errors import CheckpointError, ReplicaDriftError
+from accelfn.parallel.engines import with_plain_objects
 from accelfn.parallel.parameters import WholeModel, check_filled, whole_of
 from accelfn.training import ScalerState, unwrap_model
 from accelfn.training.scaler import check_newest
@@ -200,10 +201,12 @@ def save_state(
     check_context("save_state", ctx)
     path = Path(os.path.abspath(os.fspath(directory)))
 
+    plain, _ = with_plain_objects(tree)
+
     def collect() -> _RankState:
         finish_background(ctx)
         _check_options(step, metric, keep)
-        return _collect(ctx, path, tree, is_copied=asynchronous)
+        return _collect(ctx, path, plain, is_copied=asynchronous)
 
     own, error = catch(collect)
     folder = os.path.abspath(files) if files is not None and writes_here(ctx) else None

@@ -56,6 +56,7 @@ from accelfn.comm import check_replicas, gather_object
 from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit
+from accelfn.parallel.engines import with_plain_objects
 from accelfn.parallel.parameters import WholeModel, check_filled, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
@@ -112,6 +113,7 @@ def save_model(
         ReplicaDriftError: Replicas of a parameter differ between ranks, and only one could be saved.
     """
     check_context("save_model", ctx)
+    model, _ = with_plain_objects(require_module(_SAVE, model))
     folder = Path(directory)
     _check_replicas(ctx, model)
 
@@ -305,9 +307,9 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
     into the model's tensors, so an optimizer keeps working with them. Of tied weights, the files need only
     one name. Pickled files are read with ``weights_only=True``, so they can't run code.
 
-    Ranks: local; every rank reads for itself. If a model is distributed over ranks (``DTensor``, pipeline
-    stages), each rank loads its own parts, and checks that the files have the names of all. These formats
-    have no checksums: damage to the bytes of a tensor isn't detected.
+    Ranks: local; every rank reads for itself. With ZeRO, every rank of the world. If a model is
+    distributed over ranks (``DTensor``, pipeline stages), each rank loads its own parts, and checks that the
+    files have the names of all. These formats have no checksums: damage to the bytes of a tensor isn't detected.
 
     Args:
         model: Prepared or not; changed in place.
@@ -325,7 +327,8 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
         CheckpointMismatchError: Names, shapes or dtypes differ, or the files have different values for
             weights that are tied in the model. Nothing was changed.
     """
-    inner = unwrap_model(require_module(_LOAD, model), keep_torch_compile=False)
+    plain, write_back = with_plain_objects(require_module(_LOAD, model))
+    inner = unwrap_model(plain, keep_torch_compile=False)
     names = own_names(_LOAD, inner)
     state: dict[str, Any] = inner.state_dict(keep_vars=True)
     targets = {own: state[name] for name, own in names.items()}
@@ -360,6 +363,7 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
             if own in sources
         }
         inner.load_state_dict(loaded, strict=False)
+    write_back(plain)
     return LoadReport(missing, unexpected)
 
 

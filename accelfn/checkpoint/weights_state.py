@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accelfn.checkpoint.weights_index import tied_by
 from accelfn.comm import Call, agree, broadcast, catch, gather_object
 from accelfn.context import Context, check_context
+from accelfn.parallel.engines import with_plain_objects
 from accelfn.parallel.parameters import check_filled, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
@@ -259,8 +260,8 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
 
     If every rank holds the complete model, the result is that of ``state_dict()`` on every rank, and shares
     memory with the model. If the model is distributed over ranks (FSDP2, tensor parallelism, pipeline
-    stages), the main process gets copies of all tensors on the CPU, and the other ranks get an empty dict.
-    One tensor is gathered at a time.
+    stages, ZeRO with its float32 parameters), the main process gets copies of all tensors on the CPU, and
+    the other ranks get an empty dict. One tensor is gathered at a time.
 
     Ranks: every rank of ``ctx``.
 
@@ -280,11 +281,12 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
     ['bias', 'weight']
     """
     check_context("get_state_dict", ctx)
+    plain, _ = with_plain_objects(require_module(_GET, model))
 
     def collect(agree_on: Agreement) -> dict[str, Any]:
-        inner = unwrap_model(require_module(_GET, model), keep_torch_compile=False)
+        inner = unwrap_model(plain, keep_torch_compile=False)
         check_filled(_GET, inner)
-        tensors = (inner if unwrap else model).state_dict(keep_vars=True)
+        tensors = (inner if unwrap else plain).state_dict(keep_vars=True)
         names = own_names(_GET, inner) if unwrap else {name: _without_inserted(name) for name in tensors}
         own = {own: tensors[name] for name, own in names.items()}
         state, stages = complete_state(ctx, _GET, inner, own, agree_on)

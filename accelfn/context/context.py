@@ -159,6 +159,9 @@ class Context:
         Raises:
             NotAvailableError: Accelerate has no name for this device.
         """
+        engine = self.strategy.engine
+        if engine is not None:
+            return DistributedType.DEEPSPEED if engine == "DeepSpeed" else DistributedType.MEGATRON_LM
         if self.world.size == 1:
             return DistributedType.NO
         if self.strategy.fsdp is not None:

@@ -15,6 +15,7 @@ from accelfn.context.config import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DynamoBackend,
+    FrozenOptions,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     Guard,
@@ -75,6 +76,9 @@ class Strategy:
         dynamo: How models are compiled; the backend "no" compiles nothing.
         bypass_device_map: Allow models that are spread over several devices on each of several ranks. Set
             only by the variable ``ACCELFN_BYPASS_DEVICE_MAP``.
+        deepspeed: DeepSpeed trains, with these options; None for torch's own strategies.
+        deepspeed_plugins: All of DeepSpeed's options by name, if there are several models.
+        megatron: Megatron-LM trains, with these options.
     """
 
     ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
@@ -82,6 +86,16 @@ class Strategy:
     fsdp: FullyShardedDataParallelPlugin | None = None
     dynamo: TorchDynamoPlugin = dataclasses.field(default_factory=TorchDynamoPlugin)
     bypass_device_map: bool = False
+    deepspeed: DeepSpeedPlugin | None = None
+    deepspeed_plugins: Mapping[str, DeepSpeedPlugin] = dataclasses.field(default_factory=FrozenOptions)
+    megatron: MegatronLMPlugin | None = None
+
+    @property
+    def engine(self) -> str | None:
+        """Name of the engine that owns the training step: "DeepSpeed" or "Megatron-LM"; None for torch."""
+        if self.deepspeed is not None:
+            return "DeepSpeed"
+        return None if self.megatron is None else "Megatron-LM"
 
 
 # A setting is the default of the option of its name, unless one of these is passed.
@@ -148,7 +162,9 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
     _refuse_unavailable(options)
     handlers = sort_handlers(options.get("kwargs_handlers"))
     before, strategy = ctx.precision, ctx.strategy
-    mode = options.get("mixed_precision") or before.mode
+    deepspeed, plugins = _deepspeed(strategy, options)
+    _refuse_two_engines(strategy, options)
+    mode = options.get("mixed_precision") or (deepspeed and deepspeed.mixed_precision) or before.mode
     # ctx.replace(mixed_precision="bf16") drops the recipe of fp8.
     recipe = handlers.get("fp8_recipe", before.fp8_recipe if mode == "fp8" else None)
     reduction = _reduction(ctx.reduction, options.get("reduction"))
@@ -172,6 +188,9 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
             dynamo=_dynamo(strategy.dynamo, options),
             parallelism=options.get("parallelism_config") or strategy.parallelism,
             fsdp=options.get("fsdp_plugin") or strategy.fsdp,
+            deepspeed=deepspeed,
+            deepspeed_plugins=plugins,
+            megatron=options.get("megatron_lm_plugin") or strategy.megatron,
         ),
         device_placement=options.get("device_placement", ctx.device_placement),
         step_scheduler_with_optimizer=options.get(
@@ -305,6 +324,9 @@ def _accumulation(ctx: Context, options: ContextOptions) -> GradientAccumulation
     if options.get("reduction") is not None and before is not None and before.num_microbatches is not None:
         current = dataclasses.replace(current, num_steps=1)  # the window was derived from the reduction
     plugin, steps = options.get("gradient_accumulation_plugin"), options.get("gradient_accumulation_steps")
+    if plugin is None and steps is None:
+        steps = _deepspeed(ctx.strategy, options)[0]
+        steps = steps and steps.accumulation
     if plugin is None:
         return current if steps is None else dataclasses.replace(current, num_steps=steps)
     if steps not in (None, 1, plugin.num_steps):
@@ -383,9 +405,74 @@ def _dynamo(current: TorchDynamoPlugin, options: ContextOptions) -> TorchDynamoP
     return plugin or (current if backend is None else TorchDynamoPlugin(backend=backend))
 
 
+def _deepspeed(
+    strategy: Strategy, options: ContextOptions
+) -> tuple[DeepSpeedPlugin | None, Mapping[str, DeepSpeedPlugin]]:
+    """Return the active plugin of DeepSpeed, and all of them by name.
+
+    Raises:
+        ConfigurationError: The plugin's configuration contradicts another option.
+        TypeError: The option holds something else.
+    """
+    asked: object = options.get("deepspeed_plugin")
+    plugins, active = strategy.deepspeed_plugins, strategy.deepspeed
+    if isinstance(asked, Mapping):
+        plugins = FrozenOptions(cast("Mapping[str, Any]", asked))
+        active = next(iter(plugins.values()), None)
+    elif asked is not None:
+        active = cast("Any", asked)
+    for plugin in cast("tuple[object, ...]", (*plugins.values(), active)):
+        if plugin is not None and not isinstance(plugin, DeepSpeedPlugin):
+            raise TypeError(
+                "deepspeed_plugin must be a DeepSpeedPlugin, or a mapping of names to them: got "
+                f"{type(plugin).__name__}."
+            )
+    if active is not None:
+        _check_deepspeed(active, options)
+    return active, plugins
+
+
+def _check_deepspeed(plugin: DeepSpeedPlugin, options: ContextOptions) -> None:
+    """Refuse a configuration of DeepSpeed that contradicts another option, naming both."""
+    window = options.get("gradient_accumulation_plugin")
+    steps = window.num_steps if window is not None else options.get("gradient_accumulation_steps")
+    mode = options.get("mixed_precision")
+    sides = (
+        ("gradient_accumulation_steps", steps, plugin.accumulation),
+        ("mixed_precision", None if mode is None else str(mode), plugin.mixed_precision),
+    )
+    for name, own, other in sides:
+        if own is not None and other is not None and own != other and not (own == "fp8" and other == "bf16"):
+            raise ConfigurationError(
+                f"{name}={own!r} contradicts the configuration of DeepSpeed, which asks for {other!r}. Set "
+                f'one of the two, and leave the other "auto".'
+            )
+
+
+def _refuse_two_engines(strategy: Strategy, options: ContextOptions) -> None:
+    """Refuse options that each name another owner of the training step."""
+    engines = {
+        "deepspeed_plugin": strategy.deepspeed,
+        "megatron_lm_plugin": strategy.megatron,
+        "fsdp_plugin": strategy.fsdp,
+        "parallelism_config": strategy.parallelism,
+    }
+    named = [name for name, before in engines.items() if options.get(name) is not None or before is not None]
+    owners = [name for name in named if name in ("deepspeed_plugin", "megatron_lm_plugin")]
+    if owners and len(named) > 1:
+        raise ConfigurationError(
+            f"{' and '.join(named)} each decide how models are spread over ranks. Leave all but one out."
+        )
+    reduction = options.get("reduction")
+    if owners and (isinstance(reduction, CanonicalReduction) or (reduction or "").lower() == "canonical"):
+        raise ConfigurationError(
+            f'reduction="canonical" sums gradients in a fixed order, but with {owners[0]} the engine sums '
+            "them. Leave one of the two out."
+        )
+
+
 def _refuse_unavailable(options: ContextOptions) -> None:
     for argument, what, is_asked in (
-        ("deepspeed_plugin", "DeepSpeed", "deepspeed_plugin" in options),
         ("megatron_lm_plugin", "Megatron-LM", "megatron_lm_plugin" in options),
         ("mixed_precision", "fp8", options.get("mixed_precision") == "fp8"),
     ):

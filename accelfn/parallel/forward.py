@@ -131,6 +131,13 @@ class MixedPrecisionForward(WrappedForward):
         return convert_to_fp32(result)
 
 
+def with_precision(ctx: Context, model: M) -> M:
+    """Make ``model.forward`` compute in the context's precision. Writes into the module."""
+    if ctx.precision.mode != "no":
+        model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
+    return model
+
+
 class CompiledForward(WrappedForward):
     """A module's ``forward``, compiled.
 

@@ -20,6 +20,8 @@ from accelfn.tree import is_dtensor
 
 L = TypeVar("L")
 
+EngineName = Literal["none", "ddp", "shard", "pipeline", "deepspeed", "megatron"]
+
 # Attribute of a prepared model: its handle. A plain attribute, so it is in no state dict.
 HANDLE = "_accelfn_replica"
 
@@ -94,7 +96,7 @@ class BatchRun(NamedTuple, Generic[L]):
 class Handle(ABC):
     """The handle of a prepared model; one subclass for each engine that reduces gradients."""
 
-    engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "ddp"
+    engine: ClassVar[EngineName] = "ddp"
     has_whole_parameters: ClassVar[bool] = True  # and so equal ones on all ranks
     holds_gradients: ClassVar[bool] = False  # outside of .grad, until they are reduced
     splits_batches: ClassVar[bool] = False  # into microbatches, so a window can be one batch
@@ -183,7 +185,7 @@ class LocalHandle(Handle):
     Its forward pass communicates all the same: each rank has a part of the layers.
     """
 
-    engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "none"
+    engine: ClassVar[EngineName] = "none"
     has_whole_parameters: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module) -> None:
@@ -221,6 +223,11 @@ def is_replicated(model: nn.Module) -> bool:
     """Return whether a model, which may be compiled, is replicated: complete and equal on all ranks."""
     handle = handle_of(model)
     return handle is not None and handle.is_alive and handle.has_whole_parameters
+
+
+def handles_of(parameter: torch.Tensor) -> tuple[Handle, ...]:
+    """Return the handles of the models that a parameter is trained in."""
+    return tuple(handle for handle in vars(parameter).get(_HANDLES, ()) if handle.is_alive)
 
 
 def is_kept_equal(parameter: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch import nn
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, Handle, naming_lost_ranks
+from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, EngineName, Handle, naming_lost_ranks
 from accelfn.parallel.norm import aligned, count_stages
 from accelfn.parallel.parameters import named, whole_of
 from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
@@ -704,7 +704,7 @@ class PipelineHandle(Handle):
     Gradients of a parameter on several stages are summed where the window closes.
     """
 
-    engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "pipeline"
+    engine: ClassVar[EngineName] = "pipeline"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
     splits_batches: ClassVar[bool] = True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from functools import partial, wraps
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,15 @@ from accelfn.context.config import AutoWrapPolicy, FullyShardedDataParallelPlugi
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.experts import ExpertPlan
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
-from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Communication, Handle, handle_of, raise_explained
+from accelfn.parallel.handle import (
+    HANDLE,
+    IN_NO_SYNC,
+    Communication,
+    EngineName,
+    Handle,
+    handle_of,
+    raise_explained,
+)
 from accelfn.tree import is_dtensor
 
 if TYPE_CHECKING:
@@ -521,7 +529,7 @@ class ShardHandle(Handle):
     outside of a forward pass; they would not be averaged, and are refused.
     """
 
-    engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "shard"
+    engine: ClassVar[EngineName] = "shard"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
 

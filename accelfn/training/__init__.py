@@ -26,6 +26,7 @@ from accelfn.training.prepare import (
     prepare_model as prepare_model,
     prepare_optimizer as prepare_optimizer,
     prepare_scheduler as prepare_scheduler,
+    prepare_with_engine as prepare_with_engine,
     unwrap_model as unwrap_model,
     verify_device_map as verify_device_map,
 )

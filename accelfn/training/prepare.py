@@ -21,6 +21,7 @@ from accelfn.context.config import AutocastKwargs
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import ModelPlan, plan_model, read_facts
+from accelfn.parallel.engines import EngineOptimizer, wraps_model
 from accelfn.parallel.forward import (
     MixedPrecisionForward,
     WrappedForward,
@@ -28,12 +29,14 @@ from accelfn.parallel.forward import (
     compile_,
     copied_without,
     plain_forward,
+    with_precision,
     without_compile,
 )
 from accelfn.parallel.handle import has_engine, uncompiled
 from accelfn.parallel.parameters import materialize, names_on_meta, newest, refuse_unfilled, repoint
 from accelfn.parallel.plan import apply_model, modules_to_compile, share_attention
 from accelfn.parallel.replicate import check_wrapped, replicate
+from accelfn.training.engines import prepare_trained, prepare_untrained
 from accelfn.tree import is_dtensor, send_to_device
 
 M = TypeVar("M", bound=nn.Module)
@@ -57,13 +60,6 @@ def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> Ab
     """
     check_context("autocast", ctx)
     return autocast_in(ctx.precision, ctx.device.type, autocast_handler)
-
-
-def with_precision(ctx: Context, model: M) -> M:
-    """Make ``model.forward`` compute in the context's precision. Writes into the module."""
-    if ctx.precision.mode != "no":
-        model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
-    return model
 
 
 def without_precision(model: M) -> M:
@@ -282,11 +278,43 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
         (LRScheduler, prepare_scheduler),
     )
     prepared = list(objects)
+    trained = {} if ctx.strategy.engine is None else prepare_with_engine(ctx, objects)
+    for index, item in trained.items():
+        prepared[index] = item
     for kind, prepare_kind in kinds:
         for index, item in enumerate(objects):
-            if isinstance(item, kind):
+            if isinstance(item, kind) and index not in trained:
                 prepared[index] = prepare_kind(ctx, item)
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+
+def prepare_with_engine(ctx: Context, objects: Sequence[object]) -> dict[int, Any]:
+    """Prepare a model, its optimizer and its schedulers together, with the engine of the context.
+
+    Ranks: every rank of ``ctx``.
+
+    Returns:
+        What replaces each of them, by index. Objects that are prepared already aren't in it.
+    """
+    kinds = (nn.Module, "model"), (Optimizer, "optimizer")
+    known = {
+        index
+        for index, item in enumerate(objects)
+        for kind, name in kinds
+        if isinstance(item, kind) and _is_prepared(ctx, item, name)
+    }
+    trained = prepare_trained(ctx, {i: item for i, item in enumerate(objects) if i not in known})
+    for index, item in trained.items():
+        if isinstance(item, (nn.Module, Optimizer)):
+            setattr(item, _MARK, mark_of(ctx))
+        if isinstance(item, EngineOptimizer):
+            setattr(item.optimizer, _MARK, mark_of(ctx))
+        before = objects[index]
+        if isinstance(before, nn.Module):
+            setattr(before, _MARK, mark_of(ctx)._replace(is_wrapped=True))
+        elif isinstance(before, Optimizer):  # a scheduler may be over it
+            setattr(before, _MARK, mark_of(ctx))
+    return trained
 
 
 def check_parameters(objects: Sequence[object]) -> None:
@@ -308,6 +336,8 @@ def check_parameters(objects: Sequence[object]) -> None:
 
 def parameters_of(optimizer: Optimizer) -> frozenset[int]:
     """Return the ids of an optimizer's parameters, or of their successors."""
+    if isinstance(optimizer, EngineOptimizer):
+        return frozenset(map(id, optimizer.model_parameters))
     groups: list[dict[str, list[torch.Tensor]]] = optimizer.param_groups
     return frozenset(id(newest(parameter)) for group in groups for parameter in group["params"])
 
@@ -352,6 +382,12 @@ def prepare_model(
             mode, a module has statistics that would depend on the number of ranks.
     """
     check_context("prepare_model", ctx)
+    if ctx.strategy.engine is not None and plan is None and not _is_prepared(ctx, model, "model"):
+        engine = prepare_untrained(ctx, model, evaluation_mode)
+        if engine is not None:
+            setattr(model, _MARK, mark_of(ctx)._replace(is_wrapped=True))
+            setattr(engine, _MARK, mark_of(ctx)._replace(is_alone=True))
+            return cast("M", engine)
     was_prepared = _is_prepared(ctx, model, "model")
     if was_prepared:
         is_alone = cast("Mark", getattr(model, _MARK)).is_alone
@@ -461,6 +497,11 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
         ConfigurationError: Another context has prepared it.
     """
     check_context("prepare_optimizer", ctx)
+    if ctx.strategy.engine is not None and not _is_prepared(ctx, optimizer, "optimizer"):
+        raise ConfigurationError(
+            f"prepare_optimizer: {ctx.strategy.engine} needs the model and its optimizer together. Write "
+            "prepare(ctx, model, optimizer, ...)."
+        )
     if _is_prepared(ctx, optimizer, "optimizer"):
         repoint(optimizer)
         return optimizer
@@ -523,7 +564,7 @@ def unwrap_model(
     compiled: nn.Module | None = None
     inner = model
     while True:  # wrappers may be nested in either order
-        if isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
+        if isinstance(inner, (DistributedDataParallel, nn.DataParallel)) or wraps_model(inner):
             inner = cast("nn.Module", inner.module)
         elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):
             compiled = inner

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
+from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.exact import scale_open_sums
 from accelfn.parallel.handle import follow_optimizers
 from accelfn.tree import local_of
@@ -186,16 +187,19 @@ def _unscaled(
 ) -> ScalerState:
     scales, weight = ctx.precision.scales_loss, scaler_state.weight
     several = list_optimizers("unscale_gradients", optimizer)
-    follow_optimizers("unscale_gradients", ctx, several)
+    engines = [one for one in several if isinstance(one, EngineOptimizer)]
+    follow_optimizers("unscale_gradients", ctx, [one for one in several if one not in engines])
     left = [one for one in several if id(one) not in scaler_state.unscaled]
     if not left or (not scales and weight is None):
         return scaler_state._replace()
+    if engines:  # their steps divide
+        return scaler_state._replace(unscaled=(*scaler_state.unscaled, *map(id, left)))
     grads, error = catch(lambda: _gradients(left, scales))
     if ctx.num_processes > 1:  # before anything changes
         check(ctx, Call("unscale_gradients", f"scaled={scales} weighted={weight is not None}"), error)
     elif error is not None:
         raise error
-    share = None if weight is None else _share_of_weight(ctx, weight)
+    share = None if weight is None else share_of_weight(ctx, weight)
     following = divide_(ctx, grads or [], scaler_state, share)
     unscaled = (*scaler_state.unscaled, *map(id, left))
     if not scales:
@@ -246,10 +250,12 @@ def divide_(
     return scaler_state._replace(found_inf=found_inf)
 
 
-def _share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
+def share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
     """Return the factor that turns averaged gradients of sums into those of the mean over all weights.
 
     Zero if the total weight is zero.
+
+    Ranks: every rank of ``ctx``.
     """
     total = weight.reshape(1).clone()
     if ctx.num_processes > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accelfn.comm import Call, check_replicas, count_call, gather_object, reduce
 from accelfn.context import Context, check_context
-from accelfn.errors import ConfigurationError, NonFiniteGradientError
+from accelfn.errors import ConfigurationError, NonFiniteGradientError, NotAvailableError
+from accelfn.parallel.engines import EngineOptimizer, owner_of_step
 from accelfn.parallel.handle import check_reduced, follow_optimizers
 from accelfn.parallel.norm import clip_norm_, clip_value_
 from accelfn.parallel.parameters import follow
@@ -22,6 +24,7 @@ from accelfn.training.scaler import (
     check_usable,
     list_optimizers,
     parameters_in,
+    share_of_weight,
     step_was_skipped,
     supersede,
     unscale_gradients,
@@ -118,7 +121,8 @@ def clip_grad_norm_(
 
     Returns:
         The norm before scaling, shape ``()``, on the gradients' device; no DTensor, and the same on every
-        rank. Zero without gradients.
+        rank. Zero without gradients. An engine that owns the step (DeepSpeed, Megatron-LM) clips in it: the
+        tensor is NaN until then, and has the norm afterwards.
 
     Raises:
         ValueError: ``max_norm`` isn't positive, or the gradients are not divided by loss scale and weight
@@ -127,6 +131,10 @@ def clip_grad_norm_(
     """
     ready = _ready("clip_grad_norm_", ctx, parameters, scaler_state)
     check_bound("clip_grad_norm_", "max_norm", max_norm)
+    if ctx.strategy.engine is not None:
+        owner = owner_of_step("clip_grad_norm_", ready)
+        if owner is not None:
+            return owner.clip_at_step(max_norm, norm_type)
     return clip_norm_(ctx, ready, max_norm, norm_type)
 
 
@@ -154,9 +162,16 @@ def clip_grad_value_(
         ValueError: ``clip_value`` isn't positive, or the gradients are not divided by loss scale and weight
             yet; or the state was superseded, or its window is still open.
         ConfigurationError: There are several ranks, and the gradients were not averaged over them.
+        NotAvailableError: An engine owns the step, and clips by the norm alone.
     """
     ready = _ready("clip_grad_value_", ctx, parameters, scaler_state)
     check_bound("clip_grad_value_", "clip_value", clip_value)
+    owner = None if ctx.strategy.engine is None else owner_of_step("clip_grad_value_", ready)
+    if owner is not None:
+        raise NotAvailableError(
+            f"clip_grad_value_: {owner.name} owns the gradients until its step, and clips them by their norm "
+            "alone. Use clip_grad_norm_ or max_norm."
+        )
     clip_value_(ctx, ready, clip_value)
 
 
@@ -179,7 +194,8 @@ def _ready(
     check_context(operation, ctx)
     check_usable(operation, scaler_state)
     found = follow([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-    check_reduced(operation, ctx, found)
+    if ctx.strategy.engine is None:
+        check_reduced(operation, ctx, found)
     if not scaler_state.is_unscaled and (scaler_state.weight is not None or ctx.precision.scales_loss):
         raise ValueError(
             f"{operation}: the gradients are not divided by loss scale and weight yet, so the bound would be "
@@ -245,25 +261,12 @@ def optimizer_step(
     schedulers = list_schedulers("optimizer_step", scheduler)
     if max_norm is not None:
         check_bound("optimizer_step", "max_norm", max_norm)
-    if ctx.num_processes > 1:
-        follow_optimizers("optimizer_step", ctx, optimizers)
-        if check_reduced("optimizer_step", ctx, parameters_in(optimizers)):
-            count_call(ctx, Call("optimizer_step"))
-    scales = ctx.precision.scales_loss
     before = scaler_state
-    if scales or scaler_state.weight is not None:
-        scaler_state = unscale_gradients(ctx, optimizers, scaler_state._replace())
-    if ctx.guard.check_gradients and not scales:
-        check_gradients(ctx, optimizers)
-    if max_norm is not None:
-        clip_norm_(ctx, parameters_in(optimizers), max_norm)
-    if not scales:
-        for item in optimizers:
-            cast("Any", item).step()
-        scaler_state = scaler_state._replace(unscaled=(), weight=None)
+    engines = [item for item in optimizers if isinstance(item, EngineOptimizer)]
+    if engines:
+        scaler_state = _step_engines(ctx, engines, len(optimizers), scaler_state, max_norm)
     else:
-        _step_if_finite(optimizers, scaler_state.found_inf)
-        scaler_state = update_scaler(ctx, scaler_state)
+        scaler_state = _step(ctx, optimizers, scaler_state, max_norm)
     if before.weight is not None:
         scaler_state.weight_is_used = True
     supersede("optimizer_step", before)
@@ -273,10 +276,62 @@ def optimizer_step(
     for item in optimizers:
         if clear_gradients:
             item.zero_grad(set_to_none=True)
-        if every is not None and ctx.num_processes > 1 and _count_step(item) % every == 0:
+        if every is not None and ctx.num_processes > 1 and not engines and _count_step(item) % every == 0:
             parameters, name = named_parameters(item)
             check_replicas(ctx, parameters, name=name)
     return scaler_state
+
+
+def _step(
+    ctx: Context, optimizers: Sequence[Optimizer], scaler_state: ScalerState, max_norm: float | None
+) -> ScalerState:
+    """Unscale, clip, and step torch's optimizers; return the next state."""
+    if ctx.num_processes > 1:
+        follow_optimizers("optimizer_step", ctx, optimizers)
+        if check_reduced("optimizer_step", ctx, parameters_in(optimizers)):
+            count_call(ctx, Call("optimizer_step"))
+    scales = ctx.precision.scales_loss
+    if scales or scaler_state.weight is not None:
+        scaler_state = unscale_gradients(ctx, optimizers, scaler_state._replace())
+    if ctx.guard.check_gradients and not scales:
+        check_gradients(ctx, optimizers)
+    if max_norm is not None:
+        clip_norm_(ctx, parameters_in(optimizers), max_norm)
+    if not scales:
+        for item in optimizers:
+            cast("Any", item).step()
+        return scaler_state._replace(unscaled=(), weight=None)
+    _step_if_finite(optimizers, scaler_state.found_inf)
+    return update_scaler(ctx, scaler_state)
+
+
+def _step_engines(
+    ctx: Context,
+    optimizers: Sequence[EngineOptimizer],
+    number: int,
+    scaler_state: ScalerState,
+    max_norm: float | None,
+) -> ScalerState:
+    """Let engines reduce, unscale, clip and step; return the next state.
+
+    Raises:
+        ConfigurationError: Only some of the ``number`` optimizers belong to engines.
+    """
+    if len(optimizers) < number:
+        raise ConfigurationError(
+            "optimizer_step: got optimizers of an engine and others in one call, but an engine decides by "
+            "itself whether its step is skipped. Step them one by one, each with its own ScalerState."
+        )
+    if ctx.num_processes > 1:
+        count_call(ctx, Call("optimizer_step"))
+    divisor = float(scaler_state.scale)
+    if scaler_state.weight is not None:
+        share = float(share_of_weight(ctx, scaler_state.weight))
+        divisor = divisor / share if share else math.inf  # without any weight there is nothing to learn from
+    steps = [item.run_step(divisor, max_norm) for item in optimizers]
+    found = torch.full_like(scaler_state.found_inf, float(any(step.overflowed for step in steps)))
+    following = scaler_state._replace(found_inf=found, unscaled=(), weight=None)
+    return update_scaler(ctx, following) if ctx.precision.scales_loss else following
 
 
 def _count_step(optimizer: Optimizer) -> int:
@@ -404,7 +459,13 @@ def check_local_sgd(operation: str, ctx: Context, every: int) -> None:
     Raises:
         ValueError: ``every`` is below 1.
         ConfigurationError: The context is in exact mode.
+        NotAvailableError: An engine owns the step.
     """
+    if ctx.strategy.engine is not None:
+        raise NotAvailableError(
+            f"{operation}: {ctx.strategy.engine} reduces gradients in each step, and local SGD lets ranks "
+            "train independently. Use one of the two."
+        )
     if every < 1:
         raise ValueError(f"{operation}: the number of steps must be at least 1, got {every}.")
     if ctx.reduction is not None:

@@ -15,6 +15,7 @@ from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch, plan_microbatch
 from accelfn.data.microbatch import Draws
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.handle import handle_of, has_engine
 from accelfn.parallel.parameters import repoint
 from accelfn.training.backward import (
@@ -200,6 +201,8 @@ def _check_trained(ctx: Context, models: Sequence[nn.Module], optimizers: Sequen
     known = {id(parameter) for model in models for parameter in model.parameters()}
     averaged = {id(parameter) for model in models if has_engine(model) for parameter in model.parameters()}
     for optimizer in optimizers:
+        if isinstance(optimizer, EngineOptimizer):  # its groups hold the engine's own tensors
+            continue
         tree, name = named_parameters(optimizer)
         leaves, structure = flatten(tree)
         for index, parameter in enumerate(cast("list[torch.Tensor]", leaves)):

@@ -2,6 +2,7 @@
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 from accelfn.context.config.checks import FrozenOptions as FrozenOptions
+from accelfn.context.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accelfn.context.config.enums import (
     AutoWrapPolicy as AutoWrapPolicy,
     BackwardPrefetch as BackwardPrefetch,
@@ -29,7 +30,6 @@ from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin as FullyS
 from accelfn.context.config.handlers import (
     AORecipeKwargs as AORecipeKwargs,
     AutocastKwargs as AutocastKwargs,
-    DeepSpeedPlugin as DeepSpeedPlugin,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     FP8RecipeKwargs as FP8RecipeKwargs,
     GradScalerKwargs as GradScalerKwargs,

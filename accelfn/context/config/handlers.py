@@ -14,7 +14,6 @@ from accelfn.context.config.checks import (
     FrozenOptions,
     Record,
     as_choice,
-    in_range,
     settle,
     settle_fields,
     settle_path,
@@ -30,7 +29,6 @@ from accelfn.context.config.enums import (
     FP8Backend,
     FP8Format,
     FP8OptLevel,
-    OffloadDevice,
     ProfileActivity,
 )
 from accelfn.errors import ConfigurationError, NotAvailableError
@@ -295,48 +293,6 @@ class TorchDynamoPlugin(KwargsHandler):
             if name in kwargs:
                 kwargs[name] = str(kwargs[name]).lower()
         return kwargs
-
-
-# Of engines that accelfn doesn't run yet: records that can be built and compared, so that a program that
-# names them can be read; a context refuses them.
-
-
-@dataclass(frozen=True, slots=True)
-class DeepSpeedPlugin(Record):
-    """How DeepSpeed shards and offloads.
-
-    Attributes:
-        hf_ds_config: A DeepSpeed configuration: a mapping, or the path of a file. Default None.
-        gradient_accumulation_steps: Micro-batches per step, at least 1, or "auto". Default auto.
-        gradient_clipping: Largest gradient norm; 0 for no clipping, or "auto". Default auto.
-        zero_stage: What is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and
-            parameters. Default 2.
-        is_train_batch_min: Whether the smallest of several loaders gives the batch size. Default True.
-        offload_optimizer_device: Where optimizer state is kept: none, cpu or nvme. Default none.
-        offload_param_device: Where parameters are kept: none, cpu or nvme. Default none.
-        offload_optimizer_nvme_path: Directory on the disk, for nvme. Default "none".
-        offload_param_nvme_path: Directory on the disk, for nvme. Default "none".
-        zero3_init_flag: Whether models are created sharded, at stage 3. Default None: yes.
-        zero3_save_16bit_model: Whether stage 3 can gather a 16-bit model to save it. Default False.
-        transformer_moe_cls_names: Class names of expert layers, as an iterable or with commas. Default None.
-        enable_msamp: Whether MS-AMP is used. Default False.
-        msamp_opt_level: "O1" or "O2". Default O1.
-    """
-
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: int | str = "auto"
-    gradient_clipping: float | str = "auto"
-    zero_stage: int = field(default=2, metadata=in_range(0, 3))
-    is_train_batch_min: bool = True
-    offload_optimizer_device: OffloadDevice | str = OffloadDevice.NONE
-    offload_param_device: OffloadDevice | str = OffloadDevice.NONE
-    offload_optimizer_nvme_path: str = "none"
-    offload_param_nvme_path: str = "none"
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool = False
-    transformer_moe_cls_names: Iterable[str] | None = None
-    enable_msamp: bool = False
-    msamp_opt_level: FP8OptLevel | str = FP8OptLevel.O1
 
 
 @dataclass(frozen=True, slots=True, init=False)

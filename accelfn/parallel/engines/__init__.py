@@ -1,0 +1,26 @@
+"""Adapters of engines that own a model's training step, and what training and checkpoints need of them."""
+
+# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+from accelfn.parallel.engines.engine import (
+    EngineHandle as EngineHandle,
+    EngineOptimizer as EngineOptimizer,
+    EngineState as EngineState,
+    EngineStep as EngineStep,
+    owner_of_step as owner_of_step,
+    with_plain_objects as with_plain_objects,
+    wraps_model as wraps_model,
+)
+from accelfn.parallel.engines.deepspeed_plan import (
+    DeepSpeedFacts as DeepSpeedFacts,
+    DeepSpeedPlan as DeepSpeedPlan,
+    plan_deepspeed as plan_deepspeed,
+)
+from accelfn.parallel.engines.deepspeed import (
+    DeepSpeedParts as DeepSpeedParts,
+    DummyOptim as DummyOptim,
+    DummyScheduler as DummyScheduler,
+    apply_deepspeed as apply_deepspeed,
+    deepspeed_facts as deepspeed_facts,
+    gathered_parameters as gathered_parameters,
+    zero3_init as zero3_init,
+)

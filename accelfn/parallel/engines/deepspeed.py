@@ -1,0 +1,489 @@
+"""Train a model with DeepSpeed: build its engine, and the objects that stand for the model's optimizer."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accelfn.context import Context
+from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
+from accelfn.parallel.engines.deepspeed_plan import (
+    KNOWN_KEYS,
+    DeepSpeedFacts,
+    DeepSpeedPlan,
+    plan_deepspeed,
+)
+from accelfn.parallel.engines.deepspeed_state import plain_state
+from accelfn.parallel.engines.engine import EngineHandle, EngineOptimizer, EngineState, EngineStep
+from accelfn.parallel.forward import check_each_forward, with_precision
+from accelfn.parallel.handle import Communication, EngineName
+from accelfn.parallel.parameters import names_on_meta
+from accelfn.tree import map_tensors
+
+# The first version whose caller may count micro-batches.
+_MINIMUM = (0, 19)
+
+
+class DummyOptim(Optimizer):
+    """Stands for the optimizer of DeepSpeed's configuration until ``prepare``.
+
+    Args:
+        params: As of torch's optimizers.
+        lr: Fills the "auto" of the configuration.
+        weight_decay: Likewise.
+        **kwargs: Kept in ``defaults``.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, **kwargs: Any) -> None:
+        """Store the parameters and the options."""
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **kwargs})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Refuse: there is no optimizer before ``prepare``."""
+        raise ConfigurationError(
+            "DummyOptim stands for an optimizer that prepare makes. Use the optimizer that prepare returns."
+        )
+
+
+class DummyScheduler:
+    """Stands for the scheduler of DeepSpeed's configuration until ``prepare``.
+
+    Args:
+        optimizer: The ``DummyOptim``, or the optimizer that is prepared with it.
+        total_num_steps: Optimizer steps in all; fills the "auto" of the configuration.
+        warmup_num_steps: Likewise.
+        lr_scheduler_callable: Makes a scheduler of torch's over the optimizer that it gets.
+        **kwargs: Kept as ``kwargs``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Optimizer], LRScheduler] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Store the options."""
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+class DeepSpeedScheduler(LRScheduler):
+    """DeepSpeed's own scheduler, which its engine steps; ``step`` does nothing."""
+
+    def __init__(self, optimizer: EngineOptimizer, scheduler: Any) -> None:
+        """Stand for ``scheduler``."""
+        # Not LRScheduler.__init__, which steps.
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+
+    def step(self, epoch: int | None = None) -> None:
+        """Do nothing: the engine's step steps it."""
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the learning rate of each group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return DeepSpeed's state."""
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load DeepSpeed's state."""
+        self.scheduler.load_state_dict(state_dict)
+
+
+class DeepSpeedHandle(EngineHandle):
+    """The handle of a model that DeepSpeed trains or shards."""
+
+    engine: ClassVar[EngineName] = "deepspeed"
+    name: ClassVar[str] = "DeepSpeed"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: DeepSpeedPlan,
+        groups: Sequence[Sequence[torch.Tensor]],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        """Attach to DeepSpeed's engine ``model``."""
+        self.plan = plan
+        self._groups, self._dtypes = groups, dtypes
+        super().__init__(model, model.parameters())
+
+    def communicates(self) -> Communication:
+        """Return that stages above 1 reduce in the backward pass, and that stage 3 gathers parameters."""
+        stage = self.plan.stage
+        trains = torch.is_grad_enabled() and bool(self._groups)
+        return Communication(gradients=trains and stage > 1, parameters=stage == 3, at_once=stage == 3)
+
+    def state(self) -> EngineState:
+        """Return the model and optimizer as plain objects with row shards."""
+        model = cast("Any", self._model())
+        if self.plan.stage == 0:
+            return EngineState(model.module, model.optimizer if self._groups else None, lambda: None)
+        return plain_state(model, self.plan.stage, self._groups, self._dtypes)
+
+
+class DeepSpeedOptimizer(EngineOptimizer):
+    """The optimizer of a model that DeepSpeed trains."""
+
+    handle: DeepSpeedHandle
+
+    def __init__(self, engine: Any, parameters: Iterable[torch.Tensor], handle: DeepSpeedHandle) -> None:
+        """Stand for the optimizer of DeepSpeed's ``engine``."""
+        inner = engine.optimizer if handle.plan.stage == 0 else engine.optimizer.optimizer
+        super().__init__(inner, parameters, handle)
+        self._engine = engine
+
+    def step_engine(self, divisor: float, max_norm: float | None) -> EngineStep:
+        """Reduce, unscale, clip and step, with DeepSpeed; see :class:`EngineOptimizer`."""
+        planned = self.handle.plan.max_norm
+        if planned and max_norm is not None and max_norm != planned:
+            raise ConfigurationError(
+                f"max_norm={max_norm} contradicts DeepSpeed's gradient_clipping={planned}. Set one of the "
+                'two, and leave the other out or "auto".'
+            )
+        bound = planned or max_norm or 0.0
+        if self.handle.plan.stage == 0:
+            return self._step_replicas(divisor, bound)
+        zero = self._engine.optimizer
+        zero.clip_grad, zero.loss_scale = bound, divisor
+        try:
+            self._engine.step()
+        finally:
+            zero.clip_grad, zero.loss_scale = 0.0, 1.0
+        norm = self._engine.get_global_grad_norm()
+        return EngineStep(None if norm is None else float(norm), bool(getattr(zero, "overflow", False)))
+
+    def _step_replicas(self, divisor: float, bound: float) -> EngineStep:
+        """Step at stage 0, where each rank has all gradients in the parameters."""
+        engine = self._engine
+        engine.buffered_allreduce_fallback()
+        gradients = [one.grad for one in self.model_parameters if one.grad is not None]
+        with torch.no_grad():
+            if divisor != 1.0:
+                torch._foreach_div_(gradients, divisor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            norm = torch.nn.utils.get_total_norm(gradients)
+        overflowed = not bool(torch.isfinite(norm)) and divisor != 1.0
+        if overflowed:
+            engine.zero_grad()
+            engine.skipped_steps += 1
+            return EngineStep(float(norm), True)
+        if bound:
+            torch.nn.utils.clip_grads_with_norm_(self.model_parameters, bound, norm)
+        engine.step()
+        return EngineStep(float(norm), False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the engine's step clears the gradients that it holds."""
+
+
+class DeepSpeedParts(NamedTuple):
+    """The result of :func:`apply_deepspeed`.
+
+    Attributes:
+        model: DeepSpeed's engine around the model.
+        optimizer: In place of the one that was passed; None without one.
+        scheduler: The scheduler to use; None without one.
+    """
+
+    model: nn.Module
+    optimizer: DeepSpeedOptimizer | None
+    scheduler: LRScheduler | None
+
+
+def load_deepspeed() -> Any:
+    """Return the package deepspeed.
+
+    Raises:
+        MissingExtraError: It isn't installed.
+        NotAvailableError: It is too old.
+    """
+    try:
+        package: Any = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise MissingExtraError(
+            "DeepSpeed is not installed. Run: pip install 'accelfn[deepspeed]'"
+        ) from error
+    version = tuple(int(part) for part in str(package.__version__).split(".")[:2])
+    if version < _MINIMUM:
+        raise NotAvailableError(
+            f"DeepSpeed {package.__version__} is too old: accelfn counts the micro-batches of a window, "
+            f"which needs {'.'.join(map(str, _MINIMUM))}. Run: pip install -U 'accelfn[deepspeed]'"
+        )
+    return package
+
+
+def deepspeed_facts(
+    ctx: Context,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scheduler: LRScheduler | DummyScheduler | None,
+    batch_sizes: Iterable[int | None] = (),
+) -> DeepSpeedFacts:
+    """Read what :func:`accelfn.parallel.engines.plan_deepspeed` depends on.
+
+    Raises:
+        MissingExtraError: DeepSpeed isn't installed.
+        NotAvailableError: It is too old.
+    """
+    package = load_deepspeed()
+    zero = importlib.import_module(f"{package.__name__}.runtime.zero.config").DeepSpeedZeroConfig
+    constants = vars(importlib.import_module(f"{package.__name__}.runtime.constants"))
+    known_zero = {*zero.model_fields, *(field.alias for field in zero.model_fields.values() if field.alias)}
+    config: Any = getattr(model, "config", None)
+    sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or ())]
+    hidden = [size for size in sizes if isinstance(size, int)]
+    defaults: Mapping[str, Any] = {} if optimizer is None else optimizer.defaults
+    is_dummy = isinstance(scheduler, DummyScheduler)
+    made = is_dummy and scheduler.lr_scheduler_callable is not None
+    return DeepSpeedFacts(
+        world_size=ctx.num_processes,
+        mixed_precision=ctx.mixed_precision,
+        num_steps=ctx.gradient_accumulation_steps,
+        batch_sizes=tuple(batch_sizes),
+        hidden_size=max(hidden, default=None),
+        classes=frozenset(type(module).__name__ for module in model.modules()),
+        optimizer="none" if optimizer is None else "dummy" if isinstance(optimizer, DummyOptim) else "torch",
+        optimizer_class=type(optimizer).__name__,
+        lr=float(defaults.get("lr", 1e-3)),
+        weight_decay=float(defaults.get("weight_decay", 0.0)),
+        scheduler="none" if scheduler is None else "made" if made else "dummy" if is_dummy else "torch",
+        total_num_steps=scheduler.total_num_steps if is_dummy else None,
+        warmup_num_steps=scheduler.warmup_num_steps if is_dummy else 0,
+        known_keys=KNOWN_KEYS | {value for value in constants.values() if isinstance(value, str)},
+        known_zero_keys=frozenset(known_zero),
+    )
+
+
+def apply_deepspeed(
+    ctx: Context,
+    model: nn.Module,
+    plan: DeepSpeedPlan,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | DummyScheduler | None = None,
+) -> DeepSpeedParts:
+    """Build DeepSpeed's engine as planned. Its parameters get the values of rank 0.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: Over all ranks of torch's default process group.
+        model: Written into.
+        plan: From :func:`accelfn.parallel.engines.plan_deepspeed`.
+        optimizer: Over the model's parameters, without state; None for a model that isn't trained.
+        scheduler: Over the optimizer.
+
+    Raises:
+        ConfigurationError: The optimizer has state or other parameters; the model is on the meta device; or
+            the context isn't that of all ranks.
+        NotAvailableError: The ranks are threads, or the device doesn't support the precision.
+    """
+    package = load_deepspeed()
+    _check(ctx, model, plan, optimizer)
+    names = {id(parameter) for parameter in model.parameters()}
+    groups: list[list[torch.Tensor]] = []
+    if optimizer is not None:
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        if any(id(one) not in names for group in groups for one in group):
+            raise ConfigurationError(
+                f"prepare: the {type(optimizer).__name__} has parameters of another model than the one that "
+                "is prepared with it. Make it from model.parameters() of the same model."
+            )
+    dtypes = {name: one.dtype for name, one in (*model.named_parameters(), *model.named_buffers())}
+    if plan.leaf_classes:
+        chosen = {type(one) for one in model.modules() if type(one).__name__ in plan.leaf_classes}
+        package.utils.set_z3_leaf_modules(model, list(chosen))
+    arguments: dict[str, Any] = {"model": model, "config": dict(plan.config)}
+    stepping = optimizer
+    if isinstance(optimizer, DummyOptim):
+        arguments["model_parameters"] = [
+            {**group, "params": list(group["params"])} for group in optimizer.param_groups
+        ]
+    elif optimizer is not None:
+        if plan.cpu_optimizer is not None:
+            stepping = _on_host(package, plan.cpu_optimizer, optimizer)
+        arguments["optimizer"] = stepping
+    # DeepSpeed reads it at every step, and has no argument for it; launchers set it.
+    os.environ.setdefault("LOCAL_RANK", str(ctx.local_rank))
+    engine = package.initialize(**arguments)[0]
+    # Also at stage 0, where there are no hooks of ZeRO that it would have to wait for.
+    engine._support_torch_style_backward = True
+    handle = DeepSpeedHandle(engine, plan, groups, dtypes)
+    check_each_forward(ctx, engine)
+    if plan.stage == 0:  # the model keeps its dtype
+        with_precision(ctx, engine.module)
+    _cast_around(engine, plan.dtype)
+    if optimizer is None:
+        return DeepSpeedParts(engine, None, None)
+    own = DeepSpeedOptimizer(engine, [one for group in groups for one in group], handle)
+    return DeepSpeedParts(engine, own, _scheduler(engine, own, scheduler))
+
+
+def _check(ctx: Context, model: nn.Module, plan: DeepSpeedPlan, optimizer: Optimizer | None) -> None:
+    if not dist.is_initialized():
+        threads = ctx.num_processes > 1
+        raise NotAvailableError(
+            "DeepSpeed needs torch's process group, and "
+            + (
+                'these ranks are threads. In a test, use run_ranks(..., on="processes").'
+                if threads
+                else "this process has none. Start it with accelfn launch --num_processes 1, or torchrun."
+            )
+        )
+    if dist.get_world_size() != ctx.num_processes:
+        raise ConfigurationError(
+            f"DeepSpeed trains on all {dist.get_world_size()} ranks of torch's default group, and this "
+            f"context has {ctx.num_processes}. Use the context of all of them."
+        )
+    empty = names_on_meta(model)
+    if empty:
+        raise ConfigurationError(
+            f"{empty[0]} is on the meta device, and DeepSpeed needs values. Load the model first, or create "
+            "it in zero3_init(ctx)."
+        )
+    if ctx.guard.check_gradients:
+        raise ConfigurationError(
+            "Guard(check_gradients=True) can't see gradients that DeepSpeed holds. Leave it out, and set "
+            '"check_grad_overflow": true in the section "bf16" of its configuration.'
+        )
+    if optimizer is not None and optimizer.state:
+        raise ConfigurationError(
+            f"the {type(optimizer).__name__} has state, which DeepSpeed can't take over. Prepare it before "
+            "it steps, and load its state with load_state."
+        )
+    if plan.dtype == "float16" and not _supports_fp16():
+        raise NotAvailableError(
+            f"DeepSpeed doesn't support fp16 on this {ctx.device.type}. Use mixed_precision='bf16', or "
+            "zero_stage=0."
+        )
+
+
+def _supports_fp16() -> bool:
+    return bool(importlib.import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported())
+
+
+def _on_host(package: Any, chosen: tuple[str, Mapping[str, bool]], optimizer: Optimizer) -> Optimizer:
+    """Return DeepSpeed's optimizer for state in host memory, with the groups of ``optimizer``."""
+    name, options = chosen
+    kind = getattr(importlib.import_module(f"{package.__name__}.ops.{_MODULES[name]}"), name)
+    wanted = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in wanted}
+    if name != "DeepSpeedCPUAdam":
+        defaults.pop("amsgrad", None)
+    groups = [
+        {"params": list(group["params"]), **{key: group[key] for key in defaults if key in group}}
+        for group in optimizer.param_groups
+    ]
+    return kind(groups, **defaults, **options)
+
+
+_MODULES: Mapping[str, str] = {
+    "DeepSpeedCPUAdam": "adam",
+    "DeepSpeedCPUAdagrad": "adagrad",
+    "DeepSpeedCPULion": "lion",
+}
+
+
+def _cast_around(engine: nn.Module, dtype: str | None) -> None:
+    """Cast inputs of a model to its dtype, and outputs to float32, as mixed precision does elsewhere."""
+    if dtype is None:
+        return
+    low = getattr(torch, dtype)
+
+    def cast_to(target: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda tensor: tensor.to(target) if tensor.is_floating_point() else tensor
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        del module
+        return map_tensors(cast_to(low), args), map_tensors(cast_to(low), kwargs)
+
+    def after(module: nn.Module, arguments: Any, output: Any) -> Any:
+        del module, arguments
+        return map_tensors(cast_to(torch.float32), output)
+
+    engine.register_forward_pre_hook(before, with_kwargs=True)
+    engine.register_forward_hook(after)
+
+
+def _scheduler(
+    engine: Any, optimizer: DeepSpeedOptimizer, scheduler: LRScheduler | DummyScheduler | None
+) -> LRScheduler | None:
+    if isinstance(scheduler, DummyScheduler):
+        if scheduler.lr_scheduler_callable is not None:
+            return scheduler.lr_scheduler_callable(optimizer.optimizer)
+        return DeepSpeedScheduler(optimizer, engine.lr_scheduler)
+    if scheduler is not None and scheduler.optimizer is not optimizer.optimizer:
+        scheduler.optimizer = optimizer.optimizer  # DeepSpeed's own on the host
+    return scheduler
+
+
+def zero3_init(ctx: Context, *, enabled: bool | None = None) -> AbstractContextManager[Any]:
+    """Create models sharded inside, so that no rank has a complete one: ``deepspeed.zero.Init``.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: With a ``deepspeed_plugin`` of stage 3.
+        enabled: Whether to shard; None for ``zero3_init_flag``, which is on by default at stage 3.
+
+    Raises:
+        ConfigurationError: The context has no such plugin.
+        NotAvailableError: There is no process group.
+    """
+    plugin = ctx.strategy.deepspeed
+    if plugin is None or plugin.stage != 3:
+        stage = "none" if plugin is None else f"one of stage {plugin.stage}"
+        raise ConfigurationError(
+            f"zero3_init needs a deepspeed_plugin of stage 3, and the context has {stage}. Pass "
+            "DeepSpeedPlugin(zero_stage=3)."
+        )
+    package = load_deepspeed()
+    plan = plan_deepspeed(
+        plugin,
+        DeepSpeedFacts(
+            world_size=ctx.num_processes,
+            mixed_precision=ctx.mixed_precision,
+            num_steps=ctx.gradient_accumulation_steps,
+            optimizer="none",
+        ),
+    )
+    is_on = plugin.zero3_init_flag is not False if enabled is None else enabled
+    dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
+    _check(ctx, nn.Module(), plan, None)
+    return cast(
+        "AbstractContextManager[Any]",
+        package.zero.Init(config_dict_or_path=dict(plan.config), enabled=is_on, dtype=dtype or torch.float32),
+    )
+
+
+def gathered_parameters(
+    parameters: torch.Tensor | Iterable[torch.Tensor], *, modifier_rank: int | None = None
+) -> AbstractContextManager[Any]:
+    """Gather sharded parameters inside: ``deepspeed.zero.GatheredParameters``.
+
+    Ranks: every rank of the world.
+
+    Args:
+        parameters: Of a model of stage 3; others are left as they are.
+        modifier_rank: The rank whose changes all ranks get afterwards; None if nothing is changed.
+    """
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    package = load_deepspeed()
+    return cast(
+        "AbstractContextManager[Any]", package.zero.GatheredParameters(listed, modifier_rank=modifier_rank)
+    )

@@ -1,0 +1,100 @@
+"""Prepare a model together with its optimizer and schedulers, for engines that own the training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accelfn.context import Context
+from accelfn.data import PreparedDataLoader
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.engines import DummyScheduler, apply_deepspeed, deepspeed_facts, plan_deepspeed
+
+
+def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, Any]:
+    """Prepare the model, the optimizer and the schedulers among objects with the engine of the context.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: Its strategy names an engine.
+        objects: By index. Loaders among them tell the size of batches; other objects are ignored.
+
+    Returns:
+        What replaces the model, the optimizer and the schedulers, by index. Empty without an optimizer.
+
+    Raises:
+        ConfigurationError: There are several models or optimizers, or an optimizer without its model; or as
+            :func:`accelfn.parallel.engines.plan_deepspeed`.
+        NotAvailableError: The engine doesn't run here.
+    """
+    models = {index: item for index, item in objects.items() if isinstance(item, nn.Module)}
+    optimizers = {index: item for index, item in objects.items() if isinstance(item, Optimizer)}
+    schedulers = {
+        index: item for index, item in objects.items() if isinstance(item, (LRScheduler, DummyScheduler))
+    }
+    name = ctx.strategy.engine
+    if not optimizers:
+        if any(isinstance(item, DummyScheduler) for item in schedulers.values()):
+            raise ConfigurationError(
+                "prepare: got a DummyScheduler without its optimizer. Prepare both with the model."
+            )
+        return {}
+    if len(models) != 1 or len(optimizers) != 1 or len(schedulers) > 1:
+        raise ConfigurationError(
+            f"prepare: {name} trains one model with one optimizer, and at most one scheduler, in one call: "
+            f"got {len(models)} models, {len(optimizers)} optimizers and {len(schedulers)} schedulers. "
+            "Prepare the model and its optimizer in one call; other models in calls of their own."
+        )
+    ((at_model, model),) = models.items()
+    ((at_optimizer, optimizer),) = optimizers.items()
+    at_scheduler, scheduler = next(iter(schedulers.items()), (None, None))
+    plugin = ctx.strategy.deepspeed
+    if plugin is None:
+        raise NotAvailableError(f"prepare: {name} is not supported yet. Leave its plugin out.")
+    sizes = [_batch_size(ctx, item) for item in objects.values()]
+    facts = deepspeed_facts(ctx, model, optimizer, scheduler, sizes)
+    parts = apply_deepspeed(ctx, model, plan_deepspeed(plugin, facts), optimizer, scheduler)
+    found: dict[int, Any] = {at_model: parts.model, at_optimizer: parts.optimizer}
+    if at_scheduler is not None:
+        found[at_scheduler] = parts.scheduler
+    return found
+
+
+def prepare_untrained(ctx: Context, model: nn.Module, evaluation_mode: bool) -> nn.Module | None:
+    """Prepare a model without an optimizer with the engine of the context.
+
+    Ranks: every rank of ``ctx``.
+
+    Returns:
+        The engine's model, which shards parameters; None if each rank computes with the complete model.
+
+    Raises:
+        ConfigurationError: The model is to be trained, so that the engine needs its optimizer.
+    """
+    plugin = ctx.strategy.deepspeed
+    is_sharded = plugin is not None and plugin.stage == 3
+    if not evaluation_mode and not is_sharded:
+        raise ConfigurationError(
+            f"prepare_model: {ctx.strategy.engine} needs the model and its optimizer together. Write "
+            "prepare(ctx, model, optimizer, ...); or pass evaluation_mode=True for one that isn't trained."
+        )
+    if plugin is None or not is_sharded:
+        return None
+    plan = plan_deepspeed(plugin, deepspeed_facts(ctx, model, None, None))
+    return apply_deepspeed(ctx, model, plan).model
+
+
+def _batch_size(ctx: Context, item: object) -> int | None:
+    """Return the rows of a loader's batches on each rank; None for another object, or if it is unknown."""
+    if isinstance(item, PreparedDataLoader):
+        total: int | None = getattr(cast("object", item), "total_batch_size", None)
+        return None if total is None else total // ctx.num_processes
+    if not isinstance(item, DataLoader) or item.batch_size is None:
+        return None
+    return item.batch_size // (ctx.num_processes if ctx.loading.split_batches else 1)
