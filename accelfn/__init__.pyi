@@ -139,6 +139,14 @@ from accelfn.parallel import convert_sync_batchnorm as convert_sync_batchnorm
 from accelfn.parallel import plan_memory as plan_memory
 from accelfn.parallel import plan_model as plan_model
 from accelfn.parallel import register_forward_method as register_forward_method
+from accelfn.parallel.engines import DeepSpeedFacts as DeepSpeedFacts
+from accelfn.parallel.engines import DeepSpeedPlan as DeepSpeedPlan
+from accelfn.parallel.engines import DummyOptim as DummyOptim
+from accelfn.parallel.engines import DummyScheduler as DummyScheduler
+from accelfn.parallel.engines import deepspeed_facts as deepspeed_facts
+from accelfn.parallel.engines import gathered_parameters as gathered_parameters
+from accelfn.parallel.engines import plan_deepspeed as plan_deepspeed
+from accelfn.parallel.engines import zero3_init as zero3_init
 from accelfn.tracking import GeneralTracker as GeneralTracker
 from accelfn.tracking import Trackers as Trackers
 from accelfn.tracking import finish as finish

@@ -29,6 +29,7 @@ from accelfn.accelerator.proxies import (
     AcceleratedScheduler,
     AccumulateBlock,
     is_loader_of,
+    unwrap,
     unwrap_optimizer,
 )
 from accelfn.accelerator.saving import Saving
@@ -240,6 +241,20 @@ class Accelerator(Extras, Saving):
         trained = training.prepare_with_engine(self.context, list(map(unwrap, items)))
         for index, item in trained.items():
             items[index] = item
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Make another of the ``deepspeed_plugins`` the active one, for models prepared later.
+
+        Raises:
+            ConfigurationError: None has that name.
+        """
+        plugins = self.deepspeed_plugins
+        if name not in plugins:
+            raise ConfigurationError(
+                f"select_deepspeed_plugin: there is no plugin {name!r}. Choose among: "
+                f"{', '.join(plugins) or 'none'}."
+            )
+        self.context = self.context.replace(deepspeed_plugin=plugins[name])
 
     def _is_loader(self, item: Any) -> bool:
         loaders = (DataLoader, data.PreparedDataLoader)

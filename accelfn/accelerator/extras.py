@@ -128,6 +128,7 @@ class Extras(Holdings):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all prepared objects, and free memory; see :func:`accelfn.release_memory`."""
+        training.close_engines(self.models)
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
         self.loops.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import torch
@@ -22,6 +22,7 @@ from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context
 from accelfn.context.config import (
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedType,
     ParallelismConfig,
     ProjectConfiguration,
@@ -87,6 +88,8 @@ class ContextProperties:
         log_with: Configured trackers: names, trackers and classes of these.
         should_save_model: Whether this rank writes a model's weights for its node.
         parallelism_config: Sizes of the mesh's axes; None without a configured mesh.
+        deepspeed_plugin: The active options of DeepSpeed; None without it.
+        deepspeed_plugins: All of them by name, if several were passed.
         data_parallel_rank: Index of this rank's copy of the model.
         data_parallel_shard_rank: Index among the ranks that share the parameters of one copy.
         tensor_parallel_rank: Index among the ranks that share each layer.
@@ -126,6 +129,10 @@ class ContextProperties:
     log_with: _Read[tuple[Any, ...]] = _Read(lambda ctx: ctx.log_with)
     should_save_model: _Read[bool] = _Read(lambda ctx: ctx.is_local_main_process)
     parallelism_config: _Read[ParallelismConfig | None] = _Read(lambda ctx: ctx.strategy.parallelism)
+    deepspeed_plugin: _Read[DeepSpeedPlugin | None] = _Read(lambda ctx: ctx.strategy.deepspeed)
+    deepspeed_plugins: _Read[Mapping[str, DeepSpeedPlugin]] = _Read(
+        lambda ctx: ctx.strategy.deepspeed_plugins
+    )
     data_parallel_rank: _Read[int] = _Read(lambda ctx: ctx.coordinate("dp_replicate"))
     data_parallel_shard_rank: _Read[int] = _Read(lambda ctx: ctx.coordinate("dp_shard"))
     tensor_parallel_rank: _Read[int] = _Read(lambda ctx: ctx.coordinate("tp"))

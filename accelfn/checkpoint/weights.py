@@ -309,7 +309,7 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
 
     Ranks: local; every rank reads for itself. With ZeRO, every rank of the world. If a model is
     distributed over ranks (``DTensor``, pipeline stages), each rank loads its own parts, and checks that the
-    files have the names of all. These formats have no checksums: damage to the bytes of a tensor isn't detected.
+    files have the names of all. These formats have no checksums: damage to a tensor isn't detected.
 
     Args:
         model: Prepared or not; changed in place.

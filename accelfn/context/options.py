@@ -176,7 +176,7 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
         precision=Precision(
             mode=mode,
             autocast=handlers.get("autocast", before.autocast),
-            scaler=handlers.get("scaler", before.scaler),
+            scaler=handlers.get("scaler") or (deepspeed and deepspeed.scaler) or before.scaler,
             fp8_recipe=recipe,
         ),
         accumulation=_accumulation(ctx, options),

@@ -200,6 +200,11 @@ def plan_model(
     compiled   nothing
     """
     check_context("plan_model", ctx)
+    if ctx.strategy.engine is not None and engine is None:
+        raise ConfigurationError(
+            f"plan_model plans torch's own strategies, and here {ctx.strategy.engine} trains. Print "
+            "that engine's plan, such as plan_deepspeed(plugin, deepspeed_facts(ctx, model, optimizer))."
+        )
     return plan_at(ctx, model, ctx.coordinate("pp"), engine=engine)
 
 

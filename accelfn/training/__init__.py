@@ -15,6 +15,7 @@ from accelfn.training.backward import (
 from accelfn.training.join import join_uneven_inputs as join_uneven_inputs
 from accelfn.training.memory import (
     clear_device_cache as clear_device_cache,
+    close_engines as close_engines,
     find_executable_batch_size as find_executable_batch_size,
     is_out_of_memory as is_out_of_memory,
     release_memory as release_memory,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast, overload
 
 import torch
+from torch import nn
 
 from accelfn.comm import Call, agree
 from accelfn.context import Context
 from accelfn.errors import RemoteRankError
+from accelfn.parallel.engines import EngineHandle
+from accelfn.parallel.handle import handle_of
 
 T = TypeVar("T")
 
@@ -63,9 +66,18 @@ def release_memory(*objects: Any) -> list[None]:
     True
     """
     count = len(objects)
+    close_engines(objects)
     del objects
     clear_device_cache(garbage_collection=True)
     return [None] * count
+
+
+def close_engines(objects: Iterable[object]) -> None:
+    """Free what engines around models hold (DeepSpeed); such models can't be used any more."""
+    for item in objects:
+        handle = handle_of(item) if isinstance(item, nn.Module) else None
+        if isinstance(handle, EngineHandle):
+            handle.close()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -305,9 +305,14 @@ def list_optimizers(operation: str, optimizer: object, or_else: str = "") -> tup
 
 
 def parameters_in(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Return the parameters of optimizers, each once."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return list({id(item): item for group in groups for item in group["params"]}.values())
+    """Return the parameters of optimizers, each once; of an engine's those of its model."""
+    found: dict[int, torch.Tensor] = {}
+    for optimizer in optimizers:
+        if isinstance(optimizer, EngineOptimizer):  # its groups hold the engine's own tensors
+            found.update({id(item): item for item in optimizer.model_parameters})
+        else:
+            found.update({id(item): item for group in optimizer.param_groups for item in group["params"]})
+    return list(found.values())
 
 
 def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:

@@ -21,9 +21,13 @@ from accelfn.context.config.checks import (
     wrong_type,
 )
 from accelfn.context.config.enums import FP8OptLevel, OffloadDevice
+from accelfn.context.config.handlers import GradScalerKwargs
 from accelfn.errors import ConfigurationError
 
 _PRECISIONS = ("fp16", "bf16")
+
+# Steps until a fixed loss scale grows.
+_NEVER = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,26 @@ class DeepSpeedPlugin(Record):
             if _section(self.hf_ds_config, name).get("enabled") is True:
                 return name
         return None
+
+    @property
+    def scaler(self) -> GradScalerKwargs | None:
+        """The loss scale of the section "fp16"; None if it names none.
+
+        Its hysteresis and least scale have no counterpart and are ignored.
+        """
+        section = _section(self.hf_ds_config, "fp16")
+        fixed = section.get("loss_scale", 0)
+        if fixed != "auto" and fixed > 0:
+            return GradScalerKwargs(init_scale=float(fixed), growth_interval=_NEVER)
+        names = {"initial_scale_power", "loss_scale_window"} & section.keys()
+        if not names or any(section[name] == "auto" for name in names):
+            return None
+        default = GradScalerKwargs()
+        power, window = section.get("initial_scale_power"), section.get("loss_scale_window")
+        return GradScalerKwargs(
+            init_scale=default.init_scale if power is None else 2.0 ** int(power),
+            growth_interval=default.growth_interval if window is None else int(window),
+        )
 
     @property
     def accumulation(self) -> int | None:

@@ -130,6 +130,12 @@ class DeepSpeedHandle(EngineHandle):
         trains = torch.is_grad_enabled() and bool(self._groups)
         return Communication(gradients=trains and stage > 1, parameters=stage == 3, at_once=stage == 3)
 
+    def close(self) -> None:
+        """Free what the engine holds. The model can't be used any more."""
+        model = cast("Any", self._model())
+        if model is not None:
+            model.destroy()
+
     def state(self) -> EngineState:
         """Return the model and optimizer as plain objects with row shards."""
         model = cast("Any", self._model())
@@ -188,9 +194,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
         engine.step()
         return EngineStep(float(norm), False)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine's step clears the gradients that it holds."""
-
 
 class DeepSpeedParts(NamedTuple):
     """The result of :func:`apply_deepspeed`.
@@ -232,7 +235,7 @@ def deepspeed_facts(
     ctx: Context,
     model: nn.Module,
     optimizer: Optimizer | None,
-    scheduler: LRScheduler | DummyScheduler | None,
+    scheduler: LRScheduler | DummyScheduler | None = None,
     batch_sizes: Iterable[int | None] = (),
 ) -> DeepSpeedFacts:
     """Read what :func:`accelfn.parallel.engines.plan_deepspeed` depends on.
@@ -318,8 +321,7 @@ def apply_deepspeed(
         if plan.cpu_optimizer is not None:
             stepping = _on_host(package, plan.cpu_optimizer, optimizer)
         arguments["optimizer"] = stepping
-    # DeepSpeed reads it at every step, and has no argument for it; launchers set it.
-    os.environ.setdefault("LOCAL_RANK", str(ctx.local_rank))
+    _join_group(package, ctx)
     engine = package.initialize(**arguments)[0]
     # Also at stage 0, where there are no hooks of ZeRO that it would have to wait for.
     engine._support_torch_style_backward = True
@@ -371,6 +373,13 @@ def _check(ctx: Context, model: nn.Module, plan: DeepSpeedPlan, optimizer: Optim
             f"DeepSpeed doesn't support fp16 on this {ctx.device.type}. Use mixed_precision='bf16', or "
             "zero_stage=0."
         )
+
+
+def _join_group(package: Any, ctx: Context) -> None:
+    """Make DeepSpeed use torch's process group."""
+    # DeepSpeed reads it at every step, and has no argument for it; launchers set it.
+    os.environ.setdefault("LOCAL_RANK", str(ctx.local_rank))
+    package.init_distributed(verbose=False)
 
 
 def _supports_fp16() -> bool:
@@ -463,11 +472,11 @@ def zero3_init(ctx: Context, *, enabled: bool | None = None) -> AbstractContextM
         ),
     )
     is_on = plugin.zero3_init_flag is not False if enabled is None else enabled
-    dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
     _check(ctx, nn.Module(), plan, None)
+    _join_group(package, ctx)
     return cast(
         "AbstractContextManager[Any]",
-        package.zero.Init(config_dict_or_path=dict(plan.config), enabled=is_on, dtype=dtype or torch.float32),
+        package.zero.Init(config_dict_or_path=dict(plan.config), enabled=is_on),
     )
 
 

@@ -70,6 +70,8 @@ def fragments_of(engine: Any, parameters: Mapping[str, torch.Tensor], stage: int
             "DeepSpeed keeps the optimizer's state on an NVMe disk, from where it can't be saved. Use "
             "model.save_checkpoint() of DeepSpeed, or offload to the CPU."
         )
+    if stage == 3 and not hasattr(zero, "grad_position"):  # the model isn't trained
+        return found
     for name, parameter in parameters.items():
         own = cast("Any", parameter)
         if not parameter.requires_grad:
@@ -235,6 +237,8 @@ class _Layout:
     def refresh(self) -> None:
         """Set the parameters of the forward pass to the float32 ones. Collective."""
         zero = self.engine.optimizer
+        if not self.shapes:  # nothing is trained
+            return
         if self.stage < 3:
             zero.update_lp_params()
             return

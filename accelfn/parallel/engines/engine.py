@@ -78,6 +78,9 @@ class EngineHandle(Handle):
             return max_norm, None
         return (clipping[0] if max_norm is None else min(max_norm, clipping[0])), clipping[1]
 
+    def close(self) -> None:
+        """Free what the engine holds. The model can't be used any more."""
+
     @abstractmethod
     def state(self) -> EngineState:
         """Return the model's and optimizer's state as plain objects.

@@ -1,0 +1,357 @@
+"""DeepSpeed trains as torch does, at every stage, and comes back from what a dead run has saved."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn import Context, DeepSpeedPlugin
+from accelfn.errors import ConfigurationError, DistributedError, MissingExtraError, NotAvailableError
+from accelfn.parallel.engines import deepspeed as adapter
+from accelfn.testing import run_ranks
+from tests.parallel.engines import deepspeed_models as dm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytest.importorskip("deepspeed")
+
+LAYOUTS = [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)]
+IDS = ["zero0", "zero1", "zero2", "zero3", "zero2 offload", "zero3 offload"]
+CASES = [
+    (dtype, steps, dummy, way)
+    for dtype in ("no", "bf16")
+    for steps in (1, 3)
+    for dummy in (False, True)
+    for way in ("functions", "shim")
+]
+
+
+def train(ctx: Context, dtype: str, steps: int, dummy: bool, way: str, **more: Any) -> dm.Run:
+    run = dm.by_functions if way == "functions" else dm.by_shim
+    return run(ctx, dummy=dummy, **more)
+
+
+@pytest.mark.parametrize(("stage", "offload"), LAYOUTS, ids=IDS)
+def test_it_trains_as_plain_torch(stage: int, offload: bool) -> None:
+    def on_rank(ctx: Context) -> list[dm.Run]:
+        return [
+            train(
+                dm.with_deepspeed(ctx, stage, dtype, steps, dummy=dummy, offload=offload),
+                dtype,
+                steps,
+                dummy,
+                way,
+            )
+            for dtype, steps, dummy, way in CASES
+        ]
+
+    found, _ = dm.on_processes(on_rank)
+    for case, run in zip(CASES, found, strict=True):
+        dtype, steps, _, _ = case
+        expected = dm.by_hand(dtype, steps)
+        losses, norms, parameters = dm.distances(run, expected)
+        if dtype == "no":
+            assert losses < 1e-6, case
+            assert norms < 1e-5, case
+            assert parameters < 1e-6, case
+        else:  # gradients are averaged in bf16, and stage 0 computes under autocast
+            assert losses < 2e-2, case
+            assert norms < 3e-2, case
+            assert parameters < 3e-3, case
+
+
+@pytest.mark.parametrize("way", ["functions", "shim"])
+@pytest.mark.parametrize(("stage", "offload"), LAYOUTS, ids=IDS)
+def test_a_killed_run_continues_bit_for_bit(stage: int, offload: bool, way: str, tmp_path: Path) -> None:
+    place = str(tmp_path / "step-1")
+
+    def on_rank(ctx: Context, **more: Any) -> dm.Run:
+        return train(dm.with_deepspeed(ctx, stage, "bf16", 3, offload=offload), "bf16", 3, False, way, **more)
+
+    undisturbed, _ = dm.on_processes(on_rank)
+    with pytest.raises(DistributedError):
+        dm.on_processes(lambda ctx: on_rank(ctx, save=(1, place), die_at=2))
+    resumed, _ = dm.on_processes(lambda ctx: on_rank(ctx, load=place))
+    assert resumed.losses == undisturbed.losses[3:]
+    assert resumed.norms == undisturbed.norms[1:]
+    assert all(torch.equal(resumed.weights[name], one) for name, one in undisturbed.weights.items())
+
+
+def fsdp(ctx: Context, **more: Any) -> dm.Run:
+    return dm.by_functions(ctx, **more)
+
+
+def test_a_checkpoint_loads_into_any_stage_number_of_ranks_and_strategy(tmp_path: Path) -> None:
+    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2)
+
+    def zero(stage: int, size: int, **more: Any) -> dm.Run:
+        return dm.on_processes(lambda ctx: dm.by_functions(dm.with_deepspeed(ctx, stage), **more), size)[0]
+
+    def sharded(**more: Any) -> dm.Run:
+        return dm.on_processes(lambda ctx: fsdp(ctx, **more), 2, fsdp_plugin=plugin)[0]
+
+    def plain(**more: Any) -> dm.Run:
+        return run_ranks(lambda ctx: dm.by_functions(ctx, **more), 1)[0]
+
+    whole = plain()
+    for number, write in enumerate(
+        (lambda **more: zero(1, 2, **more), lambda **more: zero(3, 2, **more), sharded)
+    ):
+        place = str(tmp_path / f"{number}")
+        write(save=(4, place))
+        for read in (
+            lambda **more: zero(3, 1, **more),
+            lambda **more: zero(2, 4, **more),
+            lambda **more: zero(0, 2, **more),
+            sharded,
+            plain,
+        ):
+            rest = read(load=place)
+            assert len(rest.losses) == 5
+            joined = dm.Run([*whole.losses[:4], *rest.losses], [*whole.norms[:4], *rest.norms], rest.weights)
+            losses, _, parameters = dm.distances(joined, whole)
+            assert losses < 1e-5
+            assert parameters < 1e-6
+
+
+def test_sums_with_a_weight_are_divided_once() -> None:
+    expected = run_ranks(
+        lambda ctx: dm.by_functions(ctx.replace(gradient_accumulation_steps=3), weighted=True), 1
+    )[0]
+
+    def on_rank(ctx: Context) -> list[dm.Run]:
+        return [dm.by_functions(dm.with_deepspeed(ctx, stage, steps=3), weighted=True) for stage in range(4)]
+
+    for run in dm.on_processes(on_rank)[0]:
+        losses, norms, parameters = dm.distances(run, expected)
+        assert max(losses, norms) < 1e-5
+        assert parameters < 1e-6
+
+
+def mean_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return dm.squares(model, *batch).mean()
+
+
+def test_a_train_step_over_an_engine_is_the_loop() -> None:
+    def on_rank(ctx: Context) -> tuple[list[float], list[float]]:
+        ctx = dm.with_deepspeed(ctx, 3, steps=2)
+        by_loop: list[float] = []
+        by_step: list[float] = []
+        for found in (by_loop, by_step):
+            model, optimizer, batches = af.prepare(ctx, *_pair(), dm.loader(ctx))
+            if found is by_loop:
+                scaler = af.init_scaler(ctx)
+                for (x, y), micro in af.microbatches(ctx, batches):
+                    scaler, loss = af.forward_backward(ctx, model, mean_of, (x, y), scaler, micro)
+                    found.append(float(loss))
+                    if micro.sync:
+                        scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
+            else:
+                step = af.make_train_step(
+                    ctx,
+                    lambda model, one: dm.squares(model, *one).mean(),
+                    optimizer,
+                    model=model,
+                    max_norm=1.0,
+                )
+                state = af.init_train_state(ctx, optimizer)
+                pair: list[Any] = []
+                for one in batches:
+                    pair.append(one)
+                    if len(pair) == 2:
+                        state, metrics = step(state, tuple(map(torch.cat, zip(*pair, strict=True))))
+                        assert metrics.grad_norm is not None
+                        found.append(float(metrics.loss))
+                        pair = []
+        halves = [float(sum(by_loop[at : at + 2]) / 2) for at in range(0, len(by_loop) - 1, 2)]
+        return [float(af.reduce(ctx, torch.tensor(one), "mean")) for one in halves], by_step
+
+    halves, by_step = dm.on_processes(on_rank)[0]
+    assert by_step == pytest.approx(halves, rel=1e-5)
+
+
+def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = dm.make()
+    return model, dm.adamw(model.parameters())
+
+
+def test_weights_are_saved_and_loaded_as_of_any_model(tmp_path: Path) -> None:
+    def on_rank(ctx: Context) -> dict[str, torch.Tensor]:
+        ctx = dm.with_deepspeed(ctx, 3)
+        model, _ = af.prepare(ctx, *_pair())
+        af.save_model(ctx, model, tmp_path / "weights")
+        with torch.no_grad(), af.gathered_parameters(model.parameters(), modifier_rank=0):
+            for parameter in model.parameters():
+                parameter.zero_()
+        # The float32 parameters of the optimizer are those that count.
+        af.load_model(model, tmp_path / "weights")
+        return dm.weights_of(ctx, model)
+
+    found, _ = dm.on_processes(on_rank)
+    expected = dict(dm.make().named_parameters())
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    plain = dm.make()
+    af.load_model(plain, tmp_path / "weights")
+
+
+def test_a_teacher_computes_beside_a_student() -> None:
+    def on_rank(ctx: Context) -> tuple[list[float], list[float]]:
+        plugins = {
+            "student": DeepSpeedPlugin(hf_ds_config=dm.config(2)),
+            "teacher": DeepSpeedPlugin(hf_ds_config=dm.config(3)),
+        }
+        ctx = ctx.replace(deepspeed_plugin=plugins)
+        teaching = ctx.replace(deepspeed_plugin=plugins["teacher"])
+        teacher = af.prepare_model(teaching, dm.make(), evaluation_mode=True)
+        student, optimizer, batches = af.prepare(ctx, *_pair(), dm.loader(ctx))
+        scaler, losses = af.init_scaler(ctx), list[float]()
+        for (x, _), micro in af.microbatches(ctx, batches):
+            with torch.no_grad():
+                wanted = teacher(x) + 1.0
+            with af.accumulate(ctx, micro, student):
+                loss = (student(x + 0.1) - wanted).square().mean()
+                scaler = af.backward(ctx, loss, scaler, micro)
+            losses.append(float(loss.detach()))
+            scaler = af.optimizer_step(ctx, optimizer, scaler)
+        accelerator = af.Accelerator(context=ctx)
+        accelerator.select_deepspeed_plugin("teacher")
+        assert accelerator.deepspeed_plugin == plugins["teacher"]
+        return losses, [float(one.sum()) for one in dm.weights_of(teaching, teacher).values()]
+
+    (losses, teacher), _ = dm.on_processes(on_rank)
+    assert losses[-1] < losses[0]
+    assert teacher == [float(one.detach().sum()) for one in dict(dm.make().named_parameters()).values()]
+
+
+def test_models_are_created_sharded() -> None:
+    def on_rank(ctx: Context) -> tuple[int, dm.Run]:
+        ctx = dm.with_deepspeed(ctx, 3)
+        with af.zero3_init(ctx):
+            model = dm.make()
+        held = sum(parameter.numel() for parameter in model.parameters())
+        optimizer = dm.adamw(model.parameters())
+        model, optimizer = af.prepare(ctx, model, optimizer)
+        scaler = af.init_scaler(ctx)
+        for (x, y), micro in af.microbatches(ctx, af.prepare_data_loader(ctx, dm.loader(ctx))):
+            with af.accumulate(ctx, micro, model):
+                scaler = af.backward(ctx, dm.squares(model, x, y).mean(), scaler, micro)
+            scaler = af.optimizer_step(ctx, optimizer, scaler)
+        return held, dm.Run([], [], dm.weights_of(ctx, model))
+
+    (held, run), _ = dm.on_processes(on_rank)
+    assert held == 0
+    assert set(run.weights) == set(dict(dm.make().named_parameters()))
+
+
+def test_a_configured_scheduler_steps_with_the_engine() -> None:
+    def on_rank(ctx: Context) -> list[float]:
+        whole = dm.config(2, dummy=True)
+        whole["scheduler"] = {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "warmup_type": "linear",
+            },
+        }
+        ctx = ctx.replace(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=whole))
+        model = dm.make()
+        optimizer = af.DummyOptim(model.parameters(), lr=0.4)
+        scheduler: Any = af.DummyScheduler(optimizer, warmup_num_steps=4)
+        model, optimizer, scheduler, batches = af.prepare(ctx, model, optimizer, scheduler, dm.loader(ctx))
+        scaler, rates = af.init_scaler(ctx), list[float]()
+        for (x, y), micro in af.microbatches(ctx, batches):
+            with af.accumulate(ctx, micro, model):
+                scaler = af.backward(ctx, dm.squares(model, x, y).mean(), scaler, micro)
+            rates.append(float(scheduler.get_last_lr()[0]))
+            scaler = af.optimizer_step(ctx, optimizer, scaler, scheduler=scheduler)
+        return rates
+
+    rates, _ = dm.on_processes(on_rank)
+    # Once a step, whatever the number of ranks; DeepSpeed's first step has the rate before it.
+    assert rates[:6] == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.3, 0.4])
+
+
+def test_deepspeeds_optimizer_on_the_host_trains() -> None:
+    def on_rank(ctx: Context) -> tuple[str, dm.Run]:
+        whole = {**dm.config(2, offload=True), "zero_force_ds_cpu_optimizer": True}
+        ctx = ctx.replace(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=whole))
+        _, optimizer = af.prepare(ctx, *_pair())
+        return type(optimizer.optimizer).__name__, dm.by_functions(ctx)  # pyright: ignore[reportAttributeAccessIssue]
+
+    (name, run), _ = dm.on_processes(on_rank)
+    assert name == "DeepSpeedCPUAdam"
+    losses, _, parameters = dm.distances(run, dm.by_hand("no", 1))
+    assert losses < 1e-4
+    assert parameters < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("make_call", "message"),
+    [
+        (lambda ctx: af.prepare_model(ctx, dm.make()), "needs the model and its optimizer together"),
+        (lambda ctx: af.prepare_optimizer(ctx, _pair()[1]), "needs the model and its optimizer together"),
+        (lambda ctx: af.prepare(ctx, *_pair(), *_pair()), "one model with one optimizer"),
+        (lambda ctx: af.prepare(ctx, dm.make(), _pair()[1]), "no parameter of the models|another model"),
+        (lambda ctx: af.plan_model(ctx, dm.make()), "that engine's plan"),
+    ],
+    ids=["model alone", "optimizer alone", "two models", "another model's optimizer", "plan_model"],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_built(make_call: Any, message: str) -> None:
+    def on_rank(ctx: Context) -> str:
+        with pytest.raises(ConfigurationError, match=message) as caught:
+            make_call(dm.with_deepspeed(ctx, 2))
+        return str(caught.value)
+
+    assert len(dm.on_processes(on_rank)) == 2
+
+
+def test_two_bounds_of_the_norm_are_refused() -> None:
+    def on_rank(ctx: Context) -> None:
+        plugin = DeepSpeedPlugin(hf_ds_config=dm.config(1, gradient_clipping=0.5))
+        with pytest.raises(ConfigurationError, match=r"max_norm=1.0 contradicts .*gradient_clipping=0.5"):
+            dm.by_functions(ctx.replace(deepspeed_plugin=plugin), max_norm=1.0)
+
+    dm.on_processes(on_rank)
+
+
+def test_values_are_not_clipped_one_by_one() -> None:
+    def on_rank(ctx: Context) -> None:
+        ctx = dm.with_deepspeed(ctx, 2)
+        model, optimizer, batches = af.prepare(ctx, *_pair(), dm.loader(ctx))
+        ((x, y), micro) = next(iter(af.microbatches(ctx, batches)))
+        scaler = af.init_scaler(ctx)
+        with af.accumulate(ctx, micro, model):
+            scaler = af.backward(ctx, dm.squares(model, x, y).mean(), scaler, micro)
+        with pytest.raises(NotAvailableError, match="clips them by their norm alone"):
+            af.clip_grad_value_(ctx, model.parameters(), 1.0, scaler_state=scaler)
+        del optimizer
+
+    dm.on_processes(on_rank)
+
+
+def test_threads_are_refused() -> None:
+    def on_rank(ctx: Context) -> None:
+        with pytest.raises(NotAvailableError, match="these ranks are threads"):
+            af.prepare(dm.with_deepspeed(ctx, 2), *_pair())
+
+    run_ranks(on_rank, 2)
+
+
+def test_one_process_without_a_group_is_told_how_to_start() -> None:
+    with pytest.raises(NotAvailableError, match="accelfn launch --num_processes 1"):
+        af.prepare(dm.with_deepspeed(Context(), 2), *_pair())
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[deepspeed\]'"):
+        adapter.load_deepspeed()
