@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from accelfn.parallel.engines.exchange import Range, plan_copies, rows_of
 
-
 _SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
 
