@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, overload
 import torch
 
 from accelfn.comm import Call, agree
-from accelfn.context import Context
+from accelfn.context import Context, empty_device_cache
 from accelfn.errors import RemoteRankError
 
 T = TypeVar("T")
@@ -42,9 +42,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     device = torch.accelerator.current_accelerator(check_available=True)
-    empty = None if device is None else getattr(torch.get_device_module(device), "empty_cache", None)
-    if empty is not None:
-        empty()
+    if device is not None:
+        empty_device_cache(device.type)
 
 
 def release_memory(*objects: Any) -> list[None]:
