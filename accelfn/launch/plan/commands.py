@@ -222,7 +222,7 @@ def plan_xla(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPl
             *(machine.python, "-m", "accelfn.launch.run.xla", config.main_training_function),
             *(str(config.num_processes), "module" if config.module else "script", script.name, *script.args),
         ),
-        env_changes=(("XLA_DOWNCAST_BF16", "1"),) if downcasts else (),
+        env_changes=(("ACCELFN_TORCH_DEVICE", "xla"), *((("XLA_DOWNCAST_BF16", "1"),) if downcasts else ())),
     )
 
 
