@@ -37,7 +37,7 @@ def machine_of(row: DeviceType, count: int) -> Hardware:
 
 @pytest.fixture(autouse=True)
 def _names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch parse names of vendors' devices without their packages: they are all of its "privateuseone"."""
+    """Let torch parse the names of vendors' devices without their packages."""
     known = torch.device
 
     def parse(name: str) -> "torch.device | Named":

@@ -93,7 +93,9 @@ def read_hardware(wanted: str | None = None) -> Hardware:
     if accelerator is None:
         return _hardware()
     kind = accelerator.type
-    backend = dist.Backend.default_device_backend_map.get(kind) or device_type(kind).backend
+    # Not torch's default first: its testing package registers a backend that communicates nothing.
+    known = kind in DEVICE_TYPES
+    backend = device_type(kind).backend if known else dist.Backend.default_device_backend_map.get(kind)
     return _hardware(
         DeviceFacts(
             type=kind,
@@ -132,8 +134,8 @@ def _import_vendors(wanted: str | None) -> None:
             if wanted is None:  # as for CUDA, a machine without the driver has no such device
                 continue
             raise MissingExtraError(
-                f"the device {wanted!r} ({row.hardware}) needs {row.package}, which can't be imported: {error}. "
-                f"Install it for this torch: {row.install}."
+                f"the device {wanted!r} ({row.hardware}) needs {row.package}, which can't be imported: "
+                f"{error}. Install it for this torch: {row.install}."
             ) from error
         if torch.accelerator.is_available():
             return
@@ -263,7 +265,7 @@ def _backend_parts(name: str) -> dict[str, str]:
 
 
 def load_sagemaker_backend(settings: Settings) -> str | None:
-    """Return "smddp" if this process belongs to a distributed job of SageMaker, after registering it with torch.
+    """Return the backend of a distributed job of SageMaker, after registering it; None outside of one.
 
     Raises:
         MissingExtraError: The image of the job has no such backend.
@@ -275,8 +277,9 @@ def load_sagemaker_backend(settings: Settings) -> str | None:
     except ImportError as error:
         raise MissingExtraError(
             "ACCELFN_SAGEMAKER_DISTRIBUTED_TYPE or ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE is "
-            f"{settings.sagemaker_distributed_type}, which needs SageMaker's library smdistributed.dataparallel: "
-            f"{error}. Use one of AWS's images that has it, or set the type to NO."
+            f"{settings.sagemaker_distributed_type}, which needs SageMaker's library "
+            f"smdistributed.dataparallel: {error}. Use one of AWS's images that has it, or set the type to "
+            "NO."
         ) from error
     return "smddp"
 
@@ -298,9 +301,9 @@ def check_peers(
     """
     if "nccl" in (plan.backend or "") and not environment.get("NCCL_P2P_DISABLE") and find():
         raise ConfigurationError(
-            "the GeForce RTX 40 cards of this machine have a driver before 550.40.07, which wrongly reports that "
-            "they reach each other's memory, so NCCL would hang. Set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1, "
-            "update the driver, or start with accelfn launch, which sets them."
+            "the GeForce RTX 40 cards of this machine have a driver before 550.40.07, which wrongly reports "
+            "that they reach each other's memory, so NCCL would hang. Set NCCL_P2P_DISABLE=1 and "
+            "NCCL_IB_DISABLE=1, update the driver, or start with accelfn launch, which sets them."
         )
 
 

@@ -11,7 +11,7 @@ from accelfn.devices import device_type
 
 
 def device_module(kind: str) -> Any:
-    """Return torch's module of a type of accelerator, such as ``torch.cuda``; for XLA one with its functions."""
+    """Return torch's module of a type of accelerator, such as ``torch.cuda``; for XLA one that is like it."""
     return XlaModule() if kind == "xla" else torch.get_device_module(kind)
 
 

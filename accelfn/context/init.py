@@ -187,8 +187,8 @@ def _check_xla(strategy: Strategy) -> None:
     """
     if strategy.parallelism is not None:
         raise NotAvailableError(
-            "parallelism_config arranges ranks in a mesh, which accelfn doesn't support on XLA's devices. Leave "
-            "it out; fsdp_plugin shards over all devices of a host."
+            "parallelism_config arranges ranks in a mesh, which accelfn doesn't support on XLA's devices. "
+            "Leave it out; fsdp_plugin shards over all devices of a host."
         )
 
 
@@ -258,7 +258,9 @@ def _join(
         group=True,
         previous_device=previous,
         excepthooks=(hook, sys.excepthook),
-        hosts_store=place.rank == 0 and place.launcher != "torchrun" and method.startswith(("tcp:", "env:", "xla:")),
+        hosts_store=place.rank == 0
+        and place.launcher != "torchrun"
+        and method.startswith(("tcp:", "env:", "xla:")),
     )
     world = _world(place, plan, plan.backend, group, owned)
     try:

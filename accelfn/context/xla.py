@@ -20,9 +20,7 @@ _FALSE = ("0", "false", "no", "off")
 
 
 def is_xla_requested(environment: Mapping[str, str]) -> bool:
-    """Return whether variables select XLA: torch_xla's own ``PJRT_DEVICE``, unless ``USE_TORCH_XLA`` is false.
-
-    Pure.
+    """Return whether variables select XLA: ``PJRT_DEVICE`` is set, and ``USE_TORCH_XLA`` isn't false. Pure.
 
     >>> is_xla_requested({"PJRT_DEVICE": "TPU"}), is_xla_requested({})
     (True, False)
@@ -41,8 +39,8 @@ def import_xla(module: str = "torch_xla") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtraError(
-            f"an XLA device was requested (PJRT_DEVICE, or the device 'xla'), and {module} can't be imported: "
-            f"{error}. Run: {device_type('xla').install}. Without an XLA device, unset PJRT_DEVICE."
+            f"an XLA device was requested (PJRT_DEVICE, or the device 'xla'), and {module} can't be "
+            f"imported: {error}. Run: {device_type('xla').install}. Without an XLA device, unset PJRT_DEVICE."
         ) from error
 
 
@@ -84,15 +82,15 @@ def read_xla_place() -> EnvironmentPlan:
     if runtime.is_spmd():
         if runtime.process_count() > 1:
             raise NotAvailableError(
-                f"FSDP on XLA runs on one host, and this is one of {runtime.process_count()}. Use one host, or "
-                "leave fsdp_plugin out to replicate the model."
+                f"FSDP on XLA runs on one host, and this is one of {runtime.process_count()}. Use one host, "
+                "or leave fsdp_plugin out to replicate the model."
             )
         return EnvironmentPlan()
     size, devices = int(runtime.world_size()), int(runtime.addressable_device_count())
     if size > 1 and devices > 1:
         raise NotAvailableError(
-            f"torch_xla runs {devices} ranks as threads of this process, as on TPU v2 and v3. accelfn needs a "
-            "process per rank: use a newer TPU, or one device (PJRT_DEVICE with debug_single_process)."
+            f"torch_xla runs {devices} ranks as threads of this process, as on TPU v2 and v3. accelfn needs "
+            "a process per rank: use a newer TPU, or --num_processes 1."
         )
     if size == 1:
         return EnvironmentPlan()

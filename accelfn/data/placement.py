@@ -39,10 +39,10 @@ def placer(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
 
 
 def place_on_xla(batch: Any, device: torch.device) -> Any:
-    """Start what was recorded so far, and move a tree to XLA's device; in SPMD mode each device gets its rows.
+    """Start what was recorded so far, and move a tree to XLA's device; in SPMD mode rows are sharded.
 
-    As torch_xla's ``MpDeviceLoader``, without its thread that reads ahead: the position of a loader counts the
-    batches that were handed out.
+    As torch_xla's ``MpDeviceLoader``, without its thread that reads ahead: the position of a loader counts
+    the batches that were handed out.
     """
     end_step(device)
     placed = send_to_device(batch, device)

@@ -28,7 +28,15 @@ _OPTIONAL = (
     *("accelerate", "bitsandbytes", "cloudpickle", "datasets", "deepspeed", "lomo-optim", "megatron-core"),
     *("numpy", "psutil", "pyyaml", "questionary", "rich", "sagemaker", "torchao", "torchdata", "torchopt"),
     *("tqdm", "transformer-engine", "transformers", "triton"),
-    *("habana-torch-plugin", "torch-mlu", "torch-musa", "torch-neuronx", "torch-npu", "torch-sdaa", "torch-xla"),
+    *(
+        "habana-torch-plugin",
+        "torch-mlu",
+        "torch-musa",
+        "torch-neuronx",
+        "torch-npu",
+        "torch-sdaa",
+        "torch-xla",
+    ),
     *("aim", "clearml", "comet-ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"),
 )
 _RELEVANT = re.compile(

@@ -385,9 +385,9 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
     On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``; an
     existing one is adopted. Ranks that are threads have no process group that DDP could use, and DDP's hooks
-    don't fit XLA's recorded computation: there the gradients are averaged at the end of backward by one packed
-    reduction, and the model itself is returned.
-    So it is in exact mode, where :class:`ExactReplica` sums its gradients.
+    don't fit XLA's recorded computation: there the gradients are averaged at the end of backward by one
+    packed reduction, and the model itself is returned. So it is in exact mode, where :class:`ExactReplica`
+    sums its gradients.
 
     Ranks: every rank of ``ctx``.
 

@@ -234,7 +234,7 @@ def gaudi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None, No
     (tmp_path / "habana_frameworks").mkdir()
     (tmp_path / "habana_frameworks/__init__.py").touch()
     (tmp_path / "habana_frameworks/torch.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
     class Device:
         type = "hpu"

@@ -1,5 +1,6 @@
-"""XLA's devices, on a stand-in for torch_xla in ``tests/stand_ins``: what is asked of it, and what comes out."""
+"""XLA's devices, on a stand-in for torch_xla in ``tests/stand_ins``: what it is asked for, and results."""
 
+import importlib
 import json
 import os
 import socket
@@ -26,22 +27,17 @@ XLA = torch.device("xla:0")
 @pytest.fixture
 def xla(monkeypatch: pytest.MonkeyPatch) -> Generator[Any, None, None]:
     """Install the stand-in, request XLA, and keep "its" tensors on the CPU."""
-    monkeypatch.syspath_prepend(STAND_INS)
+    monkeypatch.setattr(sys, "path", [str(STAND_INS), *sys.path])
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    before = set(sys.modules)
-    import torch_xla  # pyright: ignore[reportMissingImports]
-    from torch_xla import runtime  # pyright: ignore[reportMissingImports]
-
-    with torch_xla.OnHost():
-        yield torch_xla
-    assert runtime
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] == "torch_xla":
-            del sys.modules[name]
+    stand_in: Any = importlib.import_module("torch_xla")
+    with stand_in.OnHost():
+        yield stand_in
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch_xla"]:
+        del sys.modules[name]
 
 
-def state_of(xla: Any) -> dict[str, Any]:
-    return sys.modules["torch_xla.runtime"].state
+def runtime() -> Any:
+    return importlib.import_module("torch_xla.runtime")
 
 
 def names_of(xla: Any) -> list[str]:
@@ -105,7 +101,7 @@ def test_what_xla_cannot_do_is_refused(
     message: str,
     xla: Any,
 ) -> None:
-    state_of(xla).update(state)
+    runtime().state.update(state)
     if error is None:
         af.init_context(**options)
     else:
@@ -114,8 +110,8 @@ def test_what_xla_cannot_do_is_refused(
 
 
 def test_ranks_that_are_threads_of_torch_xla_are_refused(xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "SIZE", 8)
-    state_of(xla)["devices"] = 2
+    monkeypatch.setattr(runtime(), "SIZE", 8)
+    runtime().state["devices"] = 2
     with pytest.raises(NotAvailableError, match="runs 2 ranks as threads of this process"):
         af.init_context()
 
@@ -142,7 +138,9 @@ def test_random_states_memory_and_waiting(xla: Any) -> None:
 def test_batches_and_steps_start_what_was_recorded(xla: Any) -> None:
     ctx = af.init_context(mixed_precision="bf16")
     loader = DataLoader(TensorDataset(torch.zeros(4, 3)), batch_size=2)
-    model, optimizer, loader = af.prepare(ctx, model := nn.Linear(3, 1), torch.optim.SGD(model.parameters()), loader)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
     scaler = af.init_scaler(ctx)
     del xla.calls[:]
     for (batch,), micro in af.microbatches(ctx, loader):

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.options import OPTIONS
@@ -20,7 +20,14 @@ from accelfn.launch.plan.commands import Script
 
 # Options that decide how this machine starts processes, which SageMaker does itself.
 _OF_MACHINES = ("Machines", "Elastic", "MPI")
-_UNUSED = ("module", "no_python", "tpu", "num_processes", "num_cpu_threads_per_process", "enable_cpu_affinity")
+_UNUSED = (
+    "module",
+    "no_python",
+    "tpu",
+    "num_processes",
+    "num_cpu_threads_per_process",
+    "enable_cpu_affinity",
+)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -42,14 +49,18 @@ class SagemakerPlan(NamedTuple):
     def __str__(self) -> str:
         """Return the arguments as JSON."""
         hidden = {name: _hide(name, value) for name, value in self.estimator.items()}
-        tree = {"profile": self.profile, "region": self.region, "inputs": dict(self.inputs), "estimator": hidden}
+        tree = {
+            "profile": self.profile,
+            "region": self.region,
+            "inputs": dict(self.inputs),
+            "estimator": hidden,
+        }
         return json.dumps(tree, indent=2)
 
 
 def _hide(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        items: Mapping[str, Any] = value
-        return {key: _hide(key, item) for key, item in items.items()}
+    if isinstance(value, dict):
+        return {key: _hide(key, item) for key, item in cast("dict[str, Any]", value).items()}
     if is_secret(name):
         return "***"
     return hide_in_text(value) if isinstance(value, str) else value
@@ -71,8 +82,8 @@ def plan_sagemaker(
         metrics: Text of ``sagemaker_metrics_file``: lines of a metric's name and its regular expression.
 
     Raises:
-        ConfigurationError: An option is missing or has no effect on SageMaker; the script isn't a Python file;
-            its arguments can't be hyperparameters.
+        ConfigurationError: An option is missing or has no effect on SageMaker; the script isn't a Python
+            file; its arguments can't be hyperparameters.
     """
     config = resolved.config
     _check(resolved, script)
@@ -121,16 +132,19 @@ def _check(resolved: Resolved, script: Script) -> None:
         raise ConfigurationError(f"a job on SageMaker needs {', '.join(missing)}.{image}")
     if config.sagemaker_distributed_type == "MODEL_PARALLEL":
         raise ConfigurationError(
-            "--sagemaker_distributed_type MODEL_PARALLEL: SageMaker's model parallelism replaces the model and "
-            "the training loop. Use DATA_PARALLEL, or NO with --use_fsdp on one instance."
+            "--sagemaker_distributed_type MODEL_PARALLEL: SageMaker's model parallelism replaces the model "
+            "and the training loop. Use DATA_PARALLEL, or NO with --use_fsdp on one instance."
         )
     if config.num_machines > 1 and config.sagemaker_distributed_type == "NO":
         raise ConfigurationError(
-            f"--num_machines {config.num_machines} needs --sagemaker_distributed_type DATA_PARALLEL: otherwise "
-            "each machine would run the script alone."
+            f"--num_machines {config.num_machines} needs --sagemaker_distributed_type DATA_PARALLEL: "
+            "otherwise each machine would run the script alone."
         )
     for name in changed_values(config):
-        is_of_machines = OPTIONS[name].section.title in _OF_MACHINES and name not in ("gpu_ids", "same_network")
+        is_of_machines = OPTIONS[name].section.title in _OF_MACHINES and name not in (
+            "gpu_ids",
+            "same_network",
+        )
         if name in _UNUSED or is_of_machines:
             raise ConfigurationError(
                 f"--{name} ({resolved.origins[name]}) has no effect on SageMaker, which starts the processes "
@@ -179,12 +193,12 @@ def _typed(text: str) -> int | float | bool | str:
 
 
 def read_rows(text: str, what: str) -> list[tuple[str, str]]:
-    """Read a table of two columns that are separated by a tab, without its header. Pure.
+    r"""Read a table of two columns that are separated by a tab, without its header. Pure.
 
     Raises:
         ConfigurationError: A line has another number of columns, or no line follows the header.
 
-    >>> read_rows("name\\tlocation\\ntrain\\ts3://bucket/train\\n", "--sagemaker_inputs_file")
+    >>> read_rows("name\tlocation\ntrain\ts3://bucket/train\n", "--sagemaker_inputs_file")
     [('train', 's3://bucket/train')]
     """
     rows = [row for row in csv.reader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE) if row]

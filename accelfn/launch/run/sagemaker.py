@@ -24,8 +24,8 @@ def run_sagemaker(plan: SagemakerPlan) -> str:
         estimators: Any = importlib.import_module("sagemaker.huggingface")
     except ImportError as error:
         raise MissingExtraError(
-            f"compute_environment AMAZON_SAGEMAKER needs the sagemaker package, of a version before 3: {error}. "
-            "Run: pip install 'accelfn[sagemaker]'"
+            "compute_environment AMAZON_SAGEMAKER needs the sagemaker package, of a version before 3: "
+            f"{error}. Run: pip install 'accelfn[sagemaker]'"
         ) from error
     session = sagemaker.Session(
         boto_session=boto3.Session(profile_name=plan.profile, region_name=plan.region)

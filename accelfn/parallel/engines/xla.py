@@ -35,8 +35,8 @@ class XlaShardPlan(NamedTuple):
         """Return the plan in words."""
         inner = len(self.units) - 1
         return (
-            "parameters, gradients and batches sharded along their first dimension over all devices of the host "
-            f"by XLA's compiler; outputs of {f'{inner} units and of ' if inner else ''}the model too"
+            "parameters, gradients and batches sharded along their first dimension over all devices of the "
+            f"host by XLA's compiler; outputs of {f'{inner} units and of ' if inner else ''}the model too"
         )
 
 
@@ -76,8 +76,8 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     ):
         if is_set:
             raise NotAvailableError(
-                f"fsdp_plugin: {name} isn't an option of torch_xla's FSDP. Leave it out; mixed_precision sets "
-                "the dtype."
+                f"fsdp_plugin: {name} isn't an option of torch_xla's FSDP. Leave it out; mixed_precision "
+                "sets the dtype."
             )
 
 

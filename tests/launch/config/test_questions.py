@@ -197,9 +197,13 @@ def test_the_kind_of_machine_is_found_in_a_file(kind: str) -> None:
 
 def test_jobs_of_sagemaker_have_their_own_questions() -> None:
     texts = {
-        **{"compute_environment": "AMAZON_SAGEMAKER", "iam_role_name": "role", "mixed_precision": "bf16"},
-        **{"sagemaker_distributed_type": "DATA_PARALLEL", "ec2_instance_type": "ml.p4d.24xlarge"},
-        **{"num_machines": "2", "image_uri": "me/image:1"},
+        "compute_environment": "AMAZON_SAGEMAKER",
+        "iam_role_name": "role",
+        "mixed_precision": "bf16",
+        "sagemaker_distributed_type": "DATA_PARALLEL",
+        "ec2_instance_type": "ml.p4d.24xlarge",
+        "num_machines": "2",
+        "image_uri": "me/image:1",
     }
     config = answer_all(texts, {}, devices=8, has_sagemaker=True)
     assert (config.num_machines, config.multi_gpu, config.image_uri) == (2, False, "me/image:1")

@@ -19,7 +19,11 @@ from accelfn.launch.plan.sagemaker import read_hyperparameters
 
 VERSIONS = ("--py_version=py312", "--pytorch_version=2.8.0", "--transformers_version=4.56.2")
 JOB = (
-    *("--compute_environment=AMAZON_SAGEMAKER", "--ec2_instance_type=ml.p4d.24xlarge", "--iam_role_name=role"),
+    *(
+        "--compute_environment=AMAZON_SAGEMAKER",
+        "--ec2_instance_type=ml.p4d.24xlarge",
+        "--iam_role_name=role",
+    ),
     *VERSIONS,
 )
 
@@ -34,7 +38,12 @@ def plan_of(*argv: str, inputs: str | None = None, metrics: str | None = None) -
 def test_the_estimators_arguments() -> None:
     plan = plan_of(
         *(*JOB, "--num_machines=2", "--sagemaker_distributed_type=DATA_PARALLEL", "--mixed_precision=bf16"),
-        *("--profile=work", "--region=eu-west-1", "--additional_args=max_run=3600", "--dynamo_backend=inductor"),
+        *(
+            "--profile=work",
+            "--region=eu-west-1",
+            "--additional_args=max_run=3600",
+            "--dynamo_backend=inductor",
+        ),
         *("--additional_args=instance_count=9", "src/train.py", "--lr", "1e-3", "--fast", "True"),
         inputs="name\tplace\ntrain\ts3://b/train\n",
         metrics="name\tregex\nloss\tloss=(.*?);\n",
@@ -76,13 +85,19 @@ def test_an_image_needs_no_versions_and_a_secret_is_not_printed() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((JOB[0], "train.py"), "needs --ec2_instance_type, --iam_role_name, --py_version.* --image_uri names"),
+        (
+            (JOB[0], "train.py"),
+            "needs --ec2_instance_type, --iam_role_name, --py_version.* --image_uri names",
+        ),
         ((*JOB, "train.sh"), "runs a Python file: got the script 'train.sh'"),
         ((*JOB, "-m", "train.py"), "--module .*has no effect on SageMaker"),
         ((*JOB, "--num_processes=8", "train.py"), "--num_processes .flag --num_processes. has no effect"),
         ((*JOB, "--max_restarts=1", "train.py"), "--max_restarts .*has no effect"),
         ((*JOB, "--num_machines=2", "train.py"), "needs --sagemaker_distributed_type DATA_PARALLEL"),
-        ((*JOB, "--sagemaker_distributed_type=MODEL_PARALLEL", "train.py"), "MODEL_PARALLEL: SageMaker's model"),
+        (
+            (*JOB, "--sagemaker_distributed_type=MODEL_PARALLEL", "train.py"),
+            "MODEL_PARALLEL: SageMaker's model",
+        ),
         ((*JOB, "--additional_args=7", "train.py"), "--additional_args takes NAME=VALUE, got '7'"),
         ((*JOB, "train.py", "data"), "as --name value, got 'data'"),
         ((*JOB, "train.py", "--fast", "--lr", "1"), "--fast has none. Write --fast True"),
@@ -104,12 +119,17 @@ def test_tables_need_two_columns_and_a_line(text: str) -> None:
     st.dictionaries(
         st.from_regex(r"[a-z][a-z_]{0,5}", fullmatch=True),
         st.one_of(
-            st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False), st.sampled_from("ab")
+            st.integers(),
+            st.booleans(),
+            st.floats(allow_nan=False, allow_infinity=False),
+            st.sampled_from("ab"),
         ),
     )
 )
 def test_hyperparameters_keep_their_values(values: dict[str, Any]) -> None:
-    read = read_hyperparameters([word for name, value in values.items() for word in (f"--{name}", str(value))])
+    read = read_hyperparameters(
+        [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    )
     assert read == values
     assert {name: type(value) for name, value in read.items()} == {
         name: type(value) for name, value in values.items()

@@ -1,8 +1,8 @@
 """A stand-in for torch_xla 2.9: the functions that accelfn calls, with their documented signatures.
 
 Devices are simulated by the CPU: under :class:`OnHost` a tensor that is made on "xla" is on the CPU. What was
-called is in ``calls``. A world of several processes is described by the variables ``XLA_STAND_IN_RANK``, ``_SIZE``
-and ``_PORT``.
+called is in ``calls``. The variables ``XLA_STAND_IN_RANK``, ``_SIZE`` and ``_PORT`` describe a world of
+several processes.
 """
 
 import os
@@ -24,7 +24,8 @@ class OnHost(TorchFunctionMode):
             is_xla = isinstance(value, torch.device) and value.type == "xla"
             return torch.device("cpu") if is_xla else value
 
-        return func(*map(host, args), **{name: host(value) for name, value in (kwargs or {}).items()})
+        named: dict[str, Any] = kwargs or {}
+        return func(*map(host, args), **{name: host(value) for name, value in named.items()})
 
 
 def device(index: int | None = None) -> torch.device:
@@ -36,6 +37,6 @@ def sync(wait: bool = False, reset_scope: bool = True) -> None:
 
 
 def manual_seed(seed: int, device: torch.device | None = None) -> None:
-    from torch_xla.core import xla_model
+    from .core import xla_model
 
     xla_model.set_rng_state(seed, device)

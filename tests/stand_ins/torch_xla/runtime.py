@@ -1,4 +1,4 @@
-import torch_xla
+from . import RANK, SIZE
 
 # What a test sets: the type of device, devices of this process and of the host, SPMD mode, hosts.
 state = {"type": "TPU", "devices": 1, "host_devices": 4, "spmd": False, "hosts": 1}
@@ -9,11 +9,11 @@ def device_type() -> str:
 
 
 def world_size() -> int:
-    return torch_xla.SIZE
+    return SIZE
 
 
 def global_ordinal() -> int:
-    return torch_xla.RANK
+    return RANK
 
 
 def addressable_device_count() -> int:

@@ -1,4 +1,4 @@
-import torch_xla
+from .. import calls
 
 _seed = [0]
 
@@ -18,4 +18,4 @@ def get_memory_info(device: object = None) -> dict[str, int]:
 
 
 def wait_device_ops(devices: object = ()) -> None:
-    torch_xla.calls.append(("wait_device_ops",))
+    calls.append(("wait_device_ops",))

@@ -1,13 +1,16 @@
 from typing import Any
 
 import torch
-import torch_xla
+
+from .. import calls
 
 _mesh: list[Any] = []
 
 
 class Mesh:
-    def __init__(self, device_ids: list[int], mesh_shape: tuple[int, ...], axis_names: tuple[str, ...]) -> None:
+    def __init__(
+        self, device_ids: list[int], mesh_shape: tuple[int, ...], axis_names: tuple[str, ...]
+    ) -> None:
         assert len(device_ids) == mesh_shape[0] * mesh_shape[1]
         self.mesh_shape, self.axis_names = mesh_shape, axis_names
 
@@ -22,4 +25,4 @@ def get_global_mesh() -> Mesh:
 
 def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: tuple[str | None, ...]) -> None:
     assert len(partition_spec) == t.dim()
-    torch_xla.calls.append(("mark_sharding", tuple(t.shape), partition_spec))
+    calls.append(("mark_sharding", tuple(t.shape), partition_spec))

@@ -1,20 +1,26 @@
 """The process group "xla": each method takes exactly the arguments of torch_xla's, and runs on gloo."""
 
 import os
-from typing import Any
+from collections.abc import Generator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch_xla
-from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
+from torch._C import _distributed_c10d as bindings
+
+from .. import RANK, SIZE, calls
+
+torch_dist: Any = dist
+Base: Any = dist.ProcessGroup
+Gloo: Any = cast("Any", bindings).ProcessGroupGloo
 
 
-class ProcessGroupXla(ProcessGroup):
+class ProcessGroupXla(Base):
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-        super().__init__(rank, size)
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_default_device()]
-        self.gloo = ProcessGroupGloo(store, rank, size, options)
+        Base.__init__(self, rank, size)
+        options = Gloo._Options()
+        options._devices = [Gloo.create_default_device()]
+        self.gloo = Gloo(store, rank, size, options)
 
     def getBackendName(self) -> str:  # noqa: N802 -- torch's name
         return "xla"
@@ -31,29 +37,24 @@ class ProcessGroupXla(ProcessGroup):
         return [torch.device("cpu")]  # what stands in for XLA's device
 
     def allreduce(self, tensors: Any, all_reduce_options: Any) -> Any:
-        torch_xla.calls.append(("allreduce",))
+        calls.append(("allreduce",))
         return self.gloo.allreduce(tensors, all_reduce_options)
 
     def _allgather_base(self, output_tensor: Any, input_tensor: Any, opts: Any) -> Any:
-        torch_xla.calls.append(("allgather",))
+        calls.append(("allgather",))
         return self.gloo._allgather_base(output_tensor, input_tensor, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        torch_xla.calls.append(("broadcast",))
+        calls.append(("broadcast",))
         return self.gloo.broadcast(tensors, opts)
 
-    def alltoall_base(self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any) -> Any:
-        assert not output_splits
-        assert not input_splits
-        return self.gloo.alltoall_base(output, input, output_splits, input_splits, opts)
+
+def _rendezvous(url: str, timeout: Any = None, **kwargs: Any) -> Generator[Any, None, None]:
+    is_host = RANK == 0
+    store = torch_dist.TCPStore("127.0.0.1", int(os.environ["XLA_STAND_IN_PORT"]), SIZE, is_host)
+    yield store, RANK, SIZE
 
 
-def _rendezvous(url: str, timeout: Any = None, **kwargs: Any) -> Any:
-    is_host = torch_xla.RANK == 0
-    store = dist.TCPStore("127.0.0.1", int(os.environ["XLA_STAND_IN_PORT"]), torch_xla.SIZE, is_host)
-    yield store, torch_xla.RANK, torch_xla.SIZE
-
-
-if torch_xla.SIZE > 1:  # torch's registry is that of the process
-    dist.Backend.register_backend("xla", ProcessGroupXla, devices="xla")
-    dist.register_rendezvous_handler("xla", _rendezvous)
+if SIZE > 1:  # torch's registry is that of the process
+    torch_dist.Backend.register_backend("xla", ProcessGroupXla, devices="xla")
+    torch_dist.register_rendezvous_handler("xla", _rendezvous)

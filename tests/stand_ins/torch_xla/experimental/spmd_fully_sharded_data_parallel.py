@@ -1,8 +1,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch_xla
 from torch import nn
+
+from .. import calls
 
 
 class SpmdFullyShardedDataParallel(nn.Module):
@@ -10,4 +11,4 @@ class SpmdFullyShardedDataParallel(nn.Module):
         assert "fsdp" in mesh.axis_names
         super().__init__()
         self._orig_module = module
-        torch_xla.calls.append(("fsdp", type(module).__name__))
+        calls.append(("fsdp", type(module).__name__))
