@@ -15,6 +15,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
+from accelfn.context import device_module
+from accelfn.devices import device_type
 from accelfn.errors import MissingExtraError
 
 _MAX_NAMES = 5
@@ -120,8 +122,8 @@ def read_place(place: object, what: str = "device") -> Place:
         accelerator = _accelerator()
         # Without an accelerator, "cuda:0" plans for another machine.
         if match is not None and match[1] == ("cuda" if accelerator is None else accelerator.type):
-            if match[1] == "mps":
-                return "mps"
+            if device_type(match[1]).numbering == "none":
+                return match[1]
             current = current_place()
             return int(match[2]) if match[2] else current if isinstance(current, int) else 0
     raise ValueError(
@@ -139,7 +141,8 @@ def current_place() -> Place:
     accelerator = _accelerator()
     if accelerator is None:
         return "cpu"
-    return "mps" if accelerator.type == "mps" else torch.accelerator.current_device_index()
+    is_alone = device_type(accelerator.type).numbering == "none"
+    return accelerator.type if is_alone else torch.accelerator.current_device_index()
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -184,9 +187,10 @@ def check_device(place: Place, what: str = "device") -> torch.device:
     accelerator = _accelerator()
     count = torch.accelerator.device_count() if accelerator is not None else 0
     if accelerator is not None:
-        if place == accelerator.type == "mps":
-            return torch.device("mps")
-        if accelerator.type != "mps" and isinstance(place, int) and place < count:
+        is_alone = device_type(accelerator.type).numbering == "none"
+        if is_alone and place == accelerator.type:
+            return torch.device(accelerator.type)
+        if not is_alone and isinstance(place, int) and place < count:
             return torch.device(accelerator.type, place)
     available = f"{count} of type {accelerator.type}" if accelerator is not None else "none"
     raise ValueError(
@@ -295,13 +299,13 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Place, int]:
         return read_budgets(max_memory)
     budgets: dict[Place, int] = {}
     accelerator = _accelerator()
-    if accelerator is not None and accelerator.type == "mps":
-        return {"mps": available_memory()}  # it shares the host's memory
+    if accelerator is not None and device_type(accelerator.type).numbering == "none":
+        return {accelerator.type: available_memory()}  # it shares the host's memory
     if accelerator is not None:
-        device_module: Any = torch.get_device_module(accelerator.type)
+        module = device_module(accelerator.type)
         for index in range(torch.accelerator.device_count()):
             try:
-                budgets[index] = int(device_module.mem_get_info(index)[0])
+                budgets[index] = int(module.mem_get_info(index)[0])
             except Exception as error:  # noqa: BLE001, PERF203 -- drivers raise exceptions of any class
                 logging.getLogger(__name__).info("accelerator %d isn't used: %s", index, error)
     budgets["cpu"] = available_memory()

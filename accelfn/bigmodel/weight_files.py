@@ -35,6 +35,7 @@ from accelfn.checkpoint.files import memory_of
 from accelfn.checkpoint.header import SAFETENSORS_NAMES
 from accelfn.checkpoint.torch_file import read_torch_file
 from accelfn.checkpoint.weights_index import find_weights, read_header
+from accelfn.devices import device_type
 from accelfn.errors import DamagedCheckpointError, MissingExtraError
 
 STORED_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
@@ -588,7 +589,7 @@ class _Reader(threading.local):
         with torch.no_grad():
             num_bytes = target.numel() * source.dtype.itemsize
             if self._buffer is None or self._buffer.numel() < num_bytes:
-                can_pin = target.device.type not in ("cpu", "mps")
+                can_pin = device_type(target.device.type).pins_memory
                 size = PIECE_BYTES if can_pin else num_bytes
                 self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=can_pin)
             staged = self._buffer[:num_bytes]

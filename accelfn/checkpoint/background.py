@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from accelfn.comm import Call, gather_bytes
-from accelfn.context import Context, text_of
+from accelfn.context import Context, text_of, wait_for_device
 from accelfn.context.failure import MessageBoard
+from accelfn.devices import device_type
 from accelfn.errors import CollectiveTimeoutError, RemoteRankError
 from accelfn.tree.digest import split_flat
 
@@ -122,7 +123,7 @@ class HostMemory:
         buffer = self._buffer
         if buffer is None or buffer.numel() < total:
             self._buffer = None  # free the old one first
-            pin = any(device.type == "cuda" for device in on_device)
+            pin = any(device_type(device.type).pins_memory for device in on_device)
             buffer = self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pin)
         copies = [
             buffer[place : place + size].view(tensor.dtype).view(tensor.shape)
@@ -130,7 +131,7 @@ class HostMemory:
         ]
         _copy_all(copies, [tensor.detach() for tensor in tensors])
         for device in on_device:
-            torch.get_device_module(device.type).synchronize(device)
+            wait_for_device(device)
         return copies
 
 

@@ -11,7 +11,13 @@ from typing import Any, cast
 import torch
 
 from accelfn.checkpoint.by_rank import place_of
-from accelfn.context import Context
+from accelfn.context import (
+    Context,
+    device_module,
+    device_random_state,
+    seed_torch,
+    set_device_random_state,
+)
 
 
 def random_states(ctx: Context) -> dict[str, Any]:
@@ -37,8 +43,7 @@ def random_states(ctx: Context) -> dict[str, Any]:
                 "gauss": float(gauss) if has_gauss else None,
             }
     if ctx.device.type not in ("cpu", "meta"):
-        module = torch.get_device_module(ctx.device.type)
-        states[ctx.device.type] = [module.get_rng_state(index) for index in _devices(ctx)]
+        states[ctx.device.type] = [device_random_state(device) for device in _devices(ctx)]
     return states
 
 
@@ -50,10 +55,11 @@ def _numbers(array: torch.Tensor) -> list[int]:
     return cast("list[int]", array.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
-def _devices(ctx: Context) -> list[int]:
+def _devices(ctx: Context) -> list[torch.device]:
+    kind = ctx.device.type
     if ctx.world.local_size == 1:
-        return list(range(torch.get_device_module(ctx.device.type).device_count()))
-    return [ctx.device.index or 0]
+        return [torch.device(kind, index) for index in range(device_module(kind).device_count())]
+    return [ctx.device]
 
 
 def restore_random_states(ctx: Context, states: Mapping[str, Any], *, is_own: bool) -> None:
@@ -78,9 +84,8 @@ def restore_random_states(ctx: Context, states: Mapping[str, Any], *, is_own: bo
         numpy.random.set_state(("MT19937", array, position, int(gauss is not None), gauss or 0.0))
     device_states = states.get(ctx.device.type, ())
     if device_states and ctx.device.type != "cpu":
-        module = torch.get_device_module(ctx.device.type)
-        for index, state in zip(_devices(ctx), device_states, strict=False):
-            module.set_rng_state(state, index)
+        for device, state in zip(_devices(ctx), device_states, strict=False):
+            set_device_random_state(device, state)
     if not is_own:
         _reseed(place_of(ctx))
 
@@ -90,6 +95,6 @@ def _reseed(place: int) -> None:
     # Random hashes a text, so near numbers don't lead to related states.
     draw = random.Random(f"{random.getrandbits(64)} {place}").getrandbits
     random.seed(draw(64))
-    torch.random.manual_seed(draw(63))  # pyright: ignore[reportUnknownMemberType] -- untyped in torch
+    seed_torch(draw(63))
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random").seed(draw(32))

@@ -6,13 +6,18 @@ import importlib
 import importlib.util
 import random
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from accelfn.comm.agreement import Call, as_bytes, as_tensor, catch
 from accelfn.comm.objects import broadcast_bytes
-from accelfn.context import Context, check_context
+from accelfn.context import (
+    Context,
+    check_context,
+    device_random_state,
+    seed_torch,
+    set_device_random_state,
+)
 from accelfn.context.config import RNGType
 from accelfn.errors import ConfigurationError
 
@@ -45,7 +50,7 @@ def set_seed(
     random.seed(seed)
     if importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy.random").seed(seed)
-    torch.random.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
+    seed_torch(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -65,13 +70,13 @@ def synchronize_rng_states(
 
     Raises:
         ValueError: ``"generator"`` is used without ``generator``.
-        ConfigurationError: A type is unknown, or this machine doesn't have that device.
+        ConfigurationError: A type is unknown, or of another device than this rank's.
     """
     check_context("synchronize_rng_states", ctx)
     names = [item.value if isinstance(item, RNGType) else item for item in types]
 
     def read() -> bytes:
-        return b"".join(as_bytes(_state(name, generator)) for name in names)
+        return b"".join(as_bytes(_state(ctx, name, generator)) for name in names)
 
     own, error = catch(read)
     if ctx.world.size == 1:
@@ -82,34 +87,36 @@ def synchronize_rng_states(
     received = broadcast_bytes(ctx, call, own or b"", 0, error)
     start = 0
     for name in names:
-        length = _state(name, generator).numel()
-        _set_state(name, generator, as_tensor(received[start : start + length]))
+        length = _state(ctx, name, generator).numel()
+        _set_state(ctx, name, generator, as_tensor(received[start : start + length]))
         start += length
 
 
-def _state(name: str, generator: torch.Generator | None) -> torch.Tensor:
+def _state(ctx: Context, name: str, generator: torch.Generator | None) -> torch.Tensor:
     if name == "generator":
         if generator is None:
             raise ValueError('synchronize_rng_states: the type "generator" needs generator=.')
         return generator.get_state()
-    return torch.get_rng_state() if name == "torch" else _device_module(name).get_rng_state()
+    return torch.get_rng_state() if name == "torch" else device_random_state(_device(ctx, name))
 
 
-def _set_state(name: str, generator: torch.Generator | None, state: torch.Tensor) -> None:
+def _set_state(ctx: Context, name: str, generator: torch.Generator | None, state: torch.Tensor) -> None:
     if name == "generator":
         assert generator is not None  # checked by _state
         generator.set_state(state)
     elif name == "torch":
         torch.set_rng_state(state)
     else:
-        _device_module(name).set_rng_state(state)
+        set_device_random_state(_device(ctx, name), state)
 
 
-def _device_module(name: str) -> Any:
+def _device(ctx: Context, name: str) -> torch.device:
     known = tuple(item.value for item in RNGType)
     if name not in known:
         raise ConfigurationError(f"synchronize_rng_states: types are {', '.join(known)}; got {name!r}.")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or accelerator.type != name:
-        raise ConfigurationError(f"synchronize_rng_states: this machine has no {name!r} device.")
-    return torch.get_device_module(name)
+    if ctx.device.type != name:
+        raise ConfigurationError(
+            f"synchronize_rng_states: the type {name!r} is of another device than this rank's, which is "
+            f"{ctx.device}. Leave it out."
+        )
+    return ctx.device

@@ -31,6 +31,14 @@ from accelfn.context.device import (
     plan_device as plan_device,
     read_hardware as read_hardware,
 )
+from accelfn.context.device_module import (
+    device_module as device_module,
+    device_random_state as device_random_state,
+    empty_device_cache as empty_device_cache,
+    seed_torch as seed_torch,
+    set_device_random_state as set_device_random_state,
+    wait_for_device as wait_for_device,
+)
 from accelfn.context.environment import (
     EnvironmentPlan as EnvironmentPlan,
     detect_environment as detect_environment,
@@ -73,3 +81,4 @@ from accelfn.context.world import (
     World as World,
     WorldIdentity as WorldIdentity,
 )
+from accelfn.context.xla import end_step as end_step

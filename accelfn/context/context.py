@@ -39,6 +39,7 @@ from accelfn.context.options import (
     settle_window,
 )
 from accelfn.context.world import Owned, World
+from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 
@@ -154,7 +155,7 @@ class Context:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of world, by Accelerate's names: NO, FSDP, MULTI_CPU, MULTI_GPU, MULTI_XPU, ...
+        """Kind of world, by Accelerate's names: NO, FSDP, MULTI_CPU, MULTI_GPU, MULTI_XPU, XLA, ...
 
         Raises:
             NotAvailableError: Accelerate has no name for this device.
@@ -162,13 +163,15 @@ class Context:
         engine = self.strategy.engine
         if engine is not None:
             return DistributedType.DEEPSPEED if engine == "DeepSpeed" else DistributedType.MEGATRON_LM
+        kind = self.world.device.type
+        if kind == "xla":
+            return DistributedType.XLA
         if self.world.size == 1:
             return DistributedType.NO
         if self.strategy.fsdp is not None:
             return DistributedType.FSDP
-        kind = self.world.device.type
-        name = "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
-        if name not in DistributedType:
+        name = device_type(kind).world
+        if name is None:
             raise NotAvailableError(
                 f"Accelerate has no name for several ranks on {kind!r}: use ctx.device and ctx.num_processes."
             )
@@ -329,7 +332,8 @@ def configure(ctx: Context, options: ContextOptions) -> Context:
     """Return ``ctx`` with ``options`` applied, after checking the device's capabilities."""
     configured = with_window(apply_options(ctx, options), ctx.world.size, ctx.strategy)
     if configured.precision.mode != ctx.precision.mode:
-        facts = next((item for item in read_hardware().devices if item.type == ctx.device.type), None)
+        hardware = read_hardware(ctx.device.type)
+        facts = next((item for item in hardware.devices if item.type == ctx.device.type), None)
         if facts is not None:
             check_precision(configured.precision, facts)
     return configured

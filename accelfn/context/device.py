@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -15,10 +18,14 @@ from accelfn.context.config import (
     GradScalerKwargs,
     MSAMPRecipeKwargs,
     PrecisionType,
+    Settings,
     TERecipeKwargs,
 )
+from accelfn.context.device_module import device_module
 from accelfn.context.environment import EnvironmentPlan
-from accelfn.errors import ConfigurationError
+from accelfn.context.xla import read_xla
+from accelfn.devices import DEVICE_TYPES, DeviceType, device_type, has_false_peers
+from accelfn.errors import ConfigurationError, MissingExtraError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +69,44 @@ class DevicePlan:
     facts: DeviceFacts
 
 
-def read_hardware() -> Hardware:
-    """Return the devices and collective backends of this process."""
-    cpu = DeviceFacts(type="cpu")
+def read_hardware(wanted: str | None = None) -> Hardware:
+    """Return the devices and collective backends of this process.
+
+    torch may need a vendor's package to know an accelerator: :data:`accelfn.devices.DEVICE_TYPES` lists them.
+    The package of ``wanted`` is imported; without ``wanted``, and if torch knows no accelerator, those that
+    are installed.
+
+    Args:
+        wanted: Type of the device that was asked for, such as ``"npu"``; ``"xla"`` only by name.
+
+    Raises:
+        MissingExtraError: The package of ``wanted`` isn't installed, or can't be loaded.
+    """
+    if wanted == "xla":
+        read = read_xla()
+        facts = DeviceFacts(type="xla", backend=read.name, precisions=read.precisions)
+        return _hardware(facts)
+    if wanted is not None or not torch.accelerator.is_available():
+        _import_vendors(wanted)
+    # The accelerator of this build: cuda (ROCm too), xpu, mps, mtia, or a vendor's.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return _hardware()
+    kind = accelerator.type
+    # Not torch's default first: its testing package registers a backend that communicates nothing.
+    known = kind in DEVICE_TYPES
+    backend = device_type(kind).backend if known else dist.Backend.default_device_backend_map.get(kind)
+    return _hardware(
+        DeviceFacts(
+            type=kind,
+            count=torch.accelerator.device_count(),
+            backend=backend,
+            precisions=_precisions(device_type(kind)),
+        )
+    )
+
+
+def _hardware(*accelerators: DeviceFacts) -> Hardware:
     # UNDEFINED and FAKE aren't usable backends.
     backends = frozenset(
         name
@@ -74,31 +116,48 @@ def read_hardware() -> Hardware:
     # A backend without declared capabilities may support CPU tensors.
     capabilities = dist.Backend.backend_capability
     cpu_backends = frozenset(name for name in backends if "cpu" in capabilities.get(name, ["cpu"]))
-    # The accelerator of this build: cuda (ROCm too), xpu, mps, mtia, or a vendor's.
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return Hardware(devices=(cpu,), backends=backends, cpu_backends=cpu_backends)
-    kind = accelerator.type
-    facts = DeviceFacts(
-        type=kind,
-        count=torch.accelerator.device_count(),
-        backend=dist.Backend.default_device_backend_map.get(kind),
-        precisions=_precisions(kind),
+    return Hardware(
+        devices=(*accelerators, DeviceFacts(type="cpu")), backends=backends, cpu_backends=cpu_backends
     )
-    return Hardware(devices=(facts, cpu), backends=backends, cpu_backends=cpu_backends)
 
 
-def _precisions(kind: str) -> frozenset[str]:
-    module = torch.get_device_module(kind)
-    # Emulated bf16 on old GPUs is slower than fp32, so it counts as unsupported.
+def _import_vendors(wanted: str | None) -> None:
+    """Import the package of a type of device, or without one the first installed package that brings any."""
+    for row in DEVICE_TYPES.values():
+        if row.package is None or row.name == "xla" or wanted not in (None, row.name):
+            continue
+        if wanted is None and importlib.util.find_spec(row.package.partition(".")[0]) is None:
+            continue
+        try:
+            importlib.import_module(row.package)
+        except Exception as error:  # without their driver they raise exceptions of any class
+            if wanted is None:  # as for CUDA, a machine without the driver has no such device
+                continue
+            raise MissingExtraError(
+                f"the device {wanted!r} ({row.hardware}) needs {row.package}, which can't be imported: "
+                f"{error}. Install it for this torch: {row.install}."
+            ) from error
+        if torch.accelerator.is_available():
+            return
+
+
+def _precisions(row: DeviceType) -> frozenset[str]:
+    """Return which of fp16 and bf16 the devices of this machine have."""
+    module = device_module(row.name)
     check = getattr(module, "is_bf16_supported", None)
-    if kind == "cuda":
+    missing: set[str] = set()
+    if row.name == "cuda":
+        # Emulated bf16 on old GPUs is slower than fp32, so it counts as unsupported.
         has_bf16 = bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    elif kind == "mps":
+    elif row.name == "mps":
         has_bf16 = bool(torch.backends.mps.is_macos_or_newer(14, 0))
     else:
         has_bf16 = bool(check()) if callable(check) else True
-    return frozenset(("fp16", "bf16")) if has_bf16 else frozenset(("fp16",))
+    if not has_bf16:
+        missing.add("bf16")
+    if row.name == "hpu" and str(module.get_device_name()).upper() == "GAUDI":
+        missing.add("fp16")  # the first generation has none
+    return frozenset(row.precisions) - missing - {"fp8"}
 
 
 def plan_device(
@@ -133,8 +192,9 @@ def plan_device(
         chosen = torch.device("cpu" if cpu else known[0])
     facts = next(item for item in hardware.devices if item.type == chosen.type)
     index = cast("int | None", chosen.index)  # torch's stubs omit None
-    if index is None and chosen.type not in ("cpu", "mps"):  # these have no index
-        index = world.local_rank
+    numbering = device_type(chosen.type).numbering
+    if index is None and numbering != "none":
+        index = world.local_rank if numbering == "local_rank" else 0
     if index is not None and index >= facts.count:
         raise ConfigurationError(
             f"rank {world.rank} needs {chosen.type}:{index}, but this process sees {facts.count} such "
@@ -142,8 +202,7 @@ def plan_device(
             "node, make more devices visible, or pass cpu=True. If each process sees only its own device, as "
             f"with --gpus-per-task, set ACCELFN_TORCH_DEVICE={chosen.type}:0."
         )
-    numbered = index is not None and chosen.type not in ("cpu", "mps")
-    chosen = torch.device(f"{chosen.type}:{index}" if numbered else chosen.type)
+    chosen = torch.device(chosen.type if numbering == "none" else f"{chosen.type}:{index}")
     if backend is not None:
         _check_backend(backend, facts, hardware)
     joins = world.launcher == "torchrun" or (world.size > 1 and world.launcher != "adopted")
@@ -192,7 +251,7 @@ def _world_backend(facts: DeviceFacts, requested: str | None) -> str:
             f"torch has no collective backend for {facts.type!r} tensors, so several ranks can't communicate "
             "on it. Pass cpu=True, or start one process."
         )
-    if facts.type == "cpu" or name.strip().lower() == "gloo":
+    if not device_type(facts.type).joins_gloo or name.strip().lower() == "gloo":
         return name
     # Control messages are CPU tensors, which must not wait for the device's queue.
     parts = {"cpu": "gloo", **_backend_parts(name)}
@@ -203,6 +262,49 @@ def _backend_parts(name: str) -> dict[str, str]:
     """Split ``"cpu:gloo,cuda:nccl"`` by device type; a backend without a device type has the key ``""``."""
     parts = (part.strip().lower().rpartition(":") for part in name.split(","))
     return {kind: backend for kind, _, backend in parts}
+
+
+def load_sagemaker_backend(settings: Settings) -> str | None:
+    """Return the backend of a distributed job of SageMaker, after registering it; None outside of one.
+
+    Raises:
+        MissingExtraError: The image of the job has no such backend.
+    """
+    if not settings.use_sagemaker or settings.sagemaker_distributed_type in (None, "NO"):
+        return None
+    try:
+        importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
+    except ImportError as error:
+        raise MissingExtraError(
+            "ACCELFN_SAGEMAKER_DISTRIBUTED_TYPE or ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE is "
+            f"{settings.sagemaker_distributed_type}, which needs SageMaker's library "
+            f"smdistributed.dataparallel: {error}. Use one of AWS's images that has it, or set the type to "
+            "NO."
+        ) from error
+    return "smddp"
+
+
+def check_peers(
+    plan: DevicePlan, environment: Mapping[str, str], *, find: Callable[[], bool] = has_false_peers
+) -> None:
+    """Refuse GPUs that wrongly report access to each other's memory, on which NCCL hangs.
+
+    ``accelfn launch`` sets the variables itself.
+
+    Args:
+        plan: Of a rank that isn't alone on its machine.
+        environment: Its variables.
+        find: Returns whether this machine has such GPUs.
+
+    Raises:
+        ConfigurationError: It has, and NCCL isn't told.
+    """
+    if "nccl" in (plan.backend or "") and not environment.get("NCCL_P2P_DISABLE") and find():
+        raise ConfigurationError(
+            "the GeForce RTX 40 cards of this machine have a driver before 550.40.07, which wrongly reports "
+            "that they reach each other's memory, so NCCL would hang. Set NCCL_P2P_DISABLE=1 and "
+            "NCCL_IB_DISABLE=1, update the driver, or start with accelfn launch, which sets them."
+        )
 
 
 Fp8Recipe = FP8RecipeKwargs | TERecipeKwargs | AORecipeKwargs | MSAMPRecipeKwargs
@@ -253,11 +355,15 @@ class Precision:
 def check_precision(precision: Precision, device: DeviceFacts) -> None:
     """Check that the device supports a precision. There is no fallback to another dtype.
 
+    Whether this very device has fp8 depends on the package that computes in it.
+
     Raises:
         ConfigurationError: The device doesn't; lists what it supports.
     """
-    if precision.mode in ("fp16", "bf16") and precision.mode not in device.precisions:
-        supported = ", ".join(("no", *sorted(device.precisions)))
+    has_fp8 = "fp8" in device_type(device.type).precisions
+    modes = device.precisions | ({"fp8"} if has_fp8 else set[str]())
+    if precision.mode not in ("no", *modes):
+        supported = ", ".join(("no", *sorted(modes)))
         raise ConfigurationError(
             f"mixed_precision={precision.mode!r} isn't supported on device {device.type!r}, which supports: "
             f"{supported}. Use one of these."

@@ -36,16 +36,25 @@ from accelfn.context.config import (
 )
 from accelfn.context.config.handlers import sort_handlers
 from accelfn.context.context import Context, close_context, with_mesh, with_window
-from accelfn.context.device import DevicePlan, check_precision, plan_device, read_hardware
+from accelfn.context.device import (
+    DevicePlan,
+    check_peers,
+    check_precision,
+    load_sagemaker_backend,
+    plan_device,
+    read_hardware,
+)
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import MessageBoard, announce_end, publish, store_board
-from accelfn.context.options import ContextOptions, apply_options, drop_none, merge_settings
+from accelfn.context.options import ContextOptions, Strategy, apply_options, drop_none, merge_settings
 from accelfn.context.peer_monitor import start_watchdog
 from accelfn.context.process_group import (
     make_gloo_group,
     process_group_collectives,
 )
 from accelfn.context.world import GroupOwner, Owned, World, WorldIdentity
+from accelfn.context.xla import is_xla_requested, read_xla_place, use_spmd
+from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
 
 _HOST_BYTES = 256
@@ -111,17 +120,25 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
     environment = dict(os.environ)
     settings = read_settings(environment)
     passed = drop_none(options)
+    device = None if passed.get("cpu") else settings.device  # cpu=True was passed, the device is a variable
+    if device is None and not (passed.get("cpu") or settings.cpu) and is_xla_requested(environment):
+        device = "xla"
+    is_xla = device is not None and _kind_of(device) == "xla"
+    if is_xla:
+        settings = dataclasses.replace(settings, downcast_bf16=False)  # the launcher has told XLA
     options = merge_settings(passed, settings)
     base = apply_options(Context(), options)  # raises for invalid options before anything is started
+    if is_xla:
+        _check_xla(base.strategy)
     if settings.bypass_device_map:
         base = dataclasses.replace(base, strategy=dataclasses.replace(base.strategy, bypass_device_map=True))
     joining = sort_handlers(passed.get("kwargs_handlers")).get("process_group", InitProcessGroupKwargs())
     if joining.timeout is not None and not isinstance(passed.get("guard"), Guard):
         base = dataclasses.replace(base, guard=dataclasses.replace(base.guard, timeout=joining.timeout))
     timeout = joining.timeout or timedelta(seconds=base.guard.timeout_s)
-    hardware = read_hardware()
     use_cpu = bool(options.get("cpu"))
-    device = None if passed.get("cpu") else settings.device  # cpu=True was passed, the device is a variable
+    backend = None if use_cpu else load_sagemaker_backend(settings)
+    hardware = read_hardware(_kind_of(device) if device is not None else "cpu" if use_cpu else None)
 
     if group is not None or dist.is_initialized():
         adopted = group if group is not None else dist.group.WORLD
@@ -136,10 +153,14 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
         check_precision(base.precision, plan.facts)
         world, collectives = _adopt(adopted, place, plan, timeout)
     else:
-        place = detect_environment(environment)
+        if is_xla and base.strategy.fsdp is not None:
+            use_spmd()
+        place = read_xla_place() if is_xla else detect_environment(environment)
         base = with_window(base, place.size)
-        plan = plan_device(place, hardware, cpu=use_cpu, device=device, backend=joining.backend)
+        plan = plan_device(place, hardware, cpu=use_cpu, device=device, backend=joining.backend or backend)
         check_precision(base.precision, plan.facts)
+        if place.local_size > 1:
+            check_peers(plan, environment)
         names = () if place.launcher != "env" or joining.init_method else ("MASTER_ADDR", "MASTER_PORT")
         unset = [name for name in names if not environment.get(name)]
         patience = timeout if joining.timeout or not unset else min(timeout, _DEFAULT_ADDRESS_TIMEOUT)
@@ -152,6 +173,23 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
     except BaseException:
         close_context(joined)
         raise
+
+
+def _kind_of(device: str) -> str:
+    return device.partition(":")[0]
+
+
+def _check_xla(strategy: Strategy) -> None:
+    """Refuse what XLA's devices can't do.
+
+    Raises:
+        NotAvailableError: Ranks form a mesh.
+    """
+    if strategy.parallelism is not None:
+        raise NotAvailableError(
+            "parallelism_config arranges ranks in a mesh, which accelfn doesn't support on XLA's devices. "
+            "Leave it out; fsdp_plugin shards over all devices of a host."
+        )
 
 
 def _with_exit_hooks(world: World, collectives: Collectives, guard: Guard) -> World:
@@ -193,7 +231,8 @@ def _join(
     method = address_of(place, init_method)
     hook = sys.excepthook
     previous = None
-    if plan.device.type not in ("cpu", "mps"):
+    is_bound = device_type(plan.device.type).numbering == "local_rank"
+    if is_bound:
         previous = torch.device(plan.device.type, torch.accelerator.current_device_index())
         torch.accelerator.set_device_index(plan.device)
     try:
@@ -204,7 +243,7 @@ def _join(
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,
-            device_id=None if plan.device.type in ("cpu", "mps") else plan.device,
+            device_id=plan.device if is_bound else None,
         )
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         if previous is not None:
@@ -219,7 +258,9 @@ def _join(
         group=True,
         previous_device=previous,
         excepthooks=(hook, sys.excepthook),
-        hosts_store=place.rank == 0 and place.launcher != "torchrun" and method.startswith(("tcp:", "env:")),
+        hosts_store=place.rank == 0
+        and place.launcher != "torchrun"
+        and method.startswith(("tcp:", "env:", "xla:")),
     )
     world = _world(place, plan, plan.backend, group, owned)
     try:
@@ -315,7 +356,7 @@ def _current_device(group: dist.ProcessGroup, cpu: bool) -> str | None:
     if bound is not None:
         return str(bound)
     kind = torch.accelerator.current_accelerator()
-    if kind is None or kind.type == "mps":
+    if kind is None or device_type(kind.type).numbering == "none":
         return None
     return f"{kind.type}:{torch.accelerator.current_device_index()}"
 
@@ -386,6 +427,8 @@ def address_of(place: EnvironmentPlan, init_method: str | None = None) -> str:
     """Return the address of the store of the ranks of ``place``. Pure."""
     if init_method is not None:
         return init_method
+    if place.launcher == "xla":
+        return "xla://"  # torch_xla knows the address of its first process
     # env:// finds the store that torchrun's agent hosts.
     return "env://" if place.launcher == "torchrun" else f"tcp://{_host_and_port(place)}"
 

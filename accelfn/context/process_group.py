@@ -148,7 +148,8 @@ def process_group_collectives(
         output = buffer.new_empty(size * buffer.numel())
         with _translate_errors("all_gather", monitor):
             # dist.all_gather_into_tensor is deprecated in torch 2.13, and its successor missing in 2.11.
-            finish(carrier(buffer)._allgather_base(output, buffer), buffer.device)
+            work = carrier(buffer)._allgather_base(output, buffer, bindings.AllgatherOptions())
+            finish(work, buffer.device)
         return output
 
     def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
@@ -177,6 +178,11 @@ def process_group_collectives(
         if shared is not None and output.device.type == "cpu":
             scatter_chunks(all_gather_bytes, chunk, rank, size, output, buffer, source)
             return
+        if output.device.type == "xla":  # torch_xla's backend has no scatter
+            on_host = torch.empty_like(output, device="cpu")
+            scatter(on_host, None if buffer is None else buffer.cpu(), source)
+            output.copy_(on_host)
+            return
         options = bindings.ScatterOptions()
         options.rootRank = source
         parts = [list(buffer.view(size, -1).unbind())] if buffer is not None and rank == source else []
@@ -186,10 +192,16 @@ def process_group_collectives(
     def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(buffer)
         with _translate_errors("all_to_all", monitor):
-            finish(carrier(buffer).alltoall_base(output, buffer, [], []), buffer.device)
+            work = carrier(buffer).alltoall_base(output, buffer, [], [], bindings.AllToAllOptions())
+            finish(work, buffer.device)
         return output
 
     def permute(outgoing: torch.Tensor, incoming: torch.Tensor, to: int, source: int) -> None:
+        if outgoing.device.type == "xla":  # torch_xla's backend splits into equal parts only
+            on_host = torch.empty_like(incoming, device="cpu")
+            permute(outgoing.cpu(), on_host, to, source)
+            incoming.copy_(on_host)
+            return
         # Not with send and recv: if one of them times out, gloo closes all connections of the group.
         sizes_out = [outgoing.numel() if other == to else 0 for other in range(size)]
         sizes_in = [incoming.numel() if other == source else 0 for other in range(size)]

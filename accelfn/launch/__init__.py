@@ -5,7 +5,15 @@ Nothing here imports torch, so ``accelfn --help``, ``--dry_run`` and bad input a
 
 from accelfn.launch.command_line import parse_flags
 from accelfn.launch.config import LaunchConfig, Resolved, resolve
-from accelfn.launch.plan import LaunchPlan, Machine, Script, format_plan, plan_launch
+from accelfn.launch.plan import (
+    LaunchPlan,
+    Machine,
+    SagemakerPlan,
+    Script,
+    format_plan,
+    plan_launch,
+    plan_sagemaker,
+)
 from accelfn.launch.runs import Curve, RunRecord, RunTable, draw_runs_svg, find_runs, read_run
 
 __all__ = (
@@ -16,12 +24,14 @@ __all__ = (
     "Resolved",
     "RunRecord",
     "RunTable",
+    "SagemakerPlan",
     "Script",
     "draw_runs_svg",
     "find_runs",
     "format_plan",
     "parse_flags",
     "plan_launch",
+    "plan_sagemaker",
     "read_run",
     "resolve",
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from accelfn import __version__
+from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.command_line import FLAG_NOTE, CommandParser
 from accelfn.launch.config.files import find_config_file, parse_config, read_text, read_tree
@@ -25,13 +26,22 @@ from accelfn.launch.config.secrets import hide_in_text, is_secret
 _PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")
 _OPTIONAL = (
     *("accelerate", "bitsandbytes", "cloudpickle", "datasets", "deepspeed", "lomo-optim", "megatron-core"),
-    *("numpy", "psutil", "pyyaml", "questionary", "rich", "torch-xla", "torchao", "torchdata", "torchopt"),
+    *("numpy", "psutil", "pyyaml", "questionary", "rich", "sagemaker", "torchao", "torchdata", "torchopt"),
     *("tqdm", "transformer-engine", "transformers", "triton"),
+    *(
+        "habana-torch-plugin",
+        "torch-mlu",
+        "torch-musa",
+        "torch-neuronx",
+        "torch-npu",
+        "torch-sdaa",
+        "torch-xla",
+    ),
     *("aim", "clearml", "comet-ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"),
 )
 _RELEVANT = re.compile(
     r"(ACCELFN|ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|NCCL|GLOO|TORCH|TORCHELASTIC|TORCHINDUCTOR|PYTORCH"
-    r"|CUDA|ROCR|HIP|ZE|XLA|PJRT|TPU|OMP|MKL|KMP|OMPI|PMI|MV2|SLURM|MASTER)_\w+"
+    r"|CUDA|ROCR|HIP|ZE|ASCEND|HABANA|MLU|MUSA|NEURON|PT_HPU|SDAA|SM|XLA|PJRT|TPU|OMP|MKL|KMP|OMPI|PMI|MV2|SLURM|MASTER)_\w+"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|VIRTUAL_ENV|CONDA_PREFIX|LD_PRELOAD"
 )
 _HIDDEN = "(hidden)"
@@ -80,7 +90,7 @@ def describe_environment(env: Mapping[str, str], config_file: str | None = None)
         "packages": _versions(),
         "cpu": _describe_cpu(),
         "memory": _describe_memory(),
-        "torch": _try(describe_torch),
+        "torch": _try(lambda: describe_torch(env)),
         "launcher": _try(lambda: _describe_launcher(env)),
         "variables": relevant_variables(env),
         "configuration": _describe_configuration(env, config_file),
@@ -179,15 +189,17 @@ def _describe_memory() -> str:
     return f"{total:.1f} GiB, {free:.1f} GiB free"
 
 
-def describe_torch() -> dict[str, Any]:
+def describe_torch(env: Mapping[str, str]) -> dict[str, Any]:
     """Describe torch's build and devices. Effect: may initialize the accelerator's driver."""
     import torch
     import torch.distributed as dist
 
     from accelfn.context import read_hardware
+    from accelfn.context.xla import is_xla_requested
 
-    hardware = read_hardware()
+    hardware = read_hardware("xla") if is_xla_requested(env) else read_hardware()
     kind = hardware.devices[0]
+    row = device_type(kind.type)
     facts: dict[str, Any] = {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -204,6 +216,14 @@ def describe_torch() -> dict[str, Any]:
     facts["accelerators"] = [_describe_device(kind.type, index) for index in range(count)]
     if count:
         facts["autocast"] = sorted(kind.precisions)
+        facts["device type"] = {
+            "hardware": row.hardware,
+            "package": row.package or "torch itself",
+            "collective backend": kind.backend or "none: one process",
+            "copies beside the computation": row.pins_memory,
+            "float64": row.has_float64,
+            "visible devices": row.visible or "no variable",
+        }
     if kind.type == "cuda" and count > 1:
         can_access = torch.cuda.can_device_access_peer
         facts["peer-to-peer access"] = [
@@ -215,9 +235,9 @@ def describe_torch() -> dict[str, Any]:
 
 
 def _describe_device(kind: str, index: int) -> str:
-    import torch
+    from accelfn.context import device_module
 
-    read: Any = getattr(torch.get_device_module(kind), "get_device_properties", None)
+    read: Any = getattr(device_module(kind), "get_device_properties", None)
     properties: Any = None if read is None else read(index)
     parts = [f"{kind}:{index} {getattr(properties, 'name', '')}".strip()]
     if getattr(properties, "total_memory", None):

@@ -117,7 +117,7 @@ def run_xla_rank(index: int, path: str) -> None:
     folder = Path(path)
     setup = json.loads((folder / "setup.json").read_text("utf-8"))
     os.environ.update(setup["environment"])
-    os.environ["ACCELFN_TORCH_DEVICE"] = "xla"  # which init_context refuses
+    os.environ["ACCELFN_TORCH_DEVICE"] = "xla"
     error = _call(folder, setup, index, 0)
     if error is not None:
         raise error

@@ -449,7 +449,7 @@ def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | No
 
 
 def _run_on_tpu(folder: Path) -> list[Outcome]:
-    """Run the job in ``folder`` on all TPU cores with torch_xla. Written for torch_xla 2.8, not run yet."""
+    """Run the job in ``folder`` on all TPU cores with torch_xla. Written for torch_xla 2.9, not run yet."""
     try:
         torch_xla: Any = importlib.import_module("torch_xla")
     except ImportError as error:

@@ -34,6 +34,8 @@ from accelfn.launch.plan.choose import plan_launch
 from accelfn.launch.plan.commands import AGENT, LOOPBACK, LaunchPlan, Script, format_plan
 from accelfn.launch.plan.machine import read_machine
 from accelfn.launch.plan.platforms import read_mpi, read_step, write_sbatch
+from accelfn.launch.plan.sagemaker import plan_sagemaker
+from accelfn.launch.run.sagemaker import run_sagemaker
 
 
 def make_parser() -> CommandParser:
@@ -100,6 +102,8 @@ def run(parsed: Parsed) -> int:
     config = resolved.config
     refuse_not_yet(resolved)
     check_files(script, resolved)
+    if config.compute_environment == "AMAZON_SAGEMAKER":
+        return _run_on_sagemaker(resolved, script, dry_run="dry_run" in parsed.actions)
     if writes_script is not None:
         return _write_sbatch(parsed, resolved, script, environment, writes_script)
     machine = read_machine(environment, wants_mpi=config.mpirun_hostfile is not None)
@@ -108,6 +112,18 @@ def run(parsed: Parsed) -> int:
         print(format_plan(plan))
         return 0
     return run_plan(plan, environment, log_dir=config.log_dir, quiet=config.quiet, script=script.name)
+
+
+def _run_on_sagemaker(resolved: Resolved, script: Script, *, dry_run: bool) -> int:
+    config = resolved.config
+    files = (config.sagemaker_inputs_file, config.sagemaker_metrics_file)
+    inputs, metrics = (None if path is None else Path(path).read_text(encoding="utf-8") for path in files)
+    plan = plan_sagemaker(resolved, script, inputs=inputs, metrics=metrics)
+    if dry_run:
+        print(plan)
+        return 0
+    print(f"model: {run_sagemaker(plan)}")
+    return 0
 
 
 # Part of every script that --sbatch writes.
@@ -160,13 +176,12 @@ def check_files(script: Script, resolved: Resolved) -> None:
     config = resolved.config
     if config.tpu and config.tpu_cluster:
         return  # the files are on the machines of the TPU
-    if config.compute_environment == "LOCAL_MACHINE":
-        if config.module:
-            _check_module(script.name)
-        elif config.no_python:
-            _check_program(script.name)
-        else:
-            _check_script(script.name)
+    if config.module:
+        _check_module(script.name)
+    elif config.no_python:
+        _check_program(script.name)
+    else:
+        _check_script(script.name)
     for name, option in OPTIONS.items():
         path: object = getattr(config, name)
         if option.kind is FILE and isinstance(path, str) and is_active(config, option):

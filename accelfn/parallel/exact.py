@@ -159,7 +159,7 @@ class OrderedSum:
 
 
 class ThreadDDP(Handle):
-    """Averages the gradients of one model over ranks that are threads.
+    """Averages the gradients of one model over ranks that are threads, or on XLA's devices.
 
     It hooks the parameters, so it works however a gradient arises: from ``forward``, another method, or a
     free function.

@@ -25,7 +25,7 @@ from typing_extensions import Self
 
 from accelfn.comm import Call, catch, check, check_later, gather_bytes
 from accelfn.comm.agreement import Shared, as_bytes, describe_tree
-from accelfn.context import Context, Precision
+from accelfn.context import Context, Precision, device_random_state
 from accelfn.context.config import AutocastKwargs, GuardMode, TorchDynamoPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of, repeated_blocks
@@ -453,7 +453,7 @@ def _describe(args: Any, kwargs: Any, with_values: bool, drawing: torch.device |
     for path, digest in zip(dense, digest_tensors(list(dense.values())), strict=True):
         kinds[path] += f", digest {as_bytes(digest.view(torch.uint8)).hex()}"
     if drawing is not None:
-        state = (torch if drawing.type == "cpu" else torch.get_device_module(drawing)).get_rng_state()
+        state = device_random_state(drawing)
         digest = hashlib.blake2b(as_bytes(state), digest_size=8).hexdigest()
         kinds[f"the generator of {drawing.type}, for dropout"] = f"state {digest}"
     return kinds

@@ -14,6 +14,7 @@ import torch
 
 from accelfn.comm import reduce
 from accelfn.context import Context
+from accelfn.devices import device_type
 from accelfn.tree import is_dtensor, local_of
 
 # Attribute of a parameter: the number of pipeline ranks that hold it, each for a stage of its own.
@@ -98,7 +99,7 @@ def gradient_norm(ctx: Context, parameters: Sequence[torch.Tensor], norm_type: f
         return torch.nn.utils.get_total_norm([part.gradient for part in parts], norm_type)
     device = parts[0].gradient.device if parts else ctx.device
     # In float64 if the device has it: terms of many ranks, of very different sizes.
-    wide = torch.float32 if device.type == "mps" else torch.float64
+    wide = torch.float64 if device_type(device.type).has_float64 else torch.float32
     largest = math.isinf(norm_type)
     terms = [_term(group, holders, norm_type).to(device, wide) for group, holders in _alike(parts)]
     start = math.inf if norm_type == -math.inf else 0.0
@@ -127,7 +128,7 @@ def _term(gradients: list[torch.Tensor], holders: int, norm_type: float) -> torc
     if math.isinf(norm_type):
         return norms.amax() if norm_type > 0 else norms.amin()
     # Squared in float64 if the device has it: squares overflow float32 early.
-    wide = norms if norms.device.type == "mps" else norms.double()
+    wide = norms.double() if device_type(norms.device.type).has_float64 else norms
     return (wide if norm_type == 0 else wide**norm_type).sum() / holders
 
 

@@ -19,6 +19,7 @@ from accelfn.context.config import (
 )
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_attention
+from accelfn.parallel.engines import XlaShardPlan, apply_xla, plan_xla
 from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
 from accelfn.parallel.facts import ModelFacts, read_facts, table_text
 from accelfn.parallel.forward import check_each_forward, compile_, plan_recompute, plan_regions, recompute
@@ -65,6 +66,7 @@ class ModelPlan(NamedTuple):
         recomputed: Names of the modules whose activations are recomputed in the backward pass.
         compiled: Names of the modules that are compiled before sharding, "" for the model itself.
         precision: Description of the dtypes.
+        xla: How XLA's compiler shards the model over the devices of this host; None elsewhere.
     """
 
     model: str
@@ -81,6 +83,7 @@ class ModelPlan(NamedTuple):
     recomputed: tuple[str, ...]
     compiled: tuple[str, ...]
     precision: str
+    xla: XlaShardPlan | None = None
 
     @property
     def is_spread(self) -> bool:
@@ -106,6 +109,8 @@ class ModelPlan(NamedTuple):
         averaged = " x ".join(self.mesh.active("loss"))
         if self.engine == "ddp":
             rows.append(("gradients", f"averaged over {averaged}; every rank has the full model"))
+        elif self.xla is not None:
+            rows.append(("sharding", str(self.xla)))
         elif self.engine == "none":
             rows.append(("gradients", "complete on each rank without averaging"))
         rows.extend(_rows_of_shard(self.shard, averaged))
@@ -275,6 +280,7 @@ def plan_at(
         recomputed=recomputed,
         compiled=modules_to_compile(ctx.strategy.dynamo, facts, None if pipeline else real, shard, pipeline),
         precision=_precision(ctx.mixed_precision, shard),
+        xla=plan_xla(ctx, local, None if ctx.device.type != "xla" else _wrapped(plugin, real)),
     )
 
 
@@ -455,6 +461,8 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
         share_attention(ctx, model, plan.attention)
         recompute(model, plan.recomputed)
         compile_(model, ctx.strategy.dynamo, plan.compiled)
+        if plan.xla is not None:
+            apply_xla(ctx, model, plan.xla)
         if plan.engine == "ddp" or ctx.reduction is not None:
             result = replicate(ctx, model)
     else:

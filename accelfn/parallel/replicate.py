@@ -384,9 +384,10 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     """Keep ``model`` equal on all ranks: rank 0's parameters from now on, and averaged gradients.
 
     On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``; an
-    existing one is adopted. Ranks that are threads have no process group that DDP could use: there the
-    gradients are averaged at the end of backward by one packed reduction, and the model itself is returned.
-    So it is in exact mode, where :class:`ExactReplica` sums its gradients.
+    existing one is adopted. Ranks that are threads have no process group that DDP could use, and DDP's hooks
+    don't fit XLA's recorded computation: there the gradients are averaged at the end of backward by one
+    packed reduction, and the model itself is returned. So it is in exact mode, where :class:`ExactReplica`
+    sums its gradients.
 
     Ranks: every rank of ``ctx``.
 
@@ -412,7 +413,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
             register_comm_hook(ctx, model, None)
         return _watched(ctx, model)
     hook = choose_comm_hook(ctx)
-    if ctx.world.group is None:
+    if ctx.world.group is None or ctx.device.type == "xla":
         check_each_forward(ctx, model)
         ThreadDDP(ctx, model)
         return model

@@ -12,9 +12,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accelfn.context import Context, check_context
+from accelfn.context import (
+    Context,
+    check_context,
+    device_module,
+    device_random_state,
+    set_device_random_state,
+)
 from accelfn.data import MicroBatch
 from accelfn.data.microbatch import Draws, check_micro
+from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.exact import exact_backward, exact_batch
 from accelfn.parallel.forward import at_place
@@ -147,9 +154,9 @@ def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
     draws = micro.draws or Draws(f"batch {number} of epoch {micro.epoch}")
     block, draws.blocks = draws.blocks, draws.blocks + 1
     seed = _fold(ctx.reduction.seed, draws.name, block)
-    on_device: Any = None if ctx.device.type == "cpu" else torch.get_device_module(ctx.device)
+    on_device: Any = None if ctx.device.type == "cpu" else device_module(ctx.device.type)
     state = torch.default_generator.get_state()
-    device_state = None if on_device is None else on_device.get_rng_state()
+    device_state = None if on_device is None else device_random_state(ctx.device)
     torch.default_generator.manual_seed(seed)
     if on_device is not None:
         on_device.manual_seed(seed)
@@ -157,8 +164,8 @@ def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
         yield
     finally:
         torch.default_generator.set_state(state)
-        if on_device is not None:
-            on_device.set_rng_state(device_state)
+        if device_state is not None:
+            set_device_random_state(ctx.device, device_state)
 
 
 def _fold(*parts: object) -> int:
@@ -399,7 +406,8 @@ def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torc
     before = scaler_state.weight
     if before is None:
         # Sums of integers are exact in it, in any order.
-        dtype = torch.float32 if scaler_state.scale.device.type == "mps" else torch.float64
+        is_wide = device_type(scaler_state.scale.device.type).has_float64
+        dtype = torch.float64 if is_wide else torch.float32
         before = torch.zeros_like(scaler_state.scale, dtype=dtype)
     return before + (weight.detach().reshape(()).to(before) if isinstance(weight, torch.Tensor) else weight)
 

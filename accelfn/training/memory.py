@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelfn.comm import Call, agree
-from accelfn.context import Context
+from accelfn.context import Context, empty_device_cache
 from accelfn.errors import RemoteRankError
 from accelfn.parallel.engines import EngineHandle
 from accelfn.parallel.handle import handle_of
@@ -45,9 +45,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     device = torch.accelerator.current_accelerator(check_available=True)
-    empty = None if device is None else getattr(torch.get_device_module(device), "empty_cache", None)
-    if empty is not None:
-        empty()
+    if device is not None:
+        empty_device_cache(device.type)
 
 
 def release_memory(*objects: Any) -> list[None]:

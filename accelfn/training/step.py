@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accelfn.comm import Call, check_replicas, count_call, gather_object, reduce
-from accelfn.context import Context, check_context
+from accelfn.context import Context, check_context, end_step
 from accelfn.errors import ConfigurationError, NonFiniteGradientError, NotAvailableError
 from accelfn.parallel.engines import EngineOptimizer, owner_of_step
 from accelfn.parallel.handle import check_reduced, follow_optimizers
@@ -279,6 +279,7 @@ def optimizer_step(
         if every is not None and ctx.num_processes > 1 and not engines and _count_step(item) % every == 0:
             parameters, name = named_parameters(item)
             check_replicas(ctx, parameters, name=name)
+    end_step(ctx.device)
     return scaler_state
 
 

@@ -1,5 +1,10 @@
 """Choosing a device and a backend: over made-up machines, and the one at hand."""
 
+import importlib
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,8 +20,10 @@ from accelfn.context import (
     plan_device,
     read_hardware,
 )
-from accelfn.context.config import AORecipeKwargs, PrecisionType
-from accelfn.errors import ConfigurationError
+from accelfn.context.config import AORecipeKwargs, PrecisionType, read_settings
+from accelfn.context.device import check_peers, load_sagemaker_backend
+from accelfn.devices import DEVICE_TYPES
+from accelfn.errors import ConfigurationError, MissingExtraError
 
 CPU = DeviceFacts(type="cpu")
 PLAIN = Hardware()
@@ -205,3 +212,97 @@ def test_an_fp8_recipe_without_fp8_is_refused() -> None:
         ConfigurationError, match="AORecipeKwargs has an effect only with mixed_precision='fp8'"
     ):
         Precision(mode="bf16", fp8_recipe=recipe)
+
+
+# --- vendors' packages ----------------------------------------------------------------------------
+
+
+class Gaudi:
+    """A stand-in for ``torch.hpu``."""
+
+    name = "GAUDI"
+
+    @classmethod
+    def get_device_name(cls) -> str:
+        return cls.name
+
+
+@pytest.fixture
+def gaudi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None, None, None]:
+    """Install a stand-in for Intel's package; torch knows eight Gaudis once it is imported."""
+    package = "habana_frameworks.torch"
+    (tmp_path / "habana_frameworks").mkdir()
+    (tmp_path / "habana_frameworks/__init__.py").touch()
+    (tmp_path / "habana_frameworks/torch.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    class Device:
+        type = "hpu"
+
+    def module_of(kind: str) -> type[Gaudi]:
+        return Gaudi
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: package in sys.modules)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", Device)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr("accelfn.context.device.device_module", module_of)
+    yield
+    for name in (package, "habana_frameworks"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("wanted", [None, "hpu"])
+@pytest.mark.parametrize(("name", "precisions"), [("GAUDI", {"bf16"}), ("GAUDI2", {"bf16", "fp16"})])
+def test_a_vendors_package_is_imported_for_its_device(
+    wanted: str | None, name: str, precisions: set[str], gaudi: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gaudi, "name", name)
+    facts = read_hardware(wanted).devices[0]
+    assert (facts.type, facts.count, facts.backend, facts.precisions) == ("hpu", 8, "hccl", precisions)
+
+
+def test_no_package_is_imported_for_the_cpu(gaudi: None) -> None:
+    assert read_hardware("cpu").devices == (CPU,)
+    assert "habana_frameworks" not in sys.modules
+
+
+@pytest.mark.parametrize("kind", [name for name, row in DEVICE_TYPES.items() if row.package])
+def test_a_package_that_is_missing_is_named(kind: str) -> None:
+    row = DEVICE_TYPES[kind]
+    with pytest.raises(MissingExtraError, match=f"{row.package}.* can't be imported") as caught:
+        read_hardware(kind)
+    assert row.install in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "variables", "found", "refused"),
+    [
+        ("cpu:gloo,cuda:nccl", {}, True, True),
+        ("cpu:gloo,cuda:nccl", {"NCCL_P2P_DISABLE": "1"}, True, False),
+        ("cpu:gloo,cuda:nccl", {}, False, False),
+        ("gloo", {}, True, False),
+        (None, {}, True, False),
+    ],
+)
+def test_gpus_on_which_nccl_would_hang_are_refused(
+    backend: str | None, variables: dict[str, str], found: bool, refused: bool
+) -> None:
+    plan = DevicePlan(device=torch.device("cuda:0"), backend=backend, facts=GPUS.devices[0])
+    if refused:
+        with pytest.raises(ConfigurationError, match="Set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1"):
+            check_peers(plan, variables, find=lambda: found)
+    else:
+        check_peers(plan, variables, find=lambda: found)
+
+
+def test_jobs_of_sagemaker_communicate_by_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "NO"}
+    assert load_sagemaker_backend(read_settings({})) is None
+    assert load_sagemaker_backend(read_settings(job)) is None
+    job["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] = "DATA_PARALLEL"
+    with pytest.raises(MissingExtraError, match=r"needs SageMaker's library smdistributed\.dataparallel"):
+        load_sagemaker_backend(read_settings(job))
+    imported: list[str] = []
+    monkeypatch.setattr(importlib, "import_module", imported.append)
+    assert load_sagemaker_backend(read_settings(job)) == "smddp"
+    assert imported == ["smdistributed.dataparallel.torch.torch_smddp"]

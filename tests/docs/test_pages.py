@@ -7,6 +7,7 @@ import pytest
 
 import accelfn
 from accelfn.context.config import VARIABLES, Variable
+from accelfn.devices import DEVICE_TYPES, DeviceType
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "pages"
@@ -63,6 +64,26 @@ def test_the_table_of_variables_is_what_the_code_reads() -> None:
     text = (PAGES / "guide" / "variables.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `ACCELFN_")]
     assert rows == [table_row(variable) for variable in VARIABLES]
+
+
+def row_of(row: DeviceType) -> str:
+    cells = (
+        f"`{row.name}`",
+        row.hardware,
+        f"`{row.package}`" if row.package else "torch",
+        row.backend or "none: one process",
+        ", ".join(row.precisions),
+        f"`{row.world}`" if row.world else "",
+        f"`{row.visible}`" if row.visible else "",
+        "tested" if row.name == "cpu" else "not run",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_table_of_devices_is_that_of_the_code() -> None:
+    text = (PAGES / "guide" / "accelerators.md").read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| `\w+` \|.* (tested|not run) \|$", line)]
+    assert rows == [row_of(row) for row in DEVICE_TYPES.values()]
 
 
 def test_the_tree_of_errors_is_that_of_the_module() -> None:

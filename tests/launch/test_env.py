@@ -76,7 +76,7 @@ def test_no_secret_of_a_configuration_is_shown(
 
 
 def test_errors_are_part_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> dict[str, Any]:
+    def fail(env: object) -> dict[str, Any]:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(env, "describe_torch", fail)
@@ -134,7 +134,7 @@ def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "get_device_module", module_of)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
-    facts = env.describe_torch()
+    facts = env.describe_torch({})
     assert facts["accelerators"][1] == "cuda:1 Stand-in, 8.0 GiB, capability 9.0"
     assert facts["peer-to-peer access"] == ["cuda:0 to 1", "cuda:1 to none"]
 

@@ -43,6 +43,8 @@ class Settings(Record):
         downcast_bf16: Whether float means bf16 and double means fp32 on a TPU. Default False.
         init_include_buffers: Whether empty initialisation covers buffers. Default None.
         log_level: Name of a standard logging level. Default None.
+        use_sagemaker: Whether the process belongs to a job of Amazon SageMaker. Default False.
+        sagemaker_distributed_type: "NO", "DATA_PARALLEL" or "MODEL_PARALLEL". Default None.
         use_deepspeed: Whether DeepSpeed is asked for. Default False.
         use_megatron_lm: Whether Megatron-LM is asked for. Default False.
         dynamo_plugin: Made if any of its variables is set. Default None.
@@ -62,6 +64,8 @@ class Settings(Record):
     downcast_bf16: bool = False
     init_include_buffers: bool | None = None
     log_level: LogLevel | str | None = None
+    use_sagemaker: bool = False
+    sagemaker_distributed_type: str | None = None
     use_deepspeed: bool = False
     use_megatron_lm: bool = False
     dynamo_plugin: TorchDynamoPlugin | None = None
@@ -145,6 +149,7 @@ _SETTINGS = (
     Variable(Settings, "debug", ("ACCELFN_DEBUG", "ACCELFN_DEBUG_MODE", "ACCELERATE_DEBUG_MODE")),
     *_rows(Settings, "guard reduction", "ACCELFN_"),
     *_rows(Settings, "bypass_device_map cpu_affinity downcast_bf16 init_include_buffers log_level", *_BOTH),
+    *_rows(Settings, "use_sagemaker sagemaker_distributed_type", *_BOTH),
     *_rows(Settings, "use_deepspeed use_megatron_lm", *_BOTH),
 )
 _DYNAMO = _rows(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.files import join_items
-from accelfn.launch.config.options import NO_SAGEMAKER, OPTIONS, RENAMED, Option, read_value, suggest
+from accelfn.launch.config.options import OPTIONS, RENAMED, Option, read_value, suggest
 from accelfn.launch.config.record import LaunchConfig
 
 
@@ -35,7 +36,6 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
 # Dropped keys, and the reason.
 _DROPPED: Mapping[str, str] = MappingProxyType(
     {
-        "additional_args": "SageMaker is not supported",
         "mpirun_ccl": "set CCL_WORKER_COUNT instead",
         "fsdp_limit_all_gathers": "always on",
         "fp8_use_mxfp8_block_scaling": "set ACCELFN_FP8_USE_MXFP8_BLOCK_SCALING instead",
@@ -72,8 +72,10 @@ def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
     flat = _flatten(tree)
     kind = str(flat.pop("distributed_type", None) or "NO").upper()
     if flat.get("compute_environment") == "AMAZON_SAGEMAKER":
-        raise ConfigurationError(f"{path}: compute_environment AMAZON_SAGEMAKER: {NO_SAGEMAKER}")
-    _read_type(kind, values, notes, path)
+        if kind not in ("FALSE", "0"):
+            flat["sagemaker_distributed_type"] = kind
+    else:
+        _read_type(kind, values, notes, path)
     if _is_true(flat.pop("fp16", None)):
         flat.setdefault("mixed_precision", "fp16")
     if str(flat.get("mixed_precision", "")).lower() in ("false", ""):
@@ -162,7 +164,10 @@ def _read_entry(key: str, value: object, values: dict[str, object], notes: list[
 
 def _text_of(option: Option, value: object) -> str:
     if isinstance(value, dict):
-        return ",".join(f"{name}={item}" for name, item in cast("dict[str, object]", value).items())
+        items = cast("dict[str, object]", value).items()
+        return option.kind.separator.join(
+            f"{name}={json.dumps(item) if isinstance(item, (dict, list)) else item}" for name, item in items
+        )
     return join_items(option, value)
 
 

@@ -66,8 +66,10 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
     def ask(question: Question, choices: tuple[str, ...], default: object) -> str:
         return _ask(questionary, question, choices, default)
 
-    has_tpu = importlib.util.find_spec("torch_xla") is not None
-    first = first_answers(saved, machine.devices, has_tpu=has_tpu)
+    has_tpu, has_sagemaker = (
+        importlib.util.find_spec(package) is not None for package in ("torch_xla", "sagemaker")
+    )
+    first = first_answers(saved, machine.devices, has_tpu=has_tpu, has_sagemaker=has_sagemaker)
     return values_of(ask_questions(first, saved, ask, print))
 
 

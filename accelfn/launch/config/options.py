@@ -297,11 +297,6 @@ NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
         "mixed_precision": ("fp8", "fp8"),
     }
 )
-#: The error for Amazon SageMaker.
-NO_SAGEMAKER = (
-    "accelfn doesn't start SageMaker jobs. Use an estimator of the sagemaker package whose entry point runs "
-    "accelfn launch."
-)
 #: Groups of mutually exclusive options; the source with higher precedence wins.
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("cpu", "multi_gpu", "tpu"),
@@ -331,6 +326,7 @@ _EXPORTED: Mapping[str, str] = MappingProxyType(
         "mixed_precision": "ACCELERATE_MIXED_PRECISION",
         "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         "downcast_bf16": "ACCELERATE_DOWNCAST_BF16",
+        "sagemaker_distributed_type": "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
         "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
         "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
         "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
@@ -354,6 +350,7 @@ _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _CP_STRATEGIES = choice("allgather", "alltoall")
 _ATTENTION = ("auto", "flash", "fused", "unfused", "local", "true")
 _PLACES = choice("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
+_SAGEMAKER_TYPES = choice("NO", "DATA_PARALLEL", "MODEL_PARALLEL")
 _OFFLOAD = choice("none", "cpu", "nvme")
 
 # Each section, and the options in it.
@@ -534,6 +531,20 @@ _TABLE: tuple[Section | Option, ...] = (
     Option("env", TEXTS, None, "NAME=VALUE to set on the TPU machines; repeatable"),
     Option("command_file", FILE, None, "file of shell commands for accelfn tpu-config"),
     Option("commands", TEXTS, None, "shell command for accelfn tpu-config; repeatable"),
+    Section("SageMaker", "sagemaker", "sagemaker_", "compute_environment", "AMAZON_SAGEMAKER"),
+    Option("ec2_instance_type", TEXT, None, "type of the machines, such as ml.p4d.24xlarge"),
+    Option("iam_role_name", TEXT, None, "role of the job, by name or ARN"),
+    Option("profile", TEXT, None, "AWS profile with the credentials (those that boto3 finds)"),
+    Option("region", TEXT, "us-east-1", "AWS region"),
+    Option("image_uri", TEXT, None, "image to run in, instead of one by its versions"),
+    Option("py_version", TEXT, None, "Python of the image, such as py312"),
+    Option("pytorch_version", TEXT, None, "torch of the image"),
+    Option("transformers_version", TEXT, None, "transformers of the image"),
+    Option("base_job_name", TEXT, "accelfn-sagemaker-1", "first part of the job's name"),
+    Option("sagemaker_distributed_type", _SAGEMAKER_TYPES, "NO", "how the processes communicate"),
+    Option("sagemaker_inputs_file", FILE, None, "table of inputs: name and location, separated by a tab"),
+    Option("sagemaker_metrics_file", FILE, None, "table of metrics: name and regular expression"),
+    Option("additional_args", TEXTS, None, "NAME=VALUE for the estimator, VALUE may be JSON; repeatable"),
     Section("SLURM", "slurm", "slurm_", "sbatch", "FILE"),
     Option("slurm_partition", TEXT, None, "partition"),
     Option("slurm_account", TEXT, None, "account to charge"),

@@ -82,10 +82,24 @@ def _number(answers: Answers, name: str, otherwise: int = 1) -> int:
 
 
 _is_multi = _has("machine_type", CPUS, ACCELERATORS)
+_is_sagemaker = _has("compute_environment", "AMAZON_SAGEMAKER")
+_has_sagemaker = _has("has_sagemaker", True)
 _is_tpu = _has("machine_type", TPU)
 _is_cluster = _has("tpu_cluster", True)
 _has_fsdp = _has("use_fsdp", True)
 _has_mesh = _has("use_parallelism_config", True)
+
+
+def _is_here(answers: Answers) -> bool:
+    return not _is_sagemaker(answers)
+
+
+def _asks_image(answers: Answers) -> bool:
+    return _is_sagemaker(answers) and answers.get("image_uri") is None
+
+
+def _asks_machines(answers: Answers) -> bool:
+    return _is_multi(answers) or answers.get("sagemaker_distributed_type") == "DATA_PARALLEL"
 
 
 def _needs_rendezvous(answers: Answers) -> bool:
@@ -156,6 +170,12 @@ _WRAPS = MappingProxyType(
 _BACKENDS = MappingProxyType(
     {"static": "each machine has a fixed rank (static)", "c10d": "ranks are assigned (c10d)"}
 )
+_PLACES = MappingProxyType(
+    {"LOCAL_MACHINE": "this machine, or others by ssh or SLURM", "AMAZON_SAGEMAKER": "Amazon SageMaker"}
+)
+_SAGEMAKER_TYPES = MappingProxyType(
+    {"NO": "one per machine (NO)", "DATA_PARALLEL": "one per GPU, with AWS's library (DATA_PARALLEL)"}
+)
 
 
 def _ranks(answers: Answers) -> tuple[str, ...]:
@@ -180,8 +200,20 @@ def _asks_processes(answers: Answers) -> bool:
 
 #: All questions in order. A question depends only on previous ones.
 QUESTIONS: tuple[Question, ...] = (
-    Question("machine_type", "What hardware does the script run on?", _always, _usual_type, _types_here),
-    Question("num_machines", "How many machines?", _is_multi),
+    Question("compute_environment", "Where does the script run?", _has_sagemaker, "LOCAL_MACHINE", _PLACES),
+    Question("profile", "AWS profile (none: the credentials that boto3 finds)", _is_sagemaker, optional=True),
+    Question("region", "AWS region", _is_sagemaker),
+    Question("iam_role_name", "Role of the job, by name or ARN", _is_sagemaker, example="my-role"),
+    Question("image_uri", "Image to run in (none: by its versions)", _is_sagemaker, optional=True),
+    Question("transformers_version", "Version of transformers in the image", _asks_image, example="4.56.2"),
+    Question("pytorch_version", "Version of torch in the image", _asks_image, example="2.8.0"),
+    Question("py_version", "Version of Python in the image", _asks_image, example="py312"),
+    Question("sagemaker_inputs_file", "Table of inputs", _is_sagemaker, optional=True),
+    Question("sagemaker_metrics_file", "Table of metrics", _is_sagemaker, optional=True),
+    Question("sagemaker_distributed_type", "Several processes?", _is_sagemaker, "NO", _SAGEMAKER_TYPES),
+    Question("ec2_instance_type", "Type of the machines", _is_sagemaker, example="ml.p4d.24xlarge"),
+    Question("machine_type", "What hardware does the script run on?", _is_here, _usual_type, _types_here),
+    Question("num_machines", "How many machines?", _asks_machines),
     Question(
         "mpirun_hostfile",
         "Hostfile for mpirun (none: use torchrun)",
@@ -245,21 +277,33 @@ QUESTIONS: tuple[Question, ...] = (
 _DECIDED = frozenset((*(question.name for question in QUESTIONS), *(name for name, _ in _TYPES.values())))
 
 
-def first_answers(saved: Mapping[str, object], devices: int | None = 0, *, has_tpu: bool = False) -> Answers:
+def first_answers(
+    saved: Mapping[str, object],
+    devices: int | None = 0,
+    *,
+    has_tpu: bool = False,
+    has_sagemaker: bool = False,
+) -> Answers:
     """Return the initial answers: the values of options without a question. Pure.
 
     Args:
         saved: Values of the existing config file, by option name.
         devices: Number of accelerators of this machine; None if unknown.
         has_tpu: Whether torch_xla is installed.
+        has_sagemaker: Whether the sagemaker package is.
 
     >>> dict(first_answers({"max_restarts": 3, "num_processes": 4}))
-    {'max_restarts': 3, 'devices': 0, 'has_tpu': False}
+    {'max_restarts': 3, 'devices': 0, 'has_tpu': False, 'has_sagemaker': False}
     """
     kept = {name: value for name, value in saved.items() if name not in _DECIDED and value is not None}
     # The file may be for another machine.
     known = None if devices == 0 and saved.get("multi_gpu") else devices
-    return {**kept, "devices": known, "has_tpu": has_tpu or saved.get("tpu") is True}
+    return {
+        **kept,
+        "devices": known,
+        "has_tpu": has_tpu or saved.get("tpu") is True,
+        "has_sagemaker": has_sagemaker or saved.get("compute_environment") == "AMAZON_SAGEMAKER",
+    }
 
 
 def next_question(answers: Answers) -> Question | None:

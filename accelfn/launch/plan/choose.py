@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.launch.config.options import NO_SAGEMAKER, OPTIONS
+from accelfn.errors import ConfigurationError
+from accelfn.launch.config.options import OPTIONS
 from accelfn.launch.config.record import LaunchConfig, changed_values, is_active, replace
 from accelfn.launch.config.resolve import Resolved
 from accelfn.launch.config.secrets import hide_in_text
@@ -26,7 +26,7 @@ from accelfn.launch.plan.commands import (
 from accelfn.launch.plan.machine import Machine
 
 # Sections exported with their defaults, which differ from those of the records that read them.
-_EXPORTED_SECTIONS = ("fsdp", "megatron_lm")
+_EXPORTED_SECTIONS = ("fsdp", "megatron_lm", "sagemaker")
 # Make NCCL communicate through host memory.
 _DISABLE_PEERS = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 # Options that may differ between machines.
@@ -54,8 +54,8 @@ def plan_launch(
         machine: This machine.
 
     Raises:
-        ConfigurationError: The machine lacks something that the configuration needs.
-        NotAvailableError: The configuration selects SageMaker.
+        ConfigurationError: The machine lacks something that the configuration needs, or the script is to run
+            on SageMaker: see :func:`accelfn.launch.plan.sagemaker.plan_sagemaker`.
 
     >>> from accelfn.launch.config import Given, resolve
     >>> two = resolve({"num_processes": Given("2", "--num_processes")}, {})
@@ -65,7 +65,10 @@ def plan_launch(
     """
     config = resolved.config
     if config.compute_environment == "AMAZON_SAGEMAKER":
-        raise NotAvailableError(f"compute_environment AMAZON_SAGEMAKER: {NO_SAGEMAKER}")
+        raise ConfigurationError(
+            "plan_launch plans processes of this machine, and compute_environment is AMAZON_SAGEMAKER. Call "
+            "plan_sagemaker."
+        )
     if config.tpu and config.tpu_cluster:
         return plan_pod(config, script)
     total = count_processes(config, machine)
@@ -234,14 +237,7 @@ def plan_variables(
         local_size: Number of processes on this machine.
     """
     config = resolved.config
-    variables: dict[str, str] = {}
-    for name in _exported_options(resolved):
-        option = OPTIONS[name]
-        text = option.kind.write(getattr(config, name))
-        if name in ("dynamo_backend", "fp8_backend"):
-            text = text.upper()
-        for variable in option.exports:
-            variables[variable] = text
+    variables = exported_variables(resolved)
     # A variable of the current shell takes precedence over a config file.
     is_set = resolved.origins["gpu_ids"].source == "file" and machine.device_variable in environment
     if config.gpu_ids != "all" and not config.cpu and not is_set:
@@ -254,6 +250,19 @@ def plan_variables(
         threads = max(1, machine.cores // local_size)  # torchrun's default is 1
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
+    return variables
+
+
+def exported_variables(resolved: Resolved) -> dict[str, str]:
+    """Return the variables by which processes receive the options, on any machine. Pure."""
+    variables: dict[str, str] = {}
+    for name in _exported_options(resolved):
+        option = OPTIONS[name]
+        text = option.kind.write(getattr(resolved.config, name))
+        if name in ("dynamo_backend", "fp8_backend"):
+            text = text.upper()
+        for variable in option.exports:
+            variables[variable] = text
     return variables
 
 

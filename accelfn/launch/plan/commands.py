@@ -214,14 +214,15 @@ def plan_mpirun(
 def plan_xla(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
     """Run a function of the script on every TPU core of this machine with torch_xla. Pure."""
     assert config.num_processes is not None
-    bf16 = "XLA_DOWNCAST_BF16" if config.downcast_bf16 else "XLA_USE_BF16"
+    # Otherwise autocast computes in bf16. XLA_USE_BF16 would also keep the parameters in it.
+    downcasts = config.mixed_precision == "bf16" and config.downcast_bf16
     return LaunchPlan(
         way="xla",
         argv=(
             *(machine.python, "-m", "accelfn.launch.run.xla", config.main_training_function),
             *(str(config.num_processes), "module" if config.module else "script", script.name, *script.args),
         ),
-        env_changes=((bf16, "1"),) if config.mixed_precision == "bf16" else (),
+        env_changes=(("ACCELFN_TORCH_DEVICE", "xla"), *((("XLA_DOWNCAST_BF16", "1"),) if downcasts else ())),
     )
 
 

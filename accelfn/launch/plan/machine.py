@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -11,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from accelfn.devices import DEVICE_TYPES, has_false_peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def read_machine(environment: Mapping[str, str], *, root: str = "/", wants_mpi: 
         cores=cores,
         devices=count_devices(devices, environment),
         device_variable=variable,
-        has_false_peers=_has_false_peers(Path(root, "proc/driver/nvidia")),
+        has_false_peers=has_false_peers(root),
         python=sys.executable,
         mpirun=mpirun,
         is_open_mpi=mpirun is not None and _is_open_mpi(mpirun),
@@ -88,15 +89,6 @@ def _read_devices(root: str) -> int | None:
     return None if may_have_others and not count else count
 
 
-def _has_false_peers(driver: Path) -> bool:
-    models = [_read_text(path) for path in driver.glob("gpus/*/information")]
-    cards = sum(re.search(r"GeForce RTX 40\d\d", model) is not None for model in models)
-    version = re.search(r"Module\D*?(\d+)\.(\d+)(?:\.(\d+))?", _read_text(driver / "version"))
-    if cards < 2 or version is None:
-        return False
-    return tuple(int(part or 0) for part in version.groups()) < (550, 40, 7)
-
-
 def _read_text(path: Path) -> str:
     try:
         return path.read_text()
@@ -104,27 +96,18 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-# Device files of other vendors, and the variables that select their accelerators.
-_OTHER_VENDORS: tuple[tuple[str, str], ...] = (
-    ("davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES"),
-    ("accel/accel[0-9]*", "HABANA_VISIBLE_MODULES"),
-    ("cambricon_dev[0-9]*", "MLU_VISIBLE_DEVICES"),
-    ("mtgpu*", "MUSA_VISIBLE_DEVICES"),
-    ("neuron[0-9]*", "NEURON_RT_VISIBLE_CORES"),
-    ("tcaicard[0-9]*", "SDAA_VISIBLE_DEVICES"),
-)
-
-
 def _device_variable(root: str) -> str:
     """Return the variable that selects accelerators, depending on the vendor."""
-    for pattern, variable in _OTHER_VENDORS:
-        if any(Path(root, "dev").glob(pattern)):
-            return variable
-    for path in Path(root, "sys/class/drm").glob("renderD*/device/vendor"):
-        with contextlib.suppress(OSError):
-            if path.read_text().strip() == "0x8086":
-                return "ZE_AFFINITY_MASK"
-    return "CUDA_VISIBLE_DEVICES"
+    kind = "cuda"
+    for row in DEVICE_TYPES.values():
+        if any(True for pattern in row.files for _ in Path(root, "dev").glob(pattern)):
+            kind = row.name
+            break
+    else:
+        for path in Path(root, "sys/class/drm").glob("renderD*/device/vendor"):
+            if _read_text(path).strip() == "0x8086":
+                kind = "xpu"
+    return DEVICE_TYPES[kind].visible or ""
 
 
 def _ask_nvidia_smi() -> int | None:

@@ -24,3 +24,8 @@ from accelfn.parallel.engines.deepspeed import (
     gathered_parameters as gathered_parameters,
     zero3_init as zero3_init,
 )
+from accelfn.parallel.engines.xla import (
+    XlaShardPlan as XlaShardPlan,
+    apply_xla as apply_xla,
+    plan_xla as plan_xla,
+)

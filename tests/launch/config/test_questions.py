@@ -147,7 +147,8 @@ def test_questions_hang_on_those_before_them_only() -> None:
                 question.when(answers)
                 question.choices(answers)
                 question.default(answers)
-        assert read <= {*names[: position + 1], "devices", "has_tpu", "rdzv_endpoint"}, question.name
+        here = {"devices", "has_sagemaker", "has_tpu", "rdzv_endpoint"}
+        assert read <= {*names[: position + 1], *here}, question.name
 
 
 def test_each_question_is_about_one_field_or_about_others() -> None:
@@ -156,7 +157,12 @@ def test_each_question_is_about_one_field_or_about_others() -> None:
 
 
 def answer_all(
-    texts: Mapping[str, str], saved: Mapping[str, object], devices: int = 0, *, has_tpu: bool = False
+    texts: Mapping[str, str],
+    saved: Mapping[str, object],
+    devices: int = 0,
+    *,
+    has_tpu: bool = False,
+    has_sagemaker: bool = False,
 ) -> LaunchConfig:
     """Answer by name; others as offered. Every text must be asked for, and be taken."""
     left = dict(texts)
@@ -166,7 +172,7 @@ def answer_all(
             return left.pop(question.name)
         return question.kind.write(default) if question.kind.is_bool or few else ""
 
-    first = first_answers(saved, devices, has_tpu=has_tpu)
+    first = first_answers(saved, devices, has_tpu=has_tpu, has_sagemaker=has_sagemaker)
     answers = ask_questions(first, saved, put, refuse_nothing)
     assert not left
     return LaunchConfig(**values_of(answers))
@@ -187,6 +193,23 @@ def test_the_kind_of_machine_is_found_in_a_file(kind: str) -> None:
     saved = {**values, "num_processes": config.num_processes}
     assert answer_all({}, saved, devices=4) == config
     assert answer_all({}, saved, devices=0) == config  # a file that was made for another machine
+
+
+def test_jobs_of_sagemaker_have_their_own_questions() -> None:
+    texts = {
+        "compute_environment": "AMAZON_SAGEMAKER",
+        "iam_role_name": "role",
+        "mixed_precision": "bf16",
+        "sagemaker_distributed_type": "DATA_PARALLEL",
+        "ec2_instance_type": "ml.p4d.24xlarge",
+        "num_machines": "2",
+        "image_uri": "me/image:1",
+    }
+    config = answer_all(texts, {}, devices=8, has_sagemaker=True)
+    assert (config.num_machines, config.multi_gpu, config.image_uri) == (2, False, "me/image:1")
+    assert answer_all({}, dict(parse_config(format_config(config, "a.json"), "a.json").values)) == config
+    here = answer_all({"compute_environment": "LOCAL_MACHINE"}, {}, has_sagemaker=True)
+    assert here == answer_all({}, {})
 
 
 def test_values_of_a_file_that_no_longer_fit_are_not_defaults() -> None:

@@ -1,4 +1,4 @@
-"""The other ways to start: mpirun, DeepSpeed's launcher, torch_xla, TPU pods, SageMaker, SLURM's scripts."""
+"""The other ways to start: mpirun, DeepSpeed's launcher, torch_xla, TPU pods, SLURM's scripts."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
+from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch import LaunchPlan, Machine, Script, parse_flags, plan_launch, resolve
 from accelfn.launch.launch import run_plan
 from accelfn.launch.plan.commands import WORKER
@@ -68,7 +68,7 @@ def test_torchrun_options_select_torchrun_and_are_refused_elsewhere(flag: str) -
 def test_what_cannot_be_started_is_refused_by_name() -> None:
     with pytest.raises(MissingExtraError, match=r"--tpu needs torch_xla, .*'torch_xla\[tpu\]'"):
         run_plan(plan_of("--tpu", "train.py"), {})
-    with pytest.raises(NotAvailableError, match="doesn't start SageMaker jobs"):
+    with pytest.raises(ConfigurationError, match=r"AMAZON_SAGEMAKER. Call plan_sagemaker"):
         plan_of("--compute_environment=AMAZON_SAGEMAKER", "t.py")
 
 
@@ -92,7 +92,10 @@ def test_tpus() -> None:
         "--tpu", "--mixed_precision=bf16", "--main_training_function=train", "--num_processes=8", "t.py"
     )
     assert plan.argv == ("python", "-m", "accelfn.launch.run.xla", "train", "8", "script", "t.py")
-    assert ("XLA_USE_BF16", "1") in plan.env_changes
+    assert ("ACCELFN_TORCH_DEVICE", "xla") in plan.env_changes
+    assert not any(name.startswith("XLA_") for name, _ in plan.env_changes)  # autocast computes in bf16
+    plan = plan_of("--tpu", "--mixed_precision=bf16", "--downcast_bf16", "t.py")
+    assert ("XLA_DOWNCAST_BF16", "1") in plan.env_changes
     pod = plan_of(
         *("--tpu", "--tpu_cluster", "--tpu_name=t", "--tpu_zone=z", "--tpu_use_sudo", "--vm=0", "--vm=1"),
         *("--env", "A=b c", "--mixed_precision=no", "t.py", "-x"),

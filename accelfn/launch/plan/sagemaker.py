@@ -1,0 +1,226 @@
+"""Plan a job on Amazon SageMaker: the arguments of the estimator that starts it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch.config.options import OPTIONS
+from accelfn.launch.config.record import LaunchConfig, changed_values
+from accelfn.launch.config.resolve import Resolved
+from accelfn.launch.config.secrets import hide_in_text, is_secret
+from accelfn.launch.plan.choose import exported_variables
+from accelfn.launch.plan.commands import Script
+
+# Options that decide how this machine starts processes, which SageMaker does itself.
+_OF_MACHINES = ("Machines", "Elastic", "MPI")
+_UNUSED = (
+    "module",
+    "no_python",
+    "tpu",
+    "num_processes",
+    "num_cpu_threads_per_process",
+    "enable_cpu_affinity",
+)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+class SagemakerPlan(NamedTuple):
+    """A job on Amazon SageMaker. A value; ``print(plan)`` shows it, with secrets hidden.
+
+    Attributes:
+        estimator: Keyword arguments of ``sagemaker.huggingface.HuggingFace``.
+        inputs: Location of each input channel; empty without inputs.
+        region: AWS region.
+        profile: AWS profile with the credentials; None for those that boto3 finds.
+    """
+
+    estimator: Mapping[str, Any]
+    inputs: Mapping[str, str]
+    region: str
+    profile: str | None
+
+    def __str__(self) -> str:
+        """Return the arguments as JSON."""
+        hidden = {name: _hide(name, value) for name, value in self.estimator.items()}
+        tree = {
+            "profile": self.profile,
+            "region": self.region,
+            "inputs": dict(self.inputs),
+            "estimator": hidden,
+        }
+        return json.dumps(tree, indent=2)
+
+
+def _hide(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _hide(key, item) for key, item in cast("dict[str, Any]", value).items()}
+    if is_secret(name):
+        return "***"
+    return hide_in_text(value) if isinstance(value, str) else value
+
+
+def plan_sagemaker(
+    resolved: Resolved, script: Script, *, inputs: str | None = None, metrics: str | None = None
+) -> SagemakerPlan:
+    """Plan the job that runs ``script`` on Amazon SageMaker. Pure.
+
+    The script's arguments become hyperparameters, which SageMaker passes to it as ``--name value``. It gets
+    the same variables as on another machine, and is uploaded with the other files of its folder.
+
+    Args:
+        resolved: The configuration, with ``compute_environment`` AMAZON_SAGEMAKER.
+        script: A Python file.
+        inputs: Text of ``sagemaker_inputs_file``: lines of a channel's name and its location, separated by a
+            tab, after a header.
+        metrics: Text of ``sagemaker_metrics_file``: lines of a metric's name and its regular expression.
+
+    Raises:
+        ConfigurationError: An option is missing or has no effect on SageMaker; the script isn't a Python
+            file; its arguments can't be hyperparameters.
+    """
+    config = resolved.config
+    _check(resolved, script)
+    values: dict[str, Any] = {
+        "image_uri": config.image_uri,
+        "entry_point": os.path.basename(script.name),
+        "source_dir": os.path.dirname(script.name) or ".",
+        "role": config.iam_role_name,
+        "transformers_version": config.transformers_version,
+        "pytorch_version": config.pytorch_version,
+        "py_version": config.py_version,
+        "base_job_name": config.base_job_name,
+        "instance_count": config.num_machines,
+        "instance_type": config.ec2_instance_type,
+        "debugger_hook_config": False,
+        "hyperparameters": read_hyperparameters(script.args),
+        "environment": {
+            **exported_variables(resolved),
+            **{f"{prefix}USE_SAGEMAKER": "true" for prefix in ("ACCELFN_", "ACCELERATE_")},
+        },
+    }
+    if config.sagemaker_distributed_type == "DATA_PARALLEL":
+        values["distribution"] = {"smdistributed": {"dataparallel": {"enabled": True}}}
+    if metrics is not None:
+        rows = read_rows(metrics, "--sagemaker_metrics_file")
+        values["metric_definitions"] = [{"Name": name, "Regex": pattern} for name, pattern in rows]
+    chosen = {name: value for name, value in values.items() if value is not None}
+    return SagemakerPlan(
+        estimator={**_additional(config.additional_args or ()), **chosen},
+        inputs=dict(read_rows(inputs, "--sagemaker_inputs_file")) if inputs is not None else {},
+        region=config.region,
+        profile=config.profile,
+    )
+
+
+def _check(resolved: Resolved, script: Script) -> None:
+    config: LaunchConfig = resolved.config
+    if not script.name.endswith(".py"):
+        raise ConfigurationError(f"SageMaker runs a Python file: got the script {script.name!r}.")
+    needed = ["ec2_instance_type", "iam_role_name"]
+    if config.image_uri is None:
+        needed += ["py_version", "pytorch_version", "transformers_version"]
+    missing = [f"--{name}" for name in needed if getattr(config, name) is None]
+    if missing:
+        image = "" if config.image_uri is not None else " Instead of versions, --image_uri names an image."
+        raise ConfigurationError(f"a job on SageMaker needs {', '.join(missing)}.{image}")
+    if config.sagemaker_distributed_type == "MODEL_PARALLEL":
+        raise ConfigurationError(
+            "--sagemaker_distributed_type MODEL_PARALLEL: SageMaker's model parallelism replaces the model "
+            "and the training loop. Use DATA_PARALLEL, or NO with --use_fsdp on one instance."
+        )
+    if config.num_machines > 1 and config.sagemaker_distributed_type == "NO":
+        raise ConfigurationError(
+            f"--num_machines {config.num_machines} needs --sagemaker_distributed_type DATA_PARALLEL: "
+            "otherwise each machine would run the script alone."
+        )
+    for name in changed_values(config):
+        is_of_machines = OPTIONS[name].section.title in _OF_MACHINES and name not in (
+            "gpu_ids",
+            "same_network",
+        )
+        if name in _UNUSED or is_of_machines:
+            raise ConfigurationError(
+                f"--{name} ({resolved.origins[name]}) has no effect on SageMaker, which starts the processes "
+                "itself. Leave it out."
+            )
+
+
+def read_hyperparameters(arguments: Sequence[str]) -> dict[str, int | float | bool | str]:
+    """Convert a script's arguments to hyperparameters. Pure.
+
+    Raises:
+        ConfigurationError: An argument isn't a flag with one value, or is repeated.
+
+    >>> read_hyperparameters(["--lr", "1e-3", "--epochs=3", "--shuffle", "True", "--name", "a"])
+    {'lr': 0.001, 'epochs': 3, 'shuffle': True, 'name': 'a'}
+    """
+    found: dict[str, int | float | bool | str] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, text = word.partition("=")
+        if not name.startswith("--") or len(name) == 2:
+            raise ConfigurationError(
+                f"SageMaker passes a script's arguments as --name value, got {hide_in_text(word)!r}. Write "
+                "--name before each value."
+            )
+        if not has_value:
+            if not rest or (rest[0].startswith("-") and not _NUMBER.fullmatch(rest[0])):
+                raise ConfigurationError(
+                    f"SageMaker passes each argument of a script with a value, and {name} has none. Write "
+                    f"{name} True, and read the word in the script."
+                )
+            text = rest.pop(0)
+        if name[2:] in found:
+            raise ConfigurationError(f"SageMaker passes each argument once, and {name} is repeated.")
+        found[name[2:]] = _typed(text)
+    return found
+
+
+def _typed(text: str) -> int | float | bool | str:
+    if text in ("True", "False"):
+        return text == "True"
+    if not _NUMBER.fullmatch(text):
+        return text
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+
+
+def read_rows(text: str, what: str) -> list[tuple[str, str]]:
+    r"""Read a table of two columns that are separated by a tab, without its header. Pure.
+
+    Raises:
+        ConfigurationError: A line has another number of columns, or no line follows the header.
+
+    >>> read_rows("name\tlocation\ntrain\ts3://bucket/train\n", "--sagemaker_inputs_file")
+    [('train', 's3://bucket/train')]
+    """
+    rows = [row for row in csv.reader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE) if row]
+    for number, row in enumerate(rows, start=1):
+        if len(row) != 2:
+            raise ConfigurationError(
+                f"{what}: line {number} has {len(row)} columns. Write two, separated by a tab."
+            )
+    if len(rows) < 2:
+        raise ConfigurationError(f"{what} has no line after its header.")
+    return [(first, second) for first, second in rows[1:]]
+
+
+def _additional(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read further arguments of the estimator: NAME=VALUE, where VALUE may be JSON."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigurationError(f"--additional_args takes NAME=VALUE, got {hide_in_text(pair)!r}.")
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
+    return found
