@@ -17,7 +17,6 @@ from accelfn.context.config import (
     AutocastKwargs,
     CanonicalReduction,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FP8RecipeKwargs,
     FullyShardedDataParallelPlugin,
@@ -202,8 +201,6 @@ def test_a_single_handler_is_not_a_list() -> None:
 # --- what isn't there yet ------------------------------------------------------------------------
 
 UNAVAILABLE: tuple[tuple[str, Any], ...] = (
-    ("deepspeed_plugin", DeepSpeedPlugin()),
-    ("deepspeed_plugin", {"student": DeepSpeedPlugin()}),
     ("megatron_lm_plugin", MegatronLMPlugin()),
     ("mixed_precision", "fp8"),
     ("mixed_precision", PrecisionType.FP8),

@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -401,11 +402,13 @@ def _on_host(package: Any, chosen: tuple[str, Mapping[str, bool]], optimizer: Op
     return kind(groups, **defaults, **options)
 
 
-_MODULES: Mapping[str, str] = {
-    "DeepSpeedCPUAdam": "adam",
-    "DeepSpeedCPUAdagrad": "adagrad",
-    "DeepSpeedCPULion": "lion",
-}
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "DeepSpeedCPUAdam": "adam",
+        "DeepSpeedCPUAdagrad": "adagrad",
+        "DeepSpeedCPULion": "lion",
+    }
+)
 
 
 def _cast_around(engine: nn.Module, dtype: str | None) -> None:

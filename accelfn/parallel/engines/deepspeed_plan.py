@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
 from accelfn.context.config import DeepSpeedPlugin
@@ -31,12 +32,14 @@ KNOWN_KEYS = frozenset(
 )
 
 # DeepSpeed's optimizers for state in host memory, by the class that they replace.
-_CPU_OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
-    "AdamW": ("DeepSpeedCPUAdam", {"adamw_mode": True}),
-    "Adam": ("DeepSpeedCPUAdam", {"adamw_mode": False}),
-    "Adagrad": ("DeepSpeedCPUAdagrad", {}),
-    "Lion": ("DeepSpeedCPULion", {}),
-}
+_CPU_OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, bool]]] = MappingProxyType(
+    {
+        "AdamW": ("DeepSpeedCPUAdam", {"adamw_mode": True}),
+        "Adam": ("DeepSpeedCPUAdam", {"adamw_mode": False}),
+        "Adagrad": ("DeepSpeedCPUAdagrad", {}),
+        "Lion": ("DeepSpeedCPULion", {}),
+    }
+)
 
 OptimizerKind = Literal["none", "torch", "dummy"]
 SchedulerKind = Literal["none", "torch", "dummy", "made"]

@@ -10,13 +10,13 @@ import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from accelfn.errors import NotAvailableError
@@ -27,7 +27,7 @@ from accelfn.tree import local_of
 T = TypeVar("T")
 
 # torch's classes with the state of DeepSpeed's optimizers on the host.
-_PLAIN_CLASSES: Mapping[str, type[Optimizer]] = {"DeepSpeedCPUAdagrad": torch.optim.Adagrad}
+_PLAIN_CLASSES: Mapping[str, type[Optimizer]] = MappingProxyType({"DeepSpeedCPUAdagrad": torch.optim.Adagrad})
 
 
 def by_rank(value: T) -> list[T]:
@@ -196,6 +196,8 @@ class _Layout:
         shape = self.shapes[name]
         if not shape:
             return local.reshape(())
+        from torch.distributed.tensor import DTensor, Shard  # adds warnings filters when it is imported
+
         rows = local.view(-1, *shape[1:]) if local.numel() else local.new_empty((0, *shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(

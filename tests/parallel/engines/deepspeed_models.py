@@ -118,7 +118,7 @@ def by_functions(
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, half_of)
     model, optimizer, scheduler, batches = af.prepare(ctx, model, optimizer, scheduler, loader(ctx))
     scaler = af.init_scaler(ctx)
-    tree = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": batches}
+    tree: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": batches}
     if load is not None:
         scaler = af.load_state(ctx, load, {**tree, "scaler": scaler})["scaler"]
     losses: list[float] = []

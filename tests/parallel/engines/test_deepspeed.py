@@ -166,7 +166,10 @@ def test_a_train_step_over_an_engine_is_the_loop() -> None:
                 for one in batches:
                     pair.append(one)
                     if len(pair) == 2:
-                        state, metrics = step(state, tuple(map(torch.cat, zip(*pair, strict=True))))
+                        first, second = pair
+                        state, metrics = step(
+                            state, (torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]]))
+                        )
                         assert metrics.grad_norm is not None
                         found.append(float(metrics.loss))
                         pair = []

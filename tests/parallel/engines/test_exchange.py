@@ -75,5 +75,5 @@ def test_rows_are_those_of_torchs_shards(shape: tuple[int, ...], size: int) -> N
     chunks = list(torch.arange(math.prod(shape)).view(shape).chunk(size)) if math.prod(shape) else []
     for rank in range(size):
         own = rows_of(shape, rank, size)
-        expected = chunks[rank].reshape(-1).tolist() if rank < len(chunks) else []
+        expected = list(map(int, chunks[rank].reshape(-1))) if rank < len(chunks) else []
         assert list(range(own.start, own.start + own.numel)) == expected
