@@ -19,6 +19,7 @@ from accelfn.context import Context
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
 from accelfn.parallel.engines.deepspeed_plan import (
     KNOWN_KEYS,
+    CpuOptimizer,
     DeepSpeedFacts,
     DeepSpeedPlan,
     plan_deepspeed,
@@ -387,7 +388,7 @@ def _supports_fp16() -> bool:
     return bool(importlib.import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported())
 
 
-def _on_host(package: Any, chosen: tuple[str, Mapping[str, bool]], optimizer: Optimizer) -> Optimizer:
+def _on_host(package: Any, chosen: CpuOptimizer, optimizer: Optimizer) -> Optimizer:
     """Return DeepSpeed's optimizer for state in host memory, with the groups of ``optimizer``."""
     name, options = chosen
     kind = getattr(importlib.import_module(f"{package.__name__}.ops.{_MODULES[name]}"), name)
@@ -399,7 +400,7 @@ def _on_host(package: Any, chosen: tuple[str, Mapping[str, bool]], optimizer: Op
         {"params": list(group["params"]), **{key: group[key] for key in defaults if key in group}}
         for group in optimizer.param_groups
     ]
-    return kind(groups, **defaults, **options)
+    return kind(groups, **defaults, **dict(options))
 
 
 _MODULES: Mapping[str, str] = MappingProxyType(

@@ -31,13 +31,16 @@ KNOWN_KEYS = frozenset(
     )
 )
 
+# A class, and its options by name.
+CpuOptimizer = tuple[str, tuple[tuple[str, bool], ...]]
+
 # DeepSpeed's optimizers for state in host memory, by the class that they replace.
-_CPU_OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, bool]]] = MappingProxyType(
+_CPU_OPTIMIZERS: Mapping[str, CpuOptimizer] = MappingProxyType(
     {
-        "AdamW": ("DeepSpeedCPUAdam", {"adamw_mode": True}),
-        "Adam": ("DeepSpeedCPUAdam", {"adamw_mode": False}),
-        "Adagrad": ("DeepSpeedCPUAdagrad", {}),
-        "Lion": ("DeepSpeedCPULion", {}),
+        "AdamW": ("DeepSpeedCPUAdam", (("adamw_mode", True),)),
+        "Adam": ("DeepSpeedCPUAdam", (("adamw_mode", False),)),
+        "Adagrad": ("DeepSpeedCPUAdagrad", ()),
+        "Lion": ("DeepSpeedCPULion", ()),
     }
 )
 
@@ -105,7 +108,7 @@ class DeepSpeedPlan(NamedTuple):
     max_norm: float
     dtype: Literal["bfloat16", "float16"] | None
     optimizer: str
-    cpu_optimizer: tuple[str, Mapping[str, bool]] | None
+    cpu_optimizer: CpuOptimizer | None
     scheduler: str
     leaf_classes: tuple[str, ...]
 
@@ -408,7 +411,7 @@ def _check_batch(config: Mapping[str, Any], facts: DeepSpeedFacts) -> None:
 
 def _cpu_optimizer(
     config: Mapping[str, Any], zero: Mapping[str, Any], facts: DeepSpeedFacts
-) -> tuple[str, Mapping[str, bool]] | None:
+) -> CpuOptimizer | None:
     device = cast("Mapping[str, Any]", zero.get("offload_optimizer") or {}).get("device", "none")
     if (
         device == "none"

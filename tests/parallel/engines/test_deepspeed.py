@@ -154,13 +154,7 @@ def test_a_train_step_over_an_engine_is_the_loop() -> None:
                     if micro.sync:
                         scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
             else:
-                step = af.make_train_step(
-                    ctx,
-                    lambda model, one: dm.squares(model, *one).mean(),
-                    optimizer,
-                    model=model,
-                    max_norm=1.0,
-                )
+                step = af.make_train_step(ctx, mean_of, optimizer, model=model, max_norm=1.0)
                 state = af.init_train_state(ctx, optimizer)
                 pair: list[Any] = []
                 for one in batches:
