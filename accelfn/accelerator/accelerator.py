@@ -53,6 +53,7 @@ from accelfn.context.config import (
 from accelfn.data import MicroBatch, Uneven, plan_microbatch
 from accelfn.data.metrics import gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.optimizers import steps_in_backward
 from accelfn.training.prepare import check_parameters
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -424,7 +425,7 @@ class Accelerator(Extras, Saving):
         """Step a prepared optimizer if the window closes; its proxy calls this."""
         if not self.sync_gradients:
             return None
-        if training.is_lomo(optimizer):  # it stepped in backward
+        if steps_in_backward(optimizer):  # it stepped in backward
             return None
         if closure is None:
             return self._scaling.step(self.context, optimizer)
