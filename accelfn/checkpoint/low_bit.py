@@ -40,18 +40,32 @@ _SMALLEST = 4096
 _TABLE = "qmap"
 
 
-def plain_states(optimizer: Optimizer, values: Mapping[str, Any]) -> dict[str, Any]:
+def plain_states(optimizer: Optimizer, values: Any) -> Any:
     """Return the state of a parameter with plain tensors instead of low-bit ones.
 
     Ranks: local.
 
     Args:
         optimizer: Of torchao, or any other, whose states are returned unchanged.
-        values: By name.
+        values: The state, by name.
     """
-    if not any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__):
-        return dict(values)
-    return {name: _plain(value) for name, value in values.items()}
+    is_torchao = any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__)
+    if not is_torchao or not isinstance(values, dict):
+        return values
+    return {name: _plain(value) for name, value in cast("dict[str, Any]", values).items()}
+
+
+def with_low_bits(values: Any, parameter: torch.Tensor) -> Any:
+    """Return what :func:`plain_states` has made plain, in the layout of its parameter.
+
+    Ranks: local.
+    """
+    if not isinstance(values, dict):
+        return values
+    return {
+        name: _low_bit(value, parameter) if is_low_bit(value) else value
+        for name, value in cast("dict[str, Any]", values).items()
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -137,8 +151,7 @@ def fit_low_bit(
     return [], targets
 
 
-def low_bit_state(node: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """Return the low-bit state that :func:`plain_states` has made plain, in the layout of its parameter."""
+def _low_bit(node: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
     tensors = node["tensors"] if "tensors" in node else next(iter(node["shards"].values()))
     kind, local = node["low_bit"], local_of(parameter)
     if kind is None:

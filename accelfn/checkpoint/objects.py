@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from accelfn.checkpoint.document.compare import Shaped, Stored, describe
 from accelfn.checkpoint.document.nodes import children_of, join_path, leaves_of
 from accelfn.checkpoint.header import contiguous_copy
-from accelfn.checkpoint.low_bit import fit_low_bit, is_low_bit, low_bit_state, plain_states
+from accelfn.checkpoint.low_bit import fit_low_bit, is_low_bit, plain_states, with_low_bits
 from accelfn.checkpoint.manifest import Json
 from accelfn.data import LoaderState, PreparedDataLoader
 from accelfn.data.loader import passes_of
@@ -212,8 +212,7 @@ def _optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     others = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
     others |= hidden_state(inner)
     state = {
-        name_of.get(number, number): plain_states(inner, value) if isinstance(value, dict) else value
-        for number, value in packed["state"].items()
+        name_of.get(number, number): plain_states(inner, value) for number, value in packed["state"].items()
     }
     return {"state": state, "groups": groups, **({"others": others} if others else {})}
 
@@ -235,12 +234,9 @@ def _packed(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> dic
     parameters = [parameter for group in _groups(optimizer) for parameter in group["params"]]
     for name, value in cast("Mapping[Any, Any]", state["state"]).items():
         number = known.find(name)
-        own = dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
-        if number is not None and isinstance(own, dict):
-            own = {
-                key: low_bit_state(one, parameters[number]) if is_low_bit(one) else one
-                for key, one in own.items()
-            }
+        own: Any = dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
+        if number is not None:
+            own = with_low_bits(own, parameters[number])
         values[name if number is None else number] = own
     return {"state": values, "param_groups": groups, **state.get("others", {})}
 

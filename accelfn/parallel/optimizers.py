@@ -28,11 +28,6 @@ _UNAVAILABLE = MappingProxyType(
             "Use FullyShardedDataParallelPlugin(cpu_offload=True), or PagedAdamW8bit of bitsandbytes"
         ),
         **dict.fromkeys(
-            [("schedulefree", "ScheduleFreeWrapper"), ("schedulefree", "ScheduleFreeWrapperReference")],
-            "has no entry for its mode in its state, so training could not resume from a checkpoint. Use "
-            "AdamWScheduleFree, SGDScheduleFree or RAdamScheduleFree",
-        ),
-        **dict.fromkeys(
             [("schedulefree", f"{name}ScheduleFreeClosure") for name in ("AdamW", "SGD", "RAdam")],
             "steps with a closure only, which no step here has. Use the class without Closure in its name",
         ),
@@ -54,6 +49,10 @@ def hidden_state(optimizer: Optimizer) -> dict[str, Any]:
 def _classes_of(optimizer: Optimizer) -> list[tuple[str, str]]:
     """Return the classes of an optimizer, by package and name."""
     return [(base.__module__.partition(".")[0], base.__name__) for base in type(optimizer).__mro__]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class Stepping(NamedTuple):
@@ -82,9 +81,10 @@ def read_stepping(optimizer: Optimizer) -> Stepping:
             "bitsandbytes' kernels don't take DTensors. Use AdamW8bit of torchao.optim, which does, or "
             "torch's AdamW(..., fused=True)"
         )
-    elif ("torch", "SGD") in classes or ("torch", "Adagrad") in classes:
-        if any(group.get("fused") for group in optimizer.param_groups):
-            why = "torch's fused SGD and Adagrad don't take DTensors. Use foreach=True instead of fused=True"
+    elif {("torch", "SGD"), ("torch", "Adagrad")} & {*classes} and any(
+        group.get("fused") for group in optimizer.param_groups
+    ):
+        why = "torch's fused SGD and Adagrad don't take DTensors. Use foreach=True instead of fused=True"
     return Stepping(type(optimizer).__name__, why, is_in_backward)
 
 
@@ -110,13 +110,15 @@ def note_optimizer(optimizer: Optimizer) -> None:
             raise NotAvailableError(f"prepare_optimizer: {known[1]} of {known[0]} {why}.")
     check_steps_shards("prepare_optimizer", optimizer)
     stepping = read_stepping(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            setattr(parameter, _STEPPING, stepping)
+    for parameter in _parameters_of(optimizer):
+        attributes = vars(parameter)
+        attributes.pop(_STEPPING, None)  # of an optimizer before this one
+        if stepping.why_not_shards is not None:
+            attributes[_STEPPING] = stepping
 
 
 def stepping_of(parameters: Iterable[torch.Tensor]) -> list[Stepping]:
-    """Return how the known optimizers of parameters step, each once."""
+    """Return how the optimizers of parameters step that can't step shards; each once."""
     found = (vars(parameter).get(_STEPPING) for parameter in parameters)
     return list(dict.fromkeys(one for one in found if one is not None))
 
@@ -129,8 +131,7 @@ def check_steps_shards(operation: str, optimizer: Optimizer) -> None:
     Raises:
         NotAvailableError: With what to use instead.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(is_dtensor(newest(parameter)) for parameter in parameters):
+    if any(is_dtensor(newest(parameter)) for parameter in _parameters_of(optimizer)):
         check_plan(operation, [read_stepping(optimizer)], has_shards=True)
 
 

@@ -416,7 +416,8 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
         ConfigurationError: In exact mode, a module has statistics that would depend on the number of ranks.
-            An optimizer steps in backward, and the model is a ``DistributedDataParallel``. Or ``comm_state_option`` doesn't fit, or torch has no such hook for this backend.
+            Or ``comm_state_option`` doesn't fit, or torch has no such hook for this backend; or an optimizer
+            steps in backward, and the model is a ``DistributedDataParallel`` already.
         NotAvailableError: A ``comm_hook`` on ranks that are threads, or one that this torch can't run.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):

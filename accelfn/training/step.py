@@ -343,8 +343,8 @@ def _check_kinds(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if steps_in_backward(optimizer):
             raise ConfigurationError(
-                f"optimizer_step: {type(optimizer).__name__} steps inside of lomo_backward. Call that instead "
-                "of backward, and no step."
+                f"optimizer_step: {type(optimizer).__name__} steps inside of lomo_backward. Call that, and "
+                "neither backward nor a step."
             )
 
 
