@@ -34,6 +34,10 @@ _UNAVAILABLE = MappingProxyType(
     }
 )
 
+# torch's optimizers with a step, or a fused step, for which DTensor has no rule.
+_NOT_ON_SHARDS = frozenset({("torch", "Adafactor"), ("torch", "Rprop")})
+_NOT_FUSED_ON_SHARDS = frozenset({("torch", "SGD"), ("torch", "Adagrad")})
+
 # State that an optimizer keeps in attributes, and not in its state dict.
 _HIDDEN = MappingProxyType(
     {("lomo_optim", "AdaLomo"): ("step_num", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")}
@@ -71,7 +75,7 @@ class Stepping(NamedTuple):
 
 def read_stepping(optimizer: Optimizer) -> Stepping:
     """Return how an optimizer steps. Pure."""
-    classes = _classes_of(optimizer)
+    classes = {*_classes_of(optimizer)}
     is_in_backward = steps_in_backward(optimizer)
     why: str | None = None
     if is_in_backward:
@@ -81,10 +85,10 @@ def read_stepping(optimizer: Optimizer) -> Stepping:
             "bitsandbytes' kernels don't take DTensors. Use AdamW8bit of torchao.optim, which does, or "
             "torch's AdamW(..., fused=True)"
         )
-    elif {("torch", "SGD"), ("torch", "Adagrad")} & {*classes} and any(
-        group.get("fused") for group in optimizer.param_groups
-    ):
-        why = "torch's fused SGD and Adagrad don't take DTensors. Use foreach=True instead of fused=True"
+    elif classes & _NOT_ON_SHARDS:
+        why = "torch 2.13 can't compute its step on DTensors. Use AdamW or RMSprop"
+    elif classes & _NOT_FUSED_ON_SHARDS and any(group.get("fused") for group in optimizer.param_groups):
+        why = "torch 2.13 can't compute its fused step on DTensors. Use foreach=True instead of fused=True"
     return Stepping(type(optimizer).__name__, why, is_in_backward)
 
 
