@@ -40,17 +40,17 @@ _SMALLEST = 4096
 _TABLE = "qmap"
 
 
-def plain_states(optimizer: Optimizer, values: Any) -> Any:
+def may_have_low_bits(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of torchao."""
+    return any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__)
+
+
+def plain_states(values: Any) -> Any:
     """Return the state of a parameter with plain tensors instead of low-bit ones.
 
     Ranks: local.
-
-    Args:
-        optimizer: Of torchao, or any other, whose states are returned unchanged.
-        values: The state, by name.
     """
-    is_torchao = any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__)
-    if not is_torchao or not isinstance(values, dict):
+    if not isinstance(values, dict):
         return values
     return {name: _plain(value) for name, value in cast("dict[str, Any]", values).items()}
 

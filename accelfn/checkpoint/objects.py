@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from accelfn.checkpoint.document.compare import Shaped, Stored, describe
 from accelfn.checkpoint.document.nodes import children_of, join_path, leaves_of
 from accelfn.checkpoint.header import contiguous_copy
-from accelfn.checkpoint.low_bit import fit_low_bit, is_low_bit, plain_states, with_low_bits
+from accelfn.checkpoint.low_bit import fit_low_bit, is_low_bit, may_have_low_bits, plain_states, with_low_bits
 from accelfn.checkpoint.manifest import Json
 from accelfn.data import LoaderState, PreparedDataLoader
 from accelfn.data.loader import passes_of
@@ -211,8 +211,10 @@ def _optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     inner = _unwrapped(optimizer)
     others = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
     others |= hidden_state(inner)
+    has_low_bits = may_have_low_bits(inner)
     state = {
-        name_of.get(number, number): plain_states(inner, value) for number, value in packed["state"].items()
+        name_of.get(number, number): plain_states(value) if has_low_bits else value
+        for number, value in packed["state"].items()
     }
     return {"state": state, "groups": groups, **({"others": others} if others else {})}
 
@@ -232,10 +234,11 @@ def _packed(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> dic
     ]
     values: dict[Any, Any] = {}
     parameters = [parameter for group in _groups(optimizer) for parameter in group["params"]]
+    has_low_bits = may_have_low_bits(optimizer)
     for name, value in cast("Mapping[Any, Any]", state["state"]).items():
         number = known.find(name)
         own: Any = dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
-        if number is not None:
+        if number is not None and has_low_bits:
             own = with_low_bits(own, parameters[number])
         values[name if number is None else number] = own
     return {"state": values, "param_groups": groups, **state.get("others", {})}
@@ -382,6 +385,7 @@ def _fit_states(stored: Stored, names: Names, tensors: Mapping[str, Shaped], res
     parameters = [parameter for group in _groups(stored.thing) for parameter in group["params"]]
     flat = [name for group in _names_of(stored.thing, names) for name in group]
     known = _known_names(flat)
+    has_low_bits = may_have_low_bits(_unwrapped(stored.thing))
     for name, values in _items(_items(stored.node, path)["state"], path).items():
         number = known.find(name)
         if number is None:
@@ -391,7 +395,7 @@ def _fit_states(stored: Stored, names: Names, tensors: Mapping[str, Shaped], res
         parameter = parameters[number]
         shape = tuple(parameter.shape)
         for key, node in _items(values, path).items():
-            if is_low_bit(node):
+            if has_low_bits and is_low_bit(node):
                 rows, targets = fit_low_bit(f"{path}/state/{name}/{key}", node, parameter, tensors)
                 result.rows.extend(rows)
                 result.targets.update(targets)

@@ -25,8 +25,8 @@ from accelfn.launch.config.secrets import hide_in_text, is_secret
 _PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")
 _OPTIONAL = (
     *("accelerate", "bitsandbytes", "cloudpickle", "datasets", "deepspeed", "lomo-optim", "megatron-core"),
-    *("numpy", "psutil", "pyyaml", "questionary", "rich", "schedulefree", "torch-xla", "torchao", "torchdata"),
-    *("torchopt", "tqdm", "transformer-engine", "transformers", "triton"),
+    *("numpy", "psutil", "pyyaml", "questionary", "rich", "schedulefree", "torch-xla", "torchao"),
+    *("torchdata", "torchopt", "tqdm", "transformer-engine", "transformers", "triton"),
     *("aim", "clearml", "comet-ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"),
 )
 _RELEVANT = re.compile(

@@ -85,6 +85,13 @@ def read_stepping(optimizer: Optimizer) -> Stepping:
             "bitsandbytes' kernels don't take DTensors. Use AdamW8bit of torchao.optim, which does, or "
             "torch's AdamW(..., fused=True)"
         )
+    elif any(package == "torchao" for package, _ in classes) and any(
+        parameter.dtype != torch.float32 for parameter in _parameters_of(optimizer)
+    ):
+        why = (
+            "torchao 0.18 fails on shards of parameters that aren't float32. Keep them in float32, and "
+            'compute in bfloat16: mixed_precision="bf16"'
+        )
     elif classes & _NOT_ON_SHARDS:
         why = "torch 2.13 can't compute its step on DTensors. Use AdamW or RMSprop"
     elif classes & _NOT_FUSED_ON_SHARDS and any(group.get("fused") for group in optimizer.param_groups):

@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin
-from accelfn.errors import CheckpointMismatchError
+from accelfn.errors import CheckpointMismatchError, NotAvailableError
 from accelfn.testing import run_ranks
 from accelfn.tree import is_dtensor, local_of
 
@@ -169,6 +169,16 @@ def test_shards_with_blocks_of_their_own_load_in_the_same_layout_only(tmp_path: 
     with pytest.raises(CheckpointMismatchError, match=r"low bits of the part \[0, 0\]\+\[16, 256\]"):
         af.load_state(Context(), tmp_path, {"model": model, "optimizer": optimizer})
     assert not optimizer.state
+
+
+def test_sharded_parameters_in_bfloat16_are_refused() -> None:
+    def run(ctx: Context) -> None:
+        model = Model().to(torch.bfloat16)
+        optimizer = importlib.import_module("torchao.optim").AdamW8bit(model.parameters())
+        with pytest.raises(NotAvailableError, match=r'AdamW8bit can.t step .* mixed_precision="bf16"'):
+            af.prepare(ctx, model, optimizer)
+
+    run_ranks(run, 2, on="processes", **SHARDED)
 
 
 def test_blocks_that_a_layout_would_cut_are_refused(tmp_path: Path) -> None:
