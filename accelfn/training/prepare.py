@@ -269,10 +269,7 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
     check_context("prepare", ctx)
     if not objects:
         raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
-    check_parameters(objects)
-    for item in objects:
-        if isinstance(item, Optimizer):
-            note_optimizer(item)
+    check_together(objects)
     loaders = (DataLoader, PreparedDataLoader, *ctx.loading.custom_classes)
     # In this order: an optimizer follows its prepared model, and a scheduler may be of an optimizer after it.
     kinds: tuple[tuple[Any, Callable[..., Any]], ...] = (
@@ -321,11 +318,12 @@ def prepare_with_engine(ctx: Context, objects: Sequence[object]) -> dict[int, An
     return trained
 
 
-def check_parameters(objects: Sequence[object]) -> None:
-    """Refuse an optimizer that is prepared together with models and has none of their parameters.
+def check_together(objects: Sequence[object]) -> None:
+    """Check objects that are prepared in one call, and note on the parameters how their optimizers step.
 
     Raises:
-        ConfigurationError: With the index of the optimizer.
+        ConfigurationError: An optimizer has no parameter of the models that are prepared with it.
+        NotAvailableError: An optimizer can't be trained with.
     """
     models = [item for item in objects if isinstance(item, nn.Module)]
     known = {id(newest(parameter)) for model in models for parameter in model.parameters()}
@@ -336,6 +334,8 @@ def check_parameters(objects: Sequence[object]) -> None:
                 "prepared with it, so its steps would not change them. Make it from model.parameters() of "
                 "the same model, after everything that replaces parameters."
             )
+        if isinstance(item, Optimizer):
+            note_optimizer(item)
 
 
 def parameters_of(optimizer: Optimizer) -> frozenset[int]:

@@ -165,6 +165,23 @@ def test_two_ranks_step_as_one(name: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(first, alone)
 
 
+def test_the_shim_averages_on_several_ranks() -> None:
+    def run(ctx: Context) -> list[torch.Tensor]:
+        accelerator = Accelerator(context=ctx)
+        model = filled(Deep())
+        model, optimizer = accelerator.prepare(model, lomo("Lomo", model))
+        for number in range(3):
+            with accelerator.accumulate(model):
+                x = torch.randn(4, 2, generator=torch.Generator().manual_seed(number + 10 * ctx.rank))
+                accelerator.backward(model(x).square().mean(), learning_rate=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        return values(model)
+
+    first, second = run_ranks(run, 2, on="processes")
+    assert all(map(torch.equal, first, second))
+
+
 def test_adalomo_continues_from_a_checkpoint_with_its_averages(tmp_path: Path) -> None:
     def run(ctx: Context) -> None:
         model = filled(Deep())
