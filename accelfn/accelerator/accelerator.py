@@ -54,7 +54,8 @@ from accelfn.context.config import (
 from accelfn.data import MicroBatch, Uneven, plan_microbatch
 from accelfn.data.metrics import gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.training.prepare import check_parameters
+from accelfn.parallel.optimizers import steps_in_backward
+from accelfn.training.prepare import check_together
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -227,7 +228,7 @@ class Accelerator(Extras, Saving):
                     f"prepare: {name} is of type {type(item).__name__}, but names are for models, "
                     "optimizers, loaders and schedulers. To save it, pass it to register_for_checkpointing."
                 )
-        check_parameters(items)
+        check_together(items)
 
     def _prepare_with_engine(self, items: list[Any], device_placement: Sequence[bool] | None) -> None:
         """Prepare a model with its optimizer, if an engine owns the step; writes into ``items``."""
@@ -439,7 +440,7 @@ class Accelerator(Extras, Saving):
         """Step a prepared optimizer if the window closes; its proxy calls this."""
         if not self.sync_gradients:
             return None
-        if training.is_lomo(optimizer):  # it stepped in backward
+        if steps_in_backward(optimizer):  # it stepped in backward
             return None
         if closure is None:
             return self._scaling.step(self.context, optimizer)

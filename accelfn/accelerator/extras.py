@@ -17,6 +17,7 @@ from accelfn.context.config import ProfileKwargs
 from accelfn.data import MicroBatch, shard_sequence
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import syncing
+from accelfn.parallel.optimizers import steps_in_backward
 
 
 class Extras(Holdings):
@@ -91,7 +92,7 @@ class Extras(Holdings):
     @property
     def has_lomo_optimizer(self) -> bool:
         """Whether a prepared optimizer steps inside of backward."""
-        return any(training.is_lomo(optimizer) for optimizer in self.optimizers)
+        return any(steps_in_backward(optimizer) for optimizer in self.optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Step a LOMO optimizer during backward; see :func:`accelfn.lomo_backward`.
@@ -99,7 +100,7 @@ class Extras(Holdings):
         Raises:
             ValueError: Not exactly one LOMO optimizer was prepared.
         """
-        found = [optimizer for optimizer in self.optimizers if training.is_lomo(optimizer)]
+        found = [optimizer for optimizer in self.optimizers if steps_in_backward(optimizer)]
         if len(found) != 1:
             raise ValueError(
                 f"lomo_backward: needs one prepared Lomo or AdaLomo optimizer, got {len(found)}. Prepare it, "

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from accelfn.checkpoint.document.compare import Shaped, Stored, describe
 from accelfn.checkpoint.document.nodes import children_of, join_path, leaves_of
 from accelfn.checkpoint.header import contiguous_copy
+from accelfn.checkpoint.low_bit import fit_low_bit, is_low_bit, may_have_low_bits, plain_states, with_low_bits
 from accelfn.checkpoint.manifest import Json
 from accelfn.data import LoaderState, PreparedDataLoader
 from accelfn.data.loader import passes_of
@@ -30,6 +31,7 @@ from accelfn.data.resume import read_state
 from accelfn.errors import Misfit
 from accelfn.parallel import is_replicated
 from accelfn.parallel.handle import is_kept_equal
+from accelfn.parallel.optimizers import hidden_state
 from accelfn.parallel.parameters import repoint, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import local_of
@@ -77,7 +79,14 @@ class Names(NamedTuple):
             for parameter in group["params"]
             if id(parameter) in self.replicated
         }
-        return frozenset(name for name in stored if name in parameters or name.rpartition("/")[0] in states)
+        return frozenset(name for name in stored if name in parameters or _is_below(name, states))
+
+
+def _is_below(path: str, ancestors: Collection[str]) -> bool:
+    """Return whether one of ``ancestors`` contains a path."""
+    while path and path not in ancestors:
+        path = path.rpartition("/")[0]
+    return path in ancestors
 
 
 class Pending(NamedTuple):
@@ -199,8 +208,14 @@ def _optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         {"params": params, **{key: value for key, value in group.items() if key != "params"}}
         for params, group in zip(by_group, packed["param_groups"], strict=True)
     ]
+    inner = _unwrapped(optimizer)
     others = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-    state = {name_of.get(number, number): value for number, value in packed["state"].items()}
+    others |= hidden_state(inner)
+    has_low_bits = may_have_low_bits(inner)
+    state = {
+        name_of.get(number, number): plain_states(value) if has_low_bits else value
+        for number, value in packed["state"].items()
+    }
     return {"state": state, "groups": groups, **({"others": others} if others else {})}
 
 
@@ -218,9 +233,13 @@ def _packed(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> dic
         for params, group in zip(by_group, cast("list[dict[str, Any]]", state["groups"]), strict=True)
     ]
     values: dict[Any, Any] = {}
+    parameters = [parameter for group in _groups(optimizer) for parameter in group["params"]]
+    has_low_bits = may_have_low_bits(optimizer)
     for name, value in cast("Mapping[Any, Any]", state["state"]).items():
         number = known.find(name)
-        own = dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
+        own: Any = dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
+        if number is not None and has_low_bits:
+            own = with_low_bits(own, parameters[number])
         values[name if number is None else number] = own
     return {"state": values, "param_groups": groups, **state.get("others", {})}
 
@@ -366,6 +385,7 @@ def _fit_states(stored: Stored, names: Names, tensors: Mapping[str, Shaped], res
     parameters = [parameter for group in _groups(stored.thing) for parameter in group["params"]]
     flat = [name for group in _names_of(stored.thing, names) for name in group]
     known = _known_names(flat)
+    has_low_bits = may_have_low_bits(_unwrapped(stored.thing))
     for name, values in _items(_items(stored.node, path)["state"], path).items():
         number = known.find(name)
         if number is None:
@@ -375,6 +395,11 @@ def _fit_states(stored: Stored, names: Names, tensors: Mapping[str, Shaped], res
         parameter = parameters[number]
         shape = tuple(parameter.shape)
         for key, node in _items(values, path).items():
+            if has_low_bits and is_low_bit(node):
+                rows, targets = fit_low_bit(f"{path}/state/{name}/{key}", node, parameter, tensors)
+                result.rows.extend(rows)
+                result.targets.update(targets)
+                continue
             tensor_name, tensor = _stored_tensor(node, tensors)
             if tensor is None:
                 continue
@@ -437,10 +462,13 @@ def prepare_undo(pending: Pending) -> Callable[[], None]:
         owner = _unwrapped(thing)
         state = dict(cast("Mapping[Any, Any]", owner.state))
         groups = [dict(group) for group in _groups(owner)]
+        hidden = hidden_state(owner)
 
         def undo_optimizer() -> None:
             owner.state.clear()
             owner.state.update(state)
+            for name, value in hidden.items():
+                setattr(owner, name, value)
             for group, before in zip(_groups(owner), groups, strict=True):
                 group.clear()
                 group.update(before)
@@ -508,8 +536,19 @@ def restore_object(pending: Pending, names: Names) -> None:
     thing.load_state_dict(state)
 
 
+def _placed_like(value: Any, before: Any) -> Any:
+    """Return a loaded value, a dict's tensors on the devices of those that they replace."""
+    if not isinstance(value, dict):
+        return value
+    own = cast("dict[str, torch.Tensor]", value)
+    return {name: one.to(before[name].device) if name in before else one for name, one in own.items()}
+
+
 def _restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> None:
     packed = _packed(optimizer, state, names)
+    for name, before in hidden_state(optimizer).items():
+        if name in packed:
+            setattr(optimizer, name, _placed_like(packed.pop(name), before))
     optimizer.load_state_dict(packed)
     # torch casts a state to the dtype of its parameter, which would round a float32 state to bfloat16.
     parameters = [parameter for group in _groups(optimizer) for parameter in group["params"]]

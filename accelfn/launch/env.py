@@ -26,7 +26,18 @@ from accelfn.launch.config.secrets import hide_in_text, is_secret
 _PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")
 _OPTIONAL = (
     *("accelerate", "bitsandbytes", "cloudpickle", "datasets", "deepspeed", "lomo-optim", "megatron-core"),
-    *("numpy", "psutil", "pyyaml", "questionary", "rich", "sagemaker", "torchao", "torchdata", "torchopt"),
+    *(
+        "numpy",
+        "psutil",
+        "pyyaml",
+        "questionary",
+        "rich",
+        "sagemaker",
+        "schedulefree",
+        "torchao",
+        "torchdata",
+        "torchopt",
+    ),
     *("tqdm", "transformer-engine", "transformers", "triton"),
     *(
         "habana-torch-plugin",

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.optimizers import check_steps_shards
 from accelfn.parallel.parameters import repoint
 from accelfn.tree import is_dtensor
 
@@ -99,6 +100,7 @@ class Handle(ABC):
     engine: ClassVar[EngineName] = "ddp"
     has_whole_parameters: ClassVar[bool] = True  # and so equal ones on all ranks
     holds_gradients: ClassVar[bool] = False  # outside of .grad, until they are reduced
+    averages_at_once: ClassVar[bool] = False  # each gradient, as soon as it is computed
     splits_batches: ClassVar[bool] = False  # into microbatches, so a window can be one batch
     is_local = False  # inside of `local_steps`
     is_joined = False  # inside of `joined`
@@ -362,6 +364,27 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
     return together
 
 
+def check_averaged_at_once(operation: str, ctx: Context, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse a step inside of backward on gradients that are not averaged as soon as they are computed.
+
+    Ranks: any; doesn't communicate.
+
+    Raises:
+        ConfigurationError: There are several ranks, and a parameter isn't in a model that was prepared for
+            such a step, or also in another one.
+    """
+    for parameter in parameters if ctx.num_processes > 1 else ():
+        handles: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
+        alive = [handle for handle in handles if handle.is_alive]
+        if parameter.requires_grad and not (len(alive) == 1 and alive[0].averages_at_once):
+            raise ConfigurationError(
+                f"{operation}: the gradient of a parameter of shape {tuple(parameter.shape)} is not averaged "
+                f"over the {ctx.num_processes} ranks before the optimizer steps with it, so their models "
+                "would drift apart. Prepare model and optimizer in one call, prepare(ctx, model, optimizer), "
+                "or the optimizer first; and each parameter in one model, without evaluation_mode."
+            )
+
+
 def follow_optimizers(operation: str, ctx: Context, optimizers: Iterable[Optimizer]) -> None:
     """Point optimizers at the parameters of models that were prepared after them; once per optimizer.
 
@@ -369,6 +392,7 @@ def follow_optimizers(operation: str, ctx: Context, optimizers: Iterable[Optimiz
 
     Raises:
         ConfigurationError: No parameter of an optimizer is one of a prepared model.
+        NotAvailableError: The parameters are shards, which its package can't step.
     """
     if ctx.num_processes == 1 or ctx.reduction is not None:  # exact mode replaces no parameters
         return
@@ -377,6 +401,7 @@ def follow_optimizers(operation: str, ctx: Context, optimizers: Iterable[Optimiz
         sizes = tuple([len(group["params"]) for group in groups])
         if vars(optimizer).get(_SETTLED) == sizes:
             continue
+        check_steps_shards(operation, optimizer)
         repoint(optimizer)
         parameters: list[torch.Tensor] = [parameter for group in groups for parameter in group["params"]]
         known = [_HANDLES in vars(parameter) for parameter in parameters]

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import verify_structure
+from accelfn.comm import reduce, verify_structure
 from accelfn.context import Context, check_context
 from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError, NotAvailableError
@@ -24,8 +24,26 @@ from accelfn.parallel.exact import ExactReplica, ThreadDDP
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import check_each_forward
 from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle
+from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.parameters import is_made_of_others
 from accelfn.tree import is_dtensor
+
+
+class ImmediateReplica(ThreadDDP):
+    """Averages each gradient of one model as soon as a backward pass has computed it.
+
+    For optimizers that step in backward: the gradient before has been averaged when they step with it. Every
+    backward pass averages, also under no_sync, since a step follows each.
+    """
+
+    averages_at_once = True
+
+    def _on_grad(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None  # it was just added
+        with torch.no_grad():
+            gradient.copy_(reduce(self._ctx, gradient, "mean"))
+        self._unreduced = None
 
 
 class Reductions:
@@ -387,7 +405,8 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     existing one is adopted. Ranks that are threads have no process group that DDP could use, and DDP's hooks
     don't fit XLA's recorded computation: there the gradients are averaged at the end of backward by one
     packed reduction, and the model itself is returned. So it is in exact mode, where :class:`ExactReplica`
-    sums its gradients.
+    sums its gradients, and for optimizers that step in backward, where :class:`ImmediateReplica` averages
+    each gradient by itself.
 
     Ranks: every rank of ``ctx``.
 
@@ -398,7 +417,8 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
         ConfigurationError: In exact mode, a module has statistics that would depend on the number of ranks.
-            Or ``comm_state_option`` doesn't fit, or torch has no such hook for this backend.
+            Or ``comm_state_option`` doesn't fit, or torch has no such hook for this backend; or an optimizer
+            steps in backward, and the model is a ``DistributedDataParallel`` already.
         NotAvailableError: A ``comm_hook`` on ranks that are threads, or one that this torch can't run.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -408,11 +428,22 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
         return model
     if ctx.num_processes == 1:
         return model
+    steps_in_backward = any(one.is_in_backward for one in stepping_of(model.parameters()))
     if isinstance(model, DistributedDataParallel):
+        if steps_in_backward:
+            raise ConfigurationError(
+                "prepare_model: an optimizer steps in backward, before this DistributedDataParallel has "
+                "averaged a gradient. Pass the model inside: prepare_model(ctx, model.module)."
+            )
         if not cast("Any", model)._comm_hooks:
             register_comm_hook(ctx, model, None)
         return _watched(ctx, model)
     hook = choose_comm_hook(ctx)
+    if steps_in_backward:
+        verify_structure(ctx, dict(model.named_parameters()))
+        check_each_forward(ctx, model)
+        ImmediateReplica(ctx, model)
+        return model
     if ctx.world.group is None or ctx.device.type == "xla":
         check_each_forward(ctx, model)
         ThreadDDP(ctx, model)

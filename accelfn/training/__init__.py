@@ -7,7 +7,6 @@ from accelfn.training.backward import (
     backward as backward,
     forward as forward,
     forward_backward as forward_backward,
-    is_lomo as is_lomo,
     lomo_backward as lomo_backward,
     no_sync as no_sync,
     trigger_sync_in_backward as trigger_sync_in_backward,

@@ -22,13 +22,22 @@ from accelfn.context import (
 from accelfn.data import MicroBatch
 from accelfn.data.microbatch import Draws, check_micro
 from accelfn.devices import device_type
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
 from accelfn.parallel.exact import exact_backward, exact_batch
 from accelfn.parallel.forward import at_place
-from accelfn.parallel.handle import BatchRun, Handle, handle_of, local_steps, raise_explained, syncing
+from accelfn.parallel.handle import (
+    BatchRun,
+    Handle,
+    check_averaged_at_once,
+    handle_of,
+    local_steps,
+    raise_explained,
+    syncing,
+)
+from accelfn.parallel.optimizers import steps_in_backward
 from accelfn.parallel.pipeline import PipelineHandle
 from accelfn.training.prepare import is_averaged
-from accelfn.training.scaler import ScalerState, check_newest, supersede
+from accelfn.training.scaler import ScalerState, check_newest, parameters_in, supersede
 from accelfn.tree import flatten
 
 
@@ -535,11 +544,6 @@ def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def is_lomo(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer steps inside of backward, like ``Lomo`` and ``AdaLomo``."""
-    return callable(getattr(optimizer, "fused_backward", None))
-
-
 def lomo_backward(
     ctx: Context,
     loss: torch.Tensor,
@@ -549,39 +553,36 @@ def lomo_backward(
 ) -> None:
     """Compute gradients of ``loss`` and step a LOMO optimizer with them, in one pass.
 
-    Writes into the parameters. No optimizer step follows.
+    Each parameter is stepped as soon as its gradient is there, and averaged over the ranks; no optimizer step
+    follows. Writes into the parameters. With the optimizer's ``clip_grad_norm``, a backward pass that only
+    computes the norm comes first.
 
-    Ranks: a world of one.
+    Ranks: every rank of ``ctx``; one reduction for each parameter.
 
     Args:
         ctx: The world and the precision.
         loss: A mean over the batch, shape ``()``.
         learning_rate: Of this pass.
-        optimizer: ``Lomo`` or ``AdaLomo`` of the package lomo-optim (``pip install 'accelfn[lomo]'``).
+        optimizer: ``Lomo`` or ``AdaLomo`` of the package lomo-optim (``pip install 'accelfn[lomo]'``). On
+            several ranks it must be prepared in one call with its model, or before it.
         micro: Of the batch; the loss is divided by the length of its window.
 
     Raises:
         TypeError: ``loss`` is no tensor, or ``optimizer`` no LOMO optimizer.
         ValueError: ``learning_rate`` is None.
-        NotAvailableError: There are several ranks: each parameter changes before its gradient could be
-            averaged.
         ConfigurationError: The context scales losses for float16, which LOMO does by itself; or it is in
-            exact mode, which sums gradients before a step.
+            exact mode, which sums gradients before a step. Or there are several ranks, and the model wasn't
+            prepared for a step in backward.
     """
     check_context("lomo_backward", ctx)
     check_micro("lomo_backward", micro)
     loss = read_loss(ctx, "lomo_backward", loss).value
     if cast("object", learning_rate) is None:
         raise ValueError("lomo_backward: got no learning rate. LOMO steps at once, so pass one here.")
-    if not is_lomo(optimizer):
+    if not steps_in_backward(optimizer):
         raise TypeError(
             f"lomo_backward: {type(optimizer).__name__} has no fused_backward. Pass Lomo or AdaLomo of the "
             "package lomo-optim: pip install 'accelfn[lomo]'."
-        )
-    if ctx.num_processes > 1:
-        raise NotAvailableError(
-            f"lomo_backward: LOMO changes each parameter before the {ctx.num_processes} ranks can average "
-            "its gradient, so their models would drift apart. Run one process, or use another optimizer."
         )
     if ctx.precision.scales_loss:
         raise ConfigurationError(
@@ -593,6 +594,12 @@ def lomo_backward(
             'lomo_backward: this context has reduction="canonical", which sums the gradients of a window '
             "before a step, but LOMO steps with each of them. Use another optimizer."
         )
+    # Shards of ZeRO-3 are averaged by LOMO itself.
+    averaged = [one for one in parameters_in([optimizer]) if not hasattr(one, "ds_tensor")]
+    check_averaged_at_once("lomo_backward", ctx, averaged)
     if micro is not None and micro.window > 1:
         loss = loss / micro.window
-    cast("Any", optimizer).fused_backward(loss, learning_rate)
+    lomo = cast("Any", optimizer)
+    if getattr(lomo, "clip_grad_norm", None):
+        lomo.grad_norm(loss)
+    lomo.fused_backward(loss, learning_rate)

@@ -33,6 +33,7 @@ from accelfn.parallel.forward import (
     without_compile,
 )
 from accelfn.parallel.handle import has_engine, uncompiled
+from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
 from accelfn.parallel.parameters import materialize, names_on_meta, newest, refuse_unfilled, repoint
 from accelfn.parallel.plan import apply_model, modules_to_compile, share_attention
 from accelfn.parallel.replicate import check_wrapped, replicate
@@ -268,7 +269,7 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
     check_context("prepare", ctx)
     if not objects:
         raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
-    check_parameters(objects)
+    check_together(objects)
     loaders = (DataLoader, PreparedDataLoader, *ctx.loading.custom_classes)
     # In this order: an optimizer follows its prepared model, and a scheduler may be of an optimizer after it.
     kinds: tuple[tuple[Any, Callable[..., Any]], ...] = (
@@ -317,11 +318,12 @@ def prepare_with_engine(ctx: Context, objects: Sequence[object]) -> dict[int, An
     return trained
 
 
-def check_parameters(objects: Sequence[object]) -> None:
-    """Refuse an optimizer that is prepared together with models and has none of their parameters.
+def check_together(objects: Sequence[object]) -> None:
+    """Check objects that are prepared in one call, and note on the parameters how their optimizers step.
 
     Raises:
-        ConfigurationError: With the index of the optimizer.
+        ConfigurationError: An optimizer has no parameter of the models that are prepared with it.
+        NotAvailableError: An optimizer can't be trained with.
     """
     models = [item for item in objects if isinstance(item, nn.Module)]
     known = {id(newest(parameter)) for model in models for parameter in model.parameters()}
@@ -332,6 +334,8 @@ def check_parameters(objects: Sequence[object]) -> None:
                 "prepared with it, so its steps would not change them. Make it from model.parameters() of "
                 "the same model, after everything that replaces parameters."
             )
+        if isinstance(item, Optimizer):
+            note_optimizer(item)
 
 
 def parameters_of(optimizer: Optimizer) -> frozenset[int]:
@@ -380,6 +384,8 @@ def prepare_model(
             it), or on the meta device without being spread over ranks; or it is quantised on another device.
             It was sharded by torch's FSDP, or is a ``DistributedDataParallel`` over other processes. In exact
             mode, a module has statistics that would depend on the number of ranks.
+        NotAvailableError: An optimizer of its parameters, prepared before or in the same call of
+            :func:`prepare`, can't step shards.
     """
     check_context("prepare_model", ctx)
     if ctx.strategy.engine is not None and plan is None and not _is_prepared(ctx, model, "model"):
@@ -435,6 +441,9 @@ def _agreed(ctx: Context, action: Callable[[], T]) -> T:
 
 def _planned(ctx: Context, model: nn.Module, plan: ModelPlan | None) -> ModelPlan:
     settled = plan or plan_model(ctx, model)
+    if settled.is_spread:
+        has_shards = settled.shard is not None or settled.tensor is not None
+        check_plan("prepare_model", stepping_of(model.parameters()), has_shards=has_shards)
     check_devices(ctx, model, is_spread=settled.is_spread)
     if settled.is_spread or ctx.num_processes == 1 or is_placed(model):
         return settled
@@ -484,6 +493,8 @@ def _marked(ctx: Context, inner: nn.Module, result: M) -> M:
 def prepare_optimizer(ctx: Context, optimizer: O) -> O:
     """Move the state of an optimizer to the devices of its parameters, and shard it as they are.
 
+    A schedule-free optimizer is put into training mode.
+
     Ranks: local.
 
     Args:
@@ -495,6 +506,8 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
 
     Raises:
         ConfigurationError: Another context has prepared it.
+        NotAvailableError: Its package can't step the shards of its sharded model, or keeps the state where no
+            checkpoint finds it.
     """
     check_context("prepare_optimizer", ctx)
     if ctx.strategy.engine is not None and not _is_prepared(ctx, optimizer, "optimizer"):
@@ -502,6 +515,7 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
             f"prepare_optimizer: {ctx.strategy.engine} needs the model and its optimizer together. Write "
             "prepare(ctx, model, optimizer, ...)."
         )
+    note_optimizer(optimizer)
     if _is_prepared(ctx, optimizer, "optimizer"):
         repoint(optimizer)
         return optimizer
@@ -512,6 +526,7 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
             for name, value in state.items():
                 if name != "step" and not is_dtensor(value):
                     state[name] = send_to_device(value, ctx.device if parameter.is_meta else parameter.device)
+    begin_training(optimizer)
     setattr(optimizer, _MARK, mark_of(ctx))
     return optimizer
 

@@ -17,6 +17,7 @@ from accelfn.errors import ConfigurationError, NonFiniteGradientError, NotAvaila
 from accelfn.parallel.engines import EngineOptimizer, owner_of_step
 from accelfn.parallel.handle import check_reduced, follow_optimizers
 from accelfn.parallel.norm import clip_norm_, clip_value_
+from accelfn.parallel.optimizers import check_training_mode, steps_in_backward
 from accelfn.parallel.parameters import follow
 from accelfn.training.scaler import (
     ScalerState,
@@ -244,7 +245,9 @@ def optimizer_step(
         TypeError: A scheduler needs a metric instead of steps.
         ConfigurationError: There are several ranks, and gradients were not averaged after the latest backward
             pass, or those of a parameter are never averaged. Steps inside of :func:`no_sync` use each rank's
-            own gradients, as in local SGD.
+            own gradients, as in local SGD. Or a schedule-free optimizer is in evaluation mode, or an
+            optimizer steps in :func:`accelfn.lomo_backward`.
+        NotAvailableError: The parameters are shards, which the optimizer's package can't step.
         NonFiniteGradientError: A gradient has inf or NaN; checked with ``Guard.check_gradients``.
         ReplicaDriftError: The parameters differ between ranks; checked with ``Guard.check_replicas_every``.
 
@@ -259,6 +262,7 @@ def optimizer_step(
     check_usable("optimizer_step", scaler_state, divides=True)
     optimizers = list_optimizers("optimizer_step", optimizer)
     schedulers = list_schedulers("optimizer_step", scheduler)
+    _check_kinds(optimizers)
     if max_norm is not None:
         check_bound("optimizer_step", "max_norm", max_norm)
     before = scaler_state
@@ -333,6 +337,16 @@ def _step_engines(
     found = torch.full_like(scaler_state.found_inf, float(any(step.overflowed for step in steps)))
     following = scaler_state._replace(found_inf=found, unscaled=(), weight=None)
     return update_scaler(ctx, following) if ctx.precision.scales_loss else following
+
+
+def _check_kinds(optimizers: Sequence[Optimizer]) -> None:
+    check_training_mode("optimizer_step", optimizers)
+    for optimizer in optimizers:
+        if steps_in_backward(optimizer):
+            raise ConfigurationError(
+                f"optimizer_step: {type(optimizer).__name__} steps inside of lomo_backward. Call that, and "
+                "neither backward nor a step."
+            )
 
 
 def _count_step(optimizer: Optimizer) -> int:

@@ -1,6 +1,8 @@
 # pyright: reportUnknownMemberType=false
 
+from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import accelfn as af
-from accelfn import Accelerator, Context
+from accelfn import Accelerator, Context, FullyShardedDataParallelPlugin
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
@@ -107,12 +109,8 @@ def test_what_lomo_cannot_do_is_refused() -> None:
         with pytest.raises(error, match=text):
             lomo_backward(*given)
 
-    def run(ctx: Context) -> None:
-        mine = model_of()
-        with pytest.raises(NotAvailableError, match="before the 2 ranks can average"):
-            af.lomo_backward(ctx, loss_of(mine), 0.1, StandIn(mine))
-
-    run_ranks(run, 2)
+    with pytest.raises(ConfigurationError, match="StandIn steps inside of lomo_backward"):
+        af.optimizer_step(ctx, optimizer, af.init_scaler(ctx))
     accelerator = Accelerator(context=Context())
     with pytest.raises(ValueError, match="needs one prepared Lomo or AdaLomo optimizer, got 0"):
         accelerator.lomo_backward(loss, 0.1)
@@ -120,3 +118,113 @@ def test_what_lomo_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="got 2"):
         accelerator.backward(loss, learning_rate=0.1)
     assert len(kept) == 2
+
+
+# --- several ranks ---------------------------------------------------------------------------------
+
+
+class Deep(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def lomo(name: str, model: nn.Module, **options: Any) -> Any:
+    """Make one of the package; AdaLomo asks for CUDA, and computes with any tensors."""
+    with patch.object(torch.Tensor, "cuda", torch.Tensor.cpu):
+        return getattr(pytest.importorskip("lomo_optim"), name)(model, **options)
+
+
+def train(ctx: Context, model: nn.Module, optimizer: Optimizer, batches: range) -> list[torch.Tensor]:
+    """Train on this rank's half of each batch, in windows of two; return the parameters after each."""
+    found: list[torch.Tensor] = []
+    for number in batches:
+        x = torch.randn(4, 2, generator=torch.Generator().manual_seed(number)).chunk(ctx.num_processes)[
+            ctx.rank
+        ]
+        micro = plan_microbatch(number, 0, 100, 2)
+        with af.accumulate(ctx, micro, model):
+            af.lomo_backward(ctx, (model(x) - x.sum(1, keepdim=True)).square().mean(), 0.1, optimizer, micro)
+        assert all(one.grad is None for one in model.parameters())
+        found += values(model)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.5}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("name", ["Lomo", "AdaLomo"])
+def test_two_ranks_step_as_one(name: str, options: dict[str, Any]) -> None:
+    def run(ctx: Context) -> list[torch.Tensor]:
+        model = filled(Deep())
+        if ctx.rank > 0:  # all ranks begin with rank 0's
+            nn.init.zeros_(cast("nn.Linear", model[0]).weight)
+        return train(ctx, *af.prepare(ctx, model, lomo(name, model, **options)), range(4))
+
+    alone = run(Context())
+    for on in ("memory", "processes"):
+        first, second = run_ranks(run, 2, on=on)
+        assert all(map(torch.equal, first, second))
+        torch.testing.assert_close(first, alone)
+
+
+def test_the_shim_averages_on_several_ranks() -> None:
+    def run(ctx: Context) -> list[torch.Tensor]:
+        accelerator = Accelerator(context=ctx)
+        model = filled(Deep())
+        model, optimizer = accelerator.prepare(model, lomo("Lomo", model))
+        for number in range(3):
+            with accelerator.accumulate(model):
+                x = torch.randn(4, 2, generator=torch.Generator().manual_seed(number + 10 * ctx.rank))
+                accelerator.backward(model(x).square().mean(), learning_rate=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        return values(model)
+
+    first, second = run_ranks(run, 2, on="processes")
+    assert all(map(torch.equal, first, second))
+
+
+def test_adalomo_continues_from_a_checkpoint_with_its_averages(tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        model = filled(Deep())
+        model, optimizer = af.prepare(ctx, model, lomo("AdaLomo", model))
+        train(ctx, model, optimizer, range(3))
+        af.save_state(ctx, tmp_path, {"model": model, "optimizer": optimizer})
+        after = train(ctx, model, optimizer, range(3, 6))
+        again = filled(Deep())
+        again, fresh = af.prepare(ctx, again, lomo("AdaLomo", again))
+        af.load_state(ctx, tmp_path, {"model": again, "optimizer": fresh})
+        assert all(map(torch.equal, train(ctx, again, fresh, range(3, 6)), after))
+
+    run_ranks(run, 2)
+
+
+def test_models_that_no_rank_averages_at_once_are_refused_before_they_change() -> None:
+    def run(ctx: Context) -> None:
+        model = filled(Deep())
+        optimizer = lomo("Lomo", model)
+        for prepared in (
+            model,
+            af.prepare_model(ctx, model, evaluation_mode=True),
+            af.prepare_model(ctx, model),
+        ):
+            before = values(model)
+            with pytest.raises(ConfigurationError, match="is not averaged over the 2 ranks before"):
+                af.lomo_backward(ctx, prepared(torch.ones(1, 2)).sum(), 0.1, optimizer)
+            assert all(map(torch.equal, values(model), before))
+        # The optimizer may be prepared before its model, but a model that is already replicated is too late.
+        model = filled(Deep())
+        optimizer = af.prepare_optimizer(ctx, lomo("Lomo", model))
+        with pytest.raises(ConfigurationError, match="Pass the model inside"):
+            af.prepare_model(ctx, nn.parallel.DistributedDataParallel(model, process_group=ctx.world.group))
+        model = af.prepare_model(ctx, model)
+        af.lomo_backward(ctx, model(torch.ones(1, 2)).sum(), 0.1, optimizer)
+
+    run_ranks(run, 2, on="processes")
+
+
+def test_a_model_that_lomo_steps_is_not_spread_over_ranks() -> None:
+    def run(ctx: Context) -> None:
+        model = filled(Deep())
+        with pytest.raises(NotAvailableError, match=r"Lomo can't step .* complete gradients in backward"):
+            af.prepare(ctx, model, lomo("Lomo", model))
+
+    run_ranks(run, 2, on="processes", fsdp_plugin=FullyShardedDataParallelPlugin())

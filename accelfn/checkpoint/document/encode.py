@@ -42,7 +42,7 @@ from accelfn.checkpoint.document.nodes import (
 )
 from accelfn.checkpoint.header import is_storable
 from accelfn.checkpoint.manifest import Json
-from accelfn.tree import is_dtensor
+from accelfn.tree import local_of
 
 Node = dict[str, Any]
 Convert = Callable[[str, Any], Any]
@@ -106,8 +106,8 @@ def encode(tree: Any, *, convert: Convert | None = None, namespace: str = "") ->
 
 def _refusal(tensor: torch.Tensor) -> str | None:
     """Return why a tensor can't be stored; None if it can."""
-    kind = type(tensor)
-    if kind is not torch.Tensor and kind is not torch.nn.Parameter and not is_dtensor(tensor):
+    kind = type(local_of(tensor))
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         return (
             f"a {kind.__module__}.{kind.__qualname__}, a tensor that is more than its elements; store the "
             "tensors that it consists of, or its plain value, such as tensor.as_subclass(torch.Tensor)"
