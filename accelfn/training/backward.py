@@ -23,6 +23,7 @@ from accelfn.data import MicroBatch
 from accelfn.data.microbatch import Draws, check_micro
 from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.engines import owner_of_step
 from accelfn.parallel.exact import exact_backward, exact_batch
 from accelfn.parallel.forward import at_place
 from accelfn.parallel.handle import (
@@ -603,3 +604,6 @@ def lomo_backward(
     if getattr(lomo, "clip_grad_norm", None):
         lomo.grad_norm(loss)
     lomo.fused_backward(loss, learning_rate)
+    engine = owner_of_step("lomo_backward", parameters_in([optimizer])[:1])
+    if engine is not None:
+        engine.after_step_in_backward()

@@ -11,9 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelfn.context import Context
+from accelfn.context.config import DeepSpeedPlugin
 from accelfn.data import PreparedDataLoader
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.engines import DummyScheduler, apply_deepspeed, deepspeed_facts, plan_deepspeed
+from accelfn.parallel.optimizers import steps_in_backward
 
 
 def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, Any]:
@@ -57,6 +59,13 @@ def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, An
     plugin = ctx.strategy.deepspeed
     if plugin is None:
         raise NotAvailableError(f"prepare: {name} is not supported yet. Leave its plugin out.")
+    if steps_in_backward(optimizer):
+        _check_steps_in_backward(plugin, model, optimizer)
+        plan = plan_deepspeed(plugin, deepspeed_facts(ctx, model, None))
+        # It steps the shards alone, so no parameter may stay gathered between the passes.
+        zero = {**plan.config["zero_optimization"], "stage3_param_persistence_threshold": 0}
+        plan = plan._replace(config={**plan.config, "zero_optimization": zero})
+        return {at_model: apply_deepspeed(ctx, model, plan).model, at_optimizer: optimizer}
     sizes = [_batch_size(ctx, item) for item in objects.values()]
     facts = deepspeed_facts(ctx, model, optimizer, scheduler, sizes)
     parts = apply_deepspeed(ctx, model, plan_deepspeed(plugin, facts), optimizer, scheduler)
@@ -64,6 +73,15 @@ def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, An
     if at_scheduler is not None:
         found[at_scheduler] = parts.scheduler
     return found
+
+
+def _check_steps_in_backward(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse LOMO but on shards that existed when it was made: it reduces and steps them by itself."""
+    if plugin.stage != 3 or any(not hasattr(one, "ds_tensor") for one in model.parameters()):
+        raise ConfigurationError(
+            f"prepare: a {type(optimizer).__name__} steps in backward, so DeepSpeed can only shard parameters "
+            "for it: use zero_stage=3, and make the model and the optimizer in zero3_init(ctx)."
+        )
 
 
 def prepare_untrained(ctx: Context, model: nn.Module, evaluation_mode: bool) -> nn.Module | None:

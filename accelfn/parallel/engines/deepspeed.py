@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -131,6 +132,10 @@ class DeepSpeedHandle(EngineHandle):
         stage = self.plan.stage
         trains = torch.is_grad_enabled() and bool(self._groups)
         return Communication(gradients=trains and stage > 1, parameters=stage == 3, at_once=stage == 3)
+
+    def after_step_in_backward(self) -> None:
+        """Free gathered parameters, which have the values from before the step."""
+        cast("Any", self._model()).optimizer.partition_all_parameters()
 
     def close(self) -> None:
         """Free what the engine holds. The model can't be used any more."""
@@ -327,6 +332,9 @@ def apply_deepspeed(
     engine = package.initialize(**arguments)[0]
     # Also at stage 0, where there are no hooks of ZeRO that it would have to wait for.
     engine._support_torch_style_backward = True
+    if optimizer is None and plan.stage == 3:
+        # The backward pass of an optimizer like LOMO calls it, and what only shards lacks it.
+        engine.optimizer.set_gradient_accumulation_boundary = _ignore
     handle = DeepSpeedHandle(engine, plan, groups, dtypes)
     check_each_forward(ctx, engine)
     if plan.stage == 0:  # the model keeps its dtype
@@ -382,6 +390,10 @@ def _join_group(package: Any, ctx: Context) -> None:
     # DeepSpeed reads it at every step, and has no argument for it; launchers set it.
     os.environ.setdefault("LOCAL_RANK", str(ctx.local_rank))
     package.init_distributed(verbose=False)
+
+
+def _ignore(is_boundary: bool) -> None:
+    """Do nothing where a window closes."""
 
 
 def _supports_fp16() -> bool:
@@ -445,8 +457,12 @@ def _scheduler(
     return scheduler
 
 
-def zero3_init(ctx: Context, *, enabled: bool | None = None) -> AbstractContextManager[Any]:
+@contextmanager
+def zero3_init(ctx: Context, *, enabled: bool | None = None) -> Generator[None, None, None]:
     """Create models sharded inside, so that no rank has a complete one: ``deepspeed.zero.Init``.
+
+    transformers' ``from_pretrained`` loads each rank's shards inside, and optimizers of lomo-optim that are made
+    inside step shards.
 
     Ranks: every rank of ``ctx``.
 
@@ -466,22 +482,25 @@ def zero3_init(ctx: Context, *, enabled: bool | None = None) -> AbstractContextM
             "DeepSpeedPlugin(zero_stage=3)."
         )
     package = load_deepspeed()
-    plan = plan_deepspeed(
-        plugin,
-        DeepSpeedFacts(
-            world_size=ctx.num_processes,
-            mixed_precision=ctx.mixed_precision,
-            num_steps=ctx.gradient_accumulation_steps,
-            optimizer="none",
-        ),
+    facts = DeepSpeedFacts(
+        world_size=ctx.num_processes,
+        mixed_precision=ctx.mixed_precision,
+        num_steps=ctx.gradient_accumulation_steps,
+        optimizer="none",
     )
-    is_on = plugin.zero3_init_flag is not False if enabled is None else enabled
+    plan = plan_deepspeed(plugin, facts)
     _check(ctx, nn.Module(), plan, None)
     _join_group(package, ctx)
-    return cast(
-        "AbstractContextManager[Any]",
-        package.zero.Init(config_dict_or_path=dict(plan.config), enabled=is_on),
-    )
+    is_on = plugin.zero3_init_flag is not False if enabled is None else enabled
+    # transformers asks whether such an object is alive.
+    noted = None
+    if is_on and "transformers" in sys.modules:
+        integration: Any = importlib.import_module("transformers.integrations.deepspeed")
+        noted = integration.HfDeepSpeedConfig(dict(plan.config))
+    importlib.import_module("torch._dynamo")  # an optimizer's first import of it fails inside
+    with package.zero.Init(config_dict_or_path=dict(plan.config), enabled=is_on):
+        yield
+    del noted
 
 
 def gathered_parameters(

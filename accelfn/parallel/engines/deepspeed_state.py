@@ -111,6 +111,8 @@ def plain_state(
     Raises:
         NotAvailableError: The state is on an NVMe disk.
     """
+    if hasattr(engine.optimizer, "partition_all_parameters"):  # shards that DeepSpeed doesn't step
+        engine.optimizer.partition_all_parameters()
     layout = _Layout(engine, stage, dtypes)
     model = _empty_model(engine.module)
     by_name = layout.parameters

@@ -78,6 +78,9 @@ class EngineHandle(Handle):
             return max_norm, None
         return (clipping[0] if max_norm is None else min(max_norm, clipping[0])), clipping[1]
 
+    def after_step_in_backward(self) -> None:
+        """Free what the passes gathered, after an optimizer stepped shards inside of backward."""
+
     def close(self) -> None:
         """Free what the engine holds. The model can't be used any more."""
 

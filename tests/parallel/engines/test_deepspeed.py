@@ -247,6 +247,40 @@ def test_models_are_created_sharded() -> None:
     assert set(run.weights) == set(dict(dm.make().named_parameters()))
 
 
+def test_lomo_steps_shards_in_backward() -> None:
+    def on_rank(ctx: Context) -> dm.Run:
+        from lomo_optim import Lomo
+
+        ctx = dm.with_deepspeed(ctx, 3)
+        with af.zero3_init(ctx):
+            model = dm.make()
+            optimizer = Lomo(model, lr=1e-2)
+        model, optimizer, batches = af.prepare(ctx, model, optimizer, dm.loader(ctx))
+        losses: list[float] = []
+        for (x, y), micro in af.microbatches(ctx, batches):
+            loss = dm.squares(model, x, y).mean()
+            af.lomo_backward(ctx, loss, 1e-2, optimizer, micro)
+            losses.append(float(af.reduce(ctx, loss.detach(), "mean")))
+        return dm.Run(losses, [], dm.weights_of(ctx, model))
+
+    found, _ = dm.on_processes(on_rank)
+    model, losses = dm.make(), list[float]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    data = dm.rows()
+    for start in range(0, dm.ROWS, dm.BATCH):
+        batch = data[start : start + dm.BATCH]
+        x, y = torch.stack([one for one, _ in batch]), torch.stack([two for _, two in batch])
+        loss = dm.squares(model, x, y).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    expected = dm.Run(losses, [], {name: one.detach() for name, one in model.named_parameters()})
+    distance, _, parameters = dm.distances(found, expected)
+    assert distance < 1e-5
+    assert parameters < 1e-6
+
+
 def test_a_configured_scheduler_steps_with_the_engine() -> None:
     def on_rank(ctx: Context) -> list[float]:
         whole = dm.config(2, dummy=True)
