@@ -79,8 +79,8 @@ def _check_steps_in_backward(plugin: DeepSpeedPlugin, model: nn.Module, optimize
     """Refuse LOMO but on shards that existed when it was made: it reduces and steps them by itself."""
     if plugin.stage != 3 or any(not hasattr(one, "ds_tensor") for one in model.parameters()):
         raise ConfigurationError(
-            f"prepare: a {type(optimizer).__name__} steps in backward, so DeepSpeed can only shard parameters "
-            "for it: use zero_stage=3, and make the model and the optimizer in zero3_init(ctx)."
+            f"prepare: a {type(optimizer).__name__} steps in backward, so DeepSpeed can only shard "
+            "parameters for it: use zero_stage=3, and make the model and the optimizer in zero3_init(ctx)."
         )
 
 

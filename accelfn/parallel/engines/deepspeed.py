@@ -461,8 +461,8 @@ def _scheduler(
 def zero3_init(ctx: Context, *, enabled: bool | None = None) -> Generator[None, None, None]:
     """Create models sharded inside, so that no rank has a complete one: ``deepspeed.zero.Init``.
 
-    transformers' ``from_pretrained`` loads each rank's shards inside, and optimizers of lomo-optim that are made
-    inside step shards.
+    transformers' ``from_pretrained`` loads each rank's shards inside, and optimizers of lomo-optim that are
+    made inside step shards.
 
     Ranks: every rank of ``ctx``.
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -249,12 +250,11 @@ def test_models_are_created_sharded() -> None:
 
 def test_lomo_steps_shards_in_backward() -> None:
     def on_rank(ctx: Context) -> dm.Run:
-        from lomo_optim import Lomo
-
+        lomo: Any = importlib.import_module("lomo_optim")
         ctx = dm.with_deepspeed(ctx, 3)
         with af.zero3_init(ctx):
             model = dm.make()
-            optimizer = Lomo(model, lr=1e-2)
+            optimizer = lomo.Lomo(model, lr=1e-2)
         model, optimizer, batches = af.prepare(ctx, model, optimizer, dm.loader(ctx))
         losses: list[float] = []
         for (x, y), micro in af.microbatches(ctx, batches):
