@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from accelfn.checkpoint.deepspeed import find_deepspeed, read_deepspeed
 from accelfn.checkpoint.sharded_folder import read_sharded_folder
 from accelfn.checkpoint.torch_file import read_torch_file
 from accelfn.checkpoint.weights import read_weights
@@ -42,7 +43,6 @@ _KINDS = MappingProxyType(
 _FILE_STEMS = MappingProxyType({"loader": "dl_state_dict", "custom": "custom_checkpoint"})
 _RANDOM = rf"random_states{_FROM_0}\.pkl"
 _SHARD_OF_RANK = r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin"
-_DEEPSPEED = ("*mp_rank_*", "*zero_pp_rank_*", "*/*mp_rank_*", "*/*zero_pp_rank_*")
 _DEVICE_SEED = re.compile(r"torch_([a-z]+)_manual_seed")
 _SCALER_OPTIONS = ("growth_factor", "backoff_factor", "growth_interval")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size)
@@ -71,13 +71,16 @@ def read_accelerate(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a folder that Accelerate 1.x wrote with ``save_state``, or accelfn with ``write_accelerate``.
 
     Models are read from safetensors, ``torch.save``, or FSDP's full or sharded layout, from one file or from
-    several with an index. All tensors are on the CPU. No code from the files runs, and no module that they
-    name is imported: the result contains only containers, plain values, tensors and arrays.
+    several with an index; and models with their optimizers from what DeepSpeed's ``save_checkpoint`` wrote,
+    also without Accelerate, at any stage of ZeRO. All tensors are on the CPU. No code from the files runs,
+    and no module that they name is imported: the result contains only containers, plain values, tensors and
+    arrays.
 
     Ranks: local. Random states of all ranks are read.
 
     Args:
-        directory: The folder; it isn't changed. Files that Accelerate doesn't write are ignored.
+        directory: The folder; it isn't changed. Files that Accelerate doesn't write are ignored. Of several
+            checkpoints of DeepSpeed, the one that the file ``latest`` names is read.
 
     Returns:
         A tree with these parts, if the folder has them:
@@ -95,7 +98,8 @@ def read_accelerate(directory: str | os.PathLike[str]) -> dict[str, Any]:
         NoCheckpointError: There is no such folder, or it contains no file of Accelerate's.
         DamagedCheckpointError: A file is truncated, or its content doesn't match its name.
         CheckpointError: A file contains more than data; a model or optimizer in a sequence is missing, or is
-            stored twice; or only the program that wrote the folder can assemble its layout.
+            stored twice; the file of one of DeepSpeed's ranks is missing; or only the program that wrote the
+            folder can assemble its layout.
     """
     return read_folder(Path(directory)).tree
 
@@ -110,8 +114,18 @@ def read_folder(folder: Path, kinds: Collection[str] = (*_KINDS, "scaler", "rand
     _refuse_foreign_layouts(folder)
     tree: dict[str, Any] = {}
     notes: list[str] = []
+    engines = find_deepspeed(folder)
+    for number, path in engines.items() if {"model", "optimizer"} & {*kinds} else ():
+        state = read_deepspeed(path, "optimizer" in kinds)
+        parts = {"model": state.model, "optimizer": state.optimizer, "scheduler": state.scheduler}
+        for kind, value in parts.items():
+            if kind in kinds and value is not None:
+                tree[_part_name(kind, number)] = value
+        notes += state.notes
     for kind in _KINDS:
-        for number, path in _numbered(folder, kind).items() if kind in kinds else ():
+        if kind not in kinds or (engines and kind in ("model", "optimizer")):
+            continue
+        for number, path in _numbered(folder, kind).items():
             tree[_part_name(kind, number)] = _read(kind, path)
     for name in [name for name in tree if name.startswith("optimizer")]:
         model = name.replace("optimizer", "model")
@@ -152,7 +166,8 @@ def is_accelerate(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     _refuse_foreign_layouts(folder)
-    return any(_matching(folder, pattern) for pattern in (*_KINDS.values(), _RANDOM, r"scaler\.pt"))
+    files = (*_KINDS.values(), _RANDOM, r"scaler\.pt")
+    return bool(find_deepspeed(folder)) or any(_matching(folder, pattern) for pattern in files)
 
 
 def _refuse_foreign_layouts(folder: Path) -> None:
@@ -162,13 +177,6 @@ def _refuse_foreign_layouts(folder: Path) -> None:
             f"read_accelerate: {shards[0]} holds one process's shard of an FSDP model, without the layout of "
             "the shards. Load the folder with the program that wrote it, and save it again with the state "
             "dict type FULL_STATE_DICT or SHARDED_STATE_DICT."
-        )
-    foreign = next((path for pattern in _DEEPSPEED for path in folder.glob(pattern)), None)
-    if foreign is not None:
-        raise CheckpointError(
-            f"read_accelerate: {foreign.relative_to(folder)} is part of a checkpoint of DeepSpeed or "
-            "Megatron-LM. Convert it with that package's tool (zero_to_fp32.py for DeepSpeed), and read the "
-            "result."
         )
 
 

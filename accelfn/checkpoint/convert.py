@@ -85,10 +85,10 @@ def convert_checkpoint(
 ) -> Conversion:
     """Convert a checkpoint for another program. The complete target appears in one step, by a rename.
 
-    - ``to="accelfn"`` converts a folder of Accelerate 1.x to a checkpoint that :func:`accelfn.load_state`
-      loads into ``{"model": model, "optimizer": optimizer, ...}``, with the random states of all ranks. The
-      parts are those that :func:`read_accelerate` lists. If an optimizer refers to parameters by number, the
-      numbers are resolved by the optimizer that loads the state.
+    - ``to="accelfn"`` converts a folder of Accelerate 1.x or DeepSpeed to a checkpoint that
+      :func:`accelfn.load_state` loads into ``{"model": model, "optimizer": optimizer, ...}``, with the random
+      states of all ranks. The parts are those that :func:`read_accelerate` lists. If an optimizer refers to
+      parameters by number, the numbers are resolved by the optimizer that loads the state.
     - ``to="accelerate"`` converts a checkpoint to a folder that Accelerate 1.15 loads. Tensors that were
       sharded over ranks are assembled. Of values that differ between ranks, except for random states, rank
       0's is used.
@@ -97,8 +97,8 @@ def convert_checkpoint(
     Ranks: local; one process does everything, with all tensors in its memory.
 
     Args:
-        source: A checkpoint, a directory of checkpoints (whose newest is used), or a folder of Accelerate. It
-            isn't changed.
+        source: A checkpoint, a directory of checkpoints (whose newest is used), or a folder of Accelerate or
+            DeepSpeed. It isn't changed.
         target: The new directory.
         to: Form of the target.
         names: Paths in the tree by names of Accelerate's parts, such as ``{"model": "unet"}``. A slash makes
@@ -203,7 +203,7 @@ def _to_checkpoint(
             f"(random_states_{missing[0]}.pkl). Copy the files from their machines, or leave 'random' out."
         )
     path = save_for_ranks(target, tree, random, step=step)
-    notes = folder.notes if "scaler" in kept else ()
+    notes = folder.notes
     if not random:
         notes += ("It has no random states: loading it leaves the generators unchanged.",)
     return Conversion(path=path, parts=tuple(path for path in paths if path != "random"), notes=notes)

@@ -164,7 +164,7 @@ def read_pickle(
     Args:
         data: The complete pickle.
         persistent: Returns the value of a persistent id, a reference to data outside of the pickle.
-        records: Prefixes of modules whose classes are read as :class:`Record`.
+        records: Prefixes of classes that are read as :class:`Record`, such as ``"package.module."``.
 
     Raises:
         RefusedPickleError: The pickle requests something else, which was not run.
@@ -201,7 +201,7 @@ class _Unpickler(pickle.Unpickler):
             dtype = _STORAGES.get(name, vars(torch).get(name))  # not getattr, which may import a module
             if isinstance(dtype, torch.dtype):
                 return dtype
-        if module.startswith(self._records):
+        if full_name.startswith(self._records):
             return Record
         raise RefusedPickleError(full_name)
 
@@ -264,6 +264,17 @@ def _untyped_tensor(*arguments: Any) -> _Placeholder:
     return cast("Any", _tensor)(*arguments[:6], None, *arguments[6:])
 
 
+def _class_only(*arguments: Any) -> Any:
+    raise RefusedPickleError("a tensor from a constructor")
+
+
+def _attributed_tensor(make: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:
+    """Return a tensor without the attributes that were set on it."""
+    if _require(kind, _Maker).value is not _class_only:
+        raise RefusedPickleError("a tensor of another class")
+    return _require(make, _Maker)(*arguments)
+
+
 def _parameter(data: Any, requires_grad: bool = True, hooks: Any = None) -> Any:
     return data
 
@@ -305,6 +316,8 @@ _MAKERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "torch._utils._rebuild_tensor_v2": _untyped_tensor,
         "torch._utils._rebuild_tensor_v3": _tensor,
         "torch._utils._rebuild_parameter": _parameter,
+        "torch.Tensor": _class_only,
+        "torch._tensor._rebuild_from_type_v2": _attributed_tensor,
         "numpy.ndarray": _Array,
         "numpy.dtype": _Dtype,
         **{
@@ -319,7 +332,7 @@ _MAKERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 # --- files ---------------------------------------------------------------------------------------
 
 
-def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
+def read_torch_file(path: Path, take: TakeBytes | None = None, *, records: tuple[str, ...] = ()) -> Any:
     """Return the content of a file of ``torch.save``: containers, plain values, and tensors on the CPU.
 
     Tensors that shared memory share it again. Parameters become tensors.
@@ -328,22 +341,26 @@ def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
         path: The file.
         take: Returns the bytes of a storage, possibly without reading them yet, and verifies their checksum.
             None: they are read and verified here.
+        records: See :func:`read_pickle`.
 
     Raises:
         CheckpointError: The file requests something that isn't data, or torch before 1.6 wrote it.
         DamagedCheckpointError: The file is truncated or damaged, or was not written by ``torch.save``.
     """
     with open(path, "rb") as file:
-        return read_torch_stream(file, path.name, take)
+        return read_torch_stream(file, path.name, take, records=records)
 
 
-def read_torch_stream(file: BinaryIO, name: str, take: TakeBytes | None = None) -> Any:
+def read_torch_stream(
+    file: BinaryIO, name: str, take: TakeBytes | None = None, *, records: tuple[str, ...] = ()
+) -> Any:
     """Return the content of an open file, as :func:`read_torch_file` does.
 
     Args:
         file: At any position.
         name: Its name in errors.
         take: See :func:`read_torch_file`.
+        records: See :func:`read_pickle`.
 
     Raises:
         CheckpointError: See :func:`read_torch_file`.
@@ -360,7 +377,7 @@ def read_torch_stream(file: BinaryIO, name: str, take: TakeBytes | None = None) 
         )
     try:
         with zipfile.ZipFile(file) as archive:
-            return _read_archive(archive, file, take or functools.partial(_take, file))
+            return _read_archive(archive, file, take or functools.partial(_take, file), records)
     except RefusedPickleError as error:
         raise refuse_pickle(name, error) from None
     except (
@@ -381,7 +398,7 @@ def refuse_pickle(name: str, error: RefusedPickleError) -> CheckpointError:
     )
 
 
-def _read_archive(archive: zipfile.ZipFile, file: BinaryIO, take: TakeBytes) -> Any:
+def _read_archive(archive: zipfile.ZipFile, file: BinaryIO, take: TakeBytes, records: tuple[str, ...]) -> Any:
     size = file.seek(0, io.SEEK_END)
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -409,7 +426,7 @@ def _read_archive(archive: zipfile.ZipFile, file: BinaryIO, take: TakeBytes) -> 
             storages[key] = take(start, info.file_size, info.CRC) if info.file_size else empty
         return _Storage(storages[key], dtype)
 
-    return read_pickle(archive.read(pickles[0]), persistent)
+    return read_pickle(archive.read(pickles[0]), persistent, records=records)
 
 
 def _take(file: BinaryIO, start: int, length: int, crc32: int) -> torch.Tensor:
