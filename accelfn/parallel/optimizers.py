@@ -34,6 +34,9 @@ _UNAVAILABLE = MappingProxyType(
     }
 )
 
+# torch's optimizers whose step depends on the shape of a parameter.
+_NEEDS_SHAPES = frozenset({("torch", "Muon"), ("torch", "Adafactor")})
+
 # torch's optimizers with a step, or a fused step, for which DTensor has no rule.
 _NOT_ON_SHARDS = frozenset({("torch", "Adafactor"), ("torch", "Rprop")})
 _NOT_FUSED_ON_SHARDS = frozenset({("torch", "SGD"), ("torch", "Adagrad")})
@@ -97,6 +100,17 @@ def read_stepping(optimizer: Optimizer) -> Stepping:
     elif classes & _NOT_FUSED_ON_SHARDS and any(group.get("fused") for group in optimizer.param_groups):
         why = "torch 2.13 can't compute its fused step on DTensors. Use foreach=True instead of fused=True"
     return Stepping(type(optimizer).__name__, why, is_in_backward)
+
+
+def why_not_flat(optimizer: Optimizer) -> str | None:
+    """Return why an optimizer can't step flattened parameters, as engines keep them; None if it can."""
+    classes = {*_classes_of(optimizer)}
+    packages = {package for package, _ in classes}
+    if "schedulefree" in packages:
+        return "it has two sets of parameters, of which the engine has one"
+    if "torchao" in packages:
+        return "its blocks of low precision don't fit into partitions of any length"
+    return "its step depends on the shape of a parameter" if classes & _NEEDS_SHAPES else None
 
 
 def steps_in_backward(optimizer: Optimizer) -> bool:

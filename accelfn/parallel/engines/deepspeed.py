@@ -29,6 +29,7 @@ from accelfn.parallel.engines.deepspeed_state import plain_state
 from accelfn.parallel.engines.engine import EngineHandle, EngineOptimizer, EngineState, EngineStep
 from accelfn.parallel.forward import check_each_forward, with_precision
 from accelfn.parallel.handle import Communication, EngineName
+from accelfn.parallel.optimizers import why_not_flat
 from accelfn.parallel.parameters import names_on_meta
 from accelfn.tree import map_tensors
 
@@ -373,7 +374,13 @@ def _check(ctx: Context, model: nn.Module, plan: DeepSpeedPlan, optimizer: Optim
             "Guard(check_gradients=True) can't see gradients that DeepSpeed holds. Leave it out, and set "
             '"check_grad_overflow": true in the section "bf16" of its configuration.'
         )
-    if optimizer is not None and optimizer.state:
+    why = None if optimizer is None or plan.stage == 0 else why_not_flat(optimizer)
+    if why is not None:
+        raise ConfigurationError(
+            f"DeepSpeed flattens parameters, which a {type(optimizer).__name__} can't step: {why}. Use AdamW, "
+            "or an fsdp_plugin."
+        )
+    if optimizer is not None and any(_has_stepped(state) for state in optimizer.state.values()):
         raise ConfigurationError(
             f"the {type(optimizer).__name__} has state, which DeepSpeed can't take over. Prepare it before "
             "it steps, and load its state with load_state."
@@ -383,6 +390,11 @@ def _check(ctx: Context, model: nn.Module, plan: DeepSpeedPlan, optimizer: Optim
             f"DeepSpeed doesn't support fp16 on this {ctx.device.type}. Use mixed_precision='bf16', or "
             "zero_stage=0."
         )
+
+
+def _has_stepped(state: Any) -> bool:
+    """Return whether an optimizer's state of one parameter is more than what its constructor makes."""
+    return not isinstance(state, dict) or float(cast("dict[str, Any]", state).get("step", 1)) > 0
 
 
 def _join_group(package: Any, ctx: Context) -> None:

@@ -281,6 +281,23 @@ def test_lomo_steps_shards_in_backward() -> None:
     assert parameters < 1e-6
 
 
+def test_optimizers_that_need_shapes_are_refused() -> None:
+    def on_rank(ctx: Context) -> None:
+        model = dm.make()
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        with pytest.raises(ConfigurationError, match="flattens parameters, which a Muon can't step"):
+            af.prepare(dm.with_deepspeed(ctx, 1), model, torch.optim.Muon(matrices))
+        stepped = dm.adamw(model.parameters())
+        dm.squares(model, torch.ones(1, dm.WIDTH), torch.ones(1, 1)).mean().backward()
+        stepped.step()
+        with pytest.raises(ConfigurationError, match="has state, which DeepSpeed can't take over"):
+            af.prepare(dm.with_deepspeed(ctx, 1), model, stepped)
+        fresh = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+        af.prepare(dm.with_deepspeed(ctx, 1), model, fresh)
+
+    dm.on_processes(on_rank)
+
+
 def test_a_configured_scheduler_steps_with_the_engine() -> None:
     def on_rank(ctx: Context) -> list[float]:
         whole = dm.config(2, dummy=True)
