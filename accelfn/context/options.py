@@ -134,6 +134,10 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
         and not (name == "gradient_accumulation_steps" and sets_window)
     }
     merged = drop_none(cast("ContextOptions", {**defaults, **options}))
+    handlers = options.get("kwargs_handlers")
+    if settings.fp8_recipe is not None and merged.get("mixed_precision") == "fp8":
+        if "fp8_recipe" not in sort_handlers(handlers):
+            merged["kwargs_handlers"] = [*(handlers or ()), settings.fp8_recipe]
     mode = guard.mode if isinstance(guard, Guard) else guard
     if mode is None and options.get("debug") is None:
         if settings.debug:
@@ -474,7 +478,6 @@ def _refuse_two_engines(strategy: Strategy, options: ContextOptions) -> None:
 def _refuse_unavailable(options: ContextOptions) -> None:
     for argument, what, is_asked in (
         ("megatron_lm_plugin", "Megatron-LM", "megatron_lm_plugin" in options),
-        ("mixed_precision", "fp8", options.get("mixed_precision") == "fp8"),
     ):
         if is_asked:
             raise NotAvailableError(

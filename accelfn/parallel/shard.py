@@ -35,6 +35,8 @@ from accelfn.tree import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accelfn.parallel.engines.torchao import Scales
+
 
 def choose_units(
     plugin: FullyShardedDataParallelPlugin, facts: ModelFacts, wrapped: Iterable[str] | None = None
@@ -193,7 +195,13 @@ def names_of_ignored(
     return found
 
 
-_DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
+# Beside products in fp8, everything is in bf16.
+_DTYPES = (
+    ("fp32", torch.float32),
+    ("fp16", torch.float16),
+    ("bf16", torch.bfloat16),
+    ("fp8", torch.bfloat16),
+)
 
 
 class ShardPlan(NamedTuple):
@@ -285,6 +293,7 @@ def plan_shard(
     mixed_precision: str = "no",
     ignored: Iterable[str] = (),
     experts: ExpertPlan | None = None,
+    in_fp8: Iterable[str] = (),
 ) -> ShardPlan:
     """Plan how a model is sharded on a mesh. Pure.
 
@@ -299,6 +308,7 @@ def plan_shard(
         experts: Experts that are spread over ranks. Their modules become units, sharded over the ranks that
             have the same ones. With a single such rank and neither dtypes nor offloading, FSDP leaves them
             out.
+        in_fp8: Names of the layers whose weights are gathered in 8 bits.
 
     Raises:
         ConfigurationError: A parameter can't be sharded.
@@ -324,8 +334,10 @@ def plan_shard(
         of_unit[cast("str", owner_of(name, frozenset(units)))].append(name)
     _check_parameters(facts, of_unit)
 
+    in_bytes = frozenset(f"{name}.weight" for name in in_fp8)
+
     def width(name: str) -> int:
-        return (param_dtype or facts.dtypes[name]).itemsize
+        return 1 if name in in_bytes else (param_dtype or facts.dtypes[name]).itemsize
 
     plan = ShardPlan(
         num_replicas=num_replicas,
@@ -399,6 +411,11 @@ def _dtypes(
 ) -> tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None, bool]:
     """Return the dtypes of parameters, reductions and outputs, and whether inputs are cast."""
     policy: Any = plugin.mixed_precision_policy
+    if isinstance(policy, str) and policy == "fp8" and mixed_precision != "fp8":
+        raise ConfigurationError(
+            f"fsdp_plugin: mixed_precision_policy='fp8' contradicts mixed_precision={mixed_precision!r}, which "
+            "computes no products in 8 bits. Use mixed_precision='fp8', or the policy 'bf16'."
+        )
     if policy is None:
         dtype = _dtype(mixed_precision)
         # As under autocast: gradients of the model's dtype, and outputs in float32.
@@ -505,7 +522,20 @@ def register_forward_method(model: nn.Module, *names: str) -> None:
 
             register_fsdp_forward_method(model, name)
             gathering = getattr(model, name)
-            setattr(model, name, wraps(gathering)(partial(handle.compute, gathering)))
+            setattr(model, name, wraps(gathering)(partial(_compute_method, handle, gathering)))
+
+
+def _compute_method(handle: ShardHandle, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    handle.refresh_scales()
+    return handle.compute(method, *args, **kwargs)
+
+
+def _refresh_scales(model: nn.Module, args: Any) -> None:
+    """Hook before a forward pass."""
+    del args
+    handle = handle_of(model)
+    if isinstance(handle, ShardHandle):
+        handle.refresh_scales()
 
 
 def _own_memory(model: nn.Module, args: Any, output: Any) -> Any:
@@ -552,9 +582,23 @@ class ShardHandle(Handle):
         self._waits = device.type == "cpu"  # on accelerators streams wait, and the forward pass goes on
         self._units = [weakref.ref(unit) for unit in units]
         self._depth = 0  # of nested calls: a registered method may call the model
+        self._scales: Scales | None = None
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and is_dtensor(parameter) and name not in unshared:
                 cast("Any", parameter).register_hook(_refusal_of(name))
+
+    def gather_in_fp8(self, model: nn.Module) -> None:
+        """Compute the scales of weights that are gathered in 8 bits before forward passes of ``model``."""
+        from accelfn.parallel.engines.torchao import Scales
+
+        self._scales = Scales(model)
+        # Before FSDP's own hook, which gathers; and after the ranks have agreed on the pass.
+        model.register_forward_pre_hook(_refresh_scales, prepend=True)
+
+    def refresh_scales(self) -> None:
+        """Compute the scales of weights that have changed; before they are gathered."""
+        if self._scales is not None:
+            self._scales.refresh()
 
     def _living_units(self) -> list[Any]:
         found = [reference() for reference in self._units]
@@ -601,7 +645,8 @@ class ShardHandle(Handle):
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""
         gradients = self._syncs and torch.is_grad_enabled()
-        return Communication(gradients=gradients, parameters=True, at_once=self._waits)
+        scales = self._scales is not None and self._scales.are_old()
+        return Communication(gradients=gradients, parameters=True, scales=scales, at_once=self._waits)
 
     def why_unreduced(self) -> str | None:
         """Return why the current gradients are only this rank's own; None where they are averaged."""

@@ -32,6 +32,7 @@ from accelfn.parallel.forward import (
     with_precision,
     without_compile,
 )
+from accelfn.parallel.fp8 import apply_fp8, plan_fp8_of
 from accelfn.parallel.handle import has_engine, uncompiled
 from accelfn.parallel.parameters import materialize, names_on_meta, newest, refuse_unfilled, repoint
 from accelfn.parallel.plan import apply_model, modules_to_compile, share_attention
@@ -468,8 +469,9 @@ def _with_compute(ctx: Context, model: M) -> M:
     """Compile a model and set the context's precision. Writes into it."""
     _reset_forward(model)
     share_attention(ctx, model)
-    options = ctx.strategy.dynamo
-    compile_(model, options, modules_to_compile(options, read_facts(model), model))
+    options, facts = ctx.strategy.dynamo, read_facts(model)
+    apply_fp8(model, plan_fp8_of(ctx, facts, model))
+    compile_(model, options, modules_to_compile(options, facts, model))
     return with_precision(ctx, model)
 
 
