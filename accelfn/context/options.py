@@ -135,9 +135,9 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
     }
     merged = drop_none(cast("ContextOptions", {**defaults, **options}))
     handlers = options.get("kwargs_handlers")
-    if settings.fp8_recipe is not None and merged.get("mixed_precision") == "fp8":
-        if "fp8_recipe" not in sort_handlers(handlers):
-            merged["kwargs_handlers"] = [*(handlers or ()), settings.fp8_recipe]
+    is_fp8 = merged.get("mixed_precision") == "fp8"
+    if is_fp8 and settings.fp8_recipe is not None and "fp8_recipe" not in sort_handlers(handlers):
+        merged["kwargs_handlers"] = [*(handlers or ()), settings.fp8_recipe]
     mode = guard.mode if isinstance(guard, Guard) else guard
     if mode is None and options.get("debug") is None:
         if settings.debug:

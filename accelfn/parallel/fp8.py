@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim import Optimizer
 
 from accelfn.context import Context, DeviceFacts, check_fp8, read_hardware
 from accelfn.context.config import (
     AORecipeKwargs,
-    FP8AmaxAlgorithm,
     FP8Backend,
     Fp8Choice,
+    MSAMPRecipeKwargs,
     TERecipeKwargs,
     choose_fp8,
     list_fp8_packages,
@@ -25,6 +26,8 @@ from accelfn.parallel.facts import ModelFacts, modules_of
 _PACKAGES: Mapping[FP8Backend, str] = MappingProxyType(
     {FP8Backend.AO: "torchao", FP8Backend.TE: "transformer-engine", FP8Backend.MSAMP: "MS-AMP"}
 )
+#: Attribute of a model that MS-AMP has converted.
+MSAMP_READY = "_accelfn_msamp"
 # The hardware multiplies tiles of this size.
 _TILE = 16
 # Class of a linear layer that torchao has converted already.
@@ -40,8 +43,8 @@ class Fp8Plan(NamedTuple):
         converted: Names of the linear layers that compute in fp8.
         norms: Names of the layer normalisations that transformer-engine replaces by its own.
         kept: Why a linear layer stays in high precision, by its name.
-        gathers: Whether FSDP gathers the weights in fp8; their scales are then computed at once after each
-            change of the weights.
+        gathers: Whether FSDP gathers the weights in fp8. Their scales are then computed together after each
+            step.
         emulated: Whether values are rounded to fp8, but multiplied in float32.
     """
 
@@ -75,7 +78,7 @@ class Fp8Plan(NamedTuple):
         layers = [*self.converted, *self.norms]
         lines.append(f"{len(layers)} layers: {_few(layers)}")
         if self.gathers:
-            lines.append("weights gathered in 8 bits; their scales computed at once after each step")
+            lines.append("weights gathered in 8 bits")
         by_reason: dict[str, list[str]] = {}
         for name, why in self.kept.items():
             by_reason.setdefault(why, []).append(name)
@@ -87,6 +90,17 @@ def _few(names: list[str]) -> str:
     if len(names) <= 4:
         return ", ".join(names)
     return f"{names[0]}, {names[1]}, ..., {names[-1]}"
+
+
+def fp8_backend_of(ctx: Context) -> FP8Backend | None:
+    """Return the engine of a context's 8-bit matrix products; None without mixed precision "fp8".
+
+    Raises:
+        MissingExtraError: It isn't installed.
+    """
+    if ctx.mixed_precision != "fp8":
+        return None
+    return choose_fp8(ctx.precision.fp8_recipe, list_fp8_packages()).backend
 
 
 def plan_fp8(
@@ -208,19 +222,34 @@ def plan_fp8_of(
     facts: ModelFacts,
     model: nn.Module | None = None,
     *,
-    is_sharded: bool = False,
+    engine: str = "none",
+    axes: Collection[str] = (),
     ignored: Iterable[str] = (),
 ) -> Fp8Plan | None:
     """Return the plan for a context, None without fp8; see :func:`plan_fp8`.
 
+    Args:
+        ctx: The device and the precision.
+        facts: Of the complete model.
+        model: The model, if there is one.
+        engine: That averages its gradients; "shard" for FSDP.
+        axes: Of the mesh, those of more than one rank that the model is prepared for.
+        ignored: Names of the parameters that FSDP ignores.
+
     Raises:
-        ConfigurationError: The engine can't be combined with the context's options.
+        ConfigurationError: No layer would compute in fp8, the device can't, or the engine can't be combined
+            with an option.
         MissingExtraError: The engine isn't installed.
     """
     if ctx.mixed_precision != "fp8":
         return None
     choice = choose_fp8(ctx.precision.fp8_recipe, list_fp8_packages())
-    refuse_combinations(ctx, choice)
+    _refuse_combinations(ctx, choice, engine, axes)
+    if choice.backend == FP8Backend.MSAMP and MSAMP_READY not in vars(model or nn.Module()):
+        raise ConfigurationError(
+            "prepare_model: MS-AMP converts a model together with its optimizer. Pass both to one call of "
+            "prepare, or prepare a model that isn't trained with ctx.replace(mixed_precision='bf16')."
+        )
     accept = choice.recipe.module_filter_func if isinstance(choice.recipe, AORecipeKwargs) else None
     filtered = None
     if accept is not None:
@@ -234,11 +263,64 @@ def plan_fp8_of(
         (one for one in read_hardware().devices if one.type == ctx.device.type),
         DeviceFacts(type=ctx.device.type),
     )
-    return plan_fp8(choice, facts, device, is_sharded=is_sharded, filtered=filtered, ignored=ignored)
+    return plan_fp8(choice, facts, device, is_sharded=engine == "shard", filtered=filtered, ignored=ignored)
 
 
-def refuse_combinations(ctx: Context, choice: Fp8Choice) -> None:
-    """Refuse options that an engine of 8-bit products can't be combined with. Pure."""
+def _refuse_combinations(ctx: Context, choice: Fp8Choice, engine: str, axes: Collection[str]) -> None:
+    """Refuse what an engine of 8-bit products can't be combined with. Pure."""
+    plugin = ctx.strategy.fsdp
+    is_ao, is_msamp = (choice.backend == one for one in (FP8Backend.AO, FP8Backend.MSAMP))
+    for what, is_asked, reason in (
+        ("tp_size", "tp" in axes, "its layers can't be shared by ranks"),
+        ("pp_size", "pp" in axes and not is_ao, "it needs a forward pass of the complete model"),
+        ("ep_size", "ep" in axes and not is_ao, "it needs equal numbers of rows in each step"),
+        (
+            "activation_checkpointing",
+            not is_ao and plugin is not None and plugin.activation_checkpointing,
+            "the recomputed products would not be in 8 bits",
+        ),
+        (
+            'reduction="canonical"',
+            not is_ao and ctx.reduction is not None,
+            "its scales depend on the number of steps on each rank",
+        ),
+        ("fsdp_plugin", is_msamp and engine == "shard", "its weights can't be sharded"),
+    ):
+        if is_asked:
+            raise ConfigurationError(
+                f"mixed_precision='fp8' by {_PACKAGES[choice.backend]} can't be combined with {what}: "
+                f"{reason}. Leave one of the two out, or use mixed_precision='bf16'."
+            )
+
+
+def with_msamp(ctx: Context, objects: Sequence[Any]) -> list[Any]:
+    """Return the objects of a call of ``prepare``, after MS-AMP has converted them if it is the engine.
+
+    Ranks: local.
+
+    Raises:
+        ConfigurationError: There isn't exactly one model with one optimizer.
+    """
+    found = list(objects)
+    if ctx.mixed_precision != "fp8" or ctx.strategy.engine is not None:
+        return found
+    choice = choose_fp8(ctx.precision.fp8_recipe, list_fp8_packages())
+    if not isinstance(choice.recipe, MSAMPRecipeKwargs):
+        return found
+    models = [index for index, item in enumerate(found) if isinstance(item, nn.Module)]
+    optimizers = [index for index, item in enumerate(found) if isinstance(item, Optimizer)]
+    if not models or MSAMP_READY in vars(found[models[0]]):
+        return found
+    if (len(models), len(optimizers)) != (1, 1):
+        raise ConfigurationError(
+            f"prepare: MS-AMP converts one model together with its optimizer: got {len(models)} model(s) and "
+            f"{len(optimizers)} optimizer(s). Pass one of each, in a call for each model."
+        )
+    from accelfn.parallel.engines.msamp import initialize
+
+    (model,), (optimizer,) = models, optimizers
+    found[model], found[optimizer] = initialize(ctx, found[model], found[optimizer], choice.recipe)
+    return found
 
 
 def names_of_filtered(accept: Callable[[Any, str], bool], model: nn.Module) -> frozenset[str]:
@@ -261,7 +343,27 @@ def apply_fp8(model: nn.Module, plan: Fp8Plan | None) -> None:
     """
     if plan is None:
         return
+    # Imported here, since adapters import this module.
     if plan.backend == FP8Backend.AO:
-        from accelfn.parallel.engines.torchao import convert
+        from accelfn.parallel.engines import torchao
 
-        convert(model, plan)
+        torchao.convert(model, plan)
+    elif plan.backend == FP8Backend.TE:
+        from accelfn.parallel.engines import transformer_engine
+
+        transformer_engine.convert(model, plan)
+
+
+def run_in_fp8(model: nn.Module, plan: Fp8Plan | None) -> None:
+    """Wrap the forward of a model whose layers need to be told when to compute in fp8. Writes into it.
+
+    Ranks: local.
+
+    Args:
+        model: From :func:`apply_fp8`, compiled if it is to be.
+        plan: The same.
+    """
+    if plan is not None and isinstance(plan.choice.recipe, TERecipeKwargs):
+        from accelfn.parallel.engines import transformer_engine
+
+        transformer_engine.with_fp8_autocast(model, plan.choice.recipe)

@@ -50,19 +50,17 @@ class Communication(NamedTuple):
         gradients: Whether the backward pass reduces gradients, or sums them between parts of a layer.
         buffers: Whether the forward pass begins with a broadcast of buffers.
         parameters: Whether units gather their parameters.
-        scales: Whether it begins with the scales of weights that units gather in 8 bits.
         at_once: Whether this rank waits for others as soon as the forward pass begins.
     """
 
     gradients: bool = False
     buffers: bool = False
     parameters: bool = False
-    scales: bool = False
     at_once: bool = False
 
     def __str__(self) -> str:
         """Return the part that must be equal on all ranks."""
-        sharded = " parameters=True" * self.parameters + " scales=True" * self.scales
+        sharded = " parameters=True" if self.parameters else ""
         return f"gradients={self.gradients} buffers={self.buffers}{sharded}"
 
 

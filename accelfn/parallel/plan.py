@@ -22,7 +22,7 @@ from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_atte
 from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
 from accelfn.parallel.facts import ModelFacts, read_facts, table_text
 from accelfn.parallel.forward import check_each_forward, compile_, plan_recompute, plan_regions, recompute
-from accelfn.parallel.fp8 import Fp8Plan, apply_fp8, plan_fp8_of
+from accelfn.parallel.fp8 import Fp8Plan, apply_fp8, plan_fp8_of, run_in_fp8
 from accelfn.parallel.handle import LocalHandle
 from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release, retie
 from accelfn.parallel.pipeline import PipelineHandle
@@ -245,7 +245,7 @@ def plan_at(
     ignored: tuple[str, ...] = ()
     if chosen == "shard" and plugin.ignored_modules is not None:
         ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), facts)
-    fp8 = plan_fp8_of(ctx, outline, real, is_sharded=chosen == "shard", ignored=ignored)
+    fp8 = plan_fp8_of(ctx, outline, real, engine=chosen, axes=mesh.active(), ignored=ignored)
     if fp8 is not None:
         fp8 = fp8.only(facts)
     shard, recomputed = None, ()
@@ -462,6 +462,7 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
         apply_fp8(model, plan.fp8)
         recompute(model, plan.recomputed)
         compile_(model, ctx.strategy.dynamo, plan.compiled)
+        run_in_fp8(model, plan.fp8)
         if plan.engine == "ddp" or ctx.reduction is not None:
             result = replicate(ctx, model)
     else:
@@ -496,6 +497,7 @@ def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str
     apply_fp8(model, plan.fp8)
     recompute(model, plan.recomputed)
     compile_(model, ctx.strategy.dynamo, plan.compiled)
+    run_in_fp8(model, plan.fp8)
     units: list[nn.Module] = []
     if plan.shard is not None and shards is not None:
         units = apply_shard(model, plan.shard, shards, ctx.device, of_experts)
@@ -505,7 +507,7 @@ def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str
     shard = plan.shard
     handle = LocalHandle(model) if shard is None else ShardHandle(model, units, ctx.device, shard.unshared)
     if isinstance(handle, ShardHandle) and plan.fp8 is not None and plan.fp8.gathers:
-        handle.gather_in_fp8(model)
+        handle.gather_in_fp8()
     if plan.pipeline is not None and plan.schedule is not None:
         PipelineHandle(ctx, model, plan.pipeline, plan.schedule, handle)  # which agrees once for each batch
         return

@@ -35,8 +35,6 @@ from accelfn.tree import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelfn.parallel.engines.torchao import Scales
-
 
 def choose_units(
     plugin: FullyShardedDataParallelPlugin, facts: ModelFacts, wrapped: Iterable[str] | None = None
@@ -413,8 +411,8 @@ def _dtypes(
     policy: Any = plugin.mixed_precision_policy
     if isinstance(policy, str) and policy == "fp8" and mixed_precision != "fp8":
         raise ConfigurationError(
-            f"fsdp_plugin: mixed_precision_policy='fp8' contradicts mixed_precision={mixed_precision!r}, which "
-            "computes no products in 8 bits. Use mixed_precision='fp8', or the policy 'bf16'."
+            f"fsdp_plugin: mixed_precision_policy='fp8' contradicts mixed_precision={mixed_precision!r}, "
+            "which computes no products in 8 bits. Use mixed_precision='fp8', or the policy 'bf16'."
         )
     if policy is None:
         dtype = _dtype(mixed_precision)
@@ -526,16 +524,17 @@ def register_forward_method(model: nn.Module, *names: str) -> None:
 
 
 def _compute_method(handle: ShardHandle, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    handle.refresh_scales()
+    if handle.gathers_in_fp8:
+        _compute_scales(cast("nn.Module", handle._model()), args)
     return handle.compute(method, *args, **kwargs)
 
 
-def _refresh_scales(model: nn.Module, args: Any) -> None:
+def _compute_scales(model: nn.Module, args: Any) -> None:
     """Hook before a forward pass."""
     del args
-    handle = handle_of(model)
-    if isinstance(handle, ShardHandle):
-        handle.refresh_scales()
+    from accelfn.parallel.engines.torchao import compute_scales
+
+    compute_scales(model)
 
 
 def _own_memory(model: nn.Module, args: Any, output: Any) -> Any:
@@ -562,6 +561,7 @@ class ShardHandle(Handle):
     engine: ClassVar[EngineName] = "shard"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
+    gathers_in_fp8 = False
 
     def __init__(
         self,
@@ -582,23 +582,15 @@ class ShardHandle(Handle):
         self._waits = device.type == "cpu"  # on accelerators streams wait, and the forward pass goes on
         self._units = [weakref.ref(unit) for unit in units]
         self._depth = 0  # of nested calls: a registered method may call the model
-        self._scales: Scales | None = None
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and is_dtensor(parameter) and name not in unshared:
                 cast("Any", parameter).register_hook(_refusal_of(name))
 
-    def gather_in_fp8(self, model: nn.Module) -> None:
-        """Compute the scales of weights that are gathered in 8 bits before forward passes of ``model``."""
-        from accelfn.parallel.engines.torchao import Scales
-
-        self._scales = Scales(model)
-        # Before FSDP's own hook, which gathers; and after the ranks have agreed on the pass.
-        model.register_forward_pre_hook(_refresh_scales, prepend=True)
-
-    def refresh_scales(self) -> None:
-        """Compute the scales of weights that have changed; before they are gathered."""
-        if self._scales is not None:
-            self._scales.refresh()
+    def gather_in_fp8(self) -> None:
+        """Compute the scales of weights that are gathered in 8 bits before each forward pass."""
+        self.gathers_in_fp8 = True
+        # Before FSDP's own hook, which gathers; the agreement of the ranks on the pass comes first.
+        cast("nn.Module", self._model()).register_forward_pre_hook(_compute_scales, prepend=True)
 
     def _living_units(self) -> list[Any]:
         found = [reference() for reference in self._units]
@@ -645,8 +637,7 @@ class ShardHandle(Handle):
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""
         gradients = self._syncs and torch.is_grad_enabled()
-        scales = self._scales is not None and self._scales.are_old()
-        return Communication(gradients=gradients, parameters=True, scales=scales, at_once=self._waits)
+        return Communication(gradients=gradients, parameters=True, at_once=self._waits)
 
     def why_unreduced(self) -> str | None:
         """Return why the current gradients are only this rank's own; None where they are averaged."""

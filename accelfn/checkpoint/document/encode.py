@@ -42,7 +42,7 @@ from accelfn.checkpoint.document.nodes import (
 )
 from accelfn.checkpoint.header import is_storable
 from accelfn.checkpoint.manifest import Json
-from accelfn.tree import is_dtensor
+from accelfn.tree import is_dtensor, local_of
 
 Node = dict[str, Any]
 Convert = Callable[[str, Any], Any]
@@ -235,7 +235,7 @@ class _Encoder:
         stride = None
         if type(tensor) is not torch.Tensor:
             layout = cast("Any", tensor)
-            local = layout.to_local()
+            local = local_of(tensor)
             # An empty shard has a storage too; all ranks have to identify the same tensors.
             memory = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
             key: Any = (memory, str(layout._spec))

@@ -6,13 +6,11 @@ import dataclasses
 import importlib
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from accelfn.context.config import AORecipeKwargs
 from accelfn.errors import MissingExtraError
 from accelfn.parallel.fp8 import Fp8Plan
-from accelfn.tree import is_dtensor
 
 
 def has_ao_layers(model: nn.Module) -> bool:
@@ -45,40 +43,15 @@ def convert(model: nn.Module, plan: Fp8Plan) -> None:
     )
 
 
-class Scales:
-    """The scales of weights that FSDP gathers in fp8, computed together whenever weights have changed.
+def compute_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights of a model that FSDP gathers in fp8.
 
-    torchao's function is meant to run after each optimizer step; here a forward pass calls it if a weight was
-    written since, whoever wrote it: any optimizer, a loaded checkpoint, an average of weights. So no scale is
-    one of older weights.
+    torchao's function, which is meant to run after each optimizer step, runs before each forward pass: so no
+    scale is one of older weights, whoever wrote them (any optimizer, a loaded checkpoint, an average).
+
+    Ranks: every rank of the model; one number of each layer is reduced, all together.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Take the sharded layers of ``model``."""
-        self._layers = [module for module in model.modules() if _is_gathered(module)]
-        self._seen: object = None
-
-    def are_old(self) -> bool:
-        """Return whether a weight was written since the scales were computed."""
-        return bool(self._layers) and self._seen != self._versions()
-
-    def refresh(self) -> None:
-        """Compute the scales if weights were written.
-
-        Ranks: every rank of the model; one number of each layer is reduced, all at once.
-        """
-        if self.are_old():
-            _import().precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(self._layers))
-            self._seen = self._versions()
-
-    def _versions(self) -> list[tuple[int, int]]:
-        locals_ = [cast("Any", module.weight)._local_tensor for module in self._layers]
-        return [(id(one), one._tensor._version) for one in locals_]
-
-
-def _is_gathered(module: nn.Module) -> bool:
-    weight: Any = getattr(module, "weight", None)
-    return is_dtensor(weight) and hasattr(weight._local_tensor, "fsdp_pre_all_gather")
+    _import().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def _import() -> Any:
