@@ -28,7 +28,6 @@ from accelfn.context.config import (
     InitProcessGroupKwargs,
     KwargsHandler,
     MegatronLMPlugin,
-    PrecisionType,
     ProfileKwargs,
     ProjectConfiguration,
     RNGType,
@@ -205,8 +204,6 @@ UNAVAILABLE: tuple[tuple[str, Any], ...] = (
     ("deepspeed_plugin", DeepSpeedPlugin()),
     ("deepspeed_plugin", {"student": DeepSpeedPlugin()}),
     ("megatron_lm_plugin", MegatronLMPlugin()),
-    ("mixed_precision", "fp8"),
-    ("mixed_precision", PrecisionType.FP8),
 )
 
 
@@ -472,7 +469,6 @@ def test_arguments_then_our_variables_then_those_of_accelerate(monkeypatch: pyte
     ("variables", "error", "message"),
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, NotAvailableError, "ACCELERATE_USE_DEEPSPEED is set"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, NotAvailableError, "mixed_precision requests"),
         ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY is set"),
         ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 is set"),
         ({"ACCELFN_MIXED_PRECISION": "fp12"}, ConfigurationError, "ACCELFN_MIXED_PRECISION"),

@@ -163,7 +163,21 @@ def _ranks(answers: Answers) -> tuple[str, ...]:
 
 
 def _precisions(answers: Answers) -> tuple[str, ...]:
-    return ("no", "bf16") if _is_tpu(answers) else ("no", "fp16", "bf16")
+    if _is_tpu(answers):
+        return ("no", "bf16")
+    return ("no", "fp16", "bf16", *(("fp8",) if _fp8_engines(answers) else ()))
+
+
+def _fp8_engines(answers: Answers) -> tuple[str, ...]:
+    return cast("tuple[str, ...]", answers.get("fp8_engines", ()))
+
+
+def _usual_fp8_engine(answers: Answers) -> str | None:
+    return next(iter(_fp8_engines(answers)), None)
+
+
+def _asks_all_gather(answers: Answers) -> bool:
+    return answers.get("fp8_backend") == "ao" and _has_fsdp(answers)
 
 
 def _usual_type(answers: Answers) -> str:
@@ -234,6 +248,16 @@ QUESTIONS: tuple[Question, ...] = (
     Question("tpu_name", "Name of the TPU", _is_cluster, example="my-tpu"),
     Question("tpu_zone", "Zone of the TPU", _is_cluster, example="us-central1-a"),
     Question("mixed_precision", "Which mixed precision?", _always, "no", _precisions),
+    Question(
+        *("fp8_backend", "Which engine for fp8?", _has("mixed_precision", "fp8")),
+        *(_usual_fp8_engine, _fp8_engines),
+    ),
+    Question("fp8_enable_fsdp_float8_all_gather", "Gather FSDP parameters in 8 bits?", _asks_all_gather),
+    Question("fp8_format", "Which fp8 format?", _has("fp8_backend", "te")),
+    Question("fp8_amax_history_len", "Steps of the amax history", _has("fp8_backend", "te")),
+    Question("fp8_amax_compute_algo", "Reduction of the history", _has("fp8_backend", "te")),
+    Question("fp8_use_autocast_during_eval", "Use fp8 in evaluation too?", _has("fp8_backend", "te")),
+    Question("fp8_opt_level", "Which optimization level?", _has("fp8_backend", "msamp")),
     Question("downcast_bf16", "Use fp32 for double? (otherwise bf16)", _asks_downcast),
     Question(
         "gradient_accumulation_steps",
@@ -245,21 +269,34 @@ QUESTIONS: tuple[Question, ...] = (
 _DECIDED = frozenset((*(question.name for question in QUESTIONS), *(name for name, _ in _TYPES.values())))
 
 
-def first_answers(saved: Mapping[str, object], devices: int | None = 0, *, has_tpu: bool = False) -> Answers:
+def first_answers(
+    saved: Mapping[str, object],
+    devices: int | None = 0,
+    *,
+    has_tpu: bool = False,
+    fp8_engines: tuple[str, ...] = (),
+) -> Answers:
     """Return the initial answers: the values of options without a question. Pure.
 
     Args:
         saved: Values of the existing config file, by option name.
         devices: Number of accelerators of this machine; None if unknown.
         has_tpu: Whether torch_xla is installed.
+        fp8_engines: The engines of fp8 that are installed.
 
     >>> dict(first_answers({"max_restarts": 3, "num_processes": 4}))
-    {'max_restarts': 3, 'devices': 0, 'has_tpu': False}
+    {'max_restarts': 3, 'devices': 0, 'has_tpu': False, 'fp8_engines': ()}
     """
     kept = {name: value for name, value in saved.items() if name not in _DECIDED and value is not None}
     # The file may be for another machine.
+    chosen = saved.get("fp8_backend")
     known = None if devices == 0 and saved.get("multi_gpu") else devices
-    return {**kept, "devices": known, "has_tpu": has_tpu or saved.get("tpu") is True}
+    return {
+        **kept,
+        "devices": known,
+        "has_tpu": has_tpu or saved.get("tpu") is True,
+        "fp8_engines": tuple(dict.fromkeys((*fp8_engines, *([chosen] if chosen else ())))),
+    }
 
 
 def next_question(answers: Answers) -> Question | None:

@@ -242,6 +242,12 @@ def plan_variables(
             text = text.upper()
         for variable in option.exports:
             variables[variable] = text
+    parts = ("FPROP", "DGRAD", "WGRAD") if config.mixed_precision == "fp8" else ()
+    for part, value in zip(parts, config.fp8_override_linear_precision, strict=False):
+        if value:  # Accelerate has a variable for each part
+            variables.update(
+                {f"{prefix}FP8_OVERRIDE_{part}": "true" for prefix in ("ACCELFN_", "ACCELERATE_")}
+            )
     # A variable of the current shell takes precedence over a config file.
     is_set = resolved.origins["gpu_ids"].source == "file" and machine.device_variable in environment
     if config.gpu_ids != "all" and not config.cpu and not is_set:
