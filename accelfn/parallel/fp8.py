@@ -244,7 +244,7 @@ def plan_fp8_of(
     if ctx.mixed_precision != "fp8":
         return None
     choice = choose_fp8(ctx.precision.fp8_recipe, list_fp8_packages())
-    _refuse_combinations(ctx, choice, engine, axes)
+    _refuse_combinations(ctx, choice, axes)
     if choice.backend == FP8Backend.MSAMP and MSAMP_READY not in vars(model or nn.Module()):
         raise ConfigurationError(
             "prepare_model: MS-AMP converts a model together with its optimizer. Pass both to one call of "
@@ -266,7 +266,7 @@ def plan_fp8_of(
     return plan_fp8(choice, facts, device, is_sharded=engine == "shard", filtered=filtered, ignored=ignored)
 
 
-def _refuse_combinations(ctx: Context, choice: Fp8Choice, engine: str, axes: Collection[str]) -> None:
+def _refuse_combinations(ctx: Context, choice: Fp8Choice, axes: Collection[str]) -> None:
     """Refuse what an engine of 8-bit products can't be combined with. Pure."""
     plugin = ctx.strategy.fsdp
     is_ao, is_msamp = (choice.backend == one for one in (FP8Backend.AO, FP8Backend.MSAMP))
@@ -284,7 +284,7 @@ def _refuse_combinations(ctx: Context, choice: Fp8Choice, engine: str, axes: Col
             not is_ao and ctx.reduction is not None,
             "its scales depend on the number of steps on each rank",
         ),
-        ("fsdp_plugin", is_msamp and engine == "shard", "its weights can't be sharded"),
+        ("dp_shard_size or fsdp_plugin", is_msamp and "dp_shard" in axes, "its weights can't be sharded"),
     ):
         if is_asked:
             raise ConfigurationError(
@@ -316,6 +316,7 @@ def with_msamp(ctx: Context, objects: Sequence[Any]) -> list[Any]:
             f"prepare: MS-AMP converts one model together with its optimizer: got {len(models)} model(s) and "
             f"{len(optimizers)} optimizer(s). Pass one of each, in a call for each model."
         )
+    _refuse_combinations(ctx, choice, () if ctx.mesh is None else ctx.mesh.plan.active())
     from accelfn.parallel.engines.msamp import initialize
 
     (model,), (optimizer,) = models, optimizers
