@@ -520,13 +520,7 @@ def register_forward_method(model: nn.Module, *names: str) -> None:
 
             register_fsdp_forward_method(model, name)
             gathering = getattr(model, name)
-            setattr(model, name, wraps(gathering)(partial(_compute_method, handle, gathering)))
-
-
-def _compute_method(handle: ShardHandle, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if handle.gathers_in_fp8:
-        _compute_scales(cast("nn.Module", handle._model()), args)
-    return handle.compute(method, *args, **kwargs)
+            setattr(model, name, wraps(gathering)(partial(handle.compute_method, gathering)))
 
 
 def _compute_scales(model: nn.Module, args: Any) -> None:
@@ -633,6 +627,12 @@ class ShardHandle(Handle):
             for unit in self._living_units():
                 unit.reshard()
         return output
+
+    def compute_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method that gathers parameters itself, in place of a forward pass."""
+        if self.gathers_in_fp8:
+            _compute_scales(cast("nn.Module", self._model()), args)
+        return self.compute(method, *args, **kwargs)
 
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""

@@ -53,7 +53,7 @@ def run(
     ctx: Context, mode: str, steps: int, *, recipe: AORecipeKwargs | None = None, **options: Any
 ) -> list[float]:
     """Train a GPT; the optimizer is made before it is prepared."""
-    handlers = {"kwargs_handlers": [recipe]} if recipe is not None else {}
+    handlers: dict[str, Any] = {"kwargs_handlers": [recipe]} if recipe is not None else {}
     ctx = ctx.replace(mixed_precision=mode, **handlers, **options)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -98,7 +98,7 @@ def test_layers_compute_in_8_bits_and_keep_names_and_parameters() -> None:
     assert all(parameter is before[name] for name, parameter in prepared.named_parameters())
     kinds = {name: type(module).__name__ for name, module in prepared.named_modules()}
     assert tuple(name for name, kind in kinds.items() if kind == "Float8Linear") == CONVERTED
-    layer, x = prepared.blocks[0].up, torch.randn(4, 32)
+    layer, x = cast("nn.Linear", prepared.get_submodule("blocks.0.up")), torch.randn(4, 32)
     exact = nn.functional.linear(x, layer.weight, layer.bias)
     error = (layer(x) - exact).abs().max() / exact.abs().max()
     assert 1e-3 < error < 0.1  # float8_e4m3fn has 3 bits behind the point; bf16 would be off by 4e-3

@@ -131,6 +131,9 @@ def test_variables_reach_a_context_in_fp8_unless_a_recipe_is_passed(monkeypatch:
 
 
 def test_a_context_without_the_engine_fails_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    def find_nothing(name: str) -> None:
+        return None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
     with pytest.raises(MissingExtraError, match="none is installed"):
         Context().replace(mixed_precision="fp8")

@@ -15,6 +15,7 @@ from accelfn import Context, FullyShardedDataParallelPlugin, TERecipeKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel import plan_model
 from accelfn.parallel.engines.transformer_engine import build_recipe, has_transformer_engine_layers
+from accelfn.parallel.facts import modules_of
 from accelfn.testing import run_ranks
 from tests.parallel.engines.stand_ins import TransformerEngine
 from tests.parallel.fp8_models import GPT, batches, loss_of, make, train
@@ -54,7 +55,7 @@ def test_all_layers_that_fit_are_replaced_and_keep_their_parameters(engine: Tran
     expected = dict.fromkeys((*plan.converted, *plan.norms), True)
     found = {
         name: type(module).__module__.endswith("stand_ins")
-        for name, module in prepared.named_modules()
+        for name, module in modules_of(prepared).items()
         if name in expected or name in plan.kept
     }
     assert found == {**expected, **dict.fromkeys(plan.kept, False)}
@@ -120,7 +121,7 @@ def test_ranks_train_and_optimizers_follow(engine: TransformerEngine, is_sharded
     )
 
     def work(ctx: Context, mode: str) -> tuple[list[float], set[bool]]:
-        recipe = {"kwargs_handlers": [TERecipeKwargs()]} if mode == "fp8" else {}
+        recipe: dict[str, Any] = {"kwargs_handlers": [TERecipeKwargs()]} if mode == "fp8" else {}
         ctx = ctx.replace(mixed_precision=mode, **recipe)
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
