@@ -169,6 +169,11 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
     deepspeed, plugins = _deepspeed(strategy, options)
     _refuse_two_engines(strategy, options)
     mode = options.get("mixed_precision") or (deepspeed and deepspeed.mixed_precision) or before.mode
+    if mode == "fp8" and (deepspeed or strategy.megatron or options.get("megatron_lm_plugin")):
+        raise NotAvailableError(
+            "mixed_precision='fp8' can't be combined yet with DeepSpeed or Megatron-LM. Use "
+            "mixed_precision='bf16' with them, or an fsdp_plugin with fp8."
+        )
     # ctx.replace(mixed_precision="bf16") drops the recipe of fp8.
     recipe = handlers.get("fp8_recipe", before.fp8_recipe if mode == "fp8" else None)
     reduction = _reduction(ctx.reduction, options.get("reduction"))
@@ -476,9 +481,7 @@ def _refuse_two_engines(strategy: Strategy, options: ContextOptions) -> None:
 
 
 def _refuse_unavailable(options: ContextOptions) -> None:
-    for argument, what, is_asked in (
-        ("megatron_lm_plugin", "Megatron-LM", "megatron_lm_plugin" in options),
-    ):
+    for argument, what, is_asked in (("megatron_lm_plugin", "Megatron-LM", "megatron_lm_plugin" in options),):
         if is_asked:
             raise NotAvailableError(
                 f"{argument} requests {what}, which accelfn does not support yet. Leave it out, or unset the "

@@ -21,7 +21,7 @@ import accelfn as af
 from accelfn import AORecipeKwargs, Context, FullyShardedDataParallelPlugin
 from accelfn.context import DeviceFacts
 from accelfn.context.config import FP8Backend, TERecipeKwargs, choose_fp8
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel import plan_model, read_facts
 from accelfn.parallel.fp8 import plan_fp8
 from accelfn.testing import run_ranks
@@ -408,6 +408,11 @@ def test_a_policy_of_fp8_needs_products_in_fp8() -> None:
         return (shard.param_dtype, shard.reduce_dtype), str(caught.value)
 
     assert run_ranks(dtypes, 2, "processes", fsdp_plugin=plugin)[0][0] == (torch.bfloat16, torch.bfloat16)
+
+
+def test_engines_that_own_the_step_are_refused() -> None:
+    with pytest.raises(NotAvailableError, match="fp8' can't be combined yet with DeepSpeed"):
+        FP8.replace(deepspeed_plugin=af.DeepSpeedPlugin())
 
 
 def test_the_shim_names_the_engine() -> None:
