@@ -54,6 +54,7 @@ from accelfn.context.config import (
 from accelfn.data import MicroBatch, Uneven, plan_microbatch
 from accelfn.data.metrics import gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.fp8 import with_msamp
 from accelfn.parallel.optimizers import steps_in_backward
 from accelfn.training.prepare import check_together
 
@@ -203,6 +204,7 @@ class Accelerator(Extras, Saving):
         """
         prepared = [*args, *named.values()]
         self._check_to_prepare(prepared, named, device_placement)
+        prepared = with_msamp(self.context, prepared)
         self._prepare_with_engine(prepared, device_placement)
         places = device_placement or [None] * len(prepared)
         # Schedulers last, since their optimizers may come after them.

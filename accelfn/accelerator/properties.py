@@ -24,10 +24,12 @@ from accelfn.context.config import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DistributedType,
+    FP8Backend,
     ParallelismConfig,
     ProjectConfiguration,
 )
 from accelfn.data import MicroBatch, Uneven
+from accelfn.parallel.fp8 import fp8_backend_of
 
 T_co = TypeVar("T_co", covariant=True)
 Hooks = OrderedDict[int, Callable[..., None]]
@@ -72,7 +74,7 @@ class ContextProperties:
         multi_device: Whether there are several ranks on accelerators.
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
         native_amp: Whether torch's autocast is used.
-        fp8_backend: Engine of 8-bit matrix products: None, since there is none yet.
+        fp8_backend: Engine of 8-bit matrix products: AO, TE or MSAMP; None without mixed precision "fp8".
         dataloader_config: How loaders are sharded.
         split_batches: Whether each batch of a loader is split into one part for each rank.
         dispatch_batches: Whether rank 0 reads for all ranks.
@@ -113,7 +115,7 @@ class ContextProperties:
     multi_device: _Read[bool] = _Read(lambda ctx: ctx.num_processes > 1 and ctx.device.type != "cpu")
     mixed_precision: _Read[str] = _Read(lambda ctx: ctx.mixed_precision)
     native_amp: _Read[bool] = _Read(lambda ctx: ctx.precision.compute_dtype is not None)
-    fp8_backend: _Read[str | None] = _Read(lambda ctx: None)
+    fp8_backend: _Read[FP8Backend | None] = _Read(fp8_backend_of)
     dataloader_config: _Read[DataLoaderConfiguration] = _Read(lambda ctx: ctx.loading)
     split_batches: _Read[bool] = _Read(lambda ctx: ctx.loading.split_batches)
     dispatch_batches: _Read[bool | None] = _Read(lambda ctx: ctx.loading.dispatch_batches)

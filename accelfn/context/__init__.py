@@ -27,6 +27,7 @@ from accelfn.context.device import (
     DevicePlan as DevicePlan,
     Hardware as Hardware,
     Precision as Precision,
+    check_fp8 as check_fp8,
     check_precision as check_precision,
     plan_device as plan_device,
     read_hardware as read_hardware,

@@ -14,12 +14,16 @@ import torch.distributed as dist
 from accelfn.context.config import (
     AORecipeKwargs,
     AutocastKwargs,
+    FP8Backend,
+    Fp8Choice,
     FP8RecipeKwargs,
     GradScalerKwargs,
     MSAMPRecipeKwargs,
     PrecisionType,
     Settings,
     TERecipeKwargs,
+    choose_fp8,
+    list_fp8_packages,
 )
 from accelfn.context.device_module import device_module
 from accelfn.context.environment import EnvironmentPlan
@@ -36,7 +40,8 @@ class DeviceFacts:
         type: torch's name: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``, ``"npu"``, ...
         count: Number of devices visible to this process; 1 for the CPU.
         backend: Name of the collective backend for its tensors; None if torch has none.
-        precisions: Which of ``"fp16"`` and ``"bf16"`` autocast supports on it.
+        precisions: Which of ``"fp16"`` and ``"bf16"`` autocast supports on it, and ``"fp8"`` if it has 8-bit
+            matrix products.
     """
 
     type: str
@@ -149,6 +154,9 @@ def _precisions(row: DeviceType) -> frozenset[str]:
     if row.name == "cuda":
         # Emulated bf16 on old GPUs is slower than fp32, so it counts as unsupported.
         has_bf16 = bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        # From Ada and Hopper, and from MI300, on.
+        if torch.cuda.get_device_capability() < ((9, 4) if torch.version.hip else (8, 9)):
+            missing.add("fp8")
     elif row.name == "mps":
         has_bf16 = bool(torch.backends.mps.is_macos_or_newer(14, 0))
     else:
@@ -156,8 +164,8 @@ def _precisions(row: DeviceType) -> frozenset[str]:
     if not has_bf16:
         missing.add("bf16")
     if row.name == "hpu" and str(module.get_device_name()).upper() == "GAUDI":
-        missing.add("fp16")  # the first generation has none
-    return frozenset(row.precisions) - missing - {"fp8"}
+        missing.update(("fp16", "fp8"))  # the first generation has none
+    return frozenset(row.precisions) - missing
 
 
 def plan_device(
@@ -359,12 +367,38 @@ def check_precision(precision: Precision, device: DeviceFacts) -> None:
 
     Raises:
         ConfigurationError: The device doesn't; lists what it supports.
+        MissingExtraError: No engine of 8-bit matrix products is installed, or the chosen one isn't.
     """
     has_fp8 = "fp8" in device_type(device.type).precisions
-    modes = device.precisions | ({"fp8"} if has_fp8 else set[str]())
-    if precision.mode not in ("no", *modes):
-        supported = ", ".join(("no", *sorted(modes)))
+    if precision.mode == "fp8" and has_fp8:
+        check_fp8(choose_fp8(precision.fp8_recipe, list_fp8_packages()), device)
+    elif precision.mode not in ("no", *device.precisions):
+        supported = ", ".join(("no", *sorted(device.precisions)))
         raise ConfigurationError(
             f"mixed_precision={precision.mode!r} isn't supported on device {device.type!r}, which supports: "
             f"{supported}. Use one of these."
         )
+
+
+def check_fp8(choice: Fp8Choice, device: DeviceFacts) -> bool:
+    """Return whether 8-bit matrix products are emulated: rounded to 8 bits, and computed in float32. Pure.
+
+    They are on the CPU, or if a ``Float8LinearConfig`` says so.
+
+    Raises:
+        ConfigurationError: The device has none, and they aren't emulated.
+    """
+    config = choice.recipe.config if isinstance(choice.recipe, AORecipeKwargs) else None
+    if config is not None and config.emulate:
+        return True
+    if device.type == "cpu":  # without an emulated path, the other engines refuse the CPU themselves
+        return config is None and choice.backend == FP8Backend.AO
+    if "fp8" not in device.precisions:
+        supported = ", ".join(("no", *sorted(device.precisions)))
+        raise ConfigurationError(
+            f"mixed_precision='fp8' needs 8-bit matrix products, which the device {device.type!r} doesn't "
+            f"have; it supports: {supported}. NVIDIA GPUs have them from compute capability 8.9 on, and "
+            "AMD's from MI300 on. Use bf16; or emulate them, slowly, with AORecipeKwargs(config="
+            "Float8LinearConfig(emulate=True)) of torchao.float8."
+        )
+    return False

@@ -134,6 +134,10 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
         and not (name == "gradient_accumulation_steps" and sets_window)
     }
     merged = drop_none(cast("ContextOptions", {**defaults, **options}))
+    handlers = options.get("kwargs_handlers")
+    is_fp8 = merged.get("mixed_precision") == "fp8"
+    if is_fp8 and settings.fp8_recipe is not None and "fp8_recipe" not in sort_handlers(handlers):
+        merged["kwargs_handlers"] = [*(handlers or ()), settings.fp8_recipe]
     mode = guard.mode if isinstance(guard, Guard) else guard
     if mode is None and options.get("debug") is None:
         if settings.debug:
@@ -165,6 +169,11 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
     deepspeed, plugins = _deepspeed(strategy, options)
     _refuse_two_engines(strategy, options)
     mode = options.get("mixed_precision") or (deepspeed and deepspeed.mixed_precision) or before.mode
+    if mode == "fp8" and (deepspeed or strategy.megatron or options.get("megatron_lm_plugin")):
+        raise NotAvailableError(
+            "mixed_precision='fp8' can't be combined yet with DeepSpeed or Megatron-LM. Use "
+            "mixed_precision='bf16' with them, or an fsdp_plugin with fp8."
+        )
     # ctx.replace(mixed_precision="bf16") drops the recipe of fp8.
     recipe = handlers.get("fp8_recipe", before.fp8_recipe if mode == "fp8" else None)
     reduction = _reduction(ctx.reduction, options.get("reduction"))
@@ -472,10 +481,7 @@ def _refuse_two_engines(strategy: Strategy, options: ContextOptions) -> None:
 
 
 def _refuse_unavailable(options: ContextOptions) -> None:
-    for argument, what, is_asked in (
-        ("megatron_lm_plugin", "Megatron-LM", "megatron_lm_plugin" in options),
-        ("mixed_precision", "fp8", options.get("mixed_precision") == "fp8"),
-    ):
+    for argument, what, is_asked in (("megatron_lm_plugin", "Megatron-LM", "megatron_lm_plugin" in options),):
         if is_asked:
             raise NotAvailableError(
                 f"{argument} requests {what}, which accelfn does not support yet. Leave it out, or unset the "

@@ -23,6 +23,7 @@ from accelfn.parallel.engines import XlaShardPlan, apply_xla, plan_xla
 from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
 from accelfn.parallel.facts import ModelFacts, read_facts, table_text
 from accelfn.parallel.forward import check_each_forward, compile_, plan_recompute, plan_regions, recompute
+from accelfn.parallel.fp8 import Fp8Plan, apply_fp8, plan_fp8_of, run_in_fp8
 from accelfn.parallel.handle import LocalHandle
 from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release, retie
 from accelfn.parallel.pipeline import PipelineHandle
@@ -60,6 +61,7 @@ class ModelPlan(NamedTuple):
         tensor: How ranks share each layer; None where they don't.
         attention: How ranks that share sequences compute attention; None where they don't.
         experts: How experts are spread over ranks; None where each rank has all of them.
+        fp8: Which layers compute in 8 bits, and by which engine; None without mixed_precision="fp8".
         engine: The engine that averages gradients: "ddp" (every rank has the full model), "shard" (FSDP), or
             "none".
         shard: How the parameters are sharded; None where they aren't.
@@ -78,6 +80,7 @@ class ModelPlan(NamedTuple):
     tensor: TensorPlan | None
     attention: AttentionPlan | None
     experts: ExpertPlan | None
+    fp8: Fp8Plan | None
     engine: Engine
     shard: ShardPlan | None
     recomputed: tuple[str, ...]
@@ -115,6 +118,8 @@ class ModelPlan(NamedTuple):
             rows.append(("gradients", "complete on each rank without averaging"))
         rows.extend(_rows_of_shard(self.shard, averaged))
         rows.append(("precision", self.precision))
+        if self.fp8 is not None:
+            rows.append(("fp8", str(self.fp8)))
         if self.recomputed:
             rows.append(("recomputed", f"in the backward: {_listed(self.recomputed)}"))
         rows.append(("compiled", _listed(self.compiled) if self.compiled else "nothing"))
@@ -247,15 +252,18 @@ def plan_at(
     local = facts if tensor is None else tensor.local(facts)
     if experts is not None:
         local = experts.local(local)
+    ignored: tuple[str, ...] = ()
+    if chosen == "shard" and plugin.ignored_modules is not None:
+        ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), facts)
+    fp8 = plan_fp8_of(ctx, outline, real, engine=chosen, axes=mesh.active(), ignored=ignored)
+    if fp8 is not None:
+        fp8 = fp8.only(facts)
     shard, recomputed = None, ()
     if chosen == "shard" or plugin.activation_checkpointing:
         units = choose_units(plugin, local, _wrapped(plugin, real))
         if plugin.activation_checkpointing:
             recomputed = plan_recompute(facts, units, real)
         if chosen == "shard":
-            ignored: tuple[str, ...] = ()
-            if plugin.ignored_modules is not None:
-                ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), facts)
             shard = plan_shard(
                 plugin,
                 local,
@@ -264,6 +272,7 @@ def plan_at(
                 mixed_precision=ctx.mixed_precision,
                 ignored=ignored,
                 experts=experts,
+                in_fp8=fp8.converted if fp8 is not None and fp8.gathers else (),
             )
     return ModelPlan(
         model=facts.kinds[""],
@@ -275,6 +284,7 @@ def plan_at(
         tensor=tensor,
         attention=_plan_attention(ctx, local, mesh, real),
         experts=experts,
+        fp8=fp8,
         engine=chosen,
         shard=shard,
         recomputed=recomputed,
@@ -420,7 +430,8 @@ def modules_to_compile(
 
 def _precision(mode: str, shard: ShardPlan | None) -> str:
     if shard is None:
-        return "that of the parameters" if mode == "no" else f"{mode} by autocast, outputs in float32"
+        name = "bf16" if mode == "fp8" else mode
+        return "that of the parameters" if mode == "no" else f"{name} by autocast, outputs in float32"
     if shard.param_dtype is None and shard.reduce_dtype is None and shard.output_dtype is None:
         return "that of the parameters"
     words = {
@@ -459,10 +470,12 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
     result: nn.Module = model
     if not plan.is_spread:
         share_attention(ctx, model, plan.attention)
+        apply_fp8(model, plan.fp8)
         recompute(model, plan.recomputed)
         compile_(model, ctx.strategy.dynamo, plan.compiled)
         if plan.xla is not None:
             apply_xla(ctx, model, plan.xla)
+        run_in_fp8(model, plan.fp8)
         if plan.engine == "ddp" or ctx.reduction is not None:
             result = replicate(ctx, model)
     else:
@@ -494,8 +507,10 @@ def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str
         apply_experts(model, plan.experts, ep)
         retie(before, model)
     share_attention(ctx, model, plan.attention)
+    apply_fp8(model, plan.fp8)
     recompute(model, plan.recomputed)
     compile_(model, ctx.strategy.dynamo, plan.compiled)
+    run_in_fp8(model, plan.fp8)
     units: list[nn.Module] = []
     if plan.shard is not None and shards is not None:
         units = apply_shard(model, plan.shard, shards, ctx.device, of_experts)
@@ -504,6 +519,8 @@ def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str
     fill(ctx, model, values)
     shard = plan.shard
     handle = LocalHandle(model) if shard is None else ShardHandle(model, units, ctx.device, shard.unshared)
+    if isinstance(handle, ShardHandle) and plan.fp8 is not None and plan.fp8.gathers:
+        handle.gather_in_fp8()
     if plan.pipeline is not None and plan.schedule is not None:
         PipelineHandle(ctx, model, plan.pipeline, plan.schedule, handle)  # which agrees once for each batch
         return

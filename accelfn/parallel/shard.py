@@ -193,7 +193,13 @@ def names_of_ignored(
     return found
 
 
-_DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
+# Beside products in fp8, everything is in bf16.
+_DTYPES = (
+    ("fp32", torch.float32),
+    ("fp16", torch.float16),
+    ("bf16", torch.bfloat16),
+    ("fp8", torch.bfloat16),
+)
 
 
 class ShardPlan(NamedTuple):
@@ -285,6 +291,7 @@ def plan_shard(
     mixed_precision: str = "no",
     ignored: Iterable[str] = (),
     experts: ExpertPlan | None = None,
+    in_fp8: Iterable[str] = (),
 ) -> ShardPlan:
     """Plan how a model is sharded on a mesh. Pure.
 
@@ -299,6 +306,7 @@ def plan_shard(
         experts: Experts that are spread over ranks. Their modules become units, sharded over the ranks that
             have the same ones. With a single such rank and neither dtypes nor offloading, FSDP leaves them
             out.
+        in_fp8: Names of the layers whose weights are gathered in 8 bits.
 
     Raises:
         ConfigurationError: A parameter can't be sharded.
@@ -324,8 +332,10 @@ def plan_shard(
         of_unit[cast("str", owner_of(name, frozenset(units)))].append(name)
     _check_parameters(facts, of_unit)
 
+    in_bytes = frozenset(f"{name}.weight" for name in in_fp8)
+
     def width(name: str) -> int:
-        return (param_dtype or facts.dtypes[name]).itemsize
+        return 1 if name in in_bytes else (param_dtype or facts.dtypes[name]).itemsize
 
     plan = ShardPlan(
         num_replicas=num_replicas,
@@ -399,6 +409,11 @@ def _dtypes(
 ) -> tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None, bool]:
     """Return the dtypes of parameters, reductions and outputs, and whether inputs are cast."""
     policy: Any = plugin.mixed_precision_policy
+    if isinstance(policy, str) and policy == "fp8" and mixed_precision != "fp8":
+        raise ConfigurationError(
+            f"fsdp_plugin: mixed_precision_policy='fp8' contradicts mixed_precision={mixed_precision!r}, "
+            "which computes no products in 8 bits. Use mixed_precision='fp8', or the policy 'bf16'."
+        )
     if policy is None:
         dtype = _dtype(mixed_precision)
         # As under autocast: gradients of the model's dtype, and outputs in float32.
@@ -505,7 +520,15 @@ def register_forward_method(model: nn.Module, *names: str) -> None:
 
             register_fsdp_forward_method(model, name)
             gathering = getattr(model, name)
-            setattr(model, name, wraps(gathering)(partial(handle.compute, gathering)))
+            setattr(model, name, wraps(gathering)(partial(handle.compute_method, gathering)))
+
+
+def _compute_scales(model: nn.Module, args: Any) -> None:
+    """Hook before a forward pass."""
+    del args
+    from accelfn.parallel.engines.torchao import compute_scales
+
+    compute_scales(model)
 
 
 def _own_memory(model: nn.Module, args: Any, output: Any) -> Any:
@@ -532,6 +555,7 @@ class ShardHandle(Handle):
     engine: ClassVar[EngineName] = "shard"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
+    gathers_in_fp8 = False
 
     def __init__(
         self,
@@ -555,6 +579,12 @@ class ShardHandle(Handle):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and is_dtensor(parameter) and name not in unshared:
                 cast("Any", parameter).register_hook(_refusal_of(name))
+
+    def gather_in_fp8(self) -> None:
+        """Compute the scales of weights that are gathered in 8 bits before each forward pass."""
+        self.gathers_in_fp8 = True
+        # Before FSDP's own hook, which gathers; the agreement of the ranks on the pass comes first.
+        cast("nn.Module", self._model()).register_forward_pre_hook(_compute_scales, prepend=True)
 
     def _living_units(self) -> list[Any]:
         found = [reference() for reference in self._units]
@@ -597,6 +627,12 @@ class ShardHandle(Handle):
             for unit in self._living_units():
                 unit.reshard()
         return output
+
+    def compute_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method that gathers parameters itself, in place of a forward pass."""
+        if self.gathers_in_fp8:
+            _compute_scales(cast("nn.Module", self._model()), args)
+        return self.compute(method, *args, **kwargs)
 
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""

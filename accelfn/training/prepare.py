@@ -32,6 +32,7 @@ from accelfn.parallel.forward import (
     with_precision,
     without_compile,
 )
+from accelfn.parallel.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
 from accelfn.parallel.handle import has_engine, uncompiled
 from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
 from accelfn.parallel.parameters import materialize, names_on_meta, newest, refuse_unfilled, repoint
@@ -278,12 +279,12 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
         (loaders, prepare_data_loader),
         (LRScheduler, prepare_scheduler),
     )
-    prepared = list(objects)
+    prepared = with_msamp(ctx, objects)
     trained = {} if ctx.strategy.engine is None else prepare_with_engine(ctx, objects)
     for index, item in trained.items():
         prepared[index] = item
     for kind, prepare_kind in kinds:
-        for index, item in enumerate(objects):
+        for index, item in enumerate(prepared):
             if isinstance(item, kind) and index not in trained:
                 prepared[index] = prepare_kind(ctx, item)
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -477,8 +478,11 @@ def _with_compute(ctx: Context, model: M) -> M:
     """Compile a model and set the context's precision. Writes into it."""
     _reset_forward(model)
     share_attention(ctx, model)
-    options = ctx.strategy.dynamo
-    compile_(model, options, modules_to_compile(options, read_facts(model), model))
+    options, facts = ctx.strategy.dynamo, read_facts(model)
+    fp8 = plan_fp8_of(ctx, facts, model)
+    apply_fp8(model, fp8)
+    compile_(model, options, modules_to_compile(options, facts, model))
+    run_in_fp8(model, fp8)
     return with_precision(ctx, model)
 
 

@@ -299,14 +299,16 @@ def is_dtensor(value: object) -> bool:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of a ``DTensor``, without gradient, or the tensor itself.
 
-    The local part shares memory and version counter with the DTensor.
+    The local part shares memory and version counter with the DTensor. It is a plain tensor, also of a weight
+    that FSDP gathers in 8 bits, for which torchao wraps it.
 
     Ranks: local.
     """
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        return cast("Any", tensor).to_local()
+        local = cast("Any", tensor).to_local()
+        return local._tensor if hasattr(local, "fsdp_pre_all_gather") else local
 
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")

@@ -27,7 +27,6 @@ from accelfn.context.config import (
     InitProcessGroupKwargs,
     KwargsHandler,
     MegatronLMPlugin,
-    PrecisionType,
     ProfileKwargs,
     ProjectConfiguration,
     RNGType,
@@ -200,11 +199,7 @@ def test_a_single_handler_is_not_a_list() -> None:
 
 # --- what isn't there yet ------------------------------------------------------------------------
 
-UNAVAILABLE: tuple[tuple[str, Any], ...] = (
-    ("megatron_lm_plugin", MegatronLMPlugin()),
-    ("mixed_precision", "fp8"),
-    ("mixed_precision", PrecisionType.FP8),
-)
+UNAVAILABLE: tuple[tuple[str, Any], ...] = (("megatron_lm_plugin", MegatronLMPlugin()),)
 
 
 @pytest.mark.parametrize(("name", "value"), UNAVAILABLE)
@@ -469,7 +464,6 @@ def test_arguments_then_our_variables_then_those_of_accelerate(monkeypatch: pyte
     ("variables", "error", "message"),
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, NotAvailableError, "ACCELERATE_USE_DEEPSPEED is set"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, NotAvailableError, "mixed_precision requests"),
         ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY is set"),
         ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 is set"),
         ({"ACCELFN_MIXED_PRECISION": "fp12"}, ConfigurationError, "ACCELFN_MIXED_PRECISION"),

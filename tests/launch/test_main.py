@@ -162,10 +162,6 @@ print(json.dumps([statuses, heavy]))
             ["launch", "--use_deepspeed", "--dry_run", "README.md"],
             "accelfn doesn't support DeepSpeed yet. Leave --use_deepspeed out.",
         ),
-        (
-            ["launch", "--mixed_precision", "fp8", "README.md"],
-            "accelfn doesn't support fp8 yet. Leave --mixed_precision fp8 out.",
-        ),
         (["launch", "docs"], "no script 'docs'"),
         (["launch", "--no_python", "absent-program"], "no program 'absent-program'"),
         (["launch", "-m", "nosuchmodule"], "no module 'nosuchmodule' in "),

@@ -235,7 +235,7 @@ class _Encoder:
         stride = None
         if type(tensor) is not torch.Tensor:
             layout = cast("Any", tensor)
-            local = layout.to_local()
+            local = cast("Any", local_of(tensor))
             # An empty shard has a storage too; all ranks have to identify the same tensors.
             memory = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
             key: Any = (memory, str(layout._spec))

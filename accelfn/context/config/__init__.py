@@ -26,6 +26,12 @@ from accelfn.context.config.enums import (
     StateDictType as StateDictType,
     StringEnum as StringEnum,
 )
+from accelfn.context.config.fp8 import (
+    FP8_PACKAGES as FP8_PACKAGES,
+    Fp8Choice as Fp8Choice,
+    choose_fp8 as choose_fp8,
+    list_fp8_packages as list_fp8_packages,
+)
 from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelfn.context.config.handlers import (
     AORecipeKwargs as AORecipeKwargs,

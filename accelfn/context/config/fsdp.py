@@ -227,7 +227,6 @@ def check_fsdp(plugin: FullyShardedDataParallelPlugin, num_replicas: int) -> Non
             "mesh has none. Pass parallelism_config=ParallelismConfig(dp_replicate_size=..., "
             "dp_shard_size=...), such as the number of nodes and of ranks in a node."
         )
-    policy = plugin.mixed_precision_policy
     for name, is_asked in (
         ("state_dict_type", plugin.state_dict_type == StateDictType.LOCAL_STATE_DICT),
         ("state_dict_config", plugin.state_dict_config is not None),
@@ -235,7 +234,6 @@ def check_fsdp(plugin: FullyShardedDataParallelPlugin, num_replicas: int) -> Non
         ("param_init_fn", plugin.param_init_fn is not None),
         ("backward_prefetch", plugin.backward_prefetch == BackwardPrefetch.BACKWARD_POST),
         ("limit_all_gathers", not plugin.limit_all_gathers),
-        ("mixed_precision_policy", policy == "fp8" if isinstance(policy, str) else False),
     ):
         if is_asked:
             raise NotAvailableError(

@@ -16,7 +16,7 @@ from accelfn.context.config import enums
 from accelfn.context.config.checks import POSITIVE, Record
 from accelfn.context.config.enums import GuardMode, LogLevel, PrecisionType
 from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin
-from accelfn.context.config.handlers import TorchDynamoPlugin
+from accelfn.context.config.handlers import FP8RecipeKwargs, TorchDynamoPlugin
 from accelfn.context.config.parallelism import ParallelismConfig, TorchContextParallelConfig
 from accelfn.errors import AccelfnError, ConfigurationError
 
@@ -48,6 +48,7 @@ class Settings(Record):
         use_deepspeed: Whether DeepSpeed is asked for. Default False.
         use_megatron_lm: Whether Megatron-LM is asked for. Default False.
         dynamo_plugin: Made if any of its variables is set. Default None.
+        fp8_recipe: The same; used with mixed_precision "fp8". Default None.
         fsdp_plugin: Made if its switch is true. Default None.
         parallelism_config: Made if its switch is true. Default None.
     """
@@ -69,6 +70,7 @@ class Settings(Record):
     use_deepspeed: bool = False
     use_megatron_lm: bool = False
     dynamo_plugin: TorchDynamoPlugin | None = None
+    fp8_recipe: FP8RecipeKwargs | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
 
@@ -159,6 +161,18 @@ _DYNAMO = _rows(
     "ACCELFN_DYNAMO_",
     "ACCELERATE_DYNAMO_",
 )
+_FP8 = _rows(
+    FP8RecipeKwargs,
+    """backend opt_level use_autocast_during_eval margin interval fp8_format=FORMAT amax_history_len
+    amax_compute_algo use_mxfp8_block_scaling pad_inner_dim enable_fsdp_float8_all_gather""",
+    "ACCELFN_FP8_",
+    "ACCELERATE_FP8_",
+)
+# The three parts of `override_linear_precision`.
+_FP8_OVERRIDES = tuple(
+    Variable(FP8RecipeKwargs, "", (f"ACCELFN_FP8_OVERRIDE_{part}", f"ACCELERATE_FP8_OVERRIDE_{part}"))
+    for part in ("FPROP", "DGRAD", "WGRAD")
+)
 _FSDP_SWITCH = Variable(FullyShardedDataParallelPlugin, "", ("ACCELFN_USE_FSDP", "ACCELERATE_USE_FSDP"))
 _FSDP = _rows(
     FullyShardedDataParallelPlugin,
@@ -200,6 +214,8 @@ _CONTEXT_PARALLEL = _rows(
 VARIABLES: tuple[Variable, ...] = (
     *_SETTINGS,
     *_DYNAMO,
+    *_FP8,
+    *_FP8_OVERRIDES,
     _FSDP_SWITCH,
     *_FSDP,
     _PARALLELISM_SWITCH,
@@ -235,6 +251,12 @@ def read_settings(env: Mapping[str, str]) -> Settings:
             # for every shape. Our own spelling means what it says.
             dynamo["dynamic"] = None
         plugins["dynamo_plugin"] = _build(TorchDynamoPlugin, dynamo, env, _DYNAMO)
+    fp8 = _values(env, _FP8)
+    overrides = tuple([_values(env, (row,)).get("", False) for row in _FP8_OVERRIDES])
+    if any(overrides):
+        fp8["override_linear_precision"] = overrides
+    if fp8:
+        plugins["fp8_recipe"] = _build(FP8RecipeKwargs, fp8, env, (*_FP8, *_FP8_OVERRIDES))
     if _values(env, (_FSDP_SWITCH,)).get(""):
         version = _values(env, _FSDP[:1]).get("fsdp_version", 1)
         rows = tuple(row for row in _FSDP if row.field not in _OTHER_VERSION.get(version, ()))

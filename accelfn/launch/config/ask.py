@@ -26,6 +26,10 @@ from accelfn.launch.config.questions import (
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.plan.machine import Machine
 
+#: Modules of the engines of fp8, by their names in ``fp8_backend``.
+FP8_MODULES: Mapping[str, str] = MappingProxyType(
+    {"ao": "torchao", "te": "transformer_engine", "msamp": "msamp"}
+)
 #: Asks a question, given its choices and default. Returns the text of the answer, empty for the default.
 Ask = Callable[[Question, tuple[str, ...], object], str]
 
@@ -69,7 +73,15 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
     has_tpu, has_sagemaker = (
         importlib.util.find_spec(package) is not None for package in ("torch_xla", "sagemaker")
     )
-    first = first_answers(saved, machine.devices, has_tpu=has_tpu, has_sagemaker=has_sagemaker)
+    engines = tuple(name for name, module in FP8_MODULES.items() if importlib.util.find_spec(module))
+    missing = [module for name, module in FP8_MODULES.items() if name not in engines]
+    if missing:
+        print(
+            f"note: fp8 is offered with the engines that are installed; not installed: {', '.join(missing)}"
+        )
+    first = first_answers(
+        saved, machine.devices, has_tpu=has_tpu, has_sagemaker=has_sagemaker, fp8_engines=engines
+    )
     return values_of(ask_questions(first, saved, ask, print))
 
 

@@ -294,7 +294,6 @@ NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
         "use_deepspeed": (True, "DeepSpeed"),
         "use_megatron_lm": (True, "Megatron-LM"),
-        "mixed_precision": ("fp8", "fp8"),
     }
 )
 #: Groups of mutually exclusive options; the source with higher precedence wins.

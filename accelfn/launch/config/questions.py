@@ -183,7 +183,21 @@ def _ranks(answers: Answers) -> tuple[str, ...]:
 
 
 def _precisions(answers: Answers) -> tuple[str, ...]:
-    return ("no", "bf16") if _is_tpu(answers) else ("no", "fp16", "bf16")
+    if _is_tpu(answers):
+        return ("no", "bf16")
+    return ("no", "fp16", "bf16", *(("fp8",) if _fp8_engines(answers) else ()))
+
+
+def _fp8_engines(answers: Answers) -> tuple[str, ...]:
+    return cast("tuple[str, ...]", answers.get("fp8_engines", ()))
+
+
+def _usual_fp8_engine(answers: Answers) -> str | None:
+    return next(iter(_fp8_engines(answers)), None)
+
+
+def _asks_all_gather(answers: Answers) -> bool:
+    return answers.get("fp8_backend") == "ao" and _has_fsdp(answers)
 
 
 def _usual_type(answers: Answers) -> str:
@@ -266,6 +280,16 @@ QUESTIONS: tuple[Question, ...] = (
     Question("tpu_name", "Name of the TPU", _is_cluster, example="my-tpu"),
     Question("tpu_zone", "Zone of the TPU", _is_cluster, example="us-central1-a"),
     Question("mixed_precision", "Which mixed precision?", _always, "no", _precisions),
+    Question(
+        *("fp8_backend", "Which engine for fp8?", _has("mixed_precision", "fp8")),
+        *(_usual_fp8_engine, _fp8_engines),
+    ),
+    Question("fp8_enable_fsdp_float8_all_gather", "Gather FSDP parameters in 8 bits?", _asks_all_gather),
+    Question("fp8_format", "Which fp8 format?", _has("fp8_backend", "te")),
+    Question("fp8_amax_history_len", "Steps of the amax history", _has("fp8_backend", "te")),
+    Question("fp8_amax_compute_algo", "Reduction of the history", _has("fp8_backend", "te")),
+    Question("fp8_use_autocast_during_eval", "Use fp8 in evaluation too?", _has("fp8_backend", "te")),
+    Question("fp8_opt_level", "Which optimization level?", _has("fp8_backend", "msamp")),
     Question("downcast_bf16", "Use fp32 for double? (otherwise bf16)", _asks_downcast),
     Question(
         "gradient_accumulation_steps",
@@ -283,6 +307,7 @@ def first_answers(
     *,
     has_tpu: bool = False,
     has_sagemaker: bool = False,
+    fp8_engines: tuple[str, ...] = (),
 ) -> Answers:
     """Return the initial answers: the values of options without a question. Pure.
 
@@ -291,18 +316,21 @@ def first_answers(
         devices: Number of accelerators of this machine; None if unknown.
         has_tpu: Whether torch_xla is installed.
         has_sagemaker: Whether the sagemaker package is.
+        fp8_engines: The engines of fp8 that are installed.
 
-    >>> dict(first_answers({"max_restarts": 3, "num_processes": 4}))
-    {'max_restarts': 3, 'devices': 0, 'has_tpu': False, 'has_sagemaker': False}
+    >>> list(first_answers({"max_restarts": 3, "num_processes": 4}))
+    ['max_restarts', 'devices', 'has_tpu', 'has_sagemaker', 'fp8_engines']
     """
     kept = {name: value for name, value in saved.items() if name not in _DECIDED and value is not None}
     # The file may be for another machine.
+    chosen = saved.get("fp8_backend")
     known = None if devices == 0 and saved.get("multi_gpu") else devices
     return {
         **kept,
         "devices": known,
         "has_tpu": has_tpu or saved.get("tpu") is True,
         "has_sagemaker": has_sagemaker or saved.get("compute_environment") == "AMAZON_SAGEMAKER",
+        "fp8_engines": tuple(dict.fromkeys((*fp8_engines, *([chosen] if chosen else ())))),
     }
 
 

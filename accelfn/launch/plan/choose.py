@@ -263,6 +263,13 @@ def exported_variables(resolved: Resolved) -> dict[str, str]:
             text = text.upper()
         for variable in option.exports:
             variables[variable] = text
+    config = resolved.config
+    parts = ("FPROP", "DGRAD", "WGRAD") if config.mixed_precision == "fp8" else ()
+    for part, value in zip(parts, config.fp8_override_linear_precision, strict=False):
+        if value:  # Accelerate has a variable for each part
+            variables.update(
+                {f"{prefix}FP8_OVERRIDE_{part}": "true" for prefix in ("ACCELFN_", "ACCELERATE_")}
+            )
     return variables
 
 

@@ -121,7 +121,7 @@ class DeepSpeedPlan(NamedTuple):
             "engine": f"DeepSpeed, ZeRO stage {self.stage}: shards {sharded}",
             "optimizer": self.optimizer if self.cpu_optimizer is None else self.cpu_optimizer[0],
             "scheduler": self.scheduler,
-            "precision": f"{self.dtype}, with float32 in the optimizer" if self.dtype else "the model's",
+            "precision": f"{self.dtype}, float32 in the optimizer" if self.dtype else "the model's",
             "clipping": str(self.max_norm) if self.max_norm else "that of each step",
             "window": f"{self.num_steps} x {batch} rows on each rank, counted by accelfn",
         }

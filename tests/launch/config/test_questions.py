@@ -1,11 +1,13 @@
 """The questionnaire as a plan: every path ends in a configuration that holds and survives its file."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accelfn.context.config import FP8_PACKAGES
 from accelfn.launch.config import (
     OPTIONS,
     LaunchConfig,
@@ -13,7 +15,7 @@ from accelfn.launch.config import (
     parse_config,
     resolve,
 )
-from accelfn.launch.config.ask import ask_questions
+from accelfn.launch.config.ask import FP8_MODULES, ask_questions
 from accelfn.launch.config.questions import (
     QUESTIONS,
     Answers,
@@ -38,6 +40,9 @@ MESH = {
 NUMBERS = ("0", "1", "2", "3", "4", "6", "8", "12", "-1", "0.5", "29501", "all", "0,1", "0,0", "none", "")
 
 
+FP8_ENGINES = st.sampled_from(((), ("ao",), ("ao", "te", "msamp")))
+
+
 def refuse_nothing(reason: str) -> None:
     raise AssertionError(reason)
 
@@ -60,7 +65,8 @@ def draw_answers(data: st.DataObject, saved: Mapping[str, object], devices: int)
         refused += 1
         assert len(reason) > 20
 
-    first = first_answers(saved, devices, has_tpu=data.draw(st.booleans(), label="has_tpu"))
+    has_tpu, engines = data.draw(st.tuples(st.booleans(), FP8_ENGINES), label="has_tpu, engines")
+    first = first_answers(saved, devices, has_tpu=has_tpu, fp8_engines=engines)
     return ask_questions(first, saved, put, say), refused
 
 
@@ -147,7 +153,7 @@ def test_questions_hang_on_those_before_them_only() -> None:
                 question.when(answers)
                 question.choices(answers)
                 question.default(answers)
-        here = {"devices", "has_sagemaker", "has_tpu", "rdzv_endpoint"}
+        here = {"devices", "fp8_engines", "has_sagemaker", "has_tpu", "rdzv_endpoint"}
         assert read <= {*names[: position + 1], *here}, question.name
 
 
@@ -157,12 +163,7 @@ def test_each_question_is_about_one_field_or_about_others() -> None:
 
 
 def answer_all(
-    texts: Mapping[str, str],
-    saved: Mapping[str, object],
-    devices: int = 0,
-    *,
-    has_tpu: bool = False,
-    has_sagemaker: bool = False,
+    texts: Mapping[str, str], saved: Mapping[str, object], devices: int = 0, **here: Any
 ) -> LaunchConfig:
     """Answer by name; others as offered. Every text must be asked for, and be taken."""
     left = dict(texts)
@@ -172,10 +173,23 @@ def answer_all(
             return left.pop(question.name)
         return question.kind.write(default) if question.kind.is_bool or few else ""
 
-    first = first_answers(saved, devices, has_tpu=has_tpu, has_sagemaker=has_sagemaker)
+    first = first_answers(saved, devices, **here)
     answers = ask_questions(first, saved, put, refuse_nothing)
     assert not left
     return LaunchConfig(**values_of(answers))
+
+
+def test_the_engine_of_fp8_is_asked_with_its_options() -> None:
+    texts = {
+        "machine_type": "one process",
+        "mixed_precision": "fp8",
+        "fp8_backend": "te",
+        "fp8_format": "E4M3",
+    }
+    config = answer_all(texts, {}, fp8_engines=("ao", "te"))
+    assert (config.fp8_backend, config.fp8_format) == ("te", "E4M3")
+    modules = {str(name).lower(): package.module for name, package in FP8_PACKAGES.items()}
+    assert modules == FP8_MODULES
 
 
 def test_options_without_a_question_are_kept() -> None:
@@ -301,12 +315,14 @@ def test_no_program_is_kept_from_a_file_where_a_tpu_was_chosen() -> None:
     assert LaunchConfig(**values_of(answers)).no_python
 
 
-LATER = ("deepspeed", "megatron", "fp8", "zero", "offload_", "parallelism_config_cp", "parallelism_config_sp")
+LATER = ("deepspeed", "megatron", "zero", "offload_", "parallelism_config_cp", "parallelism_config_sp")
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.data(), st.sampled_from((0, 1, 4, None)), st.booleans())
-def test_what_cannot_run_is_not_asked(data: st.DataObject, devices: int | None, has_tpu: bool) -> None:
+@given(st.data(), st.sampled_from((0, 1, 4, None)), st.booleans(), FP8_ENGINES)
+def test_what_cannot_run_is_not_asked(
+    data: st.DataObject, devices: int | None, has_tpu: bool, engines: tuple[str, ...]
+) -> None:
     asked: dict[str, tuple[str, ...]] = {}
 
     def put(question: Question, few: tuple[str, ...], default: object) -> str:
@@ -314,7 +330,10 @@ def test_what_cannot_run_is_not_asked(data: st.DataObject, devices: int | None, 
         usual = "" if default is not None or question.optional else question.example
         return data.draw(st.sampled_from(few), label=question.name) if few else usual
 
-    ask_questions(first_answers({}, devices, has_tpu=has_tpu), {}, put, lambda _: None)
+    first = first_answers({}, devices, has_tpu=has_tpu, fp8_engines=engines)
+    ask_questions(first, {}, put, lambda _: None)
+    assert asked.get("fp8_backend", engines) == engines
+    assert ("fp8" in asked["mixed_precision"]) is (bool(engines) and "tpu_cluster" not in asked)
     reported = [*asked, *(one for few in asked.values() for one in few)]
     assert not [
         one for one in reported if one.startswith(LATER) or any(f"use_{name}" in one for name in LATER)

@@ -65,6 +65,16 @@ def twice(name: str, value: str) -> dict[str, str]:
             {**twice("DYNAMO_BACKEND", "INDUCTOR"), **twice("DYNAMO_USE_FULLGRAPH", "true")},
             id="compiler",
         ),
+        pytest.param(
+            ("--mixed_precision=fp8", "--fp8_backend=te", "--fp8_override_linear_precision=false,true,false"),
+            {"OMP_NUM_THREADS": "1"},
+            {
+                **twice("MIXED_PRECISION", "fp8"),
+                **twice("FP8_BACKEND", "TE"),
+                **twice("FP8_OVERRIDE_DGRAD", "true"),
+            },
+            id="fp8",
+        ),
     ],
 )
 def test_only_what_was_given_changes_the_environment(

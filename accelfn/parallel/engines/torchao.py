@@ -1,0 +1,64 @@
+"""8-bit matrix products by torchao."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any, cast
+
+from torch import nn
+
+from accelfn.context.config import AORecipeKwargs
+from accelfn.errors import MissingExtraError
+from accelfn.parallel.fp8 import Fp8Plan
+
+
+def has_ao_layers(model: nn.Module) -> bool:
+    """Return whether a module of a model is one of torchao's 8-bit layers."""
+    return any(type(module).__name__ == "Float8Linear" for module in model.modules())
+
+
+def convert(model: nn.Module, plan: Fp8Plan) -> None:
+    """Convert the planned layers. Writes into the model.
+
+    Ranks: local.
+
+    Raises:
+        MissingExtraError: torchao can't be imported.
+    """
+    float8 = _import()
+    recipe = cast("AORecipeKwargs", plan.choice.recipe)
+    base = recipe.config or float8.Float8LinearConfig(
+        pad_inner_dim=recipe.pad_inner_dim, emulate=plan.emulated
+    )
+    names = frozenset(plan.converted)
+
+    def is_planned(module: nn.Module, name: str) -> bool:
+        return name in names and type(module) is nn.Linear
+
+    float8.convert_to_float8_training(
+        model,
+        module_filter_fn=is_planned,
+        config=dataclasses.replace(base, enable_fsdp_float8_all_gather=plan.gathers),
+    )
+
+
+def compute_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights of a model that FSDP gathers in fp8.
+
+    torchao's function, which is meant to run after each optimizer step, runs before each forward pass: so no
+    scale is one of older weights, whoever wrote them (any optimizer, a loaded checkpoint, an average).
+
+    Ranks: every rank of the model; one number of each layer is reduced, all together.
+    """
+    _import().precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def _import() -> Any:
+    try:
+        return importlib.import_module("torchao.float8")
+    except ImportError as error:
+        raise MissingExtraError(
+            "mixed_precision='fp8' needs torchao 0.18 or later, whose torchao.float8 can't be imported here: "
+            f"{error}. Install it: pip install 'accelfn[torchao]'"
+        ) from error
