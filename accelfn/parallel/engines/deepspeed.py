@@ -377,8 +377,8 @@ def _check(ctx: Context, model: nn.Module, plan: DeepSpeedPlan, optimizer: Optim
     why = None if optimizer is None or plan.stage == 0 else why_not_flat(optimizer)
     if why is not None:
         raise ConfigurationError(
-            f"DeepSpeed flattens parameters, which a {type(optimizer).__name__} can't step: {why}. Use AdamW, "
-            "or an fsdp_plugin."
+            f"DeepSpeed flattens parameters, which a {type(optimizer).__name__} can't step: {why}. Use "
+            "AdamW, or an fsdp_plugin."
         )
     if optimizer is not None and any(_has_stepped(state) for state in optimizer.state.values()):
         raise ConfigurationError(
