@@ -125,6 +125,24 @@ def test_language_models_learn_as_in_plain_torch(model: str, num_processes: int,
     assert held_out[1] == pytest.approx(held_out[0], abs=2e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_program_trains_in_fp8_by_the_file_of_the_guide(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    page = (ROOT / "docs" / "pages" / "guide" / "fp8.md").read_text()
+    file = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert file is not None
+    (tmp_path / "fp8.yaml").write_text(file[1])
+    in_fp8 = launch("fp8.py", tmp_path, "--curve", "fp8.csv", flags=("--config_file", "fp8.yaml"))
+    launch("fp8.py", tmp_path, "--curve", "bf16.csv", flags=("--mixed_precision", "bf16"))
+    assert "by torchao, chosen by backend='AO'" in in_fp8
+    assert "weights gathered in 8 bits" in in_fp8
+    fp8, bf16 = losses(tmp_path / "fp8.csv"), losses(tmp_path / "bf16.csv")
+    assert fp8[-1] < 0.5 * fp8[0]
+    assert fp8 != bf16
+    assert fp8 == pytest.approx(bf16, abs=0.02)
+
+
 def track(train: Callable[..., Any], ctx: Context, folder: Path) -> str:
     return train(ctx, folder, 0.1).name
 

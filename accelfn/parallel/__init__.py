@@ -8,6 +8,7 @@ from accelfn.parallel.experts import (
     plan_experts as plan_experts,
 )
 from accelfn.parallel.facts import ModelFacts as ModelFacts, read_facts as read_facts
+from accelfn.parallel.fp8 import Fp8Plan as Fp8Plan, plan_fp8 as plan_fp8
 from accelfn.parallel.handle import is_replicated as is_replicated
 from accelfn.parallel.pipeline_plan import (
     PipelinePlan as PipelinePlan,

@@ -76,7 +76,7 @@ class Fp8Plan(NamedTuple):
         if self.backend == FP8Backend.MSAMP:
             return "\n".join(lines)
         layers = [*self.converted, *self.norms]
-        lines.append(f"{len(layers)} layers: {_few(layers)}")
+        lines.append(f"{len(layers)} layer{'s' * (len(layers) > 1)}: {_few(layers)}")
         if self.gathers:
             lines.append("weights gathered in 8 bits")
         by_reason: dict[str, list[str]] = {}

@@ -252,7 +252,7 @@ def gaudi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[None, No
 
 
 @pytest.mark.parametrize("wanted", [None, "hpu"])
-@pytest.mark.parametrize(("name", "precisions"), [("GAUDI", {"bf16"}), ("GAUDI2", {"bf16", "fp16"})])
+@pytest.mark.parametrize(("name", "precisions"), [("GAUDI", {"bf16"}), ("GAUDI2", {"bf16", "fp16", "fp8"})])
 def test_a_vendors_package_is_imported_for_its_device(
     wanted: str | None, name: str, precisions: set[str], gaudi: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@
 import copy
 import importlib
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -32,10 +33,6 @@ from tests.parallel.fp8_models import CONVERTED, GPT, batches, loss_of, make, tr
 from tests.parallel.layouts import LAYOUTS
 
 pytest.importorskip("torchao")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Cannot import Marlin:UserWarning"),
-]
 
 # Losses of 50 steps in fp8 stay this near those in bf16.
 DISTANCE = 0.05
@@ -84,9 +81,13 @@ def test_compiled_and_recomputed_shards_train_alike() -> None:
     plain = run_ranks(lambda ctx: run(ctx, "fp8", 3), 2, "processes", **SHARDED)[0]
     recomputed = run_ranks(lambda ctx: run(ctx, "fp8", 3), 2, "processes", fsdp_plugin=plugin)[0]
     assert recomputed == plain
-    compiled = run_ranks(
-        lambda ctx: run(ctx, "fp8", 3, dynamo_backend="aot_eager"), 2, "processes", timeout_s=120, **SHARDED
-    )[0]
+
+    def run_compiled(ctx: Context) -> list[float]:
+        # Tracing looks at the gradients of gathered weights, which torchao has made of others.
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+        return run(ctx, "fp8", 3, dynamo_backend="aot_eager")
+
+    compiled = run_ranks(run_compiled, 2, "processes", timeout_s=120, **SHARDED)[0]
     assert compiled == pytest.approx(plain, abs=1e-5)
 
 
