@@ -67,7 +67,10 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
         return _ask(questionary, question, choices, default)
 
     has_tpu = importlib.util.find_spec("torch_xla") is not None
-    first = first_answers(saved, machine.devices, has_tpu=has_tpu)
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    if not has_deepspeed:
+        print("DeepSpeed is not installed, so it isn't offered. To use it: pip install 'accelfn[deepspeed]'")
+    first = first_answers(saved, machine.devices, has_tpu=has_tpu, has_deepspeed=has_deepspeed)
     return values_of(ask_questions(first, saved, ask, print))
 
 
