@@ -106,6 +106,7 @@ _OVERRIDES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradient_accumulation_steps": ("gradient_accumulation_plugin",),
         "cpu": (),
         "dynamo_plugin": ("dynamo_backend",),
+        "deepspeed_plugin": (),
         "fsdp_plugin": (),
         "parallelism_config": (),
     }
@@ -118,7 +119,7 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
     Raises:
         NotAvailableError: A variable requests what isn't supported yet.
     """
-    for name in ("use_deepspeed", "use_megatron_lm", "cpu_affinity", "downcast_bf16"):
+    for name in ("use_megatron_lm", "cpu_affinity", "downcast_bf16"):
         if getattr(settings, name):
             raise NotAvailableError(
                 f"ACCELFN_{name.upper()} or ACCELERATE_{name.upper()} is set, which accelfn does not support "
@@ -127,11 +128,16 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
     options = drop_none(options)
     reduction, guard = options.get("reduction"), options.get("guard")
     sets_window = isinstance(reduction, CanonicalReduction) and reduction.num_microbatches is not None
+    plugin = _deepspeed(Strategy(), options)[0]
+    decided = {
+        "gradient_accumulation_steps": sets_window
+        or (plugin is not None and plugin.accumulation is not None),
+        "mixed_precision": plugin is not None and plugin.mixed_precision is not None,
+    }
     defaults = {
         name: getattr(settings, name)
         for name, overrides in _OVERRIDES.items()
-        if options.keys().isdisjoint((name, *overrides))
-        and not (name == "gradient_accumulation_steps" and sets_window)
+        if options.keys().isdisjoint((name, *overrides)) and not decided.get(name)
     }
     merged = drop_none(cast("ContextOptions", {**defaults, **options}))
     handlers = options.get("kwargs_handlers")

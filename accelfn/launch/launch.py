@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -27,11 +28,12 @@ from accelfn.launch.config.files import (
     read_tree,
 )
 from accelfn.launch.config.options import FILE, OPTIONS, Option, read_value
-from accelfn.launch.config.record import changed_values, is_active
+from accelfn.launch.config.record import changed_values, deepspeed_launcher, is_active
 from accelfn.launch.config.resolve import Resolved, refuse_not_yet, resolve
 from accelfn.launch.output import print_origins, write_text
 from accelfn.launch.plan.choose import plan_launch
 from accelfn.launch.plan.commands import AGENT, LOOPBACK, LaunchPlan, Script, format_plan
+from accelfn.launch.plan.deepspeed import read_hosts
 from accelfn.launch.plan.machine import read_machine
 from accelfn.launch.plan.platforms import read_mpi, read_step, write_sbatch
 from accelfn.launch.plan.sagemaker import plan_sagemaker
@@ -107,10 +109,19 @@ def run(parsed: Parsed) -> int:
     if writes_script is not None:
         return _write_sbatch(parsed, resolved, script, environment, writes_script)
     machine = read_machine(environment, wants_mpi=config.mpirun_hostfile is not None)
+    if deepspeed_launcher(config) is not None:
+        hostfile = Path(config.deepspeed_hostfile).expanduser()
+        hosts = read_hosts(hostfile.read_text(encoding="utf-8", errors="replace"), str(hostfile))
+        machine = dataclasses.replace(machine, hosts=hosts)
     plan = plan_launch(resolved, script, environment, machine)
     if "dry_run" in parsed.actions:
         print(format_plan(plan))
         return 0
+    if config.use_deepspeed and not config.no_python and find_spec("deepspeed") is None:
+        raise MissingExtraError(
+            f"--use_deepspeed needs DeepSpeed, which isn't installed for {sys.executable}. Run: pip install "
+            "'accelfn[deepspeed]'"
+        )
     return run_plan(plan, environment, log_dir=config.log_dir, quiet=config.quiet, script=script.name)
 
 
@@ -301,7 +312,7 @@ def run_plan(
         changes["ACCELFN_AGENT_QUIET"] = "1"
     if plan.fills_port is not None:
         changes[plan.fills_port] = str(_free_port())
-    if plan.way == "mpirun":
+    if plan.way in ("mpirun", "deepspeed"):
         argv = (sys.executable, AGENT, "--command", *argv)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -460,10 +460,29 @@ def test_arguments_then_our_variables_then_those_of_accelerate(monkeypatch: pyte
     assert (ctx.mixed_precision, ctx.gradient_accumulation_steps, ctx.debug) == ("no", 1, True)
 
 
+def test_variables_of_deepspeed_are_the_default_of_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    ctx = init_context(cpu=True)
+    assert ctx.strategy.deepspeed == DeepSpeedPlugin(zero_stage=3)
+    assert (ctx.gradient_accumulation_steps, ctx.mixed_precision) == (2, "fp16")
+    assert init_context(cpu=True, gradient_accumulation_steps=3).gradient_accumulation_steps == 3
+    passed = DeepSpeedPlugin(hf_ds_config=config)
+    for plugin in (passed, {"student": passed, "teacher": DeepSpeedPlugin()}):
+        ctx = init_context(cpu=True, deepspeed_plugin=plugin)
+        assert ctx.strategy.deepspeed == passed
+        assert (ctx.gradient_accumulation_steps, ctx.mixed_precision) == (4, "bf16")
+    with pytest.raises(ConfigurationError, match="deepspeed_plugin and fsdp_plugin"):
+        init_context(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+
+
 @pytest.mark.parametrize(
     ("variables", "error", "message"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, NotAvailableError, "ACCELERATE_USE_DEEPSPEED is set"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, NotAvailableError, "ACCELERATE_USE_MEGATRON_LM is set"),
         ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY is set"),
         ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 is set"),
         ({"ACCELFN_MIXED_PRECISION": "fp12"}, ConfigurationError, "ACCELFN_MIXED_PRECISION"),

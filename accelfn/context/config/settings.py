@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from accelfn.context.config import enums
 from accelfn.context.config.checks import POSITIVE, Record
+from accelfn.context.config.deepspeed import DeepSpeedPlugin
 from accelfn.context.config.enums import GuardMode, LogLevel, PrecisionType
 from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin
 from accelfn.context.config.handlers import FP8RecipeKwargs, TorchDynamoPlugin
@@ -45,10 +46,10 @@ class Settings(Record):
         log_level: Name of a standard logging level. Default None.
         use_sagemaker: Whether the process belongs to a job of Amazon SageMaker. Default False.
         sagemaker_distributed_type: "NO", "DATA_PARALLEL" or "MODEL_PARALLEL". Default None.
-        use_deepspeed: Whether DeepSpeed is asked for. Default False.
         use_megatron_lm: Whether Megatron-LM is asked for. Default False.
         dynamo_plugin: Made if any of its variables is set. Default None.
         fp8_recipe: The same; used with mixed_precision "fp8". Default None.
+        deepspeed_plugin: Made if its switch is true. Default None.
         fsdp_plugin: Made if its switch is true. Default None.
         parallelism_config: Made if its switch is true. Default None.
     """
@@ -67,10 +68,10 @@ class Settings(Record):
     log_level: LogLevel | str | None = None
     use_sagemaker: bool = False
     sagemaker_distributed_type: str | None = None
-    use_deepspeed: bool = False
     use_megatron_lm: bool = False
     dynamo_plugin: TorchDynamoPlugin | None = None
     fp8_recipe: FP8RecipeKwargs | None = None
+    deepspeed_plugin: DeepSpeedPlugin | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
 
@@ -100,8 +101,12 @@ class Variable:
             numbered = f", or its position from 1 to {len(choices)}" if "int" in words else ""
             text = f"one of {', '.join(choices.values())} (any case){numbered}"
         else:
-            kinds = {"int": "a whole number", "str": "a text", "Iterable[str]": "names separated by commas"}
-            text = kinds.get(words[0], "a text")
+            kinds = {
+                "int": "a whole number",
+                "float": "a number",
+                "Iterable[str]": "names separated by commas",
+            }
+            text = kinds.get(words[0], "a text") + (", or auto" if "float" in words else "")
         return f"{text}, or none" if "None" in words else text
 
     def read(self, name: str, text: str) -> Any:
@@ -124,6 +129,8 @@ class Variable:
                 if not number.is_integer():
                     raise ValueError(text)
                 return int(number)
+            if words[0] == "float":
+                return word if word == "auto" else float(word)
         except ValueError as error:
             raise ConfigurationError(
                 f"The environment variable {name} is set to {text!r}, which is not understood. "
@@ -132,8 +139,10 @@ class Variable:
         return text.strip()
 
     def _words(self) -> list[str]:
-        found = next((str(one.type) for one in fields(self.record) if one.name == self.field), "bool")
-        return ["bool"] if found == "Any" else found.split(" | ")
+        found = next((one for one in fields(self.record) if one.name == self.field), None)
+        if found is None or (found.type == "Any" and found.default is False):
+            return ["bool"]
+        return ["str", "None"] if found.type == "Any" else str(found.type).split(" | ")
 
 
 def _rows(record: type, fields: str, *prefixes: str) -> tuple[Variable, ...]:
@@ -152,7 +161,7 @@ _SETTINGS = (
     *_rows(Settings, "guard reduction", "ACCELFN_"),
     *_rows(Settings, "bypass_device_map cpu_affinity downcast_bf16 init_include_buffers log_level", *_BOTH),
     *_rows(Settings, "use_sagemaker sagemaker_distributed_type", *_BOTH),
-    *_rows(Settings, "use_deepspeed use_megatron_lm", *_BOTH),
+    *_rows(Settings, "use_megatron_lm", *_BOTH),
 )
 _DYNAMO = _rows(
     TorchDynamoPlugin,
@@ -172,6 +181,33 @@ _FP8 = _rows(
 _FP8_OVERRIDES = tuple(
     Variable(FP8RecipeKwargs, "", (f"ACCELFN_FP8_OVERRIDE_{part}", f"ACCELERATE_FP8_OVERRIDE_{part}"))
     for part in ("FPROP", "DGRAD", "WGRAD")
+)
+_DEEPSPEED_SWITCH = Variable(DeepSpeedPlugin, "", ("ACCELFN_USE_DEEPSPEED", "ACCELERATE_USE_DEEPSPEED"))
+_DEEPSPEED = (
+    *_rows(
+        DeepSpeedPlugin,
+        """hf_ds_config=CONFIG_FILE zero_stage offload_optimizer_device offload_param_device
+        offload_optimizer_nvme_path offload_param_nvme_path zero3_init_flag=ZERO3_INIT zero3_save_16bit_model
+        transformer_moe_cls_names=MOE_LAYER_CLS_NAMES""",
+        "ACCELFN_DEEPSPEED_",
+        "ACCELERATE_DEEPSPEED_",
+    ),
+    *_rows(DeepSpeedPlugin, "gradient_clipping", *_BOTH),
+)
+# Where DeepSpeed's configuration has what a variable may set too, and what it means to leave that out.
+_CONFIG_KEYS: Mapping[str, tuple[str, object]] = MappingProxyType(
+    {
+        "gradient_clipping": ("gradient_clipping", 0.0),
+        "zero_stage": ("zero_optimization.stage", "auto"),
+        "offload_optimizer_device": ("zero_optimization.offload_optimizer.device", "none"),
+        "offload_param_device": ("zero_optimization.offload_param.device", "none"),
+        "offload_optimizer_nvme_path": ("zero_optimization.offload_optimizer.nvme_path", "none"),
+        "offload_param_nvme_path": ("zero_optimization.offload_param.nvme_path", "none"),
+        "zero3_save_16bit_model": (
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            False,
+        ),
+    }
 )
 _FSDP_SWITCH = Variable(FullyShardedDataParallelPlugin, "", ("ACCELFN_USE_FSDP", "ACCELERATE_USE_FSDP"))
 _FSDP = _rows(
@@ -216,6 +252,8 @@ VARIABLES: tuple[Variable, ...] = (
     *_DYNAMO,
     *_FP8,
     *_FP8_OVERRIDES,
+    _DEEPSPEED_SWITCH,
+    *_DEEPSPEED,
     _FSDP_SWITCH,
     *_FSDP,
     _PARALLELISM_SWITCH,
@@ -243,6 +281,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
     >>> print(read_settings(both).mixed_precision)
     no
     """
+    simple = _values(env, _SETTINGS)
     plugins: dict[str, Any] = {}
     dynamo = _values(env, _DYNAMO)
     if dynamo:
@@ -257,6 +296,13 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         fp8["override_linear_precision"] = overrides
     if fp8:
         plugins["fp8_recipe"] = _build(FP8RecipeKwargs, fp8, env, (*_FP8, *_FP8_OVERRIDES))
+    if _values(env, (_DEEPSPEED_SWITCH,)).get(""):
+        plugin = plugins["deepspeed_plugin"] = _deepspeed_plugin(env)
+        precision = _SETTINGS[2]
+        is_default = str(simple.get(precision.field)).lower() == "no"
+        if is_default and plugin.mixed_precision and _spelling(env, precision) == precision.names[-1]:
+            # Accelerate's launcher writes "no" for "flag not given"; there the configuration decides.
+            del simple[precision.field]
     if _values(env, (_FSDP_SWITCH,)).get(""):
         version = _values(env, _FSDP[:1]).get("fsdp_version", 1)
         rows = tuple(row for row in _FSDP if row.field not in _OTHER_VERSION.get(version, ()))
@@ -268,7 +314,28 @@ def read_settings(env: Mapping[str, str]) -> Settings:
             options = _values(env, _CONTEXT_PARALLEL)
             sizes["cp_handler"] = _build(TorchContextParallelConfig, options, env, _CONTEXT_PARALLEL)
         plugins["parallelism_config"] = _build(ParallelismConfig, sizes, env, _PARALLELISM)
-    return _build(Settings, {**_values(env, _SETTINGS), **plugins}, env, _SETTINGS)
+    return _build(Settings, {**simple, **plugins}, env, _SETTINGS)
+
+
+def _deepspeed_plugin(env: Mapping[str, str]) -> DeepSpeedPlugin:
+    """Build the plugin, and refuse a variable that contradicts the configuration that another one names."""
+    values = _values(env, _DEEPSPEED)
+    plugin = _build(DeepSpeedPlugin, values, env, _DEEPSPEED)
+    for variable in _DEEPSPEED if plugin.hf_ds_config is not None else ():
+        if variable.field not in values or variable.field not in _CONFIG_KEYS:
+            continue
+        path, missing = _CONFIG_KEYS[variable.field]
+        found: Any = plugin.hf_ds_config
+        for key in path.split("."):
+            found = cast("Mapping[str, Any]", found).get(key) if isinstance(found, Mapping) else None
+        if (missing if found is None else found) not in ("auto", getattr(plugin, variable.field)):
+            name, source = _spelling(env, variable), _spelling(env, _DEEPSPEED[0])
+            raise ConfigurationError(
+                f"{name}={env[str(name)]} contradicts the configuration of DeepSpeed that {source} names, "
+                f"where {path} is {'left out' if found is None else repr(found)}. Set one of the two, or "
+                'write "auto" there.'
+            )
+    return plugin
 
 
 def _spelling(env: Mapping[str, str], variable: Variable) -> str | None:

@@ -87,6 +87,9 @@ def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
         values.pop("rdzv_backend", None)
         if values.get("machine_rank") == 0:
             del values["machine_rank"]
+    if values.get("zero3_init_flag") is True and values.get("zero_stage", 3) != 3:
+        del values["zero3_init_flag"]
+        notes.append("zero3_init_flag: dropped; it needs zero_stage 3.")
     if any(name.startswith("parallelism_config_") for name in values):
         values["use_parallelism_config"] = True
     if values.get("main_process_port") == 0:

@@ -79,8 +79,16 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
         print(
             f"note: fp8 is offered with the engines that are installed; not installed: {', '.join(missing)}"
         )
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    if not has_deepspeed:
+        print("DeepSpeed is not installed, so it isn't offered. To use it: pip install 'accelfn[deepspeed]'")
     first = first_answers(
-        saved, machine.devices, has_tpu=has_tpu, has_sagemaker=has_sagemaker, fp8_engines=engines
+        saved,
+        machine.devices,
+        has_tpu=has_tpu,
+        has_sagemaker=has_sagemaker,
+        fp8_engines=engines,
+        has_deepspeed=has_deepspeed,
     )
     return values_of(ask_questions(first, saved, ask, print))
 

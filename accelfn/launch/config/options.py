@@ -292,7 +292,6 @@ class Option:
 #: them, and the questionnaire doesn't offer them.
 NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
-        "use_deepspeed": (True, "DeepSpeed"),
         "use_megatron_lm": (True, "Megatron-LM"),
     }
 )
@@ -437,10 +436,15 @@ _TABLE: tuple[Section | Option, ...] = (
     Option("gradient_clipping", real(0), None, "maximum gradient norm"),
     Option("zero3_init_flag", BOOL, None, "construct models already sharded (zero.Init)"),
     Option("zero3_save_16bit_model", BOOL, None, "save unsharded 16-bit weights in stage 3"),
-    Option("deepspeed_hostfile", FILE, None, "file that lists the hosts"),
+    Option("deepspeed_hostfile", FILE, None, "hosts and slots; start all with DeepSpeed's launcher"),
     Option("deepspeed_exclusion_filter", TEXT, None, "hosts and devices to exclude"),
     Option("deepspeed_inclusion_filter", TEXT, None, "hosts and devices to include"),
-    Option("deepspeed_multinode_launcher", choice(*_LAUNCHERS), None, "launcher for several hosts (pdsh)"),
+    Option(
+        "deepspeed_multinode_launcher",
+        choice(*_LAUNCHERS),
+        None,
+        "how to reach the hosts (pdsh); standard is torchrun, on every machine",
+    ),
     Option("deepspeed_moe_layer_cls_names", NAMES, None, "classes of mixture-of-experts layers"),
     Section("Megatron-LM", "megatron_lm", "megatron_lm_", "use_megatron_lm", exports="MEGATRON_LM_"),
     Option("megatron_lm_tp_degree", COUNT, 1, "tensor-parallel size"),

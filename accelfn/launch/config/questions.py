@@ -87,6 +87,7 @@ _has_sagemaker = _has("has_sagemaker", True)
 _is_tpu = _has("machine_type", TPU)
 _is_cluster = _has("tpu_cluster", True)
 _has_fsdp = _has("use_fsdp", True)
+_has_deepspeed = _has("use_deepspeed", True)
 _has_mesh = _has("use_parallelism_config", True)
 
 
@@ -103,9 +104,49 @@ def _asks_machines(answers: Answers) -> bool:
 
 
 def _needs_rendezvous(answers: Answers) -> bool:
-    """Return whether machines need a rendezvous; mpirun starts all of them itself."""
-    several = _is_multi(answers) and _number(answers, "num_machines") > 1
-    return several and answers.get("mpirun_hostfile") is None
+    """Return whether machines need a rendezvous; mpirun and DeepSpeed start all of them themselves."""
+    starts_all = answers.get("mpirun_hostfile") is not None or _is_reached(answers)
+    return _has_machines(answers) and not starts_all
+
+
+def _has_machines(answers: Answers) -> bool:
+    return _is_multi(answers) and _number(answers, "num_machines") > 1
+
+
+def _may_use_deepspeed(answers: Answers) -> bool:
+    is_possible = not _is_tpu(answers) and answers.get("mpirun_hostfile") is None
+    return answers.get("has_deepspeed") is True and is_possible
+
+
+def _asks_launcher(answers: Answers) -> bool:
+    return _has_deepspeed(answers) and _has_machines(answers)
+
+
+def _is_reached(answers: Answers) -> bool:
+    """Return whether DeepSpeed's launcher reaches the machines."""
+    return _asks_launcher(answers) and answers.get("deepspeed_multinode_launcher", "standard") != "standard"
+
+
+def _configures_deepspeed(answers: Answers) -> bool:
+    return _has_deepspeed(answers) and answers.get("deepspeed_config_file") is None
+
+
+def _from_stage(stage: int) -> Callable[[Answers], bool]:
+    def holds(answers: Answers) -> bool:
+        return _configures_deepspeed(answers) and _number(answers, "zero_stage", 0) >= stage
+
+    return holds
+
+
+def _needs_disk(what: str) -> Callable[[Answers], bool]:
+    def holds(answers: Answers) -> bool:
+        return _configures_deepspeed(answers) and answers.get(f"offload_{what}_device") == "nvme"
+
+    return holds
+
+
+def _may_shard(answers: Answers) -> bool:
+    return _is_multi(answers) and not _has_deepspeed(answers)
 
 
 def _asks_address(answers: Answers) -> bool:
@@ -113,7 +154,9 @@ def _asks_address(answers: Answers) -> bool:
 
 
 def _asks_rank(answers: Answers) -> bool:
-    return _needs_rendezvous(answers) and answers.get("rdzv_backend") == "static"
+    # DeepSpeed's launcher without ssh starts each machine by itself.
+    is_alone = _is_reached(answers) and answers.get("deepspeed_multinode_launcher") == "nossh"
+    return is_alone or (_needs_rendezvous(answers) and answers.get("rdzv_backend") == "static")
 
 
 def _has_accelerator(answers: Answers) -> bool:
@@ -167,6 +210,25 @@ _WRAPS = MappingProxyType(
         "NO_WRAP": "none: gather the whole model at once (NO_WRAP)",
     }
 )
+_STAGES = MappingProxyType(
+    {
+        "2": "2: shard optimizer state and gradients",
+        "3": "3: shard parameters too",
+        "1": "1: shard optimizer state",
+        "0": "0: shard nothing",
+    }
+)
+_LAUNCHERS = MappingProxyType(
+    {
+        "standard": "accelfn launch is started on each of them (standard)",
+        "pdsh": "pdsh, over ssh (pdsh)",
+        "openmpi": "mpirun of Open MPI (openmpi)",
+        "mvapich": "mpirun of MVAPICH (mvapich)",
+        "mpich": "mpirun of MPICH (mpich)",
+        "slurm": "srun (slurm)",
+        "nossh": "its launcher is started on each of them (nossh)",
+    }
+)
 _BACKENDS = MappingProxyType(
     {"static": "each machine has a fixed rank (static)", "c10d": "ranks are assigned (c10d)"}
 )
@@ -189,6 +251,8 @@ def _precisions(answers: Answers) -> tuple[str, ...]:
 
 
 def _fp8_engines(answers: Answers) -> tuple[str, ...]:
+    if _has_deepspeed(answers):  # which can't be combined with it
+        return ()
     return cast("tuple[str, ...]", answers.get("fp8_engines", ()))
 
 
@@ -209,7 +273,16 @@ def _asks_downcast(answers: Answers) -> bool:
 
 
 def _asks_processes(answers: Answers) -> bool:
-    return _is_multi(answers) or _is_tpu(answers)
+    # A hostfile has the number of slots of each host.
+    return (_is_multi(answers) and not _is_reached(answers)) or _is_tpu(answers)
+
+
+def _asks_devices(answers: Answers) -> bool:
+    return _has_accelerator(answers) and not _is_reached(answers)
+
+
+def _asks_precision(answers: Answers) -> bool:
+    return not _has_deepspeed(answers) or _configures_deepspeed(answers)
 
 
 #: All questions in order. A question depends only on previous ones.
@@ -234,6 +307,17 @@ QUESTIONS: tuple[Question, ...] = (
         _has("machine_type", CPUS),
         optional=True,
     ),
+    Question("use_deepspeed", "Train with DeepSpeed (ZeRO)?", _may_use_deepspeed),
+    Question(
+        "deepspeed_multinode_launcher",
+        "How does DeepSpeed reach the other machines?",
+        _asks_launcher,
+        "standard",
+        _LAUNCHERS,
+    ),
+    Question(
+        "deepspeed_hostfile", "Hostfile, with lines such as node1 slots=8", _is_reached, example="hostfile"
+    ),
     Question("rdzv_backend", "How do machines get their ranks?", _needs_rendezvous, "static", _BACKENDS),
     Question("machine_rank", "Rank of this machine (others pass --machine_rank)", _asks_rank, 0, _ranks),
     Question("main_process_ip", "Address of machine 0", _asks_address, example="10.0.0.1"),
@@ -241,7 +325,41 @@ QUESTIONS: tuple[Question, ...] = (
     Question("debug", "Check the arguments of collectives on all ranks? (slower)", _is_multi),
     Question("cpu", "Use the CPU even if there is an accelerator?", _may_use_accelerator),
     Question("dynamo_backend", "torch.compile backend for models", _always, "no"),
-    Question("use_fsdp", "Shard models over the processes with FSDP?", _is_multi),
+    Question(
+        "deepspeed_config_file",
+        "DeepSpeed's JSON config file (none: answer questions)",
+        _has_deepspeed,
+        optional=True,
+    ),
+    Question("zero_stage", "Which stage of ZeRO?", _configures_deepspeed, 2, _STAGES),
+    Question("offload_optimizer_device", "Where to keep optimizer state?", _from_stage(1), "none"),
+    Question(
+        "offload_optimizer_nvme_path",
+        "Directory on the disk for optimizer state",
+        _needs_disk("optimizer"),
+        example="/nvme",
+    ),
+    Question("offload_param_device", "Where to keep parameters?", _from_stage(3), "none"),
+    Question(
+        "offload_param_nvme_path",
+        "Directory on the disk for parameters",
+        _needs_disk("param"),
+        example="/nvme",
+    ),
+    Question(
+        "gradient_clipping",
+        "Maximum gradient norm (none: set by the script)",
+        _configures_deepspeed,
+        optional=True,
+    ),
+    Question("zero3_init_flag", "Create models already sharded, in zero3_init?", _from_stage(3), True),
+    Question(
+        "deepspeed_moe_layer_cls_names",
+        "Classes of mixture-of-experts layers, comma-separated (none: there are none)",
+        _from_stage(3),
+        optional=True,
+    ),
+    Question("use_fsdp", "Shard models over the processes with FSDP?", _may_shard),
     Question("fsdp_version", "Options of which FSDP version?", _has_fsdp, 2, _VERSIONS),
     Question(
         *("fsdp_sharding_strategy", "Reshard parameters after the forward pass?", _has("fsdp_version", 1)),
@@ -266,20 +384,20 @@ QUESTIONS: tuple[Question, ...] = (
         "Minimum number of parameters of a wrapped module",
         _has("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
     ),
-    Question("use_parallelism_config", "Arrange the processes in a mesh (replicas, shards, tp)?", _is_multi),
+    Question("use_parallelism_config", "Arrange the processes in a mesh (replicas, shards, tp)?", _may_shard),
     Question("parallelism_config_dp_replicate_size", "Data-parallel replicas (dp_replicate)", _has_mesh),
     Question("parallelism_config_tp_size", "Tensor-parallel size (tp)", _has_mesh),
     Question("parallelism_config_dp_shard_size", "Data-parallel shards (dp_shard)", _has_mesh, _usual_shards),
     Question(
         "num_processes", "How many processes on all machines together?", _asks_processes, _usual_processes
     ),
-    Question("gpu_ids", "Which accelerators of this machine?", _has_accelerator),
-    Question("enable_cpu_affinity", "Bind each process to the NUMA node of its GPU?", _has_accelerator),
+    Question("gpu_ids", "Which accelerators of this machine?", _asks_devices),
+    Question("enable_cpu_affinity", "Bind each process to the NUMA node of its GPU?", _asks_devices),
     Question("main_training_function", "Function of the script that each process calls", _is_tpu),
     Question("tpu_cluster", "Start on every machine of a TPU pod with gcloud?", _is_tpu),
     Question("tpu_name", "Name of the TPU", _is_cluster, example="my-tpu"),
     Question("tpu_zone", "Zone of the TPU", _is_cluster, example="us-central1-a"),
-    Question("mixed_precision", "Which mixed precision?", _always, "no", _precisions),
+    Question("mixed_precision", "Which mixed precision?", _asks_precision, "no", _precisions),
     Question(
         *("fp8_backend", "Which engine for fp8?", _has("mixed_precision", "fp8")),
         *(_usual_fp8_engine, _fp8_engines),
@@ -294,7 +412,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "gradient_accumulation_steps",
         "Gradient accumulation steps (none: set by the script)",
-        _always,
+        _asks_precision,
         optional=True,
     ),
 )
@@ -308,6 +426,7 @@ def first_answers(
     has_tpu: bool = False,
     has_sagemaker: bool = False,
     fp8_engines: tuple[str, ...] = (),
+    has_deepspeed: bool = False,
 ) -> Answers:
     """Return the initial answers: the values of options without a question. Pure.
 
@@ -317,9 +436,10 @@ def first_answers(
         has_tpu: Whether torch_xla is installed.
         has_sagemaker: Whether the sagemaker package is.
         fp8_engines: The engines of fp8 that are installed.
+        has_deepspeed: Whether DeepSpeed is installed.
 
     >>> list(first_answers({"max_restarts": 3, "num_processes": 4}))
-    ['max_restarts', 'devices', 'has_tpu', 'has_sagemaker', 'fp8_engines']
+    ['max_restarts', 'devices', 'has_tpu', 'has_sagemaker', 'fp8_engines', 'has_deepspeed']
     """
     kept = {name: value for name, value in saved.items() if name not in _DECIDED and value is not None}
     # The file may be for another machine.
@@ -331,6 +451,7 @@ def first_answers(
         "has_tpu": has_tpu or saved.get("tpu") is True,
         "has_sagemaker": has_sagemaker or saved.get("compute_environment") == "AMAZON_SAGEMAKER",
         "fp8_engines": tuple(dict.fromkeys((*fp8_engines, *([chosen] if chosen else ())))),
+        "has_deepspeed": has_deepspeed or saved.get("use_deepspeed") is True,
     }
 
 

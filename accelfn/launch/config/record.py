@@ -84,12 +84,23 @@ def is_active(config: LaunchConfig, option: Option, *, writes_sbatch: bool = Fal
 def list_not_yet(config: LaunchConfig) -> tuple[tuple[Option, str], ...]:
     """List the unsupported engines that a configuration selects: the option and the engine's name. Pure.
 
-    >>> list_not_yet(LaunchConfig(use_deepspeed=True))[0][1]
-    'DeepSpeed'
+    >>> list_not_yet(LaunchConfig(use_megatron_lm=True))[0][1]
+    'Megatron-LM'
     """
     return tuple(
         (OPTIONS[name], engine) for name, (on, engine) in NOT_YET.items() if getattr(config, name) == on
     )
+
+
+def deepspeed_launcher(config: LaunchConfig) -> str | None:
+    """Return which launcher of DeepSpeed starts the processes of all hosts; None for torchrun. Pure.
+
+    >>> deepspeed_launcher(LaunchConfig(use_deepspeed=True, deepspeed_hostfile="hosts"))
+    'pdsh'
+    """
+    launcher = config.deepspeed_multinode_launcher or "pdsh"
+    is_used = config.use_deepspeed and config.deepspeed_hostfile is not None and launcher != "standard"
+    return launcher if is_used else None
 
 
 def _check_choices(config: LaunchConfig) -> None:
@@ -105,6 +116,13 @@ def _check_choices(config: LaunchConfig) -> None:
         )
     if config.no_python and config.tpu:
         raise ConfigurationError("--tpu runs a function of a Python script. Leave --no_python out.")
+    if config.use_deepspeed and config.tpu:
+        raise ConfigurationError("--use_deepspeed and --tpu exclude each other. Pass one of them.")
+    if config.mpirun_hostfile is not None and deepspeed_launcher(config) is not None:
+        raise ConfigurationError(
+            "--mpirun_hostfile and --deepspeed_hostfile exclude each other: one of the two starts the "
+            "processes. Pass one of them."
+        )
     if not config.use_fsdp:
         return
     if (
@@ -168,9 +186,9 @@ def _check_machines(config: LaunchConfig) -> None:
             f"--max_restarts {config.max_restarts} needs --rdzv_backend c10d: a static rendezvous can't be "
             "repeated for another attempt."
         )
-    # mpirun, SageMaker and TPU pods start the processes on every machine themselves.
-    needs_no_address = config.tpu or config.mpirun_hostfile or config.compute_environment != "LOCAL_MACHINE"
-    if machines == 1 or needs_no_address:
+    # mpirun, DeepSpeed, SageMaker and TPU pods start the processes on every machine themselves.
+    starts_all = config.tpu or config.mpirun_hostfile or deepspeed_launcher(config) is not None
+    if machines == 1 or starts_all or config.compute_environment != "LOCAL_MACHINE":
         return
     if config.main_process_ip is None and config.rdzv_endpoint is None:
         raise ConfigurationError(

@@ -191,10 +191,10 @@ def refuse_not_yet(resolved: Resolved) -> None:
     Raises:
         NotAvailableError: The configuration selects one.
 
-    >>> refuse_not_yet(resolve({"use_deepspeed": Given("true", "--use_deepspeed")}, {}))
+    >>> refuse_not_yet(resolve({"use_megatron_lm": Given("true", "--use_megatron_lm")}, {}))
     Traceback (most recent call last):
         ...
-    accelfn.errors.NotAvailableError: accelfn doesn't support DeepSpeed yet. Leave --use_deepspeed out.
+    accelfn.errors.NotAvailableError: accelfn doesn't support Megatron-LM yet. Leave --use_megatron_lm out.
     """
     for option, engine in list_not_yet(resolved.config):
         origin, value = resolved.origins[option.name], getattr(resolved.config, option.name)

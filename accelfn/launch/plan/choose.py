@@ -9,7 +9,13 @@ from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values, is_active, replace
+from accelfn.launch.config.record import (
+    LaunchConfig,
+    changed_values,
+    deepspeed_launcher,
+    is_active,
+    replace,
+)
 from accelfn.launch.config.resolve import Resolved
 from accelfn.launch.config.secrets import hide_in_text
 from accelfn.launch.plan.commands import (
@@ -23,6 +29,7 @@ from accelfn.launch.plan.commands import (
     plan_torchrun,
     plan_xla,
 )
+from accelfn.launch.plan.deepspeed import check_launcher, plan_deepspeed, plan_hosts
 from accelfn.launch.plan.machine import Machine
 
 # Sections exported with their defaults, which differ from those of the records that read them.
@@ -71,6 +78,13 @@ def plan_launch(
         )
     if config.tpu and config.tpu_cluster:
         return plan_pod(config, script)
+    if config.use_deepspeed:
+        check_launcher(config)
+    if deepspeed_launcher(config) is not None:
+        hosts = plan_hosts(config, machine)
+        variables = plan_variables(resolved, machine, environment, max(hosts.values()))
+        _refuse_agent_flags(resolved, "DeepSpeed's launcher")
+        return plan_deepspeed(config, script, machine, hosts, variables)
     total = count_processes(config, machine)
     local_size = total // config.num_machines
     _check_devices(config, machine, environment, local_size)
@@ -130,6 +144,7 @@ def _needs_agent(config: LaunchConfig) -> bool:
         or config.main_process_ip is not None
         or bool(elastic_options(config))
         or config.enable_cpu_affinity
+        or config.use_deepspeed  # which needs a process group
     )
 
 

@@ -37,7 +37,7 @@ class LaunchPlan:
     """The command that starts the processes of one machine.
 
     Attributes:
-        way: ``"single"``, ``"torchrun"``, ``"mpirun"``, ``"xla"`` or ``"tpu_pod"``.
+        way: ``"single"``, ``"torchrun"``, ``"mpirun"``, ``"deepspeed"``, ``"xla"`` or ``"tpu_pod"``.
         argv: The command.
         env_changes: Variables to set, as pairs sorted by name. Others are inherited.
         hosts_port: Port that this machine serves, and which must be free.

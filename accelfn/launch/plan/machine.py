@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from accelfn.devices import DEVICE_TYPES, has_false_peers
 
@@ -27,6 +28,7 @@ class Machine:
         python: Path of the interpreter.
         mpirun: Path of mpirun or mpiexec, or None.
         is_open_mpi: Whether ``mpirun`` is Open MPI's.
+        hosts: Hosts of DeepSpeed's hostfile, and their numbers of slots.
     """
 
     cores: int = 1
@@ -36,6 +38,7 @@ class Machine:
     python: str = "python"
     mpirun: str | None = None
     is_open_mpi: bool = False
+    hosts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def read_machine(environment: Mapping[str, str], *, root: str = "/", wants_mpi: bool = False) -> Machine:

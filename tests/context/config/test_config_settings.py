@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import os
 from types import MappingProxyType
 from typing import Any
@@ -7,6 +8,7 @@ import pytest
 
 from accelfn.context.config import (
     VARIABLES,
+    DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     Settings,
@@ -20,6 +22,7 @@ from accelfn.errors import ConfigurationError
 # Variables that are read only if these are set as well.
 MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 CONTEXT: dict[type, dict[str, str]] = {
+    DeepSpeedPlugin: {"ACCELERATE_USE_DEEPSPEED": "true"},
     FullyShardedDataParallelPlugin: {"ACCELERATE_USE_FSDP": "true"},
     ParallelismConfig: MESH,
     TorchContextParallelConfig: {**MESH, "PARALLELISM_CONFIG_CP_SIZE": "2"},
@@ -70,7 +73,40 @@ SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
     ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, {"gradient_accumulation_steps": None}),
     ({"ACCELFN_DEBUG": "no", "ACCELFN_DEBUG_MODE": "true"}, {"debug": False}),
     ({"ACCELERATE_INIT_INCLUDE_BUFFERS": "no"}, {"init_include_buffers": False}),
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, {"use_deepspeed": True}),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, {"deepspeed_plugin": DeepSpeedPlugin()}),
+    ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "nonsense"}, {"deepspeed_plugin": None}),
+    (
+        {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "/nvme",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "no",
+            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+            "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "Block, Layer",
+            "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+        },
+        {
+            "gradient_accumulation_steps": 2,  # of the context, which the plugin's "auto" takes
+            "deepspeed_plugin": DeepSpeedPlugin(
+                zero_stage=3,
+                offload_optimizer_device="nvme",
+                offload_optimizer_nvme_path="/nvme",
+                offload_param_device="cpu",
+                zero3_init_flag=False,
+                zero3_save_16bit_model=True,
+                transformer_moe_cls_names=("Block", "Layer"),
+                gradient_clipping=1.0,
+            ),
+        },
+    ),
+    (
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_CLIPPING": "auto"},
+        {"deepspeed_plugin": DeepSpeedPlugin()},
+    ),
     (
         {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"},
         {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", dynamic=None)},
@@ -141,3 +177,70 @@ def test_values_that_clash_name_their_variables() -> None:
         ConfigurationError, match=r"ACCELFN_FSDP_AUTO_WRAP_POLICY=SIZE_BASED_WRAP.*min_num_params"
     ):
         read_settings(env)
+
+
+def deepspeed_env(config: dict[str, Any], **variables: str) -> dict[str, str]:
+    named = {
+        "USE_DEEPSPEED": "true",
+        "DEEPSPEED_CONFIG_FILE": json.dumps({"zero_optimization": {}, **config}),
+    }
+    return {f"ACCELERATE_{name}": value for name, value in {**named, **variables}.items()}
+
+
+FILE: dict[str, Any] = {
+    "gradient_clipping": 0.5,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "auto"},
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("GRADIENT_CLIPPING", "1.0", "gradient_clipping is 0.5"),
+        ("DEEPSPEED_ZERO_STAGE", "2", "zero_optimization.stage is 3"),
+        ("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu", "zero_optimization.offload_param.device is left out"),
+        ("DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "/a", "zero_optimization.offload_param.nvme_path is left out"),
+        (
+            "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+            "no",
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save is True",
+        ),
+    ],
+)
+def test_a_variable_that_contradicts_the_configuration_of_deepspeed_names_both(
+    name: str, value: str, found: str
+) -> None:
+    message = (
+        f"ACCELERATE_{name}={value} contradicts .* ACCELERATE_DEEPSPEED_CONFIG_FILE names, where {found}"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        read_settings(deepspeed_env(FILE, **{name: value}))
+
+
+def test_a_variable_fills_what_the_configuration_leaves_open_or_repeats_it() -> None:
+    plugin = read_settings(
+        deepspeed_env(
+            FILE,
+            GRADIENT_CLIPPING="0.5",
+            DEEPSPEED_ZERO_STAGE="3",
+            DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="cpu",
+            DEEPSPEED_OFFLOAD_PARAM_DEVICE="none",
+        )
+    ).deepspeed_plugin
+    assert plugin is not None
+    assert (plugin.stage, plugin.offload_optimizer_device) == (3, "cpu")
+
+
+def test_the_precision_that_accelerates_launcher_always_writes_leaves_the_choice_to_the_configuration() -> (
+    None
+):
+    config = {"bf16": {"enabled": True}}
+    assert read_settings(deepspeed_env(config, MIXED_PRECISION="no")).mixed_precision is None
+    assert read_settings(deepspeed_env(config, MIXED_PRECISION="fp16")).mixed_precision == "fp16"
+    ours = {**deepspeed_env(config), "ACCELFN_MIXED_PRECISION": "no"}
+    assert read_settings(ours).mixed_precision == "no"
+    assert read_settings(deepspeed_env({}, MIXED_PRECISION="no")).mixed_precision == "no"

@@ -208,6 +208,24 @@ def test_offloaded_checkpoints_of_activations() -> None:
     assert found.notes == ()
 
 
+def test_deepspeed_on_several_machines() -> None:
+    section = (
+        "deepspeed_multinode_launcher: pdsh, deepspeed_hostfile: hosts, zero_stage: 2, zero3_init_flag: true"
+    )
+    found = imported(
+        f"distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 16\ndeepspeed_config: {{{section}}}"
+    )
+    assert found.config == LaunchConfig(
+        use_deepspeed=True,
+        num_machines=2,
+        num_processes=16,
+        zero_stage=2,
+        deepspeed_multinode_launcher="pdsh",
+        deepspeed_hostfile="hosts",
+    )
+    assert found.notes == ("zero3_init_flag: dropped; it needs zero_stage 3.",)
+
+
 def test_values_without_a_place_are_reported() -> None:
     found = imported("distributed_type: MULTI_XPU\nnum_processes: -1\nmpirun_config: {mpirun_ccl: 4}")
     assert found.config == LaunchConfig(multi_gpu=True)

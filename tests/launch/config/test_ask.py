@@ -13,6 +13,7 @@ import termios
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from fcntl import ioctl
+from importlib.util import find_spec
 
 import pytest
 
@@ -127,7 +128,8 @@ def plan_session(
     here = os.getcwd()
     os.chdir(home)  # as the program's, for answers that are relative paths
     try:
-        answers = ask_questions(first_answers(saved), saved, put, lambda _: None)
+        first = first_answers(saved, has_deepspeed=find_spec("deepspeed") is not None)
+        answers = ask_questions(first, saved, put, lambda _: None)
     finally:
         os.chdir(here)
     assert not any(left.values()), left

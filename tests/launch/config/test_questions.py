@@ -1,6 +1,8 @@
 """The questionnaire as a plan: every path ends in a configuration that holds and survives its file."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +45,17 @@ NUMBERS = ("0", "1", "2", "3", "4", "6", "8", "12", "-1", "0.5", "29501", "all",
 FP8_ENGINES = st.sampled_from(((), ("ao",), ("ao", "te", "msamp")))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Work where the files are that serve as examples: a file that is missing is asked for again."""
+    before, folder = Path.cwd(), tmp_path_factory.mktemp("files")
+    for name in ("hostfile", "ds.json"):
+        (folder / name).touch()
+    os.chdir(folder)
+    yield
+    os.chdir(before)
+
+
 def refuse_nothing(reason: str) -> None:
     raise AssertionError(reason)
 
@@ -65,8 +78,12 @@ def draw_answers(data: st.DataObject, saved: Mapping[str, object], devices: int)
         refused += 1
         assert len(reason) > 20
 
-    has_tpu, engines = data.draw(st.tuples(st.booleans(), FP8_ENGINES), label="has_tpu, engines")
-    first = first_answers(saved, devices, has_tpu=has_tpu, fp8_engines=engines)
+    here = {
+        "has_tpu": data.draw(st.booleans(), label="has TPU"),
+        "has_deepspeed": data.draw(st.booleans(), label="has DeepSpeed"),
+        "fp8_engines": data.draw(FP8_ENGINES, label="engines of fp8"),
+    }
+    first = first_answers(saved, devices, **here)
     return ask_questions(first, saved, put, say), refused
 
 
@@ -131,7 +148,9 @@ def test_launches_take_what_was_answered(data: st.DataObject) -> None:
     answers, _ = draw_answers(data, {}, 0)
     config = LaunchConfig(**values_of(answers))
     file = parse_config(format_config(config, "a.json", frozenset(values_of(answers))), "a.json")
-    here = machines.Machine(cores=4, mpirun="/usr/bin/mpirun", is_open_mpi=True)
+    count: int = config.num_machines
+    hosts = {f"n{number}": 2 for number in range(count)}
+    here = machines.Machine(cores=4, mpirun="/usr/bin/mpirun", is_open_mpi=True, hosts=hosts)
     plan_launch(resolve({}, {}, file), Script("train.py"), {}, here)
 
 
@@ -153,7 +172,7 @@ def test_questions_hang_on_those_before_them_only() -> None:
                 question.when(answers)
                 question.choices(answers)
                 question.default(answers)
-        here = {"devices", "fp8_engines", "has_sagemaker", "has_tpu", "rdzv_endpoint"}
+        here = {"devices", "fp8_engines", "has_deepspeed", "has_sagemaker", "has_tpu", "rdzv_endpoint"}
         assert read <= {*names[: position + 1], *here}, question.name
 
 
@@ -254,6 +273,22 @@ def test_a_mesh_is_filled_with_shards_and_has_as_many_processes(
     assert answer_all({}, dict(parse_config(format_config(config, "a.json"), "a.json").values)) == config
 
 
+def test_deepspeed_by_answers() -> None:
+    several = {"machine_type": "several processes on CPUs", "use_deepspeed": "yes"}
+    texts = {**several, "zero_stage": "3", "offload_param_device": "nvme", "offload_param_nvme_path": "/n"}
+    config = answer_all({**texts, "gradient_clipping": "1.0", "num_processes": "4"}, {}, has_deepspeed=True)
+    assert (config.use_deepspeed, config.zero_stage, config.num_processes) == (True, 3, 4)
+    assert (config.offload_param_device, config.offload_param_nvme_path) == ("nvme", "/n")
+    assert (config.zero3_init_flag, config.gradient_clipping, config.mixed_precision) == (True, 1.0, "no")
+    saved = dict(parse_config(format_config(config, "a.json"), "a.json").values)
+    assert answer_all({}, saved) == config, "the file is enough to be asked about DeepSpeed"
+    hosts = {"num_machines": "2", "deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "hostfile"}
+    config = answer_all({**several, **hosts, "deepspeed_config_file": "ds.json"}, {}, has_deepspeed=True)
+    assert config.deepspeed_hostfile == str(Path.cwd() / "hostfile")
+    assert (config.num_processes, config.zero_stage, config.mixed_precision) == (None, None, None)
+    assert (config.main_process_ip, config.machine_rank) == (None, None)
+
+
 def test_faults_of_accelerates_questionnaire_are_none_here() -> None:
     tpu = answer_all({"mixed_precision": "bf16", "downcast_bf16": "yes"}, {"tpu": True})
     assert (tpu.mixed_precision, tpu.downcast_bf16) == ("bf16", True)
@@ -315,13 +350,18 @@ def test_no_program_is_kept_from_a_file_where_a_tpu_was_chosen() -> None:
     assert LaunchConfig(**values_of(answers)).no_python
 
 
-LATER = ("deepspeed", "megatron", "zero", "offload_", "parallelism_config_cp", "parallelism_config_sp")
+LATER = ("megatron", "parallelism_config_cp", "parallelism_config_sp")
+DEEPSPEED = ("deepspeed", "use_deepspeed", "zero", "offload_", "gradient_clipping")
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.data(), st.sampled_from((0, 1, 4, None)), st.booleans(), FP8_ENGINES)
+@given(st.data(), st.sampled_from((0, 1, 4, None)), st.booleans(), st.booleans(), FP8_ENGINES)
 def test_what_cannot_run_is_not_asked(
-    data: st.DataObject, devices: int | None, has_tpu: bool, engines: tuple[str, ...]
+    data: st.DataObject,
+    devices: int | None,
+    has_tpu: bool,
+    has_deepspeed: bool,
+    engines: tuple[str, ...],
 ) -> None:
     asked: dict[str, tuple[str, ...]] = {}
 
@@ -330,14 +370,16 @@ def test_what_cannot_run_is_not_asked(
         usual = "" if default is not None or question.optional else question.example
         return data.draw(st.sampled_from(few), label=question.name) if few else usual
 
-    first = first_answers({}, devices, has_tpu=has_tpu, fp8_engines=engines)
+    first = first_answers({}, devices, has_tpu=has_tpu, has_deepspeed=has_deepspeed, fp8_engines=engines)
     ask_questions(first, {}, put, lambda _: None)
     assert asked.get("fp8_backend", engines) == engines
-    assert ("fp8" in asked["mixed_precision"]) is (bool(engines) and "tpu_cluster" not in asked)
+    without = not engines or "tpu_cluster" in asked or "zero_stage" in asked
+    assert ("fp8" in asked.get("mixed_precision", ())) is (not without and "mixed_precision" in asked)
     reported = [*asked, *(one for few in asked.values() for one in few)]
     assert not [
         one for one in reported if one.startswith(LATER) or any(f"use_{name}" in one for name in LATER)
     ]
+    assert has_deepspeed or not [name for name in asked if name.startswith(DEEPSPEED)]
     assert ("TPU" in reported) is (has_tpu and "machine_type" in asked)
     if devices == 0:
         assert not {"several accelerators", "cpu", "gpu_ids", "enable_cpu_affinity"} & {*reported}

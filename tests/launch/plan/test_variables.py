@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelfn.context.config import read_settings
+from accelfn.context.config import DeepSpeedPlugin, read_settings
 from accelfn.launch import LaunchPlan, Machine, Script, parse_flags, plan_launch, resolve
 from accelfn.launch.config.files import parse_config
 
@@ -116,8 +116,25 @@ def test_a_context_reads_exported_options_of_fsdp_and_the_mesh() -> None:
     assert settings.parallelism_config.dp_shard_size == 2
 
 
+def test_a_context_reads_exported_options_of_deepspeed() -> None:
+    flags = ("--offload_optimizer_device=cpu", "--zero3_init_flag=no", "--deepspeed_moe_layer_cls_names=A,B")
+    variables = variables_of("--use_deepspeed", "--zero_stage=3", "--gradient_clipping=0.5", *flags)
+    assert read_settings(variables).deepspeed_plugin == DeepSpeedPlugin(
+        zero_stage=3,
+        offload_optimizer_device="cpu",
+        zero3_init_flag=False,
+        transformer_moe_cls_names=("A", "B"),
+        gradient_clipping=0.5,
+    )
+    disk = variables_of(
+        "--use_deepspeed", "--offload_optimizer_device=nvme", "--offload_optimizer_nvme_path=/n"
+    )
+    plugin = read_settings(disk).deepspeed_plugin
+    assert plugin is not None
+    assert plugin.offload_optimizer_nvme_path == "/n"
+
+
 def test_a_context_reads_exported_options_of_other_engines() -> None:
-    assert read_settings(variables_of("--use_deepspeed", "--zero_stage=3")).use_deepspeed
     assert read_settings(variables_of("--use_megatron_lm", "--megatron_lm_tp_degree=2")).use_megatron_lm
 
 
