@@ -54,6 +54,27 @@ def test_both_trainings_learn_the_digits_and_end_with_equal_weights(tmp_path: Pa
     assert weights[0] == weights[1]
 
 
+LAYOUTS = {
+    "plain": (1, ()),
+    "replicated": (2, ()),
+    "FSDP2": (2, ("--use_fsdp", "--fsdp_version=2")),
+    "ZeRO-2": (2, ("--use_deepspeed", "--zero_stage=2")),
+    "ZeRO-3": (2, ("--use_deepspeed", "--zero_stage=3")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_loop_runs_in_every_layout_by_flags_alone(tmp_path: Path) -> None:
+    losses: dict[str, list[float]] = {}
+    for layout, (num_processes, flags) in LAYOUTS.items():
+        output = launch("same_loop.py", tmp_path, num_processes=num_processes, flags=flags)
+        losses[layout] = [float(one) for one in re.findall(r"loss (\d+\.\d+)", output)]
+        assert len(losses[layout]) == 2, output
+    for layout, found in losses.items():
+        assert found == pytest.approx(losses["plain"], abs=2e-5), layout
+
+
 FSDP2 = (
     "--use_fsdp",
     "--fsdp_version=2",

@@ -17,6 +17,7 @@ from accelfn.context.config import (
     AutocastKwargs,
     CanonicalReduction,
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FP8RecipeKwargs,
     FullyShardedDataParallelPlugin,

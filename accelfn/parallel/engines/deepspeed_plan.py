@@ -341,6 +341,7 @@ def _fill(
             filled = dict(cast("Mapping[str, Any]", section))
             _set(filled, device=str(device), nvme_path=None if path == "none" else path)
             zero[name] = filled
+    zero.setdefault("stage", plugin.zero_stage)
     _set(
         zero,
         stage=plugin.zero_stage,

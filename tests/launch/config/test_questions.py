@@ -78,7 +78,7 @@ def draw_answers(data: st.DataObject, saved: Mapping[str, object], devices: int)
         refused += 1
         assert len(reason) > 20
 
-    here = {
+    here: dict[str, Any] = {
         "has_tpu": data.draw(st.booleans(), label="has TPU"),
         "has_deepspeed": data.draw(st.booleans(), label="has DeepSpeed"),
         "fp8_engines": data.draw(FP8_ENGINES, label="engines of fp8"),

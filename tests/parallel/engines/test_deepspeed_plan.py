@@ -68,6 +68,7 @@ WARMUP = {
             False,
         ),
         ({"zero_optimization": {"stage": "auto"}}, FACTS, "zero_optimization.stage", 2),
+        ({"zero_optimization": {}}, FACTS, "zero_optimization.stage", 2),
         ({**zero(), "optimizer": ADAM, "scheduler": WARMUP}, DUMMY, "optimizer.params.lr", 0.5),
         ({**zero(), "optimizer": ADAM, "scheduler": WARMUP}, DUMMY, "optimizer.params.weight_decay", 0.25),
         ({**zero(), "optimizer": ADAM, "scheduler": WARMUP}, DUMMY, "scheduler.params.warmup_min_lr", 0.0),
