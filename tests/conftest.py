@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 
+import pytest
 from hypothesis import settings
 
 # No deadline: the machine is shared, and a slow example is not a wrong one.
@@ -13,3 +16,13 @@ settings.load_profile("ci" if os.environ.get("CI") else "quick")
 # A shell that starts the suite in the background ignores interrupts, and so would what a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def deepspeed_ops() -> None:
+    """Compile DeepSpeed's operations once, in which tests with a bounded time would be cut off."""
+    names = "('ShareMemCommBuilder', 'CPUAdamBuilder')"
+    code = "from deepspeed.accelerator import get_accelerator as one\n" + (
+        f"for name in {names}: one().create_op_builder(name).load(verbose=False)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=1200)

@@ -1,9 +1,9 @@
 """Train on handwritten digits; how ranks share the work is decided by flags of the launcher alone.
 
-    accelfn launch docs/examples/same_loop.py
-    accelfn launch --num_processes 2 docs/examples/same_loop.py
-    accelfn launch --num_processes 2 --use_fsdp --fsdp_version 2 docs/examples/same_loop.py
-    accelfn launch --num_processes 2 --use_deepspeed --zero_stage 3 docs/examples/same_loop.py
+accelfn launch docs/examples/same_loop.py
+accelfn launch --num_processes 2 docs/examples/same_loop.py
+accelfn launch --num_processes 2 --use_fsdp --fsdp_version 2 docs/examples/same_loop.py
+accelfn launch --num_processes 2 --use_deepspeed --zero_stage 3 docs/examples/same_loop.py
 """
 
 import torch
@@ -27,19 +27,20 @@ def main() -> None:
         af.set_seed(0)
         model: nn.Module = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        loader = DataLoader(load(), batch_size=64 // ctx.num_processes, shuffle=True)
+        loader = DataLoader(load(), batch_size=64 // ctx.num_processes, shuffle=True, drop_last=True)
         model, optimizer, batches = af.prepare(ctx, model, optimizer, loader)
         scaler = af.init_scaler(ctx)
         for epoch in range(2):
-            total = torch.zeros((), device=ctx.device)
+            total, count = torch.zeros((), device=ctx.device), torch.zeros((), device=ctx.device)
             for (images, labels), micro in af.microbatches(ctx, batches):
                 with af.accumulate(ctx, micro, model):
                     loss = nn.functional.cross_entropy(model(images), labels, reduction="sum")
                     scaler = af.backward(ctx, loss, scaler, micro, weight=len(labels))
                 if micro.sync:
                     scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
-                total += loss.detach()
-            af.print_once(ctx, f"epoch {epoch}: loss {float(af.reduce(ctx, total)) / 1797:.5f}")
+                total, count = total + loss.detach(), count + len(labels)
+            total, count = af.reduce(ctx, (total, count))
+            af.print_once(ctx, f"epoch {epoch}: loss {float(total / count):.5f}")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ with af.init_context() as ctx:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),  # DeepSpeed takes long to import, and compiles its operations once
+    pytest.mark.timeout(1500),
+    pytest.mark.usefixtures("deepspeed_ops"),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
 ]
 
