@@ -139,13 +139,22 @@ from accelfn.parallel import convert_sync_batchnorm as convert_sync_batchnorm
 from accelfn.parallel import plan_memory as plan_memory
 from accelfn.parallel import plan_model as plan_model
 from accelfn.parallel import register_forward_method as register_forward_method
+from accelfn.parallel.engines import AbstractTrainStep as AbstractTrainStep
+from accelfn.parallel.engines import BertTrainStep as BertTrainStep
 from accelfn.parallel.engines import DeepSpeedFacts as DeepSpeedFacts
 from accelfn.parallel.engines import DeepSpeedPlan as DeepSpeedPlan
 from accelfn.parallel.engines import DummyOptim as DummyOptim
 from accelfn.parallel.engines import DummyScheduler as DummyScheduler
+from accelfn.parallel.engines import GPTTrainStep as GPTTrainStep
+from accelfn.parallel.engines import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accelfn.parallel.engines import MegatronPlan as MegatronPlan
+from accelfn.parallel.engines import ModelShape as ModelShape
+from accelfn.parallel.engines import T5TrainStep as T5TrainStep
 from accelfn.parallel.engines import deepspeed_facts as deepspeed_facts
 from accelfn.parallel.engines import gathered_parameters as gathered_parameters
 from accelfn.parallel.engines import plan_deepspeed as plan_deepspeed
+from accelfn.parallel.engines import plan_megatron as plan_megatron
+from accelfn.parallel.engines import read_shape as read_shape
 from accelfn.parallel.engines import zero3_init as zero3_init
 from accelfn.tracking import GeneralTracker as GeneralTracker
 from accelfn.tracking import Trackers as Trackers
@@ -161,6 +170,7 @@ from accelfn.tracking import profile as profile
 from accelfn.tracking import tqdm as tqdm
 from accelfn.training import LocalSGDState as LocalSGDState
 from accelfn.training import Loss as Loss
+from accelfn.training import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from accelfn.training import PureOptimizer as PureOptimizer
 from accelfn.training import PureTrainState as PureTrainState
 from accelfn.training import ScalerState as ScalerState
@@ -169,6 +179,7 @@ from accelfn.training import TrainState as TrainState
 from accelfn.training import accumulate as accumulate
 from accelfn.training import autocast as autocast
 from accelfn.training import average_parameters as average_parameters
+from accelfn.training import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
 from accelfn.training import backward as backward
 from accelfn.training import clear_device_cache as clear_device_cache
 from accelfn.training import clip_grad_norm_ as clip_grad_norm_
@@ -176,6 +187,7 @@ from accelfn.training import clip_grad_value_ as clip_grad_value_
 from accelfn.training import find_executable_batch_size as find_executable_batch_size
 from accelfn.training import forward as forward
 from accelfn.training import forward_backward as forward_backward
+from accelfn.training import gather_across_data_parallel_groups as gather_across_data_parallel_groups
 from accelfn.training import init_scaler as init_scaler
 from accelfn.training import init_train_state as init_train_state
 from accelfn.training import join_uneven_inputs as join_uneven_inputs

@@ -35,7 +35,7 @@ def make_page() -> str:
     heading = ""
     for option in OPTIONS.values():
         section = option.section
-        title = f"{option.heading} (a section)" if section.title == "TPU" and section.name else option.heading
+        title = f"{section.title} (a section)" if section.title == "TPU" and section.name else section.title
         if title != heading:
             heading = title
             lines += ["", f"## {title}", "", "| Flag | | Default | Variable | In a file | Exported as |"]

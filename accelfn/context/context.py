@@ -34,6 +34,7 @@ from accelfn.context.options import (
     ContextOptions,
     Strategy,
     apply_options,
+    mesh_of_megatron,
     refuse_inexact_axes,
     settle_parallelism,
     settle_window,
@@ -373,7 +374,7 @@ def with_mesh(ctx: Context) -> Context:
     Raises:
         Exception: As :func:`accelfn.context.mesh.build_mesh`.
     """
-    parallelism = ctx.strategy.parallelism
+    parallelism = ctx.strategy.parallelism or mesh_of_megatron(ctx.strategy.megatron, ctx.num_processes)
     if parallelism is None:
         return ctx
     plan = plan_mesh(parallelism, ctx.num_processes)

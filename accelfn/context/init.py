@@ -84,7 +84,7 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
         dataloader_config: How ``prepare_data_loader`` shards the data.
         deepspeed_plugin: DeepSpeed, as one plugin or several by name.
         fsdp_plugin: Sharding by FSDP.
-        megatron_lm_plugin: Megatron-LM.
+        megatron_lm_plugin: Megatron-LM trains the model, with these options.
         rng_types: Random states that loaders synchronise; ``("generator",)`` by default.
         log_with: Experiment trackers that :func:`accelfn.init_trackers` starts: a name, a tracker, a tracker
             class, or a list of these.

@@ -108,6 +108,7 @@ _OVERRIDES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dynamo_plugin": ("dynamo_backend",),
         "deepspeed_plugin": (),
         "fsdp_plugin": (),
+        "megatron_lm_plugin": (),
         "parallelism_config": (),
     }
 )
@@ -119,7 +120,7 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
     Raises:
         NotAvailableError: A variable requests what isn't supported yet.
     """
-    for name in ("use_megatron_lm", "cpu_affinity", "downcast_bf16"):
+    for name in ("cpu_affinity", "downcast_bf16"):
         if getattr(settings, name):
             raise NotAvailableError(
                 f"ACCELFN_{name.upper()} or ACCELERATE_{name.upper()} is set, which accelfn does not support "
@@ -169,7 +170,6 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
     """
     options = drop_none(options)
     _check_types(options)
-    _refuse_unavailable(options)
     handlers = sort_handlers(options.get("kwargs_handlers"))
     before, strategy = ctx.precision, ctx.strategy
     deepspeed, plugins = _deepspeed(strategy, options)
@@ -284,6 +284,27 @@ def settle_parallelism(
     return config
 
 
+def mesh_of_megatron(plugin: MegatronLMPlugin | None, size: int) -> ParallelismConfig | None:
+    """Return the axes that Megatron-LM has on ``size`` ranks, so that loaders and metrics know of them. Pure.
+
+    Raises:
+        ConfigurationError: Its degrees don't divide the number of ranks.
+
+    >>> mesh_of_megatron(MegatronLMPlugin(tp_degree=2, pp_degree=2), 8).dp_replicate_size
+    2
+    """
+    if plugin is None:
+        return None
+    tp, pp, cp = plugin.tp_degree, plugin.pp_degree, plugin.context_parallel_size
+    replicas, remainder = divmod(size, tp * pp * cp)
+    if remainder:
+        raise ConfigurationError(
+            f"megatron_lm_plugin: tp_degree x pp_degree = {tp} x {pp} must divide the number of ranks, which "
+            f"is {size}. Start a multiple of {tp * pp} processes, or change the degrees."
+        )
+    return ParallelismConfig(tp_size=tp, pp_size=pp, cp_size=cp, dp_replicate_size=replicas)
+
+
 def refuse_inexact_axes(axes: Sequence[str]) -> None:
     """Raise if exact mode can't sum in a fixed order on a mesh. Pure.
 
@@ -312,6 +333,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "fsdp_plugin": (FullyShardedDataParallelPlugin,),
         "gradient_accumulation_plugin": (GradientAccumulationPlugin,),
         "guard": (Guard, str),
+        "megatron_lm_plugin": (MegatronLMPlugin,),
         "parallelism_config": (ParallelismConfig,),
         "project_config": (ProjectConfiguration,),
         "reduction": (CanonicalReduction, str),
@@ -484,12 +506,3 @@ def _refuse_two_engines(strategy: Strategy, options: ContextOptions) -> None:
             f'reduction="canonical" sums gradients in a fixed order, but with {owners[0]} the engine sums '
             "them. Leave one of the two out."
         )
-
-
-def _refuse_unavailable(options: ContextOptions) -> None:
-    for argument, what, is_asked in (("megatron_lm_plugin", "Megatron-LM", "megatron_lm_plugin" in options),):
-        if is_asked:
-            raise NotAvailableError(
-                f"{argument} requests {what}, which accelfn does not support yet. Leave it out, or unset the "
-                "variable that requests it."
-            )

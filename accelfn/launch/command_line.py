@@ -258,8 +258,10 @@ def add_launch_flags(parser: CommandParser) -> None:
     for option in (*ACTIONS.values(), *OPTIONS.values()):
         if not taken.isdisjoint(option.flags):
             continue
-        group = groups.setdefault(option.heading, None) or parser.add_argument_group(option.heading)
-        groups[option.heading] = group
+        group = groups.setdefault(option.section.title, None) or parser.add_argument_group(
+            option.section.title
+        )
+        groups[option.section.title] = group
         default = "" if option.default in (None, False) else f" ({option.kind.write(option.default)})"
         about = f"{option.help}{default}".replace("%", "%%")
         if option.kind.is_bool:

@@ -20,7 +20,7 @@ from accelfn.launch.config.files import (
     read_text,
     read_tree,
 )
-from accelfn.launch.config.record import LaunchConfig, list_not_yet
+from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.config.resolve import resolve
 from accelfn.launch.output import print_origins, write_text
 from accelfn.launch.plan.machine import Machine, read_machine
@@ -118,11 +118,7 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     # Accelerate writes JSON into files that end in .yaml as well; YAML reads both.
     name = f"{source}.json" if text.lstrip().startswith("{") and not source.endswith(".json") else source
     imported = import_accelerate(read_tree(text, name), source)
-    later = [
-        f"{option.name}: accelfn doesn't support {what} yet, so this can't be launched."
-        for option, what in list_not_yet(imported.config)
-    ]
-    for note in (*imported.notes, *later):
+    for note in imported.notes:
         print(f"note: {note}", file=sys.stderr)
     path = _path(options, environment)
     _refuse_to_overwrite(path, options)

@@ -29,7 +29,7 @@ from accelfn.launch.config.files import (
 )
 from accelfn.launch.config.options import FILE, OPTIONS, Option, read_value
 from accelfn.launch.config.record import changed_values, deepspeed_launcher, is_active
-from accelfn.launch.config.resolve import Resolved, refuse_not_yet, resolve
+from accelfn.launch.config.resolve import Resolved, resolve
 from accelfn.launch.output import print_origins, write_text
 from accelfn.launch.plan.choose import plan_launch
 from accelfn.launch.plan.commands import AGENT, LOOPBACK, LaunchPlan, Script, format_plan
@@ -102,7 +102,6 @@ def run(parsed: Parsed) -> int:
         raise ConfigurationError("no script given. Run: accelfn launch [flags] train.py")
     script = Script(parsed.script, parsed.script_args)
     config = resolved.config
-    refuse_not_yet(resolved)
     check_files(script, resolved)
     if config.compute_environment == "AMAZON_SAGEMAKER":
         return _run_on_sagemaker(resolved, script, dry_run="dry_run" in parsed.actions)

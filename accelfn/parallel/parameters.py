@@ -45,8 +45,8 @@ class WholeModel(NamedTuple):
         return {name: tuple(names) for names in groups.values() for name in names}
 
 
-def remember_whole(model: nn.Module) -> None:
-    """Record a model's state dict, before parts of it are removed. Writes into ``model``."""
+def describe_whole(model: nn.Module) -> WholeModel:
+    """Return the record of a model's state dict."""
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {}
     first: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -58,7 +58,17 @@ def remember_whole(model: nn.Module) -> None:
         leader = names.setdefault(id(value), name)
         if leader != name:
             first[name] = leader
-    setattr(model, _WHOLE, WholeModel(tensors, first))
+    return WholeModel(tensors, first)
+
+
+def remember_whole(model: nn.Module) -> None:
+    """Record a model's state dict, before parts of it are removed. Writes into ``model``."""
+    set_whole(model, describe_whole(model))
+
+
+def set_whole(model: nn.Module, whole: WholeModel) -> None:
+    """Record that ``model`` has some stages of a complete model. Writes into ``model``."""
+    setattr(model, _WHOLE, whole)
 
 
 def whole_of(model: nn.Module) -> WholeModel | None:

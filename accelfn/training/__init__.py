@@ -12,6 +12,11 @@ from accelfn.training.backward import (
     trigger_sync_in_backward as trigger_sync_in_backward,
 )
 from accelfn.training.join import join_uneven_inputs as join_uneven_inputs
+from accelfn.training.megatron import (
+    MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
+)
 from accelfn.training.memory import (
     clear_device_cache as clear_device_cache,
     close_engines as close_engines,

@@ -13,9 +13,11 @@ from torch.utils.data import DataLoader
 from accelfn.context import Context
 from accelfn.context.config import DeepSpeedPlugin
 from accelfn.data import PreparedDataLoader
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import DummyScheduler, apply_deepspeed, deepspeed_facts, plan_deepspeed
+from accelfn.parallel.engines.megatron import MegatronLMDummyScheduler
 from accelfn.parallel.optimizers import steps_in_backward
+from accelfn.training.megatron import prepare_megatron_loaders, prepare_with_megatron
 
 
 def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, Any]:
@@ -28,7 +30,8 @@ def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, An
         objects: By index. Loaders among them tell the size of batches; other objects are ignored.
 
     Returns:
-        What replaces the model, the optimizer and the schedulers, by index. Empty without an optimizer.
+        What replaces the model, the optimizer and the schedulers, by index; with Megatron-LM the loaders too.
+        Without an optimizer nothing else.
 
     Raises:
         ConfigurationError: There are several models or optimizers, or an optimizer without its model; or as
@@ -37,16 +40,22 @@ def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, An
     """
     models = {index: item for index, item in objects.items() if isinstance(item, nn.Module)}
     optimizers = {index: item for index, item in objects.items() if isinstance(item, Optimizer)}
-    schedulers = {
-        index: item for index, item in objects.items() if isinstance(item, (LRScheduler, DummyScheduler))
-    }
-    name = ctx.strategy.engine
+    name, is_megatron = ctx.strategy.engine, ctx.strategy.megatron is not None
+    dummies = (DummyScheduler, MegatronLMDummyScheduler)
+    schedulers = {index: item for index, item in objects.items() if isinstance(item, (LRScheduler, *dummies))}
+    for item in schedulers.values():
+        if isinstance(item, dummies[not is_megatron]):
+            raise ConfigurationError(
+                f"prepare: {type(item).__name__} is of another engine than {name}. Use a "
+                f"{dummies[is_megatron].__name__}, or a scheduler of torch."
+            )
+    loaders = prepare_megatron_loaders(ctx, objects) if is_megatron else {}
     if not optimizers:
-        if any(isinstance(item, DummyScheduler) for item in schedulers.values()):
+        if any(isinstance(item, dummies) for item in schedulers.values()):
             raise ConfigurationError(
                 "prepare: got a DummyScheduler without its optimizer. Prepare both with the model."
             )
-        return {}
+        return loaders
     if len(models) != 1 or len(optimizers) != 1 or len(schedulers) > 1:
         raise ConfigurationError(
             f"prepare: {name} trains one model with one optimizer, and at most one scheduler, in one call: "
@@ -56,9 +65,12 @@ def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, An
     ((at_model, model),) = models.items()
     ((at_optimizer, optimizer),) = optimizers.items()
     at_scheduler, scheduler = next(iter(schedulers.items()), (None, None))
-    plugin = ctx.strategy.deepspeed
-    if plugin is None:
-        raise NotAvailableError(f"prepare: {name} is not supported yet. Leave its plugin out.")
+    if is_megatron:
+        model, optimizer, scheduler = prepare_with_megatron(ctx, model, optimizer, scheduler, loaders)
+        found = {**loaders, at_model: model, at_optimizer: optimizer}
+        return found if at_scheduler is None else {**found, at_scheduler: scheduler}
+    assert not isinstance(scheduler, MegatronLMDummyScheduler)
+    plugin = cast("DeepSpeedPlugin", ctx.strategy.deepspeed)
     if steps_in_backward(optimizer):
         _check_steps_in_backward(plugin, model, optimizer)
         plan = plan_deepspeed(plugin, deepspeed_facts(ctx, model, None))

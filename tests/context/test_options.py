@@ -27,7 +27,6 @@ from accelfn.context.config import (
     GuardMode,
     InitProcessGroupKwargs,
     KwargsHandler,
-    MegatronLMPlugin,
     ProfileKwargs,
     ProjectConfiguration,
     RNGType,
@@ -196,23 +195,6 @@ def test_a_single_handler_is_not_a_list() -> None:
     wrong: Any = AutocastKwargs()
     with pytest.raises(TypeError, match="takes a list of records: got a single AutocastKwargs"):
         sort_handlers(wrong)
-
-
-# --- what isn't there yet ------------------------------------------------------------------------
-
-UNAVAILABLE: tuple[tuple[str, Any], ...] = (("megatron_lm_plugin", MegatronLMPlugin()),)
-
-
-@pytest.mark.parametrize(("name", "value"), UNAVAILABLE)
-def test_a_record_of_what_is_not_supported_yet_is_refused_by_its_argument(name: str, value: Any) -> None:
-    message = f"^{name} requests .*not support yet.*unset the variable"
-    with pytest.raises(NotAvailableError, match=message):
-        applied(**{name: value})
-    with pytest.raises(NotAvailableError, match=message):
-        Context().replace(**{name: value})
-    asked: dict[str, Any] = {"cpu": True, name: value}
-    with pytest.raises(NotAvailableError, match=message):
-        init_context(**asked)
 
 
 def test_how_to_compile_and_to_profile_is_kept() -> None:

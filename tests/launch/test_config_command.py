@@ -84,16 +84,6 @@ def test_import_takes_accelerates_file_from_its_usual_place(
     assert main(["config", "import", str(tmp_path)]) == 2
 
 
-def test_import_names_an_engine_that_cannot_be_launched_yet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "theirs.yaml"
-    source.write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n")
-    assert main(["config", "import", str(source), "--config_file", str(tmp_path / "ours.yaml")]) == 0
-    note = "note: use_megatron_lm: accelfn doesn't support Megatron-LM yet, so this can't be launched."
-    assert note in capsys.readouterr().err.splitlines()
-
-
 def test_a_place_that_cannot_be_written_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

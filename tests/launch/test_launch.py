@@ -125,18 +125,6 @@ def test_a_config_file_of_accelerate_is_imported_with_a_note(
     assert "--nproc-per-node=3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["mixed_precision: fp8", "use_megatron_lm: true"])
-def test_an_engine_to_come_is_refused_with_its_place_and_without_advice(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("a.yaml").write_text(text)
-    assert main(["launch", "--config_file", "a.yaml", "--num_machines=1", "t.py"]) == 2
-    output = capsys.readouterr().err
-    flag = text.removesuffix(": true").replace(":", "")
-    assert f"yet. Leave --{flag} (from file a.yaml, line 1) out." in output
-    assert "install" not in output
-
-
 def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tmp_path.rename(tmp_path.with_name("moved"))
     tmp_path.with_name("moved").joinpath("t.py").unlink()

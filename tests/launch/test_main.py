@@ -159,10 +159,6 @@ print(json.dumps([statuses, heavy]))
         (["to-fsdp2", "--config_file", "", "--overwrite"], "--config_file needs a file name"),
         (["launch", "--main_process_ip", "bad host", "README.md"], "got 'bad host'"),
         (
-            ["launch", "--use_megatron_lm", "--dry_run", "README.md"],
-            "accelfn doesn't support Megatron-LM yet. Leave --use_megatron_lm out.",
-        ),
-        (
             ["launch", "--use_deepspeed", "--deepspeed_hostfile=LICENSE", "--dry_run", "README.md"],
             "LICENSE, line 1 must be a host and its number of slots, such as node1 slots=8; got ",
         ),

@@ -41,12 +41,12 @@ from accelfn.context.config.handlers import (
     GradScalerKwargs as GradScalerKwargs,
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     KwargsHandler as KwargsHandler,
-    MegatronLMPlugin as MegatronLMPlugin,
     MSAMPRecipeKwargs as MSAMPRecipeKwargs,
     ProfileKwargs as ProfileKwargs,
     TERecipeKwargs as TERecipeKwargs,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
+from accelfn.context.config.megatron import MegatronLMPlugin as MegatronLMPlugin
 from accelfn.context.config.parallelism import (
     ExpertParallelConfig as ExpertParallelConfig,
     ParallelismConfig as ParallelismConfig,

@@ -129,7 +129,10 @@ def settle_fields(record: DataclassInstance, /) -> None:
     for item in fields(record):
         words = str(item.type).split(" | ")
         value = getattr(record, item.name)
-        if not ((value is None and "None" in words) or (value == "auto" and words[0] in ("int", "float"))):
+        if not (
+            (value is None and "None" in words)
+            or (value == "auto" and words[0] in ("int", "float") and "str" in words)
+        ):
             settled = _settled(where(record, item.name), value, words, item.metadata.get("range", _NATURAL))
             settle(record, **{item.name: settled})
 

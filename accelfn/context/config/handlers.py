@@ -295,27 +295,6 @@ class TorchDynamoPlugin(KwargsHandler):
         return kwargs
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class MegatronLMPlugin:
-    """How Megatron-LM splits and trains a model.
-
-    Attributes:
-        options: What was passed, by name.
-    """
-
-    options: FrozenOptions
-
-    def __init__(self, tp_degree: int = 1, pp_degree: int = 1, **options: Any) -> None:
-        """Keep the options, unchecked.
-
-        Args:
-            tp_degree: Ranks that share each layer.
-            pp_degree: Pipeline stages.
-            **options: Further ones, as Megatron-LM has them.
-        """
-        settle(self, options=FrozenOptions({"tp_degree": tp_degree, "pp_degree": pp_degree, **options}))
-
-
 @dataclass(frozen=True, slots=True)
 class TERecipeKwargs(KwargsHandler):
     """Recipe for transformer-engine.

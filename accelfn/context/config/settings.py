@@ -18,6 +18,7 @@ from accelfn.context.config.deepspeed import DeepSpeedPlugin
 from accelfn.context.config.enums import GuardMode, LogLevel, PrecisionType
 from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin
 from accelfn.context.config.handlers import FP8RecipeKwargs, TorchDynamoPlugin
+from accelfn.context.config.megatron import MegatronLMPlugin
 from accelfn.context.config.parallelism import ParallelismConfig, TorchContextParallelConfig
 from accelfn.errors import AccelfnError, ConfigurationError
 
@@ -46,11 +47,11 @@ class Settings(Record):
         log_level: Name of a standard logging level. Default None.
         use_sagemaker: Whether the process belongs to a job of Amazon SageMaker. Default False.
         sagemaker_distributed_type: "NO", "DATA_PARALLEL" or "MODEL_PARALLEL". Default None.
-        use_megatron_lm: Whether Megatron-LM is asked for. Default False.
         dynamo_plugin: Made if any of its variables is set. Default None.
         fp8_recipe: The same; used with mixed_precision "fp8". Default None.
         deepspeed_plugin: Made if its switch is true. Default None.
         fsdp_plugin: Made if its switch is true. Default None.
+        megatron_lm_plugin: Made if its switch is true. Default None.
         parallelism_config: Made if its switch is true. Default None.
     """
 
@@ -68,11 +69,11 @@ class Settings(Record):
     log_level: LogLevel | str | None = None
     use_sagemaker: bool = False
     sagemaker_distributed_type: str | None = None
-    use_megatron_lm: bool = False
     dynamo_plugin: TorchDynamoPlugin | None = None
     fp8_recipe: FP8RecipeKwargs | None = None
     deepspeed_plugin: DeepSpeedPlugin | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    megatron_lm_plugin: MegatronLMPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
 
 
@@ -106,7 +107,7 @@ class Variable:
                 "float": "a number",
                 "Iterable[str]": "names separated by commas",
             }
-            text = kinds.get(words[0], "a text") + (", or auto" if "float" in words else "")
+            text = kinds.get(words[0], "a text") + (", or auto" if words[:2] == ["float", "str"] else "")
         return f"{text}, or none" if "None" in words else text
 
     def read(self, name: str, text: str) -> Any:
@@ -130,7 +131,7 @@ class Variable:
                     raise ValueError(text)
                 return int(number)
             if words[0] == "float":
-                return word if word == "auto" else float(word)
+                return word if word == "auto" and "str" in words else float(word)
         except ValueError as error:
             raise ConfigurationError(
                 f"The environment variable {name} is set to {text!r}, which is not understood. "
@@ -161,7 +162,6 @@ _SETTINGS = (
     *_rows(Settings, "guard reduction", "ACCELFN_"),
     *_rows(Settings, "bypass_device_map cpu_affinity downcast_bf16 init_include_buffers log_level", *_BOTH),
     *_rows(Settings, "use_sagemaker sagemaker_distributed_type", *_BOTH),
-    *_rows(Settings, "use_megatron_lm", *_BOTH),
 )
 _DYNAMO = _rows(
     TorchDynamoPlugin,
@@ -233,6 +233,19 @@ _OTHER_VERSION: Mapping[int, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
+_MEGATRON_SWITCH = Variable(MegatronLMPlugin, "", ("ACCELFN_USE_MEGATRON_LM", "ACCELERATE_USE_MEGATRON_LM"))
+_MEGATRON = _rows(
+    MegatronLMPlugin,
+    """tp_degree pp_degree num_micro_batches gradient_clipping sequence_parallelism recompute_activations
+    use_distributed_optimizer use_custom_fsdp no_load_optim no_save_optim eod_mask_loss optimizer_cpu_offload
+    overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer decoder_last_pipeline_num_layers
+    recompute_granularity recompute_method recompute_num_layers attention_backend
+    expert_model_parallel_size context_parallel_size attention_dropout hidden_dropout
+    attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss
+    use_rotary_position_embeddings""",
+    "ACCELFN_MEGATRON_LM_",
+    "MEGATRON_LM_",
+)
 _PARALLELISM_SWITCH = Variable(
     ParallelismConfig, "", ("ACCELFN_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_PARALLELISM_CONFIG")
 )
@@ -256,6 +269,8 @@ VARIABLES: tuple[Variable, ...] = (
     *_DEEPSPEED,
     _FSDP_SWITCH,
     *_FSDP,
+    _MEGATRON_SWITCH,
+    *_MEGATRON,
     _PARALLELISM_SWITCH,
     *_PARALLELISM,
     *_CONTEXT_PARALLEL,
@@ -307,6 +322,8 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         version = _values(env, _FSDP[:1]).get("fsdp_version", 1)
         rows = tuple(row for row in _FSDP if row.field not in _OTHER_VERSION.get(version, ()))
         plugins["fsdp_plugin"] = _build(FullyShardedDataParallelPlugin, _values(env, rows), env, rows)
+    if _values(env, (_MEGATRON_SWITCH,)).get(""):
+        plugins["megatron_lm_plugin"] = _build(MegatronLMPlugin, _values(env, _MEGATRON), env, _MEGATRON)
     if _values(env, (_PARALLELISM_SWITCH,)).get(""):
         sizes = _values(env, _PARALLELISM)
         # The options of an axis that is not in use are left alone, as the launcher may write them anyway.

@@ -18,7 +18,6 @@ from accelfn.launch.config.secrets import hide_in_text
 
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
-_LATER = " (not supported yet)"
 _N = TypeVar("_N", int, float)
 
 
@@ -276,25 +275,11 @@ class Option:
 
     @property
     def help(self) -> str:
-        """Its help text, with a note if accelfn doesn't support it yet."""
+        """Its help text."""
         choices = f": {self.kind.accepts}" if self.kind.metavar == "NAME" else ""
-        is_later = NOT_YET.get(self.name, (False,))[0] is True
-        return f"{self.about}{choices}{_LATER if is_later else ''}"
-
-    @property
-    def heading(self) -> str:
-        """Heading in the help."""
-        is_later = (self.section.switch, self.section.on) in [(name, on) for name, (on, _) in NOT_YET.items()]
-        return self.section.title + _LATER * is_later
+        return f"{self.about}{choices}"
 
 
-#: Engines that aren't supported yet: the option, the value that selects one, and its name. A launch refuses
-#: them, and the questionnaire doesn't offer them.
-NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
-    {
-        "use_megatron_lm": (True, "Megatron-LM"),
-    }
-)
 #: Groups of mutually exclusive options; the source with higher precedence wins.
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("cpu", "multi_gpu", "tpu"),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import EXCLUSIVE, NOT_YET, OPTIONS, Option
+from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, Option
 
 
 class LaunchConfig(SimpleNamespace):
@@ -79,17 +79,6 @@ def is_active(config: LaunchConfig, option: Option, *, writes_sbatch: bool = Fal
         return writes_sbatch
     value: object = getattr(config, section.switch)
     return value not in (None, "no") if section.on is None else value == section.on
-
-
-def list_not_yet(config: LaunchConfig) -> tuple[tuple[Option, str], ...]:
-    """List the unsupported engines that a configuration selects: the option and the engine's name. Pure.
-
-    >>> list_not_yet(LaunchConfig(use_megatron_lm=True))[0][1]
-    'Megatron-LM'
-    """
-    return tuple(
-        (OPTIONS[name], engine) for name, (on, engine) in NOT_YET.items() if getattr(config, name) == on
-    )
 
 
 def deepspeed_launcher(config: LaunchConfig) -> str | None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
 from accelfn.launch.config.files import ConfigFile
 from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, read_value
-from accelfn.launch.config.record import LaunchConfig, is_active, list_not_yet
+from accelfn.launch.config.record import LaunchConfig, is_active
 from accelfn.launch.config.secrets import hide_in_text
 
 
@@ -183,24 +183,6 @@ def _refuse_inactive(config: LaunchConfig, origins: Mapping[str, Origin], writes
             raise ConfigurationError(
                 f"{origins[name].name} has no effect without {option.section.needs}. Pass both or neither."
             )
-
-
-def refuse_not_yet(resolved: Resolved) -> None:
-    """Refuse engines that aren't supported yet. Pure.
-
-    Raises:
-        NotAvailableError: The configuration selects one.
-
-    >>> refuse_not_yet(resolve({"use_megatron_lm": Given("true", "--use_megatron_lm")}, {}))
-    Traceback (most recent call last):
-        ...
-    accelfn.errors.NotAvailableError: accelfn doesn't support Megatron-LM yet. Leave --use_megatron_lm out.
-    """
-    for option, engine in list_not_yet(resolved.config):
-        origin, value = resolved.origins[option.name], getattr(resolved.config, option.name)
-        flag = f"--{option.name}" if value is True else f"--{option.name} {option.kind.write(value)}"
-        where = "" if origin.source == "flag" else f" (from {origin})"
-        raise NotAvailableError(f"accelfn doesn't support {engine} yet. Leave {flag}{where} out.")
 
 
 def origin_rows(resolved: Resolved, *, everything: bool = True) -> list[tuple[str, str, str]]:

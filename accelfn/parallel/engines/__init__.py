@@ -24,6 +24,17 @@ from accelfn.parallel.engines.deepspeed import (
     gathered_parameters as gathered_parameters,
     zero3_init as zero3_init,
 )
+from accelfn.parallel.engines.megatron import (
+    AbstractTrainStep as AbstractTrainStep,
+    BertTrainStep as BertTrainStep,
+    GPTTrainStep as GPTTrainStep,
+    MegatronLMDummyScheduler as MegatronLMDummyScheduler,
+    MegatronPlan as MegatronPlan,
+    ModelShape as ModelShape,
+    T5TrainStep as T5TrainStep,
+    plan_megatron as plan_megatron,
+    read_shape as read_shape,
+)
 from accelfn.parallel.engines.xla import (
     XlaShardPlan as XlaShardPlan,
     apply_xla as apply_xla,

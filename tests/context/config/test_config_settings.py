@@ -10,6 +10,7 @@ from accelfn.context.config import (
     VARIABLES,
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
     ParallelismConfig,
     Settings,
     TorchContextParallelConfig,
@@ -24,6 +25,7 @@ MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 CONTEXT: dict[type, dict[str, str]] = {
     DeepSpeedPlugin: {"ACCELERATE_USE_DEEPSPEED": "true"},
     FullyShardedDataParallelPlugin: {"ACCELERATE_USE_FSDP": "true"},
+    MegatronLMPlugin: {"ACCELERATE_USE_MEGATRON_LM": "true"},
     ParallelismConfig: MESH,
     TorchContextParallelConfig: {**MESH, "PARALLELISM_CONFIG_CP_SIZE": "2"},
 }
@@ -115,6 +117,16 @@ SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
         {"ACCELFN_DYNAMO_BACKEND": "INDUCTOR", "ACCELFN_DYNAMO_USE_DYNAMIC": "False"},
         {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", dynamic=False)},
     ),
+    (
+        {
+            "ACCELERATE_USE_MEGATRON_LM": "true",
+            "MEGATRON_LM_TP_DEGREE": "2",
+            "MEGATRON_LM_GRADIENT_CLIPPING": "0.5",
+            "MEGATRON_LM_ATTENTION_BACKEND": "unfused",
+        },
+        {"megatron_lm_plugin": MegatronLMPlugin(2, gradient_clipping=0.5, attention_backend="unfused")},
+    ),
+    ({"MEGATRON_LM_TP_DEGREE": "nonsense"}, {"megatron_lm_plugin": None}),
     ({"ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "nonsense"}, {"fsdp_plugin": None}),
     (
         {**MESH, "PARALLELISM_CONFIG_CP_SIZE": "2", "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoall"},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelfn.context.config import DeepSpeedPlugin, read_settings
+from accelfn.context.config import DeepSpeedPlugin, MegatronLMPlugin, read_settings
 from accelfn.launch import LaunchPlan, Machine, Script, parse_flags, plan_launch, resolve
 from accelfn.launch.config.files import parse_config
 
@@ -135,7 +135,9 @@ def test_a_context_reads_exported_options_of_deepspeed() -> None:
 
 
 def test_a_context_reads_exported_options_of_other_engines() -> None:
-    assert read_settings(variables_of("--use_megatron_lm", "--megatron_lm_tp_degree=2")).use_megatron_lm
+    assert read_settings(
+        variables_of("--use_megatron_lm", "--megatron_lm_tp_degree=2")
+    ).megatron_lm_plugin == MegatronLMPlugin(tp_degree=2)
 
 
 def test_an_inactive_section_is_not_exported() -> None:
