@@ -21,8 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(scope="session")
 def deepspeed_ops() -> None:
     """Compile DeepSpeed's operations once, in which tests with a bounded time would be cut off."""
-    names = "('ShareMemCommBuilder', 'CPUAdamBuilder')"
-    code = "from deepspeed.accelerator import get_accelerator as one\n" + (
-        f"for name in {names}: one().create_op_builder(name).load(verbose=False)"
-    )
+    code = """
+from deepspeed.accelerator import get_accelerator
+for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
+    get_accelerator().create_op_builder(name).load(verbose=False)
+"""
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=1200)

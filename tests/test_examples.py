@@ -58,7 +58,6 @@ LAYOUTS = {
     "plain": (1, ()),
     "replicated": (2, ()),
     "FSDP2": (2, ("--use_fsdp", "--fsdp_version=2")),
-    "ZeRO-2": (2, ("--use_deepspeed", "--zero_stage=2")),
     "ZeRO-3": (2, ("--use_deepspeed", "--zero_stage=3")),
 }
 
