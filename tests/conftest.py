@@ -8,6 +8,9 @@ import sys
 import pytest
 from hypothesis import settings
 
+# Packages that stand for others: collecting doctests would import them under these names.
+collect_ignore = ["stand_ins"]
+
 # No deadline: the machine is shared, and a slow example is not a wrong one.
 settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True)
 settings.register_profile("quick", max_examples=25, deadline=None)

@@ -113,7 +113,7 @@ def save_model(
         ReplicaDriftError: Replicas of a parameter differ between ranks, and only one could be saved.
     """
     check_context("save_model", ctx)
-    model, _ = with_plain_objects(require_module(_SAVE, model))
+    model, _ = with_plain_objects(model)
     folder = Path(directory)
     _check_replicas(ctx, model)
 
@@ -327,8 +327,8 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
         CheckpointMismatchError: Names, shapes or dtypes differ, or the files have different values for
             weights that are tied in the model. Nothing was changed.
     """
-    plain, write_back = with_plain_objects(require_module(_LOAD, model))
-    inner = unwrap_model(plain, keep_torch_compile=False)
+    plain, write_back = with_plain_objects(model)
+    inner = unwrap_model(require_module(_LOAD, plain), keep_torch_compile=False)
     names = own_names(_LOAD, inner)
     state: dict[str, Any] = inner.state_dict(keep_vars=True)
     targets = {own: state[name] for name, own in names.items()}

@@ -281,10 +281,10 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
     ['bias', 'weight']
     """
     check_context("get_state_dict", ctx)
-    plain, _ = with_plain_objects(require_module(_GET, model))
+    plain, _ = with_plain_objects(model)
 
     def collect(agree_on: Agreement) -> dict[str, Any]:
-        inner = unwrap_model(plain, keep_torch_compile=False)
+        inner = unwrap_model(require_module(_GET, plain), keep_torch_compile=False)
         check_filled(_GET, inner)
         tensors = (inner if unwrap else plain).state_dict(keep_vars=True)
         names = own_names(_GET, inner) if unwrap else {name: _without_inserted(name) for name in tensors}
