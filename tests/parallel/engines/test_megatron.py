@@ -274,6 +274,32 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(saved: str, loaded: str
     assert losses == pytest.approx([loss for loss, _ in expected], abs=1e-5)
 
 
+def export(ctx: Context, folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer, _, loader = prepared(ctx, "llama", "SGD")
+    scaler = af.init_scaler(ctx)
+    for batch, micro in af.microbatches(ctx, loader):
+        scaler, _ = af.forward_backward(ctx, model, total_loss, batch, scaler, micro)
+        scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=0.5)
+    af.save_model(ctx, model, folder)
+    return af.get_state_dict(ctx, model)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_weights_are_exported_with_the_names_of_the_user_s_model(layout: str, tmp_path: Path) -> None:
+    model = model_of("llama")
+    optimizer: Any = optimizer_of(model, "SGD")
+    for batch in loader_of(rows(), batch_size=8):
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = on_ranks(lambda ctx: export(ctx, str(tmp_path)), layout)
+    stored = model_of("llama", seed=9)
+    af.load_model(stored, tmp_path)
+    for weights in (found[0], stored.state_dict()):
+        torch.testing.assert_close(dict(weights), dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
 class Weighted(af.GPTTrainStep):
     """A step whose loss is multiplied by an argument of its own."""
 
