@@ -232,7 +232,7 @@ class PeerMonitor:
         since = time.monotonic()
         while not state.done.is_set():
             state.error = news(self.board, self.call_log, self.rank)
-            for peer in {peers[(first + step) % len(peers)] for step in range(8)}:
+            for peer in {peers[(first + step) % len(peers)] for step in range(8 if peers else 0)}:
                 text = self.board.read(f"at/{peer}")
                 if not text:
                     state.positions.pop(peer, None)

@@ -465,7 +465,6 @@ def test_variables_of_deepspeed_are_the_default_of_the_plugin(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("variables", "error", "message"),
     [
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, NotAvailableError, "ACCELERATE_USE_MEGATRON_LM is set"),
         ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY is set"),
         ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 is set"),
         ({"ACCELFN_MIXED_PRECISION": "fp12"}, ConfigurationError, "ACCELFN_MIXED_PRECISION"),

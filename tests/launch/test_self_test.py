@@ -157,10 +157,10 @@ def test_a_port_where_nobody_answers_is_named_in_seconds() -> None:
 
 
 def test_a_setup_that_accelfn_does_not_support_yet_fails() -> None:
-    done = run("accelfn.launch.self_test_rank", ACCELFN_USE_CPU="true", ACCELFN_USE_DEEPSPEED="true")
+    done = run("accelfn.launch.self_test_rank", ACCELFN_USE_CPU="true", ACCELFN_CPU_AFFINITY="true")
     assert done.returncode == 1
     assert "the ranks can't be set up" in done.stderr
-    assert "DEEPSPEED" in done.stderr
+    assert "CPU_AFFINITY" in done.stderr
 
 
 @pytest.mark.parametrize(

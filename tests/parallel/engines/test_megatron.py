@@ -295,7 +295,7 @@ def test_weights_are_exported_with_the_names_of_the_user_s_model(layout: str, tm
         optimizer.zero_grad()
     found = on_ranks(lambda ctx: export(ctx, str(tmp_path)), layout)
     stored = model_of("llama", seed=9)
-    af.load_model(Context(), stored, tmp_path)
+    af.load_model(stored, tmp_path)
     for weights in (found[0], stored.state_dict()):
         torch.testing.assert_close(dict(weights), dict(model.state_dict()), rtol=1e-5, atol=1e-6)
 
