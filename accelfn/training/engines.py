@@ -105,11 +105,11 @@ def prepare_untrained(ctx: Context, model: nn.Module, evaluation_mode: bool) -> 
         The engine's model, which shards parameters; None if each rank computes with the complete model.
 
     Raises:
-        ConfigurationError: The model is to be trained, so that the engine needs its optimizer.
+        ConfigurationError: The model isn't for evaluation: to train it, the engine needs its optimizer.
     """
     plugin = ctx.strategy.deepspeed
     is_sharded = plugin is not None and plugin.stage == 3
-    if not evaluation_mode and not is_sharded:
+    if not evaluation_mode:
         raise ConfigurationError(
             f"prepare_model: {ctx.strategy.engine} needs the model and its optimizer together. Write "
             "prepare(ctx, model, optimizer, ...); or pass evaluation_mode=True for one that isn't trained."

@@ -21,7 +21,7 @@ from accelfn.context.config import AutocastKwargs
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import ModelPlan, plan_model, read_facts
-from accelfn.parallel.engines import EngineOptimizer, wraps_model
+from accelfn.parallel.engines import REPLACED, EngineOptimizer, wraps_model
 from accelfn.parallel.forward import (
     MixedPrecisionForward,
     WrappedForward,
@@ -316,6 +316,7 @@ def prepare_with_engine(ctx: Context, objects: Sequence[object]) -> dict[int, An
             setattr(before, _MARK, mark_of(ctx)._replace(is_wrapped=True))
         elif isinstance(before, Optimizer):  # a scheduler may be over it
             setattr(before, _MARK, mark_of(ctx))
+            setattr(before, REPLACED, item is not before)
     return trained
 
 

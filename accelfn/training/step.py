@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from accelfn.comm import Call, check_replicas, count_call, gather_object, reduce
 from accelfn.context import Context, check_context, end_step
 from accelfn.errors import ConfigurationError, NonFiniteGradientError, NotAvailableError
-from accelfn.parallel.engines import EngineOptimizer, owner_of_step
+from accelfn.parallel.engines import REPLACED, EngineOptimizer, owner_of_step
 from accelfn.parallel.handle import check_reduced, follow_optimizers
 from accelfn.parallel.norm import clip_norm_, clip_value_
 from accelfn.parallel.optimizers import check_training_mode, steps_in_backward
@@ -267,6 +267,11 @@ def optimizer_step(
         check_bound("optimizer_step", "max_norm", max_norm)
     before = scaler_state
     engines = [item for item in optimizers if isinstance(item, EngineOptimizer)]
+    if ctx.strategy.engine is not None and any(vars(item).get(REPLACED) for item in optimizers):
+        raise ConfigurationError(
+            f"optimizer_step: {ctx.strategy.engine} has replaced this optimizer, whose steps would change "
+            "nothing or let ranks drift apart. Use the optimizer that prepare returned."
+        )
     if engines:
         scaler_state = _step_engines(ctx, engines, len(optimizers), scaler_state, max_norm)
     else:

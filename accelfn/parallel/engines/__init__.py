@@ -2,6 +2,7 @@
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 from accelfn.parallel.engines.engine import (
+    REPLACED as REPLACED,
     EngineHandle as EngineHandle,
     EngineOptimizer as EngineOptimizer,
     EngineState as EngineState,

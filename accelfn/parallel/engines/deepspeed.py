@@ -125,6 +125,7 @@ class DeepSpeedHandle(EngineHandle):
     ) -> None:
         """Attach to DeepSpeed's engine ``model``."""
         self.plan = plan
+        self.scales_loss = False  # in float16 at stage 0, where accelfn's scaler looks for overflows
         self._groups, self._dtypes = groups, dtypes
         super().__init__(model, model.parameters())
 
@@ -192,7 +193,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             if divisor != 1.0:
                 torch._foreach_div_(gradients, divisor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             norm = torch.nn.utils.get_total_norm(gradients)
-        overflowed = not bool(torch.isfinite(norm)) and divisor != 1.0
+        overflowed = self.handle.scales_loss and not bool(torch.isfinite(norm))
         if overflowed:
             engine.zero_grad()
             engine.skipped_steps += 1
@@ -337,6 +338,7 @@ def apply_deepspeed(
         # The backward pass of an optimizer like LOMO calls it, and what only shards lacks it.
         engine.optimizer.set_gradient_accumulation_boundary = _ignore
     handle = DeepSpeedHandle(engine, plan, groups, dtypes)
+    handle.scales_loss = ctx.precision.scales_loss
     check_each_forward(ctx, engine)
     if plan.stage == 0:  # the model keeps its dtype
         with_precision(ctx, engine.module)

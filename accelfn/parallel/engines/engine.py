@@ -19,6 +19,9 @@ from torch.optim import Optimizer
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.handle import HANDLE, EngineName, Handle, handle_of, handles_of
 
+# Attribute of an optimizer that an engine has replaced.
+REPLACED = "_accelfn_replaced"
+
 
 class EngineStep(NamedTuple):
     """The result of an engine's step.
@@ -58,8 +61,8 @@ class EngineHandle(Handle):
     _clipping: tuple[float, torch.Tensor] | None = None
 
     def why_unreduced(self) -> str | None:
-        """Return None: the step reduces what the backward passes left."""
-        return None
+        """Return that only the engine's optimizer steps them."""
+        return f"{self.name} reduces them in the step of the optimizer that prepare returned. Use that one"
 
     def clip_at_step(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Make the next step clip; return the tensor that will hold the norm, NaN until then."""

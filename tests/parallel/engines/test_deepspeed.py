@@ -281,6 +281,23 @@ def test_lomo_steps_shards_in_backward() -> None:
     assert parameters < 1e-6
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_optimizer_that_was_replaced_steps_no_more(stage: int) -> None:
+    def on_rank(ctx: Context) -> None:
+        ctx = dm.with_deepspeed(ctx, stage)
+        with pytest.raises(ConfigurationError, match="needs the model and its optimizer together"):
+            af.prepare_model(ctx, dm.make())
+        own_model, own = _pair()
+        model, _, batches = af.prepare(ctx, own_model, own, dm.loader(ctx))
+        (x, y), micro = next(iter(af.microbatches(ctx, batches)))
+        with af.accumulate(ctx, micro, model):
+            scaler = af.backward(ctx, dm.squares(model, x, y).mean(), af.init_scaler(ctx), micro)
+        with pytest.raises(ConfigurationError, match="Use the optimizer that prepare returned"):
+            af.optimizer_step(ctx, own, scaler)
+
+    dm.on_processes(on_rank)
+
+
 def test_optimizers_that_need_shapes_are_refused() -> None:
     def on_rank(ctx: Context) -> None:
         model = dm.make()
