@@ -14,6 +14,7 @@ from typing_extensions import Self
 import accelfn.training as training
 from accelfn.data import MicroBatch, PreparedDataLoader, microbatches
 from accelfn.data.passes import Passes
+from accelfn.parallel.optimizers import OptimizerProxy
 
 if TYPE_CHECKING:
     from accelfn.accelerator.accelerator import Accelerator
@@ -24,33 +25,17 @@ T = TypeVar("T")
 _REMEMBERED_PASSES = 8
 
 
-class AcceleratedOptimizer(Optimizer):
+class AcceleratedOptimizer(OptimizerProxy):
     """An optimizer whose ``step`` and ``zero_grad`` act only where an accumulation window closes."""
 
     def __init__(self, accelerator: Accelerator, optimizer: Optimizer) -> None:
         """Use ``Accelerator.prepare`` instead."""
-        # Not Optimizer.__init__: `optimizer` has the parameters' groups and state.
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._accelerator = accelerator
 
     def belongs_to(self, accelerator: Accelerator) -> bool:
         """Return whether ``accelerator`` prepared it."""
         return self._accelerator is accelerator
-
-    @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] -- shared, not owned
-        """State of each parameter."""
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Groups of parameters and their options."""
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Default options of groups."""
-        return self.optimizer.defaults
 
     @property
     def step_was_skipped(self) -> bool:

@@ -43,8 +43,8 @@ class Fp8Plan(NamedTuple):
         converted: Names of the linear layers that compute in fp8.
         norms: Names of the layer normalisations that transformer-engine replaces by its own.
         kept: Why a linear layer stays in high precision, by its name.
-        gathers: Whether FSDP gathers the weights in fp8. Their scales are then computed together after each
-            step.
+        gathers: Whether FSDP gathers the weights in fp8. Their scales are then computed together before each
+            forward pass.
         emulated: Whether values are rounded to fp8, but multiplied in float32.
     """
 

@@ -62,6 +62,30 @@ def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+class OptimizerProxy(Optimizer):
+    """An optimizer in place of another one, which has the groups that schedulers change, and the state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Stand for ``optimizer``."""
+        # Not Optimizer.__init__: `optimizer` has the parameters' groups and state.
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] -- shared, not owned
+        """State of each parameter."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Groups of parameters and their options."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Default options of groups."""
+        return self.optimizer.defaults
+
+
 class Stepping(NamedTuple):
     """How an optimizer steps the parameters that it has.
 

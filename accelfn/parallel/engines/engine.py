@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.handle import HANDLE, EngineName, Handle, handle_of, handles_of
+from accelfn.parallel.optimizers import OptimizerProxy
 
 # Attribute of an optimizer that an engine has replaced.
 REPLACED = "_accelfn_replaced"
@@ -95,7 +96,7 @@ class EngineHandle(Handle):
         """
 
 
-class EngineOptimizer(Optimizer, ABC):
+class EngineOptimizer(OptimizerProxy, ABC):
     """An optimizer that an engine owns: its step reduces, unscales, clips and applies gradients.
 
     Attributes:
@@ -108,25 +109,9 @@ class EngineOptimizer(Optimizer, ABC):
         self, optimizer: Optimizer, model_parameters: Iterable[torch.Tensor], handle: EngineHandle
     ) -> None:
         """Stand for ``optimizer``."""
-        # Not Optimizer.__init__: `optimizer` has the parameters' groups and state.
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.model_parameters = tuple(model_parameters)
         self.handle = handle
-
-    @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] -- shared, not owned
-        """State of each parameter of the engine."""
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Groups of the engine's parameters, and their options."""
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Default options of groups."""
-        return self.optimizer.defaults
 
     @abstractmethod
     def step_engine(self, divisor: float, max_norm: float | None) -> EngineStep:
