@@ -29,7 +29,7 @@ def machine_of(row: DeviceType, count: int) -> Hardware:
         type=row.name,
         count=count,
         backend=row.backend,
-        precisions=frozenset(row.precisions) - {"fp8"},
+        precisions=frozenset(row.precisions),
     )
     devices = (CPU,) if row.name == "cpu" else (facts, CPU)
     return Hardware(devices=devices, backends=frozenset(("gloo", row.backend or "gloo")))

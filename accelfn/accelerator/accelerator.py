@@ -257,7 +257,7 @@ class Accelerator(Extras, Saving):
                 f"select_deepspeed_plugin: there is no plugin {name!r}. Choose among: "
                 f"{', '.join(plugins) or 'none'}."
             )
-        self.context = self.context.replace(deepspeed_plugin=plugins[name])
+        self.context: Context = self.context.replace(deepspeed_plugin=plugins[name])
 
     def _is_loader(self, item: Any) -> bool:
         loaders = (DataLoader, data.PreparedDataLoader)

@@ -555,7 +555,7 @@ class ShardHandle(Handle):
     engine: ClassVar[EngineName] = "shard"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
-    gathers_in_fp8 = False
+    gathers_in_fp8: bool = False
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class MegatronLMDummyDataLoader:
         Args:
             **dataset_kwargs: ``micro_batch_size``, the samples of one microbatch, 1 by default; and others.
         """
-        self.dataset_args = dict(dataset_kwargs)
+        self.dataset_args: dict[str, Any] = dict(dataset_kwargs)
         self.micro_batch_size: int = self.dataset_args.get("micro_batch_size", 1)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
 from accelfn.parallel.engines.deepspeed_plan import (
     KNOWN_KEYS,
@@ -253,6 +253,7 @@ def deepspeed_facts(
         MissingExtraError: DeepSpeed isn't installed.
         NotAvailableError: It is too old.
     """
+    check_context("deepspeed_facts", ctx)
     package = load_deepspeed()
     zero = importlib.import_module(f"{package.__name__}.runtime.zero.config").DeepSpeedZeroConfig
     constants = vars(importlib.import_module(f"{package.__name__}.runtime.constants"))
@@ -488,6 +489,7 @@ def zero3_init(ctx: Context, *, enabled: bool | None = None) -> Generator[None, 
         ConfigurationError: The context has no such plugin.
         NotAvailableError: There is no process group.
     """
+    check_context("zero3_init", ctx)
     plugin = ctx.strategy.deepspeed
     if plugin is None or plugin.stage != 3:
         stage = "none" if plugin is None else f"one of stage {plugin.stage}"

@@ -110,7 +110,7 @@ class EngineOptimizer(OptimizerProxy, ABC):
     ) -> None:
         """Stand for ``optimizer``."""
         super().__init__(optimizer)
-        self.model_parameters = tuple(model_parameters)
+        self.model_parameters: tuple[torch.Tensor, ...] = tuple(model_parameters)
         self.handle = handle
 
     @abstractmethod

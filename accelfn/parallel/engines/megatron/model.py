@@ -63,7 +63,7 @@ class MegatronModel(nn.Module):
         super().__init__()
         self.config = config
         self.plan = plan
-        self.chunks = nn.ModuleList(chunks)
+        self.chunks: nn.ModuleList = nn.ModuleList(chunks)
         self._core = core
         self._device = ctx.device
         self._returns_logits = returns_logits

@@ -48,11 +48,15 @@ class AbstractTrainStep(ABC):
             args: What the step is made from.
             **kwargs: The plugin's ``custom_train_step_kwargs``, for subclasses.
         """
-        self.args = args
-        self.kwargs = kwargs
-        self.get_batch = args.plugin.custom_get_batch_function or self.get_batch_func()
-        self.loss_func = args.plugin.custom_loss_function or self.get_loss_func()
-        self.forward_step = self.get_forward_step_func()
+        self.args: StepArguments = args
+        self.kwargs: dict[str, Any] = kwargs
+        self.get_batch: Callable[[Iterator[Any]], Any] = (
+            args.plugin.custom_get_batch_function or self.get_batch_func()
+        )
+        self.loss_func: Callable[..., Any] = args.plugin.custom_loss_function or self.get_loss_func()
+        self.forward_step: Callable[[Iterator[Any], Any], tuple[Any, Callable[..., Any]]] = (
+            self.get_forward_step_func()
+        )
 
     @abstractmethod
     def get_batch_func(self) -> Callable[[Iterator[Any]], Any]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from accelfn.context import Context
@@ -32,7 +33,7 @@ from accelfn.parallel.engines.megatron.groups import (
     tag_groups,
 )
 from accelfn.parallel.engines.megatron.model import MegatronModel, MegatronOutput, split
-from accelfn.parallel.engines.megatron.plan import plan_megatron
+from accelfn.parallel.engines.megatron.plan import MegatronPlan, plan_megatron
 from accelfn.parallel.engines.megatron.shape import read_shape
 from accelfn.parallel.engines.megatron.state import plain_state
 from accelfn.parallel.engines.megatron.steps import AbstractTrainStep, step_of
@@ -60,10 +61,11 @@ class MegatronHandle(EngineHandle):
         """Attach to ``model``; ``whole`` describes the user's model."""
         super().__init__(model, model.parameters())
         self.core = core
-        self.plan = model.plan
+        self.plan: MegatronPlan = model.plan
         self.whole = whole
         self.optimizer: MegatronOptimizer | None = None
-        self.mesh = None if ctx.mesh is None or self.plan.tp == 1 else cast("Any", ctx.mesh).device_mesh("tp")
+        has_tp = ctx.mesh is not None and self.plan.tp > 1
+        self.mesh: DeviceMesh | None = cast("Any", ctx.mesh).device_mesh("tp") if has_tp else None
         self._steps: AbstractTrainStep = step_of(plugin, model.config)
         self._per_token = plugin.calculate_per_token_loss
         # Sum of the weights of whole steps since the last update, on this replica.
@@ -222,7 +224,7 @@ class MegatronOptimizer(EngineOptimizer):
         super().__init__(optimizer, handle.model.parameters(), handle)
         self.megatron = megatron
         self._plan = handle.plan
-        self.num_steps = 0  # that updated the parameters
+        self.num_steps: int = 0  # that updated the parameters
         handle.optimizer = self
 
     @property
