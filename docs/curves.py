@@ -1,8 +1,8 @@
 """Draw losses of two trainings over each other, one panel for each pair, as an SVG image.
 
-python docs/curves.py TO.svg TITLE PLAIN.csv OTHER.csv [TITLE PLAIN.csv OTHER.csv ...]
+python docs/curves.py [--names ONE OTHER] TO.svg TITLE ONE.csv OTHER.csv [TITLE ONE.csv OTHER.csv ...]
 
-The files are what ``docs/examples/fine_tune_text.py --curve`` writes.
+The files are what ``docs/examples/fine_tune_text.py --curve`` and ``docs/examples/fp8.py --curve`` write.
 """
 
 import sys
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 WIDTH, HEIGHT, EDGE = 360, 220, 44
-# The wide line lies below.
-NAMES = (("plain torch, one process", "#f0a35e", 5), ("accelfn, two processes", "#14407a", 1.2))
+NAMES = ("plain torch, one process", "accelfn, two processes")
+STROKES = (("#f0a35e", 5), ("#14407a", 1.2))  # the wide line lies below
 
 
 def read_curve(text: str) -> list[float]:
@@ -24,7 +24,7 @@ def largest_difference(first: Sequence[float], second: Sequence[float]) -> float
     return max(abs(one - other) / abs(one) for one, other in zip(first, second, strict=True))
 
 
-def draw(panels: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> str:
+def draw(panels: Sequence[tuple[str, Sequence[float], Sequence[float]]], names: Sequence[str] = NAMES) -> str:
     """Draw panels of a title and two curves, side by side."""
     width = len(panels) * (WIDTH + EDGE) + EDGE // 2
     height = HEIGHT + 3 * EDGE
@@ -36,7 +36,7 @@ def draw(panels: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> str:
     for number, (title, *curves) in enumerate(panels):
         lines += _panel(number * (WIDTH + EDGE) + EDGE, EDGE, title, curves)
     left, bottom = EDGE, HEIGHT + 2 * EDGE + 16
-    for name, color, thickness in NAMES:
+    for name, (color, thickness) in zip(names, STROKES, strict=True):
         stroke = f'stroke="{color}" stroke-width="{thickness}"'
         lines += [
             f'<line x1="{left}" y1="{bottom}" x2="{left + 30}" y2="{bottom}" {stroke}/>',
@@ -65,7 +65,7 @@ def _panel(left: int, top: int, title: str, curves: Sequence[Sequence[float]]) -
         f'<text x="{left}" y="{bottom + 18}">1</text>',
         f'<text x="{left + WIDTH}" y="{bottom + 18}" text-anchor="end">step {steps + 1}</text>',
     ]
-    for curve, (_, color, thickness) in zip(curves, NAMES, strict=True):
+    for curve, (color, thickness) in zip(curves, STROKES, strict=True):
         points = " ".join("{:.1f},{:.1f}".format(*place(step, loss)) for step, loss in enumerate(curve))
         lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{thickness}"/>')
     return lines
@@ -73,13 +73,15 @@ def _panel(left: int, top: int, title: str, curves: Sequence[Sequence[float]]) -
 
 def main() -> None:
     """Draw what the command line names, and say how far apart the curves are."""
-    to, *rest = sys.argv[1:]
+    given = sys.argv[1:]
+    names = given[1:3] if given[0] == "--names" else NAMES
+    to, *rest = given[3:] if given[0] == "--names" else given
     panels: list[tuple[str, list[float], list[float]]] = []
     for title, *files in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
         plain, other = (read_curve(Path(file).read_text()) for file in files)
         print(f"{title}: {len(plain)} steps, largest difference {largest_difference(plain, other):.1e}")
         panels.append((title, plain, other))
-    Path(to).write_text(draw(panels))
+    Path(to).write_text(draw(panels, names))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def main() -> None:
             with af.init_empty_weights():
                 model = Model()
             af.load_and_quantize_model(model, config, checkpoint)
-            error = (model(ids).float() - expected).norm() / expected.norm()
+            found = model(ids.to(model.embed.weight.device)).cpu()
+            error = (found.float() - expected).norm() / expected.norm()
             print(f"{name:21} {megabytes(model.layers):4.1f} MB of layers, {error:.0%} off")
 
 

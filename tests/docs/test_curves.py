@@ -17,8 +17,8 @@ def test_each_panel_has_two_curves_with_a_point_for_each_step(
     monkeypatch.chdir(tmp_path)
     Path("one.csv").write_text("step,loss\n0,4.0\n1,2.0\n2,1.0\n")
     Path("other.csv").write_text("step,loss\n0,4.0\n1,2.5\n2,1.0\n")
-    files = ["first", "one.csv", "one.csv", "second", "one.csv", "other.csv"]
-    monkeypatch.setattr(sys, "argv", ["curves.py", "to.svg", *files])
+    files = ["--names", "a", "b", "to.svg", "first", "one.csv", "one.csv", "second", "one.csv", "other.csv"]
+    monkeypatch.setattr(sys, "argv", ["curves.py", *files])
     runpy.run_path(str(DOCS / "curves.py"), run_name="__main__")
     assert capsys.readouterr().out.splitlines() == [
         "first: 3 steps, largest difference 0.0e+00",
@@ -28,9 +28,13 @@ def test_each_panel_has_two_curves_with_a_point_for_each_step(
     assert [len(line.split()) for line in points] == [3] * 4
     assert points[0] == points[1]
     assert points[2] != points[3]
+    assert ">a</text>" in Path("to.svg").read_text()
 
 
-def test_the_picture_in_the_guide_has_a_panel_for_each_model() -> None:
-    picture = ElementTree.parse(DOCS / "pages" / "guide" / "text_curves.svg")
+@pytest.mark.parametrize(
+    ("name", "page"), [("text_curves.svg", "accelerator.md"), ("fp8_curves.svg", "fp8.md")]
+)
+def test_the_pictures_in_the_guides_have_two_panels(name: str, page: str) -> None:
+    picture = ElementTree.parse(DOCS / "pages" / "guide" / name)
     assert len(list(picture.iter(POLYLINE))) == 4
-    assert "](text_curves.svg)" in (DOCS / "pages" / "guide" / "accelerator.md").read_text()
+    assert f"]({name})" in (DOCS / "pages" / "guide" / page).read_text()
