@@ -22,6 +22,7 @@ from accelfn.context import Context, ContextOptions
 from accelfn.errors import MissingExtraError
 from accelfn.testing.faults import Fault
 from accelfn.testing.ranks import Where, run_ranks
+from accelfn.testing.schedule import Schedule
 
 try:
     import pytest
@@ -44,6 +45,7 @@ class Ranks(Protocol):
         timeout_s: float | None = 30.0,
         faults: Sequence[Fault] = (),
         num_nodes: int = 1,
+        schedule: Schedule | None = None,
         **options: Unpack[ContextOptions],
     ) -> list[T]:
         """Run ``fn(ctx)`` once per rank, and return what each rank returned, in rank order."""
