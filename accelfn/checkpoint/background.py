@@ -206,7 +206,10 @@ def begin_background(ctx: Context, directory: Path, work: Callable[[], Path]) ->
     """
     threads = ctx.collectives.threads
     handle = _saves_of(ctx).handle = SaveHandle(directory, threads)
-    threads.start("save", partial(handle.run, work))
+    try:
+        threads.start("save", partial(handle.run, work))
+    except RuntimeError:  # the system has no thread left; the other ranks' threads wait for this one's part
+        handle.run(work)
     return handle
 
 

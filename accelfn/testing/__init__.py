@@ -5,7 +5,7 @@ For users' tests as for ours.
 
 from accelfn.testing.explore import Exploration, FoundOutcome, explore
 from accelfn.testing.faults import Fault, InjectedFaultError
-from accelfn.testing.ranks import ScheduledRun, Where, run_ranks, run_schedule
+from accelfn.testing.ranks import ScheduledRun, Where, run_ranks, run_schedule, scheduling_point
 from accelfn.testing.schedule import Schedule, Step, Switch, Trace
 
 __all__ = (
@@ -22,4 +22,5 @@ __all__ = (
     "explore",
     "run_ranks",
     "run_schedule",
+    "scheduling_point",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from accelfn.testing.schedule import Schedule, without_random_names
 T = TypeVar("T")
 F = TypeVar("F")
 _TEXT_CHARS = 200
+_INJECTED = re.compile(r"injected fault: rank \d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,8 @@ def explore(
             It starts anew in each run, so it must not keep anything from one to the next.
         world_size: Number of ranks, at least 1.
         setup: Makes the context manager that is open during a run, such as ``tempfile.TemporaryDirectory``.
-            What leaving it raises is the error of a run that had none: it can check what the ranks left.
+            What leaving it raises is the error of the run: it can check what the ranks left, also if they
+            have failed.
         budget: Number of runs, at least 1; or the time after which no further one begins.
         seed: Of the first run.
         max_faults: Number of faults (an exception, a death, a delay) that a run may have.
@@ -191,8 +194,7 @@ def _run_once(
     except Exception as error:
         if run is None:
             raise
-        if run.error is None:
-            run = replace(run, error=error)
+        run = replace(run, error=error)
     return run
 
 
@@ -220,7 +222,8 @@ def _describe(run: ScheduledRun[Any]) -> str:
     if run.error is None:
         return without_random_names(repr(run.results))
     text = text_of(run.error)
-    return without_random_names(f"{type(run.error).__name__}: {text}")
+    injected = _INJECTED.search(text)  # one outcome, wherever the fault was
+    return without_random_names(f"{type(run.error).__name__}: {injected[0] if injected else text}")
 
 
 def _short(text: str) -> str:

@@ -19,7 +19,7 @@ from accelfn.testing.turns import Turns
 # How likely a seed departs from the default at a choice. Some bugs need one switch at the right place, others
 # many, so each seed draws one of these.
 _RATES = (0.03, 0.1, 0.3)
-_FAULT_RATE = 0.05
+_FAULT_RATES = (0.01, 0.03, 0.1)
 _DELAY_S = 1.0
 # A thread that could run and has not for so many operations comes next by default: a loop that asks whether a
 # background thread is done ends.
@@ -37,7 +37,10 @@ class _Choices:
         self._faults = list(schedule.faults)
         self._may_draw = schedule.max_faults
         self._random = None if schedule.seed is None else random.Random(schedule.seed)
-        self._rate = 0.0 if self._random is None else self._random.choice(_RATES)
+        self._rate, self._fault_rate = 0.0, 0.0
+        if self._random is not None:
+            self._rate = self._random.choice(_RATES)
+            self._fault_rate = self._random.choice(_FAULT_RATES)
 
     def choose(self, count: int) -> int:
         """Return which of ``count`` threads that can run is next; 0 is the default."""
@@ -60,7 +63,7 @@ class _Choices:
                 found = Fault(kind=fault.kind, rank=rank, at=at, seconds=fault.seconds)
                 break
         else:
-            if self._random is None or not self._may_draw or self._random.random() >= _FAULT_RATE:
+            if self._random is None or not self._may_draw or self._random.random() >= self._fault_rate:
                 return None
             self._may_draw -= 1
             kind = self._random.choice(("die", "delay", "raise") if can_raise else ("die", "delay"))
@@ -193,17 +196,16 @@ class ScheduledTurns(Turns):
             self.may_run.add(number)
 
         def run() -> None:
-            how = "ended"
             self.enter(number)
             try:
                 with self.lock:
                     self._check_alive(number)
                 work()
             except RankDeath:
-                how = "died"
+                pass
             finally:
                 with self.lock:
-                    self._finish(number, how)
+                    self._finish(number, "died" if rank in self._dead else "ended")
 
         # A daemon: a world that hangs doesn't keep the interpreter from ending.
         thread = threading.Thread(target=run, name=called, daemon=True)

@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar, cast
 from typing_extensions import Unpack
 
 from accelfn.context import Context, ContextOptions, configure, with_mesh
-from accelfn.testing.faults import Fault
+from accelfn.testing.faults import Fault, InjectedFaultError
 from accelfn.testing.part import conclude
 from accelfn.testing.processes import run_on_processes
 from accelfn.testing.schedule import Schedule, Trace
@@ -178,6 +178,25 @@ def run_schedule(
         given=schedule,
         trace=trace,
     )
+
+
+def scheduling_point(ctx: Context, operation: str) -> None:
+    """Announce something that other ranks can notice, such as writing a file: another thread may run first.
+
+    Collectives and operations on checkpoints announce themselves. Without a schedule this does nothing.
+
+    Ranks: local.
+
+    Args:
+        ctx: The world.
+        operation: How the trace calls it.
+
+    Raises:
+        InjectedFaultError: The schedule has a fault here.
+    """
+    reach = ctx.collectives.threads.reach
+    if reach is not None:
+        reach(operation, InjectedFaultError)
 
 
 def _check(function: str, world_size: int, faults: Sequence[Fault]) -> None:

@@ -85,7 +85,9 @@ def schedules(
         max_faults: Largest number of faults: an exception, a death or a delay.
         max_operations: Faults are drawn among so many operations of each rank.
     """
-    switch = st.builds(Switch, st.integers(0, max_choices - 1), st.integers(1, max(1, 2 * world_size - 1)))
+    # Early choices more often: a small program has no others.
+    choice = st.integers(0, min(10, max_choices) - 1) | st.integers(0, max_choices - 1)
+    switch = st.builds(Switch, choice, st.integers(1, max(1, 2 * world_size - 1)))
     fault = st.builds(
         Fault,
         kind=st.sampled_from(("delay", "raise", "die")),
