@@ -216,7 +216,7 @@ def test_what_checks_the_ranks_work_can_be_the_error() -> None:
 
 def test_an_error_of_the_setup_itself_is_raised() -> None:
     with pytest.raises(FileNotFoundError):
-        explore(order, 2, setup=lambda: tempfile.TemporaryDirectory(dir="/no/such/directory"))
+        explore(lost_update, 2, setup=lambda: tempfile.TemporaryDirectory(dir="/no/such/directory"))
 
 
 # --- shrinking -----------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def operations(ctx: Context) -> list[Any]:
     for step in range(2):
         scheduling_point(ctx, f"step {step}")
         found.append(af.gather_object(ctx, (ctx.rank, step)))
-        found.append(af.reduce(ctx, torch.ones(2)).tolist())
+        found.append(af.listify(af.reduce(ctx, torch.ones(2))))
         found.append((torch.rand(()).item(), random.random()))
     return found
 
@@ -45,7 +45,7 @@ def threads_of(run: ScheduledRun[Any]) -> list[str]:
 
 @given(schedules(3, max_faults=2))
 def test_equal_schedules_give_equal_runs_and_a_trace_replays(drawn: Schedule) -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     random.seed(0)
     first, second = run_schedule(operations, 3, drawn), run_schedule(operations, 3, drawn)
     replayed = run_schedule(operations, 3, first.trace.schedule)
@@ -65,7 +65,7 @@ def test_what_a_seed_draws_replays_without_it(seed: int, max_faults: int) -> Non
 
 @given(schedules(3))
 def test_without_faults_no_schedule_changes_what_a_right_program_computes(drawn: Schedule) -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     random.seed(0)
     assert run_ranks(operations, 3, schedule=drawn) == run_ranks(operations, 3)
 
@@ -162,7 +162,7 @@ def saving(folder: Path) -> Callable[[Context], Any]:
         handle = af.save_state(ctx, folder / "at", {"x": torch.arange(3.0)}, True)
         af.wait_for_everyone(ctx)
         handle.result()
-        return af.load_state(ctx, folder / "at", {"x": torch.zeros(3)})["x"].tolist()
+        return af.listify(af.load_state(ctx, folder / "at", {"x": torch.zeros(3)})["x"])
 
     return run
 
