@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import accelfn as af
-from accelfn.testing import Exploration, explore
+from accelfn.testing import Exploration, explore, scheduling_point
 
 
 def keep_best(ctx: af.Context, folder: str) -> float:
@@ -31,27 +31,26 @@ def find_the_branch() -> Exploration[float]:
 
 
 def rotate(ctx: af.Context, folder: str) -> None:
-    af.save_state(ctx, f"{folder}/step_1", {"step": 1})
     save = af.save_state(ctx, f"{folder}/step_2", {"step": 2}, asynchronous=True)
     if ctx.is_main_process:
+        scheduling_point(ctx, "remove step_1")
         shutil.rmtree(f"{folder}/step_1")
     save.result()
 
 
 @contextmanager
-def never_without_a_checkpoint() -> Generator[str, None, None]:
+def one_checkpoint() -> Generator[str, None, None]:
     with tempfile.TemporaryDirectory() as folder:
+        af.save_tree(f"{folder}/step_1", {"step": 1})
         yield folder
-        if Path(folder, "step_2").exists():  # so step_1 was committed before
-            af.latest_checkpoint(folder)
+        af.latest_checkpoint(folder)  # there must be one, whatever has happened
 
 
 def find_the_race() -> Exploration[None]:
-    return explore(rotate, 2, setup=never_without_a_checkpoint, budget=30, max_faults=1)
+    return explore(rotate, 2, setup=one_checkpoint, budget=30, max_faults=1)
 
 
 if __name__ == "__main__":
     print(find_the_branch())
     lost = next(one for one in find_the_race().failures if one.text.startswith("NoCheckpointError"))
-    print(f"\n{lost.text}\nwith schedule={lost.plainest.given}:")
-    print(lost.plainest.trace.table(last=20))
+    print(f"\n{lost.text}\nwith schedule={lost.plainest.given}:\n{lost.plainest.trace.table()}")
