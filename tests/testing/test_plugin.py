@@ -75,12 +75,9 @@ def test_an_option_gives_worlds_in_memory_the_schedule_of_a_seed(tmp_path: pathl
         "def test_it(ranks):\n"
         "    came = []\n"
         "    ranks(lambda ctx: come(ctx, came), 4)\n"
-        "    assert came == [0, 1, 2, 3]\n"
+        "    assert came != [0, 1, 2, 3]\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "accelfn.testing.plugin"]
-    command += ["--rootdir", str(tmp_path), str(tmp_path)]
-    codes = [
-        subprocess.run([*command, *option], capture_output=True, text=True, check=False).returncode
-        for option in ((), ("--ranks-seed", "0"))
-    ]
-    assert codes == [0, 1]
+    command += ["--ranks-seed", "0", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
