@@ -9,14 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
 from accelfn.comm import Call, gather_bytes
-from accelfn.context import Context, text_of, wait_for_device
+from accelfn.context import Context, Threads, text_of, wait_for_device
 from accelfn.context.failure import MessageBoard
 from accelfn.devices import device_type
 from accelfn.errors import CollectiveTimeoutError, RemoteRankError
@@ -33,10 +34,10 @@ class SaveHandle:
     next save or load of the world, on all ranks, or when the context is closed.
     """
 
-    def __init__(self, directory: Path, while_blocked: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, directory: Path, threads: Threads) -> None:
         """Use ``save_state(..., asynchronous=True)`` instead."""
         self.directory = directory
-        self._while_blocked = while_blocked
+        self._threads = threads
         self._done = threading.Event()
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -44,6 +45,8 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Return whether the save has ended, with or without an error."""
+        if self._threads.reach is not None:  # so that a loop that asks lets the save go on
+            self._threads.reach("look whether the save is done", RuntimeError)
         return self._done.is_set()
 
     def result(self, timeout: float | None = None) -> Path:
@@ -70,12 +73,10 @@ class SaveHandle:
         Raises:
             TimeoutError: The save is still running.
         """
-        if not self._done.is_set():
-            with self._while_blocked():
-                if not self._done.wait(timeout):
-                    raise TimeoutError(
-                        f"save_state: the save to {self.directory} is still running after {timeout} s."
-                    )
+        if not self._done.is_set() and not self._threads.wait(self._done.wait, timeout, "the save"):
+            raise TimeoutError(
+                f"save_state: the save to {self.directory} is still running after {timeout} s."
+            )
         self._is_reported = True
         return self._error
 
@@ -203,9 +204,12 @@ def begin_background(ctx: Context, directory: Path, work: Callable[[], Path]) ->
         directory: Named in messages.
         work: The save, which may use the copies of :func:`copies_in_background`.
     """
-    handle = _saves_of(ctx).handle = SaveHandle(directory, ctx.collectives.while_blocked)
-    # Not a daemon: the interpreter waits for this thread at exit, so that a running save is completed.
-    threading.Thread(target=handle.run, args=(work,), name="accelfn-save").start()
+    threads = ctx.collectives.threads
+    handle = _saves_of(ctx).handle = SaveHandle(directory, threads)
+    try:
+        threads.start("save", partial(handle.run, work))
+    except RuntimeError:  # the system has no thread left; the other ranks' threads wait for this one's part
+        handle.run(work)
     return handle
 
 
@@ -249,6 +253,7 @@ class BoardPhases(NamedTuple):
         rank: This rank.
         size: Of the world.
         operation: Named in errors.
+        threads: Of this rank.
         number: Identifies this save among those of the world.
         patience_s: How long a rank waits for other ranks in a phase.
         is_hopeless: Returns the reason why waiting for other ranks is pointless, or None.
@@ -258,6 +263,7 @@ class BoardPhases(NamedTuple):
     rank: int
     size: int
     operation: str
+    threads: Threads
     number: str
     patience_s: float
     is_hopeless: Callable[[], Exception | None]
@@ -295,22 +301,30 @@ class BoardPhases(NamedTuple):
 
     def _wait_for(self, phase: str, of: int | str) -> Any:
         """Wait for the post of a rank in a phase, or for the list that rank 0 posts."""
-        end = time.monotonic() + self.patience_s
-        while True:
+        found: Any = None
+        reason: Exception | None = None
+
+        def look(seconds: float) -> bool:
+            nonlocal found, reason
             reason = self.is_hopeless()  # before reading: a rank that has ended may have posted first
             posted = self.board.read(self._key(phase, of))
             number, found = json.loads(posted) if posted else ("", None)
             if number == self.number:
-                return found
-            if reason is not None:
-                raise reason
-            if time.monotonic() > end:
-                whom = "all ranks" if of == "all" else f"rank {of}"
-                raise CollectiveTimeoutError(
-                    f"{self.operation}: rank {self.rank} has waited {self.patience_s:.0f} s for {whom} to "
-                    f"end the phase {phase!r} of a background save. Check whether it hangs, or its disk does."
-                )
-            time.sleep(_LOOK_S)
+                reason = None
+                return True
+            if reason is None:
+                time.sleep(min(seconds, _LOOK_S))
+            return reason is not None
+
+        whom = "all ranks" if of == "all" else f"rank {of}"
+        if not self.threads.wait(look, self.patience_s, f"{whom}, {phase}"):
+            raise CollectiveTimeoutError(
+                f"{self.operation}: rank {self.rank} has waited {self.patience_s:.0f} s for {whom} to "
+                f"end the phase {phase!r} of a background save. Check whether it hangs, or its disk does."
+            )
+        if reason is not None:
+            raise reason
+        return found
 
 
 @contextmanager

@@ -17,6 +17,7 @@ files, until all nodes have committed: after a crash between their renames, all 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import secrets
@@ -50,6 +51,8 @@ from accelfn.errors import CheckpointError, DamagedCheckpointError, NotAvailable
 MAX_MANIFEST_BYTES = 1 << 30
 
 _COPY_S = 3600.0
+# Each new attempt means that another program has removed the directory since it was made.
+_MAX_ATTEMPTS = 10
 _TEMPORARY = re.compile(r"manifest-[0-9a-f]{8}\.json")
 # What file managers, notebooks and network file systems leave in directories.
 _LITTER = re.compile(r"\.DS_Store|\._.*|\.nfs.*|\.fuse_hidden.*|\.ipynb_checkpoints|Thumbs\.db|desktop\.ini")
@@ -191,27 +194,42 @@ def begin_save(disk: Disk, directory: str | os.PathLike[str]) -> OpenSave:
         OSError: It can't be made.
     """
     path = os.path.abspath(directory)
-    is_empty = check_target(disk, path)
-    is_new = not is_there(disk, path)
+    check_target(disk, path)
+    is_new, release = _make_and_lock(disk, path)
     try:
-        make_folders(disk, path)
-        if not is_new and not is_there(disk, os.path.join(path, MANIFEST)):
-            with naming(os.path.dirname(path)):  # its own name may not be durable yet
-                disk.sync_folder(os.path.dirname(path))
-    except OSError:
-        if is_new:
-            with suppress(OSError):
-                disk.remove_folder(path)
+        is_empty = check_target(disk, path)  # again: another program may have saved meanwhile
+    except BaseException:
+        _release(release)
         raise
-    try:
-        release = disk.lock(path)
-    except BlockingIOError as error:
-        raise CheckpointError(
-            f"{path} is being written or removed by another program or rank. Save to another directory, or "
-            "let one at a time save (save_on_each_node is for disks that nodes don't share)."
-        ) from error
     token = secrets.token_hex(4)
     return OpenSave(path, token, "" if is_empty else f"-{token}", is_new, release)
+
+
+def _make_and_lock(disk: Disk, path: str) -> tuple[bool, Callable[[], None] | None]:
+    """Make a directory, and take its lock; return whether it was missing, and the function that releases."""
+    for attempt in itertools.count(1):
+        is_new = not is_there(disk, path)
+        try:
+            make_folders(disk, path)
+            if not is_new and not is_there(disk, os.path.join(path, MANIFEST)):
+                with naming(os.path.dirname(path)):  # its own name may not be durable yet
+                    disk.sync_folder(os.path.dirname(path))
+        except OSError:
+            if is_new:
+                with suppress(OSError):
+                    disk.remove_folder(path)
+            raise
+        try:
+            return is_new, disk.lock(path)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{path} is being written or removed by another program or rank. Save to another directory, "
+                "or let one at a time save (save_on_each_node is for disks that nodes don't share)."
+            ) from error
+        except FileNotFoundError:  # another save has failed and has removed the directory that it had made
+            if attempt == _MAX_ATTEMPTS:
+                raise
+    raise AssertionError
 
 
 def clean(disk: Disk, path: str, *, keep_previous: bool = False, is_durable: bool = False) -> None:

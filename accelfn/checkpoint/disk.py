@@ -119,6 +119,14 @@ def _described(found: os.stat_result) -> Status:
     return Status(kind, found.st_size, found.st_dev, found.st_ino, found.st_mtime)
 
 
+def _is_at(path: str, descriptor: int) -> bool:
+    """Return whether an open directory still has a path."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def _lock(path: str) -> Callable[[], None] | None:
     if sys.platform == "win32":  # which has no locks for directories
         return None
@@ -132,6 +140,10 @@ def _lock(path: str) -> Callable[[], None] | None:
         if isinstance(error, BlockingIOError):
             raise BlockingIOError(error.errno, "another program or rank holds the lock", path) from error
         return None
+    # Whoever held it before may have removed the directory since it was opened here.
+    if not _is_at(path, descriptor):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     def release() -> None:
         with suppress(OSError):
@@ -174,7 +186,8 @@ class Disk:
         status: Returns the status of a path.
         status_of: Returns the status of a descriptor.
         lock: Takes the lock of a directory, which one program can hold, until the function is called that it
-            returns or the program ends; ``BlockingIOError`` if it is held. None if there are no locks.
+            returns or the program ends; ``BlockingIOError`` if it is held, ``FileNotFoundError`` if there is
+            no such directory any more. None if there are no locks.
         read: Fills memory from an offset of a file; returns the number of bytes, 0 at the end.
         parallel_reads: Whether several threads may read from one descriptor at once.
     """

@@ -116,24 +116,24 @@ def scan(disk: Disk, directory: str | os.PathLike[str]) -> tuple[list[Found], li
         NotADirectoryError: It is a file.
     """
     parent = os.path.abspath(directory)
-    before: set[str] | None = None
+    before: tuple[set[str], set[str]] | None = None
     for attempt in itertools.count(1):
         with opened(disk, parent) as folder:
             names = set(disk.names(folder))
-        found, broken, is_complete = _scan_names(disk, parent, names)
+        found, broken, unfinished = _scan_names(disk, parent, names)
         # A directory without a manifest may be a checkpoint that was removed meanwhile, after a newer one had
-        # been saved that isn't among these names.
-        if is_complete or names == before or attempt == _MAX_ATTEMPTS:
+        # been saved, which isn't among these names or was looked at before.
+        if not unfinished or (names, unfinished) == before or attempt == _MAX_ATTEMPTS:
             return _ordered(found), broken
-        before = names
+        before = names, unfinished
     raise AssertionError
 
 
-def _scan_names(disk: Disk, parent: str, names: set[str]) -> tuple[list[Found], list[Broken], bool]:
-    """Scan some names in a directory, and return also whether each directory has a manifest."""
+def _scan_names(disk: Disk, parent: str, names: set[str]) -> tuple[list[Found], list[Broken], set[str]]:
+    """Scan some names in a directory, and return also the directories without a manifest."""
     found: list[Found] = []
     broken: list[Broken] = []
-    is_complete = True
+    unfinished: set[str] = set()
     for name in sorted(names):
         path = os.path.join(parent, name)
         try:
@@ -144,8 +144,8 @@ def _scan_names(disk: Disk, parent: str, names: set[str]) -> tuple[list[Found], 
             except (DamagedCheckpointError, NotAvailableError) as error:
                 broken.append(Broken(path, _modified_s(disk, path), error))
         except FileNotFoundError:
-            is_complete = False
-    return found, broken, is_complete
+            unfinished.add(name)
+    return found, broken, unfinished
 
 
 def _inspect(disk: Disk, folder: Folder, content: bytes) -> Found:

@@ -45,6 +45,7 @@ from accelfn.checkpoint.objects import (
 )
 from accelfn.checkpoint.plan import Overlap, find_overlaps, join_overlaps
 from accelfn.checkpoint.random_state import restore_random_states
+from accelfn.checkpoint.scheduled_disk import disk_of
 from accelfn.checkpoint.stages import remove_other_stages
 from accelfn.checkpoint.verify import check_attachments
 from accelfn.comm import catch
@@ -249,7 +250,7 @@ def _load(
     ctx: Context, phases: CollectivePhases, path: str, like: T, request: _Request, random_state: bool
 ) -> T:
     """Read this rank's part, and change objects only when no rank's part can be refused any more."""
-    disk = REAL_DISK
+    disk = disk_of(ctx, REAL_DISK)
     read = _read_together(ctx, disk, phases, path, lambda found: _read(ctx, disk, like, request, found))
     prepared, error = catch(lambda: _prepare(read, like))
     phases.gather("decode", "", error)
@@ -410,7 +411,8 @@ def _list_together(ctx: Context, phases: CollectivePhases, directory: str) -> li
     """List the checkpoints to try, newest first: those that rank 0 finds, or the one that all nodes have."""
     each_node = ctx.project.save_on_each_node
     list_paths = parts_below if each_node else newest_first
-    found, error = catch(lambda: list_paths(REAL_DISK, directory)) if writes_here(ctx) else ([], None)
+    disk = disk_of(ctx, REAL_DISK)
+    found, error = catch(lambda: list_paths(disk, directory)) if writes_here(ctx) else ([], None)
     ranks = [json.loads(text) for text in phases.gather("list", json.dumps(found), error)]
     return ranks[0] if not each_node else [directory] if any(ranks) else []
 
@@ -432,7 +434,8 @@ def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
     phases = CollectivePhases(ctx, "find_checkpoint")
     _, error = catch(lambda: finish_background(ctx))
     phases.gather("begin", "", error)
-    return Path(_find_together(ctx, REAL_DISK, phases, os.path.abspath(directory))[0])
+    disk = disk_of(ctx, REAL_DISK)
+    return Path(_find_together(ctx, disk, phases, os.path.abspath(directory))[0])
 
 
 def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
@@ -454,7 +457,7 @@ def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
         NotAvailableError: A newer version of accelfn has written it.
         RemoteRankError: One of these happened on another rank, or an earlier background save has failed.
     """
-    disk, phases = REAL_DISK, CollectivePhases(ctx, "find_files")
+    disk, phases = disk_of(ctx, REAL_DISK), CollectivePhases(ctx, "find_files")
     _, error = catch(lambda: finish_background(ctx))
     phases.gather("begin", "", error)
     path, identity = _find_together(ctx, disk, phases, os.path.abspath(directory))

@@ -29,7 +29,7 @@ from accelfn.checkpoint.background import (
 )
 from accelfn.checkpoint.by_rank import join_documents, renamed, stored_place
 from accelfn.checkpoint.commit import check_target
-from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document.encode import Encoded, encode
 from accelfn.checkpoint.files import memory_of
 from accelfn.checkpoint.header import dtype_name
@@ -52,6 +52,7 @@ from accelfn.checkpoint.plan import (
     plan_save,
 )
 from accelfn.checkpoint.random_state import random_states
+from accelfn.checkpoint.scheduled_disk import disk_of
 from accelfn.checkpoint.stages import first_names, join_stages
 from accelfn.checkpoint.write import Job, begin_job, entry_key, write_job
 from accelfn.comm import catch, check_replicas
@@ -200,13 +201,14 @@ def save_state(
     """
     check_context("save_state", ctx)
     path = Path(os.path.abspath(os.fspath(directory)))
+    disk = disk_of(ctx, REAL_DISK)
 
     plain, _ = with_plain_objects(tree)
 
     def collect() -> _RankState:
         finish_background(ctx)
         _check_options(step, metric, keep)
-        return _collect(ctx, path, plain, is_copied=asynchronous)
+        return _collect(ctx, disk, path, plain, is_copied=asynchronous)
 
     own, error = catch(collect)
     folder = os.path.abspath(files) if files is not None and writes_here(ctx) else None
@@ -216,24 +218,25 @@ def save_state(
     if job is None:
         raise cast("Exception", error)
     if not asynchronous:
-        return write_job(job, phases, REAL_DISK)
+        return write_job(job, phases, disk)
     tensors = [tensor for _, tensor, _ in job.entries]
     copies, error = catch(lambda: copies_in_background(ctx, tensors))
     phases.gather("copy", "", error)
     # The caller goes on, so its files are moved now.
-    begun = begin_job(job, phases, REAL_DISK) if job.any_files else None
+    begun = begin_job(job, phases, disk) if job.any_files else None
     board = BoardPhases(
         board=ctx.collectives.board,
         rank=ctx.rank,
         size=ctx.num_processes,
         operation="save_state",
+        threads=ctx.collectives.threads,
         number=str(ctx.collectives.call_log.number),
         patience_s=ctx.guard.long_timeout_s,
         is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.call_log, ctx.rank),
     )
     copied = zip(job.entries, copies or (), strict=True)
     entries = tuple((key, copy, sums) for (key, _, sums), copy in copied)
-    work = partial(write_job, job._replace(entries=entries), board, REAL_DISK, begun)
+    work = partial(write_job, job._replace(entries=entries), board, disk, begun)
     return begin_background(ctx, path, work)
 
 
@@ -360,9 +363,9 @@ def _check_options(step: object, metric: object, keep: object) -> None:
 
 
 @paused_collection()
-def _collect(ctx: Context, path: Path, tree: Any, *, is_copied: bool) -> _RankState:
+def _collect(ctx: Context, disk: Disk, path: Path, tree: Any, *, is_copied: bool) -> _RankState:
     """Collect and digest the state of this rank; nothing is written."""
-    check_target(REAL_DISK, str(path))
+    check_target(disk, str(path))
     names = find_names(tree)
     staged: dict[str, WholeModel | None] = {}
 

@@ -75,6 +75,12 @@ from accelfn.context.process_group import (
     make_gloo_group as make_gloo_group,
     process_group_collectives as process_group_collectives,
 )
+from accelfn.context.threads import (
+    MakeError as MakeError,
+    Poll as Poll,
+    Threads as Threads,
+    wait_for as wait_for,
+)
 from accelfn.context.world import (
     Background as Background,
     Owned as Owned,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, NamedTuple
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from accelfn.context.call_log import CallLog
 from accelfn.context.failure import MessageBoard
+from accelfn.context.threads import Threads
 from accelfn.context.world import GroupOwner
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -113,8 +113,7 @@ class Collectives:
         split: ``(groups, timeout)``: returns each of ``groups`` (ascending ranks, including this one) as a
             world of its own. Every rank calls it, and the k-th groups of all ranks partition the world.
             torch's operations in such a group wait for at most ``timeout``.
-        while_blocked: Returns a ``with`` block for waiting for something other than ranks, such as a thread:
-            ranks that are threads and run in turn let each other run meanwhile.
+        threads: Starts threads, and waits for something other than ranks.
         chunk: Maximum number of bytes per rank in one ``all_gather_bytes``.
         board: Messages between ranks that don't wait for each other.
         call_log: The operations that this rank has called.
@@ -133,7 +132,7 @@ class Collectives:
     finish: Callable[[dist.Work, torch.device], None] = _wait
     translate_error: Callable[[Exception], Exception] = lambda error: error
     split: Callable[[Sequence[Sequence[int]], timedelta], tuple[Part, ...]] = _split_alone
-    while_blocked: Callable[[], AbstractContextManager[None]] = nullcontext
+    threads: Threads = field(default_factory=Threads)
     chunk: int = MAX_CHUNK_BYTES
     board: MessageBoard = field(default_factory=MessageBoard)
     call_log: CallLog = field(default_factory=CallLog, compare=False)

@@ -559,7 +559,7 @@ def _unavailable_collectives() -> Collectives:
     calls: dict[str, Any] = {
         item.name: _raise_unavailable for item in fields(Collectives) if callable(item.default)
     }
-    del calls["while_blocked"], calls["translate_error"]  # which don't communicate
+    del calls["translate_error"]  # which doesn't communicate
     calls["split"] = _split_unavailable
     return Collectives(**calls)
 

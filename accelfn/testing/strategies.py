@@ -1,4 +1,4 @@
-"""Hypothesis strategies: tensors, trees of them, worlds, and one tree per rank.
+"""Hypothesis strategies: tensors, trees of them, worlds, one tree per rank, and schedules.
 
 Values are small integers, so that a sum over the ranks of a world is exact in every dtype. Needs hypothesis,
 and is imported by its own name: ``from accelfn.testing.strategies import rank_trees``.
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from accelfn.errors import MissingExtraError
+from accelfn.testing.faults import Fault
+from accelfn.testing.schedule import Schedule, Switch
 from accelfn.tree import flatten, map_tensors
 
 try:
@@ -60,6 +62,52 @@ class Mismatched(NamedTuple):
 def worlds(max_size: int = 5) -> SearchStrategy[int]:
     """Draw the number of ranks of a world, at least 1."""
     return st.integers(1, max_size)
+
+
+def schedules(
+    world_size: int,
+    *,
+    max_choices: int = 100,
+    max_switches: int = 6,
+    max_faults: int = 0,
+    max_operations: int = 50,
+) -> SearchStrategy[Schedule]:
+    """Draw a schedule for :func:`~accelfn.testing.run_ranks`.
+
+    The simplest one is empty: each rank runs as long as it can. Each switch and each fault is one element of
+    a list, so that a failure shrinks to a schedule with as few of them as it needs, as early as possible.
+
+    Args:
+        world_size: Number of ranks.
+        max_choices: Switches are drawn among so many choices from the start of a run. What a run has is
+            ``Trace.num_choices``.
+        max_switches: Largest number of switches.
+        max_faults: Largest number of faults: an exception, a death or a delay.
+        max_operations: Faults are drawn among so many operations of each rank.
+    """
+    # Early choices more often: a small program has no others.
+    choice = st.integers(0, min(10, max_choices) - 1) | st.integers(0, max_choices - 1)
+    switch = st.builds(Switch, choice, st.integers(1, max(1, 2 * world_size - 1)))
+    fault = st.builds(
+        Fault,
+        kind=st.sampled_from(("delay", "raise", "die")),
+        rank=st.integers(0, world_size - 1),
+        at=st.integers(0, max_operations - 1),
+        seconds=st.just(1.0),
+    )
+    return st.builds(
+        Schedule,
+        switches=st.lists(switch, max_size=max_switches, unique_by=_choice_of).map(_in_order),
+        faults=st.lists(fault, max_size=max_faults).map(tuple),
+    )
+
+
+def _choice_of(switch: Switch) -> int:
+    return switch.choice
+
+
+def _in_order(switches: list[Switch]) -> tuple[Switch, ...]:
+    return tuple(sorted(switches))
 
 
 def dtypes(*, float8: bool = False) -> SearchStrategy[torch.dtype]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
+import math
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -24,6 +23,7 @@ from accelfn.context import (
     MessageBoard,
     Part,
     ReduceOp,
+    Threads,
     World,
     WorldIdentity,
     as_error,
@@ -39,7 +39,10 @@ from accelfn.context.failure import FAILURE
 from accelfn.context.peer_monitor import print_all_stacks
 from accelfn.errors import CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError
 from accelfn.testing.faults import Fault, RankDeath, inject
+from accelfn.testing.following import ScheduledTurns
 from accelfn.testing.part import Outcome, conclude, taking_part
+from accelfn.testing.schedule import Schedule, Trace
+from accelfn.testing.turns import Turns
 
 
 class _Contribution(NamedTuple):
@@ -49,49 +52,26 @@ class _Contribution(NamedTuple):
     value: Any
 
 
-class _Turns:
-    """Schedules the threads of a world: one runs at a time."""
-
-    def __init__(self, size: int) -> None:
-        """Start with the thread that opens the world."""
-        self.lock = threading.Lock()  # guards all below and every rendezvous of the world
-        self.semaphores = [threading.Semaphore(0) for _ in range(size)]
-        self.may_run = set(range(size))
-        self.running: int | None = None  # None: the thread that opened the world
-        self._random: dict[int | None, tuple[torch.Tensor, Any]] = {}  # of the threads that wait
-
-    def advance(self) -> None:
-        """Run the next runnable rank, in rank order after the current one."""
-        after = -1 if self.running is None else self.running
-        order = sorted(self.may_run, key=lambda one: (one <= after, one))
-        self._random[self.running] = torch.default_generator.get_state(), random.getstate()
-        self.running = order[0] if order else None
-        of_torch, of_python = self._random.get(self.running, self._random[None])
-        torch.default_generator.set_state(of_torch)
-        random.setstate(of_python)
-        if order:
-            self.semaphores[order[0]].release()
-
-
 class Rendezvous:
     """A barrier of ``size`` threads that exchanges values, checks calls and never hangs.
 
-    One rank runs at a time, until it waits or ends; then the next one in rank order runs. This makes runs
-    reproducible, lets a breakpoint stop the whole world, and avoids contention for the interpreter's lock,
-    which each torch operation releases. A rank that fails doesn't block the others.
-
-    Each rank has its own state of torch's and Python's global generators: it starts as a copy of the state
-    where the world is opened, and is swapped in at each turn. Afterwards the original state is restored.
+    One rank runs at a time (:class:`Turns`). A rank that fails doesn't block the others.
 
     Ranks along a mesh axis use a part of the rendezvous, numbered from 0, with the same turns.
     """
 
-    def __init__(self, size: int, parent: Rendezvous | None = None, members: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        parent: Rendezvous | None = None,
+        members: Sequence[int] = (),
+        turns: Turns | None = None,
+    ) -> None:
         """Create the rendezvous of ``size`` ranks: of a world, or ``members`` of ``parent``."""
         self._size = size
         self._parent = parent
         self._members = tuple(members) if parent is not None else tuple(range(size))
-        self._turns = _Turns(size) if parent is None else parent._turns
+        self._turns = parent._turns if parent is not None else turns or Turns(size)
         self._round = 0
         self._contributions: dict[int, _Contribution] = {}
         self._completed: list[_Contribution] = []
@@ -118,12 +98,23 @@ class Rendezvous:
 
     def open(self) -> None:
         """Let the first rank run."""
-        with self._turns.lock:
-            self._turns.advance()
+        self._turns.open()
 
     def enter(self, rank: int) -> None:
         """Wait for this rank's first turn."""
-        self._turns.semaphores[rank].acquire()
+        self._turns.enter(rank)
+
+    def threads(self, rank: int) -> Threads:
+        """Return the way in which a rank starts threads and waits."""
+        return self._turns.threads(self._members[rank])
+
+    def announce(self, rank: int, call: str, call_log: CallLog) -> None:
+        """Announce a call, before which another rank may run."""
+        entry = call_log.current
+        operation = call if not entry.operation else entry.operation
+        # The bytes that are gathered first are those of the agreement.
+        operation += f": {call}" if entry.operation and call != "all_gather_bytes" else ""
+        self._turns.reach(self._members[rank], operation, entry.site)
 
     def meet(self, rank: int, call: str, value: Any, call_log: CallLog) -> list[Any]:
         """Contribute ``value``, wait for all ranks, and return every contribution in rank order.
@@ -143,11 +134,10 @@ class Rendezvous:
                 self._completed = [self._contributions[one] for one in range(self._size)]
                 self._contributions = {}
                 self._round += 1
-                self._turns.may_run.update(self._members)
+                self._turns.wake(self._members)
             else:
-                self._turns.may_run.discard(self._members[rank])
                 self._check_absent(rank, call_log)
-                self._turns.advance()
+                self._turns.give_up(self._members[rank], call_log.patience_s)
         if not complete:
             self._wait(rank, number, call_log)
         calls = [one.call for one in self._completed]
@@ -157,40 +147,20 @@ class Rendezvous:
             raise MismatchError(expected, rows)
         return [one.value for one in self._completed]
 
-    @contextmanager
-    def released(self, rank: int) -> Generator[None, None, None]:
-        """Let other ranks run while ``rank`` blocks on something else in a ``with`` block."""
-        turns, own = self._turns, self._members[rank]
-        with turns.lock:
-            turns.may_run.discard(own)
-            if turns.running == own:
-                turns.advance()
-        try:
-            yield
-        finally:
-            with turns.lock:
-                turns.may_run.add(own)
-                if turns.running is None:
-                    turns.advance()
-            turns.semaphores[own].acquire()
-
     def leave(self, rank: int, how: str) -> None:
         """Mark ``rank`` as gone and let the others run."""
         with self._turns.lock:
             self._depart(rank, how)
+            self._turns.leave(rank, how)
 
     def _depart(self, rank: int, how: str) -> None:
         self._departed.setdefault(rank, how)
         self._contributions.pop(rank, None)
         # Ranks that wait can no longer succeed: each gets a turn to raise.
-        self._turns.may_run.update(self._members[one] for one in self._contributions)
+        self._turns.wake(self._members[one] for one in self._contributions)
         for (_, members), part in self._parts.items():
             if rank in members:
                 part._depart(members.index(rank), how)
-        if self._parent is None:  # a rank that failed along an axis keeps running in the world
-            self._turns.may_run.discard(rank)
-            if self._turns.running == rank:
-                self._turns.advance()
 
     def _post(self, key: str, text: str) -> None:
         with self._turns.lock:
@@ -199,8 +169,11 @@ class Rendezvous:
     def _post_once(self, key: str, text: str) -> str:
         with self._turns.lock:
             said = self._notes.setdefault(key, text)
-            if key == FAILURE:  # the rank that posts it may run for long before it ends
-                self._depart(json.loads(text)["rank"], "failed")
+            if key == FAILURE:
+                rank = json.loads(text)["rank"]
+                self._depart(rank, "failed")
+                if self._parent is None:  # a rank that failed along an axis keeps running in the world
+                    self._turns.fail(rank)
             return said
 
     def _read(self, key: str) -> str | None:
@@ -218,8 +191,8 @@ class Rendezvous:
 
     def _wait(self, rank: int, number: int, call_log: CallLog) -> None:
         """Wait for the turn that comes when the round is complete or can't complete any more."""
-        turn = self._turns.semaphores[self._members[rank]]
-        if turn.acquire(timeout=min(call_log.patience_s, threading.TIMEOUT_MAX)):
+        member = self._members[rank]
+        if self._turns.await_turn(member, call_log.patience_s):
             with self._turns.lock:
                 if self._round == number:
                     self._check_absent(rank, call_log)
@@ -232,7 +205,7 @@ class Rendezvous:
                 # The other missing ranks only wait for their turn.
                 missing = [one for one in missing if self._members[one] == running]
         if complete:  # just now: the turn follows
-            turn.acquire()
+            self._turns.await_turn(member, math.inf)
             return
         error = late_error(call_log, rank, call_log.patience_s, missing)
         print_all_stacks(self.board, rank, self._size)
@@ -272,13 +245,44 @@ def run_on_memory(
     num_nodes: int,
 ) -> list[T]:
     """Run ``fn`` on threads that exchange tensors in memory."""
-    rendezvous = Rendezvous(size)
+    return conclude(_run_in_memory(fn, size, configure, timeout_s, faults, num_nodes, Turns(size)), "memory")
+
+
+def run_on_schedule(
+    fn: Callable[[Context], T],
+    size: int,
+    configure: Configure,
+    timeout_s: float | None,
+    faults: Sequence[Fault],
+    num_nodes: int,
+    schedule: Schedule,
+) -> tuple[list[Outcome], Trace]:
+    """Run ``fn`` on threads in memory that follow a schedule; return each rank's outcome, and the trace."""
+    turns = ScheduledTurns(size, schedule)
+    outcomes = _run_in_memory(fn, size, configure, timeout_s, faults, num_nodes, turns)
+    return outcomes, turns.trace()
+
+
+def _run_in_memory(
+    fn: Callable[[Context], T],
+    size: int,
+    configure: Configure,
+    timeout_s: float | None,
+    faults: Sequence[Fault],
+    num_nodes: int,
+    turns: Turns,
+) -> list[Outcome]:
+    rendezvous = Rendezvous(size, turns=turns)
 
     def enter(rank: int) -> tuple[World, Collectives]:
         rendezvous.enter(rank)
         return memory_world(rank, size, num_nodes), memory_collectives(rendezvous, rank, size, CallLog())
 
-    return _run(fn, size, configure, timeout_s, faults, "memory", rendezvous.open, enter, rendezvous.leave)
+    deadline = _deadline(timeout_s)
+    outcomes = _run(fn, size, configure, timeout_s, faults, rendezvous.open, enter, rendezvous.leave)
+    if isinstance(turns, ScheduledTurns):
+        turns.join(deadline)
+    return outcomes
 
 
 def run_on_gloo_threads(
@@ -306,7 +310,8 @@ def run_on_gloo_threads(
         del how
         groups[rank] = None  # the last reference: closes the connections, which waiting peers notice
 
-    return _run(fn, size, configure, timeout_s, faults, "gloo threads", lambda: None, enter, leave)
+    outcomes = _run(fn, size, configure, timeout_s, faults, lambda: None, enter, leave)
+    return conclude(outcomes, "gloo threads")
 
 
 def _run(
@@ -315,11 +320,10 @@ def _run(
     configure: Configure,
     timeout_s: float | None,
     faults: Sequence[Fault],
-    where: str,
     started: Callable[[], None],
     enter: Callable[[int], tuple[World, Collectives]],
     leave: Callable[[int, str], None],
-) -> list[T]:
+) -> list[Outcome]:
     outcomes: list[Outcome | None] = [None] * size
 
     def die() -> None:
@@ -336,7 +340,7 @@ def _run(
             how = "died"
             outcomes[rank] = Outcome()
         except BaseException as raised:  # noqa: BLE001 -- SystemExit and KeyboardInterrupt of one rank are its outcome too
-            how = "failed"
+            how = f"failed with {type(raised).__name__}"
             outcomes[rank] = Outcome(error=raised)
         finally:
             leave(rank, how)
@@ -348,11 +352,14 @@ def _run(
     for thread in threads:
         thread.start()
     started()
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s + _GRACE_S
+    deadline = _deadline(timeout_s)
     for thread in threads:
         thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-    ended = [one or _timed_out(rank, timeout_s) for rank, one in enumerate(outcomes)]
-    return conclude(ended, where)
+    return [one or _timed_out(rank, timeout_s) for rank, one in enumerate(outcomes)]
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s + _GRACE_S
 
 
 def _timed_out(rank: int, timeout_s: float | None) -> Outcome:
@@ -392,10 +399,11 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
     """
 
     def meet(call: str, value: Any) -> list[Any]:
+        rendezvous.announce(rank, call, call_log)
         return rendezvous.meet(rank, call, value, call_log)
 
     def finish(name: str) -> None:
-        meet(f"the end of {name}", None)
+        rendezvous.meet(rank, f"the end of {name}", None, call_log)
 
     def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Messages are never modified, so one meeting is enough.
@@ -466,7 +474,7 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
         barrier=barrier,
         split=split,
         chunk=chunk_bytes(size),
-        while_blocked=lambda: rendezvous.released(rank),
+        threads=rendezvous.threads(rank),
         board=rendezvous.board,
         call_log=call_log,
     )
@@ -474,5 +482,5 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
 
 def _part(place: Rendezvous, rank: int, members: Sequence[int]) -> Part:
     if len(members) == 1:
-        return Part(Collectives())
+        return Part(Collectives(threads=place.threads(0)))
     return Part(memory_collectives(place, list(members).index(rank), len(members), CallLog()))

@@ -61,3 +61,23 @@ def test_another_kind_is_refused(tmp_path: pathlib.Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "ranks: a world is one of memory, gloo, processes; got 'mars'." in done.stdout
+
+
+def test_an_option_gives_worlds_in_memory_the_schedule_of_a_seed(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_user.py").write_text(
+        "import accelfn as af\n"
+        "from accelfn.testing import scheduling_point\n"
+        "from accelfn.testing.plugin import ranks\n\n"
+        "def come(ctx, came):\n"
+        "    scheduling_point(ctx, 'come')\n"
+        "    came.append(ctx.rank)\n"
+        "    af.wait_for_everyone(ctx)\n\n"
+        "def test_it(ranks):\n"
+        "    came = []\n"
+        "    ranks(lambda ctx: come(ctx, came), 4)\n"
+        "    assert came != [0, 1, 2, 3]\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "accelfn.testing.plugin"]
+    command += ["--ranks-seed", "0", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

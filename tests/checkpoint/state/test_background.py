@@ -2,8 +2,6 @@
 
 import os
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +10,18 @@ import torch
 
 import accelfn as af
 from accelfn.checkpoint.background import HostMemory, SaveHandle
-from accelfn.context import Context
+from accelfn.context import Context, Poll, Threads
 from accelfn.errors import RemoteRankError
 from accelfn.testing import run_ranks
 
 
-@contextmanager
-def interrupted() -> Generator[None, None, None]:
+def interrupted(poll: Poll, timeout_s: float | None, what: str) -> bool:
     """Wait as somebody does who presses Ctrl-C."""
     raise KeyboardInterrupt
-    yield
 
 
 def test_waiting_for_an_error_can_be_interrupted(tmp_path: Path) -> None:
-    handle = SaveHandle(tmp_path, interrupted)
+    handle = SaveHandle(tmp_path, Threads(wait=interrupted))
     with pytest.raises(KeyboardInterrupt):
         handle.exception()
     with pytest.raises(KeyboardInterrupt):
