@@ -1,0 +1,9 @@
+"""The command line."""
+
+from typing import NoReturn
+
+from accelfn.compat.missing import refuse as _refuse
+
+
+def __getattr__(name: str) -> NoReturn:
+    _refuse(__name__, name)

@@ -1,0 +1,12 @@
+"""Local SGD."""
+
+from typing import NoReturn
+
+from accelfn.accelerator import (
+    LocalSGD as LocalSGD,
+)
+from accelfn.compat.missing import refuse as _refuse
+
+
+def __getattr__(name: str) -> NoReturn:
+    _refuse(__name__, name)

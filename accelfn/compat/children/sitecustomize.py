@@ -1,0 +1,31 @@
+"""Installs the alias in a Python process that a program under the alias has started.
+
+Its directory is first on PYTHONPATH then, so that Python imports this module when it starts; the
+sitecustomize that it would have imported is imported after it.
+"""
+
+import os
+import sys
+
+
+def _run() -> None:
+    folder = os.path.dirname(os.path.abspath(__file__))
+    own = sys.modules.pop("sitecustomize", None)
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
+    try:
+        import sitecustomize  # pyright: ignore[reportUnusedImport] # noqa: F401 -- the environment's own
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        if own is not None:
+            sys.modules["sitecustomize"] = own
+    from accelfn.compat import install
+
+    arithmetic = os.environ.get("ACCELFN_COMPAT")
+    if arithmetic == "accelfn":
+        install("accelfn")
+    elif arithmetic is not None:
+        install()
+
+
+_run()
