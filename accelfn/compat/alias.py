@@ -43,6 +43,10 @@ class _MirrorLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         # The import system has replaced it by the alias's.
         module.__spec__ = self._spec
+        # Importing them later would set attributes of their packages, which may be names of functions.
+        for name, one in [*sys.modules.items()]:
+            if name.startswith(f"{_MIRROR}."):
+                sys.modules.setdefault(_ALIAS + name.removeprefix(_MIRROR), one)
 
 
 class _Distribution(Distribution):
@@ -168,10 +172,14 @@ def uninstall() -> None:
         del sys.modules[name]
 
 
-def child_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables with which a Python process that is started has the alias too. Pure.
+def child_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which a Python process that is started has the alias too.
 
-    Empty, unless the alias is installed here.
+    Args:
+        environment: The variables that the process inherits.
+
+    Returns:
+        The variables to set; none, unless the alias is installed here.
     """
     alias = find_alias()
     if alias is None:
