@@ -188,7 +188,7 @@ def child_variables(environment: Mapping[str, str]) -> dict[str, str]:
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != folder]
     return {
         "PYTHONPATH": os.pathsep.join([folder, *filter(None, paths)]),
-        "ACCELFN_COMPAT": alias.arithmetic,
+        "ACCELFN_COMPAT_ARITHMETIC": alias.arithmetic,
     }
 
 

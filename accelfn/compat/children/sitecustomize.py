@@ -21,7 +21,7 @@ def _run() -> None:
             sys.modules["sitecustomize"] = own
     from accelfn.compat import install
 
-    arithmetic = os.environ.get("ACCELFN_COMPAT")
+    arithmetic = os.environ.get("ACCELFN_COMPAT_ARITHMETIC")
     if arithmetic == "accelfn":
         install("accelfn")
     elif arithmetic is not None:
