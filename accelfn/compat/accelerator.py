@@ -37,8 +37,9 @@ _PLUGINS = (
 )
 _ARITHMETIC = (
     "accelfn.compat: this program has Accelerate's arithmetic: for each step of an optimizer its scheduler "
-    "steps once per rank (unless split_batches is set), and the loss in a short last window is divided by the "
-    'length of a full one. accelfn.compat.install(arithmetic="accelfn") or --arithmetic accelfn changes that.'
+    "steps once per rank (unless split_batches is set), and the loss in a short last window is divided by "
+    'the length of a full one. To change that: accelfn.compat.install(arithmetic="accelfn"), or --arithmetic '
+    "accelfn."
 )
 
 

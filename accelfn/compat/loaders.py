@@ -274,8 +274,8 @@ def prepare_data_loader(
     if wrong:
         raise ConfigurationError(
             f"prepare_data_loader: {', '.join(wrong)} isn't the current context's: {ctx.num_processes} "
-            f"ranks, of which this is {ctx.rank}, on {ctx.device}. Leave it out; to read as another rank, use "
-            "a BatchSamplerShard."
+            f"ranks, of which this is {ctx.rank}, on {ctx.device}. Leave it out; to read as another rank, "
+            "use a BatchSamplerShard."
         )
     loading = DataLoaderConfiguration(
         split_batches,
