@@ -321,10 +321,10 @@ def _sharded(ctx: Context, loader: DataLoader[Any]) -> DataLoader[Any]:
         batching.sampler = replaced
     elif size == 1:
         return loader
-    if size > 1:
-        batching = BatchSamplerShard(
-            batching, size, ctx.coordinate("dp"), loading.split_batches, loading.even_batches
-        )
+    # With one rank too: it passes the epoch on to the sampler.
+    batching = BatchSamplerShard(
+        batching, size, ctx.coordinate("dp"), loading.split_batches, loading.even_batches
+    )
     if cast("Any", loader).batch_sampler is None:  # the batch sampler was passed as the sampler
         return remake(loader, loader.dataset, sampler=batching)
     if type(loader) is DataLoader:
