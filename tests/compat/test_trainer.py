@@ -1,8 +1,8 @@
 """transformers' Trainer under the alias has the numbers that it has under Accelerate, bit by bit.
 
-Each world is trained in by both sides, all modes in one process (or one launch) of each. Nothing but the order
-of reduction could differ, and it doesn't: accelfn averages the same buckets by the same backend. So losses and
-sums of weights are compared without a tolerance, in all modes.
+Both sides train in each world, all modes in one process (or one launch) of each. Nothing but the order of
+reduction could differ, and it doesn't: accelfn averages the same buckets by the same backend. So losses
+and sums of weights are compared without a tolerance, in all modes.
 """
 
 import json
