@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar, cast, overload
@@ -33,7 +34,7 @@ from accelfn.parallel.forward import (
     without_compile,
 )
 from accelfn.parallel.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
-from accelfn.parallel.handle import has_engine, uncompiled
+from accelfn.parallel.handle import handles_of, has_engine, uncompiled
 from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
 from accelfn.parallel.parameters import materialize, names_on_meta, newest, refuse_unfilled, repoint
 from accelfn.parallel.plan import apply_model, modules_to_compile, share_attention
@@ -619,6 +620,17 @@ def _reductions(mark: Mark, ctx: Context) -> str:
     return f', and reduction "{now}" where it was "{before}"'
 
 
+def _has_wrapper(inner: nn.Module) -> bool:
+    """Return whether what ``prepare`` returned around a model is alive."""
+
+    def is_alive() -> bool:
+        return any(handle.is_alive for one in inner.parameters() for handle in handles_of(one))
+
+    if is_alive():
+        gc.collect()  # a wrapper is in reference cycles
+    return is_alive()
+
+
 def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
     # Only a module's own attribute, since wrappers pass on attribute access; optimizer proxies may pass it
     # on.
@@ -627,6 +639,9 @@ def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
     if mark is None:
         return False
     if mark.is_wrapped:
+        if isinstance(item, nn.Module) and not _has_wrapper(item):
+            vars(item).pop(_MARK)  # what prepare returned is gone
+            return False
         raise ConfigurationError(
             f"the {kind} was prepared already, and what prepare returned wraps it. Use the wrapper: "
             "calling the inner model skips gradient synchronisation."

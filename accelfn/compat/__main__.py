@@ -1,0 +1,109 @@
+"""``python -m accelfn.compat script.py arguments``: run a program written for Accelerate on accelfn."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from accelfn.compat.alias import Arithmetic, child_variables, install
+
+_USAGE = """\
+usage: python -m accelfn.compat [--arithmetic accelerate|accelfn] script.py [arguments]
+       python -m accelfn.compat [--arithmetic accelerate|accelfn] -m module [arguments]
+
+Run a program with `import accelerate` giving accelfn, in it and in the Python processes that it starts.
+
+  --arithmetic  whose arithmetic Accelerators have: Accelerate's (the default), where a scheduler steps once
+                per rank and a short last window is divided by the length of a full one; or accelfn's"""
+
+
+class Command(NamedTuple):
+    """What to run.
+
+    Attributes:
+        script: Path of a script, or name of a module.
+        arguments: Its arguments.
+        is_module: Whether it is a module.
+        arithmetic: Of Accelerators.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    is_module: bool
+    arithmetic: Arithmetic
+
+
+def parse(argv: Sequence[str]) -> Command | str:
+    """Return what a command line runs, or what is wrong with it; empty to show the usage. Pure.
+
+    >>> parse(["-m", "train", "--lr", "1"]).arguments
+    ('--lr', '1')
+    """
+    rest, is_module = list(argv), False
+    arithmetic: Arithmetic = "accelerate"
+    while rest and rest[0].startswith("-"):
+        flag, has_value, value = rest.pop(0).partition("=")
+        if flag in ("-h", "--help"):
+            return ""
+        if flag == "-m":
+            is_module = True
+            break
+        if flag != "--arithmetic":
+            return f"unknown option {flag}"
+        value = value if has_value else rest.pop(0) if rest else ""
+        if value not in ("accelerate", "accelfn"):
+            return f"--arithmetic must be accelerate or accelfn, got {value!r}"
+        arithmetic = "accelfn" if value == "accelfn" else "accelerate"
+    if not rest:
+        return "no script given"
+    return Command(rest[0], tuple(rest[1:]), is_module, arithmetic)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a command line. Effect: changes ``sys.argv``, ``sys.path`` and the environment, as the program's.
+
+    Raises:
+        SystemExit: The program's, or 2 for a wrong command line.
+    """
+    command = parse(argv)
+    if isinstance(command, str):
+        print(_USAGE if not command else f"{_USAGE}\n\naccelfn.compat: {command}.", file=sys.stderr)
+        raise SystemExit(2 if command else 0)
+    install(command.arithmetic)
+    os.environ.update(child_variables(os.environ))
+    safe = bool(getattr(sys.flags, "safe_path", False))
+    if command.is_module:
+        sys.argv = ["-m", *command.arguments]
+        # `python -m` calls this too: functions of the program's __main__ can be pickled.
+        vars(runpy)["_run_module_as_main"](command.script)
+        return
+    path = Path(command.script)
+    if not path.is_file():
+        print(f"accelfn.compat: no script {command.script!r} in {os.getcwd()!r}.", file=sys.stderr)
+        raise SystemExit(2)
+    sys.argv = [command.script, *command.arguments]
+    if not safe:
+        # In place of this directory, which `python -m` has put there.
+        sys.path[0] = str(path.resolve().parent)
+    _run_file(path)
+
+
+def _run_file(path: Path) -> None:
+    """Run a script as ``__main__``, in a module of its own that stays."""
+    from importlib.machinery import SourceFileLoader
+    from types import ModuleType
+
+    loader = SourceFileLoader("__main__", str(path.absolute()))
+    fresh = ModuleType("__main__")
+    vars(fresh).update(__file__=loader.path, __cached__=None, __loader__=loader, __builtins__=__builtins__)
+    sys.modules["__main__"] = fresh
+    code = compile(path.read_bytes(), loader.path, "exec", dont_inherit=True)
+    exec(code, vars(fresh))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

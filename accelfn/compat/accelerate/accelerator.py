@@ -1,0 +1,12 @@
+"""The Accelerator."""
+
+import typing
+
+from accelfn.compat.accelerator import (
+    Accelerator as Accelerator,
+)
+from accelfn.compat.missing import refuse as _refuse
+
+
+def __getattr__(name: str) -> typing.NoReturn:
+    _refuse(__name__, name)

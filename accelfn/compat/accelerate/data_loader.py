@@ -1,0 +1,24 @@
+"""Loaders."""
+
+# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+import typing
+
+from accelfn.compat.loaders import (
+    BatchSamplerShard as BatchSamplerShard,
+    DataLoaderDispatcher as DataLoaderDispatcher,
+    DataLoaderShard as DataLoaderShard,
+    SeedableRandomSampler as SeedableRandomSampler,
+    prepare_data_loader as prepare_data_loader,
+)
+from accelfn.data import (
+    skip_first_batches as skip_first_batches,
+)
+import accelfn.data.loader as _loader
+from accelfn.compat.missing import refuse as _refuse
+
+SkipBatchSampler = _loader.Skipped
+SkipDataLoader = _loader.Skipped
+
+
+def __getattr__(name: str) -> typing.NoReturn:
+    _refuse(__name__, name)

@@ -1,0 +1,12 @@
+"""Local SGD."""
+
+import typing
+
+from accelfn.accelerator import (
+    LocalSGD as LocalSGD,
+)
+from accelfn.compat.missing import refuse as _refuse
+
+
+def __getattr__(name: str) -> typing.NoReturn:
+    _refuse(__name__, name)

@@ -1,0 +1,12 @@
+"""Prepared optimizers."""
+
+import typing
+
+from accelfn.accelerator import (
+    AcceleratedOptimizer as AcceleratedOptimizer,
+)
+from accelfn.compat.missing import refuse as _refuse
+
+
+def __getattr__(name: str) -> typing.NoReturn:
+    _refuse(__name__, name)

@@ -1,0 +1,13 @@
+"""The mesh."""
+
+# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+import typing
+
+from accelfn.compat.records import (
+    ParallelismConfig as ParallelismConfig,
+)
+from accelfn.compat.missing import refuse as _refuse
+
+
+def __getattr__(name: str) -> typing.NoReturn:
+    _refuse(__name__, name)

@@ -1,0 +1,12 @@
+"""Prepared schedulers."""
+
+import typing
+
+from accelfn.accelerator import (
+    AcceleratedScheduler as AcceleratedScheduler,
+)
+from accelfn.compat.missing import refuse as _refuse
+
+
+def __getattr__(name: str) -> typing.NoReturn:
+    _refuse(__name__, name)

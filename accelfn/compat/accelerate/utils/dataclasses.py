@@ -1,0 +1,56 @@
+"""Configuration records and enums."""
+
+# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+import typing
+
+from accelfn.compat.records import (
+    AORecipeKwargs as AORecipeKwargs,
+    AutocastKwargs as AutocastKwargs,
+    BnbQuantizationConfig as BnbQuantizationConfig,
+    DataLoaderConfiguration as DataLoaderConfiguration,
+    DeepSpeedPlugin as DeepSpeedPlugin,
+    DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    FP8RecipeKwargs as FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+    GradScalerKwargs as GradScalerKwargs,
+    GradientAccumulationPlugin as GradientAccumulationPlugin,
+    InitProcessGroupKwargs as InitProcessGroupKwargs,
+    KwargsHandler as KwargsHandler,
+    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
+    MegatronLMPlugin as MegatronLMPlugin,
+    ProfileKwargs as ProfileKwargs,
+    ProjectConfiguration as ProjectConfiguration,
+    TERecipeKwargs as TERecipeKwargs,
+    TorchContextParallelConfig as TorchContextParallelConfig,
+    TorchDynamoPlugin as TorchDynamoPlugin,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+)
+from accelfn.context.config import (
+    DDPCommunicationHookType as DDPCommunicationHookType,
+    DistributedType as DistributedType,
+    DynamoBackend as DynamoBackend,
+    LoggerType as LoggerType,
+    PrecisionType as PrecisionType,
+    RNGType as RNGType,
+)
+import accelfn.context.config as _config
+from accelfn.bigmodel import (
+    CustomDtype as CustomDtype,
+)
+from accelfn.tree import (
+    TensorInformation as TensorInformation,
+)
+from accelfn.compat.helpers import (
+    get_module_class_from_name as get_module_class_from_name,
+)
+from accelfn.compat.constants import (
+    ComputeEnvironment as ComputeEnvironment,
+    SageMakerDistributedType as SageMakerDistributedType,
+)
+from accelfn.compat.missing import refuse as _refuse
+
+FP8BackendType = _config.FP8Backend
+
+
+def __getattr__(name: str) -> typing.NoReturn:
+    _refuse(__name__, name)

@@ -1,0 +1,13 @@
+"""A progress bar on one rank per node."""
+
+# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+import typing
+
+from accelfn.tracking import (
+    tqdm as tqdm,
+)
+from accelfn.compat.missing import refuse as _refuse
+
+
+def __getattr__(name: str) -> typing.NoReturn:
+    _refuse(__name__, name)

@@ -1,0 +1,281 @@
+"""The Accelerator of programs written for Accelerate: the shim, with their options, names and arithmetic."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import accelfn.accelerator as shim
+import accelfn.comm as comm
+import accelfn.training as training
+from accelfn.accelerator.proxies import AccumulateBlock, is_loader_of
+from accelfn.accelerator.registry import WeakRegistry
+from accelfn.compat.alias import find_alias
+from accelfn.compat.current import current
+from accelfn.compat.loaders import DataLoaderShard, prepare_loader
+from accelfn.compat.operations import gather_object
+from accelfn.compat.records import ParallelismConfig, ProjectConfiguration, freeze
+from accelfn.compat.scaler import ScalerView
+from accelfn.compat.states import AcceleratorState, GradientState
+from accelfn.compat.trackers import registered
+from accelfn.context import ContextOptions
+from accelfn.context.config import DynamoBackend
+from accelfn.data import plan_microbatch
+from accelfn.errors import ConfigurationError
+from accelfn.tree import flatten, slice_tensors
+
+_PLUGINS = (
+    *("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "dynamo_plugin"),
+)
+_ARITHMETIC = (
+    "accelfn.compat: this program has Accelerate's arithmetic: for each step of an optimizer its scheduler "
+    "steps once per rank (unless split_batches is set), and the loss in a short last window is divided by "
+    'the length of a full one. To change that: accelfn.compat.install(arithmetic="accelfn"), or --arithmetic '
+    "accelfn."
+)
+
+
+class Accelerator(shim.Accelerator):
+    """The shim's :class:`accelfn.Accelerator`, as programs written for Accelerate know it.
+
+    It becomes the current one of the process. Options are records that may be changed before; loaders keep
+    torch's order of a shuffle; :meth:`accumulate` counts its calls, and :meth:`gather_for_metrics` shortens
+    every tensor at the end of a loader.
+
+    Attributes:
+        plugins: The records that the program passed, by name.
+    """
+
+    __module__ = "accelerate.accelerator"
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: str | DynamoBackend | None = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        """Join the ranks, unless this process has done so, and become the current Accelerator."""
+        if deepspeed_plugin is not None and deepspeed_plugins is not None:
+            raise ConfigurationError("Accelerator: pass deepspeed_plugin or deepspeed_plugins, not both.")
+        deepspeed_plugin = deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin
+        if torch_tp_plugin is not None:
+            parallelism_config = parallelism_config or ParallelismConfig(tp_size=torch_tp_plugin.tp_size)
+        if isinstance(project_config, ProjectConfiguration) and project_config.project_dir is None:
+            project_config.set_directories(project_dir)
+        arguments = locals()
+        options: dict[str, Any] = {
+            name: freeze(arguments[name])
+            for name in ContextOptions.__annotations__
+            if name in arguments and arguments[name] is not None
+        }
+        steps = gradient_accumulation_steps
+        if steps == 1:
+            options.pop("gradient_accumulation_steps")  # the variable's, or the plugin's
+        options["cpu"] = cpu or None
+        options["log_with"] = registered(log_with)
+        context = current().begin(cast("ContextOptions", options))
+        if split_batches is not None and split_batches != context.loading.split_batches:
+            raise ConfigurationError(
+                "Accelerator: split_batches is an option of the loaders. Pass "
+                f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches})."
+            )
+        super().__init__(context=context)
+        alias = find_alias()
+        self.compat = "accelerate" if alias is None or alias.arithmetic == "accelerate" else None
+        self.plugins: dict[str, Any] = {name: arguments[name] for name in _PLUGINS}
+        current().accelerator = self
+        if self.compat is not None and (self.num_processes > 1 or self.gradient_accumulation_steps > 1):
+            self._say_arithmetic()
+
+    def _say_arithmetic(self) -> None:
+        if "arithmetic" not in current().notes and self.is_main_process:
+            warnings.warn(_ARITHMETIC, stacklevel=4)
+        current().notes |= {"arithmetic"}
+
+    # --- views -----------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> AcceleratorState:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The processes and options."""
+        return AcceleratorState(_from_accelerator=True)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where this Accelerator is in its data and its window."""
+        return GradientState(accelerator=self)
+
+    @property
+    def scaler(self) -> ScalerView | None:
+        """The loss scale of fp16; None in other precisions."""
+        return ScalerView(self._scaling, self.context) if self.context.precision.scales_loss else None
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return [*self.models]
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return [*self.optimizers]
+
+    @property
+    def _schedulers(self) -> list[LRScheduler]:
+        return [*self.schedulers]
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return [*self.loaders]
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return [*self._registered.values()]
+
+    # --- prepare ---------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Place, cast and replicate a model; see :func:`accelfn.prepare_model`."""
+        return self._numbered(
+            "model", self.models, super().prepare_model(model, device_placement, evaluation_mode)
+        )
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> shim.AcceleratedOptimizer:
+        """Return an optimizer that steps only where a window closes."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        self._numbered("optimizer", self.optimizers, prepared.optimizer)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> shim.AcceleratedScheduler:
+        """Return a scheduler that steps only when its optimizer does."""
+        prepared = super().prepare_scheduler(scheduler)
+        self._numbered("scheduler", self.schedulers, prepared.scheduler)
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> DataLoaderShard[Any]:
+        """Shard a loader over the ranks, in torch's order of a shuffle."""
+        if is_loader_of(self, data_loader):
+            return data_loader
+        return prepare_loader(self, self._placing(device_placement), data_loader, slice_fn_for_dispatch)
+
+    def _numbered(self, kind: str, held: WeakRegistry[Any], thing: Any) -> Any:
+        """Name an object in checkpoints by its place in the order of preparation."""
+        if thing in held and held.name_of(thing) is None:
+            taken = {held.name_of(other) for other in held}
+            number = next(n for n in range(len(taken) + 1) if _name(kind, n) not in taken)
+            held.add(thing, _name(kind, number))
+        return thing
+
+    # --- the training step -----------------------------------------------------------------------
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Run forward and backward of one batch. Each call counts; a loader's last batch ends the window."""
+        state, steps = self.gradient_state, self.gradient_accumulation_steps
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            self.step, is_closing = 0, True
+        else:
+            self.step += 1
+            is_closing = self.step % steps == 0
+        place = steps - 1 if is_closing else 0
+        micro = plan_microbatch(place, 0, steps, steps)
+        inner = training.accumulate(self.context, micro, *models)
+        return AccumulateBlock(self, micro, inner)
+
+    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Don't average gradients inside; of all prepared models if none is passed."""
+        if self.num_processes == 1:
+            return nullcontext()
+        return super().no_sync(*(() if model is None else (model,)))
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss, divided by the length of a window."""
+        kwargs.pop("scale_wrt_gas", None)  # an engine's: the loss isn't divided twice here
+        super().backward(loss, *args, **kwargs)
+
+    # --- across ranks ----------------------------------------------------------------------------
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gather from all ranks; at the end of a loader every tensor is cut to the rows of its last step."""
+        is_all_tensors = all(isinstance(leaf, torch.Tensor) for leaf in flatten(input_data)[0])
+        is_objects = use_gather_object or not is_all_tensors
+        gathered = gather_object(input_data) if is_objects else comm.gather(self.context, input_data)
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return gathered
+        if is_objects:
+            return gathered[: state.remainder]
+        is_cut = all(leaf.ndim for leaf in flatten(gathered)[0])
+        return slice_tensors(gathered, slice(state.remainder)) if is_cut else gathered
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+        """Save and load further objects, in the order of registration."""
+        first = len(self._registered)
+        numbered = {f"object_{first + number}": item for number, item in enumerate(objects)}
+        super().register_for_checkpointing(**numbered, **named)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load all prepared and registered objects.
+
+        Loaders stay where they are, since the program skips batches itself, unless they are stateful.
+        """
+        partial = () if self.context.loading.use_stateful_dataloader else ("loaders",)
+        options: dict[str, Any] = {"partial": partial, **load_model_func_kwargs}
+        super().load_state(input_dir, load_kwargs, **options)
+
+    def _tree(self, *, is_to_load: bool = False) -> dict[str, Any]:
+        tree = super()._tree(is_to_load=is_to_load)
+        return tree if self.context.loading.use_stateful_dataloader else {**tree, "loaders": {}}
+
+    # --- ending ----------------------------------------------------------------------------------
+
+    def end_training(self) -> None:
+        """End the trackers, and leave the world."""
+        try:
+            super().end_training()
+        finally:
+            if current().accelerator is self:
+                current().close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Return the Accelerator itself."""
+        return self
+
+
+def _name(kind: str, number: int) -> str:
+    return f"{kind}_{number}" if number else kind

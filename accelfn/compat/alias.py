@@ -1,0 +1,196 @@
+"""``import accelerate`` gives accelfn: a finder at the head of ``sys.meta_path``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from email.message import Message
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from accelfn.errors import ConfigurationError
+
+Arithmetic = Literal["accelerate", "accelfn"]
+
+# The release of Accelerate whose interface the modules have.
+VERSION = "1.15.0"
+_ALIAS, _MIRROR = "accelerate", "accelfn.compat.accelerate"
+
+
+class UnknownModuleError(ModuleNotFoundError):
+    """A module of Accelerate that has no counterpart here."""
+
+
+class _MirrorLoader(Loader):
+    """Gives an alias the module of the mirror: one object with two names in ``sys.modules``."""
+
+    def __init__(self, mirror: str) -> None:
+        self._mirror = mirror
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._mirror)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has replaced it by the alias's.
+        module.__spec__ = self._spec
+        # Importing them later would set attributes of their packages, which may be names of functions.
+        for name, one in [*sys.modules.items()]:
+            if name.startswith(f"{_MIRROR}."):
+                sys.modules.setdefault(_ALIAS + name.removeprefix(_MIRROR), one)
+
+
+class _Distribution(Distribution):
+    """Answers ``importlib.metadata.version("accelerate")``."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        metadata = Message()
+        metadata["Metadata-Version"] = "2.1"
+        metadata["Name"] = _ALIAS
+        metadata["Version"] = VERSION
+        metadata["Summary"] = "accelfn under the name of Accelerate"
+        return str(metadata)
+
+    def locate_file(self, path: object) -> Path:
+        return Path(__file__).parent / str(path)
+
+
+class Alias(DistributionFinder):
+    """Finds ``accelerate`` and its modules in :mod:`accelfn.compat.accelerate`.
+
+    Attributes:
+        arithmetic: Of Accelerators that the program makes.
+    """
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        """Find them from when it is in ``sys.meta_path``."""
+        self.arithmetic: Arithmetic = arithmetic
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of Accelerate; None for other packages.
+
+        Raises:
+            UnknownModuleError: There is no such module here.
+        """
+        del path, target
+        if fullname.partition(".")[0] != _ALIAS:
+            return None
+        mirror = _MIRROR + fullname.removeprefix(_ALIAS)
+        found = find_spec(mirror)
+        if found is None:
+            raise UnknownModuleError(
+                f"no module {fullname!r}: accelfn stands in for Accelerate {VERSION} here, and has nothing "
+                "under this name. See 'Programs written for Accelerate' in its documentation, or run the "
+                "program without accelfn.compat.",
+                name=fullname,
+            )
+        spec = ModuleSpec(
+            fullname,
+            _MirrorLoader(mirror),
+            origin=found.origin,
+            is_package=found.submodule_search_locations is not None,
+        )
+        spec.has_location = True
+        if spec.submodule_search_locations is not None:
+            spec.submodule_search_locations.extend(found.submodule_search_locations or ())
+        return spec
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        """Yield the distribution ``accelerate``, if it is asked for."""
+        name = None if context is None else context.name
+        if name is None or name.lower() == _ALIAS:
+            yield _Distribution()
+
+
+def find_alias() -> Alias | None:
+    """Return the finder of this process; None if it isn't installed."""
+    return next((finder for finder in sys.meta_path if isinstance(finder, Alias)), None)
+
+
+def is_installed() -> bool:
+    """Return whether ``import accelerate`` gives accelfn in this process."""
+    return find_alias() is not None
+
+
+def install(arithmetic: Arithmetic = "accelerate") -> None:
+    """Make ``import accelerate`` give accelfn in this process, whether Accelerate is installed or not.
+
+    Call it before anything imports Accelerate: first in the program, or start the program with
+    ``python -m accelfn.compat``. Nothing of another package is changed. Calling it again only sets the
+    arithmetic.
+
+    Args:
+        arithmetic: Of Accelerators that the program makes. ``"accelerate"``: a scheduler steps once per rank
+            for each step of its optimizer, and a short last window is divided by the length of a full one,
+            which the program may have allowed for. ``"accelfn"``: one step is one step, and a window's
+            gradient is the mean over what it held.
+
+    Raises:
+        ConfigurationError: Accelerate was imported already, or the arithmetic is unknown.
+    """
+    if arithmetic not in ("accelerate", "accelfn"):
+        raise ConfigurationError(
+            f'install: arithmetic must be "accelerate" or "accelfn", got {arithmetic!r}.'
+        )
+    alias = find_alias()
+    if alias is not None:
+        alias.arithmetic = arithmetic
+    else:
+        imported = sorted(_imported())
+        if imported:
+            raise ConfigurationError(
+                f"install: {imported[0]} was imported already, and what imported it keeps it. Call "
+                "accelfn.compat.install() before any import of accelerate, transformers, peft, ..., or run "
+                "the program by python -m accelfn.compat."
+            )
+        # Nothing else: torch is imported by what imports Accelerate.
+        sys.meta_path.insert(0, Alias(arithmetic))
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: the next ``import accelerate`` gives Accelerate, if it is installed.
+
+    Modules that have imported names of accelfn keep them.
+    """
+    if not is_installed():
+        return
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Alias)]
+    for name in _imported():
+        del sys.modules[name]
+
+
+def child_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which a Python process that is started has the alias too.
+
+    Args:
+        environment: The variables that the process inherits.
+
+    Returns:
+        The variables to set; none, unless the alias is installed here.
+    """
+    alias = find_alias()
+    if alias is None:
+        return {}
+    folder = str(Path(__file__).with_name("children"))
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != folder]
+    return {
+        "PYTHONPATH": os.pathsep.join([folder, *filter(None, paths)]),
+        "ACCELFN_COMPAT_ARITHMETIC": alias.arithmetic,
+    }
+
+
+def _imported() -> Iterable[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == _ALIAS]

@@ -1,0 +1,197 @@
+"""Whether packages and devices are there, as programs ask before they import or use them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import operator
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Any, Any], bool]] = MappingProxyType(
+    {
+        "<": operator.lt,
+        "<=": operator.le,
+        "==": operator.eq,
+        "!=": operator.ne,
+        ">=": operator.ge,
+        ">": operator.gt,
+    }
+)
+
+
+def _parse(version: str) -> tuple[tuple[int, ...], bool]:
+    """Return the numbers of a version, and whether it is a final release; for comparing."""
+    text = version.partition("+")[0]
+    match = re.match(r"\d+(\.\d+)*", text)
+    numbers = [int(part) for part in match[0].split(".")] if match else [0]
+    while len(numbers) > 1 and numbers[-1] == 0:
+        numbers.pop()
+    rest = text[match.end() :] if match else text
+    return tuple(numbers), not rest or rest.startswith(".post")
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Compare the version of a library, or a version, with a required one.
+
+    Args:
+        library_or_version: Name of an installed package, or its version.
+        operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
+        requirement_version: Version to compare with.
+
+    Raises:
+        ValueError: The operation is unknown.
+
+    >>> compare_versions("2.10.1+cpu", ">=", "2.9"), compare_versions("1.0.dev0", "<", "1.0")
+    (True, True)
+    """
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ValueError(f"operation must be one of {', '.join(STR_OPERATION_TO_FUNC)}, got {operation!r}.")
+    version = str(library_or_version)
+    if not version[:1].isdigit():
+        version = importlib.metadata.version(version)
+    return STR_OPERATION_TO_FUNC[operation](_parse(version), _parse(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare torch's version with another one."""
+    return compare_versions(str(torch.__version__), operation, version)
+
+
+def is_package_available(name: str) -> bool:
+    """Return whether a package is installed, without importing it."""
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):  # part of a package that isn't there, or a stand-in in sys.modules
+        return False
+
+
+def _is_device_available(kind: str, check_device: bool = False) -> bool:
+    """Return whether torch has a module of this kind of device, with a device."""
+    del check_device
+    module: Any = getattr(torch, kind, None)
+    return module is not None and hasattr(module, "is_available") and bool(module.is_available())
+
+
+def _never(*args: Any, **kwargs: Any) -> bool:
+    """Return False: accelfn doesn't use this."""
+    del args, kwargs
+    return False
+
+
+is_aim_available = partial(is_package_available, "aim")
+is_bnb_available = partial(is_package_available, "bitsandbytes")
+is_4bit_bnb_available = is_bnb_available
+is_8bit_bnb_available = is_bnb_available
+is_bitsandbytes_multi_backend_available = is_bnb_available
+is_boto3_available = partial(is_package_available, "boto3")
+is_clearml_available = partial(is_package_available, "clearml")
+is_comet_ml_available = partial(is_package_available, "comet_ml")
+is_datasets_available = partial(is_package_available, "datasets")
+is_deepspeed_available = partial(is_package_available, "deepspeed")
+is_dvclive_available = partial(is_package_available, "dvclive")
+is_import_timer_available = partial(is_package_available, "import_timer")
+is_lomo_available = partial(is_package_available, "lomo_optim")
+is_matplotlib_available = partial(is_package_available, "matplotlib")
+is_megatron_lm_available = partial(is_package_available, "megatron")
+is_mlflow_available = partial(is_package_available, "mlflow")
+is_msamp_available = partial(is_package_available, "msamp")
+is_numpy_available = partial(is_package_available, "numpy")
+is_pandas_available = partial(is_package_available, "pandas")
+is_peft_available = partial(is_package_available, "peft")
+is_pippy_available = partial(is_torch_version, ">=", "2.4.0")
+is_pynvml_available = partial(is_package_available, "pynvml")
+is_amdsmi_available = partial(is_package_available, "amdsmi")
+is_pytest_available = partial(is_package_available, "pytest")
+is_rich_available = partial(is_package_available, "rich")
+is_sagemaker_available = partial(is_package_available, "sagemaker")
+is_schedulefree_available = partial(is_package_available, "schedulefree")
+is_swanlab_available = partial(is_package_available, "swanlab")
+is_tensorboard_available = partial(is_package_available, "tensorboard")
+is_timm_available = partial(is_package_available, "timm")
+is_torchao_available = partial(is_package_available, "torchao")
+is_torchdata_available = partial(is_package_available, "torchdata")
+is_torchdata_stateful_dataloader_available = partial(is_package_available, "torchdata.stateful_dataloader")
+is_torchvision_available = partial(is_package_available, "torchvision")
+is_tqdm_available = partial(is_package_available, "tqdm")
+is_trackio_available = partial(is_package_available, "trackio")
+is_transformer_engine_available = partial(is_package_available, "transformer_engine")
+is_transformer_engine_mxfp8_available = is_transformer_engine_available
+is_transformers_available = partial(is_package_available, "transformers")
+is_triton_available = partial(is_package_available, "triton")
+is_wandb_available = partial(is_package_available, "wandb")
+is_cuda_available = partial(_is_device_available, "cuda")
+is_xpu_available = partial(_is_device_available, "xpu")
+is_npu_available = partial(_is_device_available, "npu")
+is_mlu_available = partial(_is_device_available, "mlu")
+is_musa_available = partial(_is_device_available, "musa")
+is_sdaa_available = partial(_is_device_available, "sdaa")
+is_hpu_available = partial(_is_device_available, "hpu")
+is_neuron_available = partial(_is_device_available, "neuron")
+is_habana_gaudi1 = _never
+is_weights_only_available = partial(is_torch_version, ">=", "2.4.0")
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Return whether there is a GPU of Apple's."""
+    del min_version
+    return torch.backends.mps.is_available()
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Return whether torch_xla is installed."""
+    del check_is_tpu
+    return is_package_available("torch_xla") and not check_is_gpu
+
+
+def is_torch_distributed_available() -> bool:
+    """Return whether torch was built with its distributed package."""
+    return torch.distributed.is_available()
+
+
+def is_xccl_available() -> bool:
+    """Return whether torch has Intel's backend of collectives."""
+    return is_xpu_available() and bool(
+        getattr(torch.distributed.distributed_c10d, "is_xccl_available", _never)()
+    )
+
+
+def is_rocm_available() -> bool:
+    """Return whether torch was built for AMD's GPUs."""
+    return bool(getattr(torch.version, "hip", None)) and torch.cuda.is_available()
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Return whether the device computes in bfloat16."""
+    del ignore_tpu
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+
+
+def is_fp16_available() -> bool:
+    """Return whether the device trains in float16."""
+    return torch.accelerator.is_available()
+
+
+def is_fp8_available() -> bool:
+    """Return whether a package for 8-bit training is installed."""
+    return is_torchao_available() or is_transformer_engine_available() or is_msamp_available()
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Return whether the GPU computes in 8 bits."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return the kind of the current device, and the name of its distributed type."""
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return (
+        ("cpu", "MULTI_CPU")
+        if current is None
+        else (current.type, f"MULTI_{current.type.upper()}".replace("CUDA", "GPU"))
+    )

@@ -1,0 +1,139 @@
+"""The current context of this process: the only process-wide state of accelfn.
+
+Programs written for Accelerate pass no context: ``PartialState()``, ``gather(tensor)`` and a logger mean
+"the" world of the process. Only the modules of :mod:`accelfn.compat` use this one.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+from accelfn.context import Context, ContextOptions, close_context, init_context
+from accelfn.context.config import read_settings
+from accelfn.context.config.handlers import sort_handlers
+from accelfn.context.options import drop_none, merge_settings
+from accelfn.errors import ConfigurationError
+from accelfn.tracking import GeneralTracker
+
+if TYPE_CHECKING:
+    from accelfn.compat.accelerator import Accelerator
+    from accelfn.compat.loaders import DataLoaderShard
+
+# Options that arrange the ranks: a context with them can't be a variant of another one.
+_MESH = ("fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "group")
+
+
+class Current:
+    """The world of this process, and the Accelerator that was made last.
+
+    Attributes:
+        world: The context that joined the ranks; None before the first use, and after :meth:`close`.
+        is_reset: Whether the program has reset the state classes: then they are empty, but the world stays
+            connected for the next one.
+        loops: The prepared loaders in loops, outermost first.
+        trackers: Classes of trackers that the program has registered, by name.
+        notes: Names of the notes that were printed, so that each is printed once.
+    """
+
+    def __init__(self) -> None:
+        """Start without a world."""
+        self.world: Context | None = None
+        self.is_reset: bool = False
+        self.loops: list[DataLoaderShard[Any]] = []
+        self.trackers: dict[str, type[GeneralTracker]] = {}
+        self.notes: frozenset[str] = frozenset()
+        self._accelerator: weakref.ref[Accelerator] | None = None
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """The Accelerator that was made last, if it is alive."""
+        return None if self._accelerator is None else self._accelerator()
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        self._accelerator = None if accelerator is None else weakref.ref(accelerator)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there is a world, and the program hasn't reset its state."""
+        return self.world is not None and not self.is_reset
+
+    @property
+    def context(self) -> Context:
+        """The current context: of the Accelerator that was made last, else the world's, which it starts."""
+        accelerator = self.accelerator
+        return self.start() if accelerator is None else accelerator.context
+
+    def start(self, options: ContextOptions | None = None) -> Context:
+        """Join the ranks, unless this process has done so, and return the world's context.
+
+        Args:
+            options: ``cpu`` and the handlers of the process group; used by the first call.
+
+        Raises:
+            ConfigurationError: The world is on an accelerator, and ``cpu=True`` was passed.
+            Exception: As :func:`accelfn.init_context`.
+        """
+        options = drop_none(options or {})
+        if self.world is not None and self.is_reset and _moves(self.world, options):
+            self.close()  # the program starts again, on another device
+        if self.world is None:
+            self.world = init_context(**options)
+        elif _moves(self.world, options):
+            raise ConfigurationError(
+                f"the world of this process is on {self.world.device}, but cpu=True was passed. Pass it to "
+                "the first PartialState or Accelerator of the program."
+            )
+        self.is_reset = False
+        return self.world
+
+    def begin(self, options: ContextOptions) -> Context:
+        """Return the context of a new Accelerator, which shares the process group.
+
+        The environment is read again: its variables are defaults of the options.
+
+        Raises:
+            Exception: As :func:`accelfn.init_context`.
+        """
+        options = drop_none(options)
+        handlers = sort_handlers(options.get("kwargs_handlers"))
+        joining: dict[str, Any] = {"cpu": options.get("cpu")}
+        if "process_group" in handlers:
+            joining["kwargs_handlers"] = [handlers["process_group"]]
+        world = self.start(cast("ContextOptions", joining))
+        merged = merge_settings(options, read_settings(dict(os.environ)))
+        if any(name in merged for name in _MESH):
+            return init_context(**options)
+        merged.pop("cpu", None)
+        merged["kwargs_handlers"] = [
+            handler
+            for handler in merged.get("kwargs_handlers") or ()
+            if handler is not handlers.get("process_group")
+        ]
+        return world.replace(**merged)
+
+    def reset(self) -> None:
+        """Forget the Accelerator, and empty the state classes until the next use."""
+        self.accelerator, self.is_reset = None, True
+
+    def close(self) -> None:
+        """Leave the world: destroy the process group, if it was made here."""
+        self.accelerator = None
+        world, self.world = self.world, None
+        if world is not None:
+            close_context(world)
+
+
+def _moves(world: Context, options: ContextOptions) -> bool:
+    """Return whether options ask for the CPU in a world on an accelerator."""
+    return bool(options.get("cpu")) and world.device.type != "cpu"
+
+
+_CURRENT = Current()
+
+
+def current() -> Current:
+    """Return the world of this process, and its current Accelerator."""
+    return _CURRENT

@@ -1,0 +1,305 @@
+"""Accelerate's configuration records: changed at any time, and frozen when they are used."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields
+from typing import Any, ClassVar, cast
+
+import accelfn.context.config as config
+from accelfn.bigmodel import BnbQuantizationConfig as FrozenBnbQuantizationConfig
+
+
+class KwargsHandler:
+    """Base of the handlers. A program's own handler may be a plain dataclass that inherits from it."""
+
+    __module__ = "accelerate.utils.dataclasses"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by name, as a deep copy."""
+        return copy.deepcopy(vars(self))
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from the default."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if default.get(name) != value}
+
+
+class MutableRecord(KwargsHandler):
+    """A record whose fields can be set at any time.
+
+    Nothing is checked before :meth:`freeze`, which an ``Accelerator`` calls: None means the default there.
+
+    Raises:
+        TypeError: A field is unknown, or there are too many positional arguments.
+    """
+
+    __module__ = "accelerate.utils.dataclasses"
+    record: ClassVar[Any]  # accelfn's record
+    order: ClassVar[tuple[str, ...]] = ()  # of the positional arguments, if it isn't the record's
+    ignored: ClassVar[tuple[str, ...]] = ()  # fields without effect here
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        """Set fields, by position or by name."""
+        kind = type(self)
+        names = [item.name for item in fields(kind.record)]
+        order = [*(kind.order or names)]
+        if len(args) > len(order):
+            raise TypeError(f"{kind.__name__} takes at most {len(order)} arguments, got {len(args)}.")
+        given = dict(zip(order, args, strict=False))
+        twice = given.keys() & values.keys()
+        unknown = values.keys() - {*names, *kind.ignored}
+        if twice or unknown:
+            raise TypeError(
+                f"{kind.__name__}: {'two values for' if twice else 'unknown field'} "
+                f"{', '.join(sorted(twice or unknown))}. Its fields are {', '.join(names)}."
+            )
+        for item in fields(kind.record):
+            setattr(self, item.name, _default_of(item))
+        for name, value in {**given, **values}.items():
+            if value is not None or name in kind.ignored:
+                setattr(self, name, value)
+
+    def freeze(self) -> Any:
+        """Return accelfn's record of these values; None means the default.
+
+        Raises:
+            ConfigurationError: A value is invalid.
+            TypeError: A value has the wrong type.
+        """
+        names = [item.name for item in fields(type(self).record)]
+        values = {name: freeze(getattr(self, name)) for name in names}
+        return type(self).record(**{name: value for name, value in values.items() if value is not None})
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from the default and are meant for torch."""
+        frozen = self.freeze()
+        return frozen.to_kwargs() if hasattr(frozen, "to_kwargs") else super().to_kwargs()
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] -- values can change
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({values})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = {item.name for item in fields(type(self).record)}
+        if name not in {*known, *type(self).ignored}:  # it would have no effect
+            raise AttributeError(
+                f"{type(self).__name__} has no field {name!r}. Its fields are {', '.join(sorted(known))}."
+            )
+        super().__setattr__(name, value)
+
+
+def _default_of(item: Field[Any]) -> Any:
+    value: Any = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    return dict(cast("Mapping[str, Any]", value)) if isinstance(value, config.FrozenOptions) else value
+
+
+def freeze(value: Any) -> Any:
+    """Return accelfn's record for a program's, also inside a list or a dict of records."""
+    if isinstance(value, MutableRecord):
+        return value.freeze()
+    if isinstance(value, dict):
+        return {key: freeze(one) for key, one in cast("dict[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [freeze(one) for one in cast("Sequence[Any]", value)]
+    return value
+
+
+class AutocastKwargs(MutableRecord):
+    """Options of ``torch.autocast``; see :class:`accelfn.AutocastKwargs`."""
+
+    record = config.AutocastKwargs
+
+
+class DistributedDataParallelKwargs(MutableRecord):
+    """Options of torch's wrapper; see :class:`accelfn.DistributedDataParallelKwargs`."""
+
+    record = config.DistributedDataParallelKwargs
+
+
+class GradScalerKwargs(MutableRecord):
+    """Options of the loss scaler; see :class:`accelfn.GradScalerKwargs`."""
+
+    record = config.GradScalerKwargs
+
+
+class InitProcessGroupKwargs(MutableRecord):
+    """Options of the process group; see :class:`accelfn.InitProcessGroupKwargs`."""
+
+    record = config.InitProcessGroupKwargs
+
+
+class ProfileKwargs(MutableRecord):
+    """Options of torch's profiler; see :class:`accelfn.ProfileKwargs`."""
+
+    record = config.ProfileKwargs
+
+
+class FP8RecipeKwargs(MutableRecord):
+    """Options of 8-bit training; see :class:`accelfn.FP8RecipeKwargs`."""
+
+    record = config.FP8RecipeKwargs
+    order = (
+        *("opt_level", "use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len"),
+        *("amax_compute_algo", "override_linear_precision", "use_mxfp8_block_scaling", "backend"),
+    )
+
+
+class AORecipeKwargs(MutableRecord):
+    """Options of torchao's 8-bit training; see :class:`accelfn.AORecipeKwargs`."""
+
+    record = config.AORecipeKwargs
+
+
+class TERecipeKwargs(MutableRecord):
+    """Options of TransformerEngine; see :class:`accelfn.TERecipeKwargs`."""
+
+    record = config.TERecipeKwargs
+
+
+class MSAMPRecipeKwargs(MutableRecord):
+    """Options of MS-AMP; see :class:`accelfn.MSAMPRecipeKwargs`."""
+
+    record = config.MSAMPRecipeKwargs
+
+
+class TorchDynamoPlugin(MutableRecord):
+    """Options of torch.compile; see :class:`accelfn.TorchDynamoPlugin`."""
+
+    record = config.TorchDynamoPlugin
+
+
+class GradientAccumulationPlugin(MutableRecord):
+    """Options of accumulation; see :class:`accelfn.GradientAccumulationPlugin`."""
+
+    record = config.GradientAccumulationPlugin
+
+
+class DataLoaderConfiguration(MutableRecord):
+    """How loaders are sharded; see :class:`accelfn.DataLoaderConfiguration`."""
+
+    record = config.DataLoaderConfiguration
+
+
+class ProjectConfiguration(MutableRecord):
+    """Directories of the outputs; see :class:`accelfn.ProjectConfiguration`."""
+
+    record = config.ProjectConfiguration
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        """Set fields, by position or by name."""
+        super().__init__(*args, **values)
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: Any = None) -> None:
+        """Set the project's directory, and that of logs if there is none."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+class FullyShardedDataParallelPlugin(MutableRecord):
+    """Options of FSDP; see :class:`accelfn.FullyShardedDataParallelPlugin`."""
+
+    record = config.FullyShardedDataParallelPlugin
+    ignored = ("activation_checkpointing_offload",)
+    order = (
+        *("fsdp_version", "sharding_strategy", "reshard_after_forward", "backward_prefetch"),
+        *("mixed_precision_policy", "auto_wrap_policy", "cpu_offload", "ignored_modules"),
+        *("state_dict_type", "state_dict_config", "optim_state_dict_config", "limit_all_gathers"),
+        *("use_orig_params", "param_init_fn", "sync_module_states", "forward_prefetch"),
+        *("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"),
+        *("transformer_cls_names_to_wrap", "min_num_params"),
+    )
+
+
+class DeepSpeedPlugin(MutableRecord):
+    """Options of DeepSpeed; see :class:`accelfn.DeepSpeedPlugin`."""
+
+    record = config.DeepSpeedPlugin
+
+
+class MegatronLMPlugin(MutableRecord):
+    """Options of Megatron-LM, by name; see :class:`accelfn.MegatronLMPlugin`."""
+
+    record = config.MegatronLMPlugin
+
+
+class TorchTensorParallelConfig(MutableRecord):
+    """Options of tensor parallelism."""
+
+    record = config.TorchTensorParallelConfig
+
+
+class TorchContextParallelConfig(MutableRecord):
+    """Options of context parallelism."""
+
+    record = config.TorchContextParallelConfig
+
+
+class ParallelismConfig(MutableRecord):
+    """Sizes of the mesh; see :class:`accelfn.ParallelismConfig`."""
+
+    __module__ = "accelerate.parallelism_config"
+    record = config.ParallelismConfig
+    ignored = ("sp_handler",)
+    order = (
+        *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size"),
+        *("sp_backend", "tp_handler", "cp_handler", "sp_handler"),
+    )
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether ranks share layers."""
+        return self.tp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether ranks share sequences by context parallelism."""
+        return self.cp_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether ranks share sequences by sequence parallelism."""
+        return self.sp_size > 1
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether ranks hold copies of the model."""
+        return self.dp_replicate_size > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether ranks share the parameters of a copy."""
+        return self.dp_shard_size > 1
+
+    @property
+    def total_size(self) -> int:
+        """Number of ranks of the mesh."""
+        return int(self.freeze().total_size)
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Number of ranks that get the same batch."""
+        return self.tp_size * self.cp_size * self.sp_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that get different batches."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+
+class BnbQuantizationConfig(MutableRecord):
+    """Options of bitsandbytes; see :class:`accelfn.BnbQuantizationConfig`."""
+
+    record = FrozenBnbQuantizationConfig
