@@ -28,23 +28,21 @@ class TrainingLoop:
 
     Attributes:
         loop: The loop.
+        backward: The backward pass.
         block: The statements that the backward pass is among: of the loop, or of its ``accumulate`` block.
         is_windowed: Whether that is an ``accumulate`` block.
         micro: Name of the variable with the place in the window.
     """
 
     loop: LoaderLoop
+    backward: ast.stmt
     block: list[ast.stmt]
     is_windowed: bool
     micro: str
 
 
-def rewrite_training_loop(rewrite: Rewrite, variables: Variables, training: TrainingLoop) -> set[ast.stmt]:
-    """Replace the optimizer's step and what belongs to it.
-
-    Returns:
-        The statements that were replaced or deleted.
-    """
+def rewrite_training_loop(rewrite: Rewrite, variables: Variables, training: TrainingLoop) -> None:
+    """Replace the optimizer's step and what belongs to it."""
     loop = training.loop.node
     calls = _calls_in(variables, rewrite, training.loop, ("step", "zero_grad"))
     clears = [(key, statement) for key, name, statement in calls if name == "zero_grad"]
@@ -56,13 +54,13 @@ def rewrite_training_loop(rewrite: Rewrite, variables: Variables, training: Trai
         rewrite.refuse(
             loop, "Step and clear a prepared optimizer in the loop: optimizer.step(), optimizer.zero_grad()."
         )
-        return set()
+        return
     if len(optimizers) > 1 or len(cleared) > 1:
         rewrite.refuse(
             optimizers[-1][1],
             "Several steps in one loop: give each optimizer a scaler state of its own, by hand.",
         )
-        return set()
+        return
     key, step = optimizers[0]
     block = rewrite.program.block(step)
     parent = rewrite.program.parents[step]
@@ -72,7 +70,7 @@ def rewrite_training_loop(rewrite: Rewrite, variables: Variables, training: Trai
         rewrite.refuse(
             step, "It is under a condition; the window says when the optimizer steps. Take it out."
         )
-        return set()
+        return
     at = block.index(step)
     group, scheduler = _read_group(rewrite, block[at + 1 :], schedulers, [one for _, one in clears])
     for other, statement in schedulers:
@@ -103,7 +101,25 @@ def rewrite_training_loop(rewrite: Rewrite, variables: Variables, training: Trai
     )
     if training.is_windowed:
         rewrite.note(loop, _WINDOW)
-    return {step, *group, *((clip,) if clip is not None else ())}
+    _check_order(rewrite, training, step, [one for _, one in clears])
+
+
+def _check_order(
+    rewrite: Rewrite, training: TrainingLoop, step: ast.stmt, clears: Sequence[ast.stmt]
+) -> None:
+    """Refuse what would do something else, since ``optimizer_step`` clears the gradients."""
+    for statement in clears:
+        if training.backward.lineno < statement.lineno < step.lineno:
+            rewrite.refuse(statement, "It clears the gradients before the step. Write it after the step.")
+    for node in ast.walk(training.loop.node):
+        if isinstance(node, ast.Attribute) and node.attr == "grad" and node.lineno > step.lineno:
+            rewrite.refuse(node, "Read gradients before the step: optimizer_step clears them.")
+        if isinstance(node, ast.Continue) and training.is_windowed and node.lineno < step.lineno:
+            rewrite.refuse(
+                node,
+                "A batch that is left out would leave its window open. Skip batches with "
+                "accelerator.skip_first_batches.",
+            )
 
 
 def _calls_in(
