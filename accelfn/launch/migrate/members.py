@@ -211,13 +211,14 @@ class Members:
             for argument in member.call.args
             if isinstance(argument, ast.Name) and self.program.scope(argument) is scope
         ]
-        entries = ", ".join(f'"{name}": {name}' for name in dict.fromkeys((*held, *registered, "scaler")))
+        entries = [f'"{name}": {name}' for name in dict.fromkeys((*held, *registered, "scaler"))]
         statement = self.program.statement(call)
         indentation = self.program.indentation(statement)
-        if len(indentation) + len(entries) + len(self.program.text(call)) < _LINE:
-            return f"{{{entries}}}"
-        newline = self.program.newline(self.program.start(statement))
-        return f"{{{newline}{indentation}    {entries}{newline}{indentation}}}"
+        if len(indentation) + len(", ".join(entries)) + len(self.program.text(call)) < _LINE:
+            return f"{{{', '.join(entries)}}}"
+        newline = f"{self.program.newline(self.program.start(statement))}{indentation}"
+        lines = "".join(f"{newline}    {entry}," for entry in entries)
+        return f"{{{lines}{newline}}}"
 
     def _is_new(self, statement: ast.Assign) -> bool:
         """Return whether a statement prepares, and isn't another name of what is prepared."""

@@ -30,7 +30,7 @@ HOMES: Mapping[str, str] = MappingProxyType(
                 load_offloaded_weight named_module_tensors offload_state_dict offload_weight
                 set_module_tensor_to_device
             """,
-            "accelfn.config": """
+            "accelfn.context.config": """
                 DDPCommunicationHookType TorchContextParallelConfig TorchTensorParallelConfig
             """,
         }.items()
@@ -66,7 +66,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 #: What to do about any other name.
 ELSEWHERE = "Look it up in the page on names, and import it by hand."
 
-#: Records that take keyword arguments only.
+#: Records whose arguments must be named: the order of fields differs between versions of Accelerate.
 RECORDS = frozenset(
     (
         *("AORecipeKwargs", "AutocastKwargs", "DataLoaderConfiguration", "DeepSpeedPlugin"),

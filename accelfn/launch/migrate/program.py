@@ -13,6 +13,7 @@ from accelfn.errors import ConfigurationError
 _LINE_END = re.compile(r"\r\n|\r|\n")
 # What may stand between the parts of an expression in parentheses.
 _NOTHING = re.compile(r"(?:\s|\\|#[^\r\n]*)*")
+_OPENING = re.compile(r"(?:[\s)]|\\|#[^\r\n]*)*\(")
 # A function, lambda or class, or the module.
 Scope = ast.AST
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)
@@ -156,11 +157,11 @@ class Program:
 
     def before_arguments(self, call: ast.Call) -> int:
         """Return the offset of the first argument of a call, or of the closing parenthesis."""
-        opening = _NOTHING.match(self.source, self.end(call.func))
+        opening = _OPENING.match(self.source, self.end(call.func))
         assert opening is not None
-        first = _NOTHING.match(self.source, opening.end() + 1)
+        first = _NOTHING.match(self.source, opening.end())
         assert first is not None
-        return first.end() if call.args or call.keywords else opening.end() + 1
+        return first.end() if call.args or call.keywords else opening.end()
 
     def after_argument(self, call: ast.Call, argument: ast.AST) -> int:
         """Return the offset after an argument of a call, with the parentheses around it."""

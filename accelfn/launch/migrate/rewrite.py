@@ -82,7 +82,8 @@ class Rewrite:
             return any(line.start <= edit.start < line.end >= edit.end for line in self.statements)
 
         left = (edit for edit in dict.fromkeys(self.edits) if not is_inside(edit))
-        return tuple(sorted((*left, *dict.fromkeys(self.statements)), key=lambda edit: edit[:2]))
+        # Where both insert, lines come before what begins the next line.
+        return tuple(sorted((*dict.fromkeys(self.statements), *left), key=lambda edit: edit[:2]))
 
     # --- calls -----------------------------------------------------------------------------------
 

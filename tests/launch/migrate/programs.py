@@ -17,7 +17,7 @@ model = nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 training_dataloader = DataLoader(TensorDataset(x, 3 * x + 1), batch_size=8)
 validation_dataloader = DataLoader(TensorDataset(x, 3 * x + 1), batch_size=10)
-scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=1000)
 loss_function = nn.functional.mse_loss
 
 device = accelerator.device

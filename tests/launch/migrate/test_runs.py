@@ -77,6 +77,18 @@ def write(folder: Path) -> dict[str, tuple[Path, Path]]:
     return files
 
 
+@pytest.mark.parametrize("program", [QUICK_TOUR, BY_HAND], ids=["quick_tour", "by_hand"])
+def test_both_levels_print_the_same_losses(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    printed: list[str] = []
+    levels: tuple[Level, Level] = ("functions", "shim")
+    for to in levels:
+        exec(plan_migration(program, to=to).text, {"__name__": "__main__"})
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert printed[0].count("\n") >= 15
+
+
+@pytest.mark.slow
 def test_losses_are_equal_on_one_process(tmp_path: Path) -> None:
     files = write(tmp_path)
     run([sys.executable, "-c", DRIVER, *(str(file) for pair in files.values() for file in pair)], tmp_path)
