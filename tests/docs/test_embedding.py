@@ -80,13 +80,17 @@ def test_a_trainer_with_its_own_mesh_goes_on_from_its_checkpoint(tmp_path: Path)
 @pytest.mark.timeout(300)
 def test_a_trainer_of_transformers_resumes_from_the_state(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    whole = torchrun(tmp_path, 2, "hf_trainer.py", "run")
-    rest = torchrun(tmp_path, 2, "hf_trainer.py", "run", "run/checkpoint-4")
+    whole, rest = (
+        [
+            line
+            for line in torchrun(tmp_path, 2, "hf_trainer.py", "run", *resume)
+            if "loss'" in line or "sum" in line
+        ]
+        for resume in ((), ("run/checkpoint-4",))
+    )
+    assert [line for line in whole if "train_loss" not in line] == shown("hf_trainer.py")
+    assert rest[:4] == whole[4:8]  # bit-equal losses and norms, with dropout
     assert rest[-1] == whole[-1]
-    assert [line.partition("'learning_rate'")[0] for line in rest[:4]] == [
-        line.partition("'learning_rate'")[0] for line in whole[4:8]
-    ]
-    assert whole[-1].partition("weights")[0] == shown("hf_trainer.py")[-1].partition("weights")[0]
     checkpoint = tmp_path / "run" / "checkpoint-4"
     assert not [path.name for path in checkpoint.iterdir() if path.suffix in (".pt", ".pth", ".pkl")]
     verify_checkpoint(checkpoint / "state")

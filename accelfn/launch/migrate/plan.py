@@ -20,7 +20,7 @@ class Migration(NamedTuple):
         source: The program as it is.
         edits: Replacements, in order; none if something is refused.
         refusals: What isn't understood, in order of lines, with what to do.
-        notes: What changes in the program's numbers.
+        notes: What changes in the program's numbers, in order of lines.
     """
 
     name: str
@@ -75,4 +75,4 @@ def plan_migration(source: str, name: str = "<program>", *, to: Level = "functio
         to_shim(rewrite)
     refusals = tuple(sorted(dict.fromkeys(rewrite.refusals)))
     edits = () if refusals else rewrite.final_edits()
-    return Migration(name, source, edits, refusals, tuple(rewrite.notes))
+    return Migration(name, source, edits, refusals, tuple(sorted(rewrite.notes)))

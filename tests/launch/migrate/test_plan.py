@@ -234,7 +234,7 @@ def test_the_shim_keeps_the_loop() -> None:
 def test_notes_say_which_numbers_change() -> None:
     window = LOOPS["a window"][0].replace("optimizer.zero", "scheduler.step()\n    optimizer.zero")
     notes = [note.text for note in plan_migration(framed(window)).notes]
-    parts = ("another order", "once for each process", "a short last window")
+    parts = ("another order", "a short last window", "once for each process")
     assert all(part in text for part, text in zip(parts, notes, strict=True))
     assert ["compat=" in note.text for note in plan_migration(framed(window), to="shim").notes] == [True]
 
