@@ -5,6 +5,7 @@ Nothing here imports torch, so ``accelfn --help``, ``--dry_run`` and bad input a
 
 from accelfn.launch.command_line import parse_flags
 from accelfn.launch.config import LaunchConfig, Resolved, resolve
+from accelfn.launch.migrate import Edit, Migration, Remark, plan_migration
 from accelfn.launch.plan import (
     LaunchPlan,
     Machine,
@@ -18,9 +19,12 @@ from accelfn.launch.runs import Curve, RunRecord, RunTable, draw_runs_svg, find_
 
 __all__ = (
     "Curve",
+    "Edit",
     "LaunchConfig",
     "LaunchPlan",
     "Machine",
+    "Migration",
+    "Remark",
     "Resolved",
     "RunRecord",
     "RunTable",
@@ -31,6 +35,7 @@ __all__ = (
     "format_plan",
     "parse_flags",
     "plan_launch",
+    "plan_migration",
     "plan_sagemaker",
     "read_run",
     "resolve",

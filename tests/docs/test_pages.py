@@ -11,6 +11,9 @@ from accelfn.devices import DEVICE_TYPES, DeviceType
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "pages"
+EXAMPLES = sorted(
+    path.relative_to(ROOT / "docs" / "examples").as_posix() for path in ROOT.glob("docs/examples/**/*.py")
+)
 
 
 def read_all(folder: pathlib.Path) -> str:
@@ -41,7 +44,7 @@ def test_the_reference_names_only_what_exists() -> None:
         assert hasattr(pytest.importorskip(package), name), line
 
 
-@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "docs" / "examples").glob("*.py")))
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_stands_on_a_page(example: str) -> None:
     assert f"docs/examples/{example}" in read_all(PAGES)
 

@@ -76,6 +76,9 @@ ANSWERS: list[tuple[list[str], int]] = [
     (["merge-weights", "--help"], 0),
     (["merge-weights", "absent", "out"], 2),
     (["to-fsdp2", "--config_file", "absent.yaml", "--overwrite"], 2),
+    (["migrate", "--help"], 0),
+    (["migrate", "tests/launch/migrate/programs.py"], 0),
+    (["migrate", "absent.py"], 2),
     (["tpu-config", "--tpu_name", "t", "--command", "ls", "--debug"], 0),
     ([], 2),
 ]
