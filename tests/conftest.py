@@ -12,7 +12,7 @@ from hypothesis import settings
 collect_ignore = ["stand_ins"]
 
 # No deadline: the machine is shared, and a slow example is not a wrong one.
-settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True)
+settings.register_profile("ci", max_examples=80, deadline=None, derandomize=True)
 settings.register_profile("quick", max_examples=25, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "quick")
 
