@@ -199,6 +199,9 @@ def begin_save(disk: Disk, directory: str | os.PathLike[str]) -> OpenSave:
     try:
         is_empty = check_target(disk, path)  # again: another program may have saved meanwhile
     except BaseException:
+        if is_new:
+            with suppress(OSError):
+                disk.remove_folder(path)
         _release(release)
         raise
     token = secrets.token_hex(4)
