@@ -49,6 +49,7 @@ FLOORS = (
     ("accelerator",),
     ("launch",),
     ("__main__",),
+    ("compat",),
 )
 FLOOR_OF = types.MappingProxyType({name: height for height, row in enumerate(FLOORS) for name in row})
 
@@ -106,7 +107,7 @@ def floor_violations(source: str, module: str, *, is_package: bool = False) -> l
             found.append(f"{module}:{line} imports {name} from the root. Import it from its own package.")
         elif target != package and FLOOR_OF[target] >= FLOOR_OF[package]:
             found.append(f"{module}:{line} imports {name}, which is not below {package}.")
-        elif target == "accelerator" and package not in ("accelerator", "launch"):
+        elif target == "accelerator" and package not in ("accelerator", "launch", "compat"):
             found.append(f"{module}:{line} imports {name}; nothing below the launcher needs the shim.")
     return found
 
@@ -131,6 +132,7 @@ def test_imports_only_go_down(module: str) -> None:
         ("accelfn.data.loader", "from accelfn import gather"),
         ("accelfn.data.loader", "import accelfn"),
         ("accelfn.errors", "from accelfn.context import Context"),
+        ("accelfn.launch.main", "from accelfn.compat import install"),
         ("accelfn.utils", "import os"),
     ],
 )
@@ -227,6 +229,9 @@ def mutable_class_parts(cls: type, path: str) -> Iterator[str]:
 # around a function of the interpreter that isn't safe in threads.
 OF_THREADS = ("accelfn.bigmodel.empty._HERE", "accelfn.parallel.facts._PARSING")
 
+# The world of a process whose program passes no context: the only state of accelfn's own.
+OF_PROCESS = ("accelfn.compat.current._CURRENT",)
+
 # What torch.compile leaves in the modules of functions that it has traced, for itself.
 OF_TORCH_COMPILE = ("__builtins_dict__", "__compiled_fn_", "__import_", "__resume_at_")
 
@@ -237,7 +242,7 @@ def mutable_globals(module: ModuleType) -> list[str]:
         found
         for name, value in vars(module).items()
         if name not in SYSTEM_NAMES and not name.startswith(OF_TORCH_COMPILE)
-        if f"{module.__name__}.{name}" not in OF_THREADS
+        if f"{module.__name__}.{name}" not in (*OF_THREADS, *OF_PROCESS)
         for found in mutable_parts(value, f"{module.__name__}.{name}")
     ]
 
@@ -460,7 +465,9 @@ def test_a_package_exports_exactly_what_it_holds(package: str) -> None:
     loaded = importlib.import_module(package)
     tree = ast.parse(source_path(package).read_text())
     names = [name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names]
-    renamed = {name.name for name in names if name.asname == name.name}  # as good as __all__, for checkers
+    # As good as __all__, for checkers.
+    renamed = {name.name for name in names if name.asname == name.name}
+    renamed -= {name for name in renamed if isinstance(getattr(loaded, name), ModuleType)}
     assert set(getattr(loaded, "__all__", renamed)) == public_names(loaded)
 
 

@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
         print(_USAGE if not command else f"{_USAGE}\n\naccelfn.compat: {command}.", file=sys.stderr)
         raise SystemExit(2 if command else 0)
     install(command.arithmetic)
-    os.environ.update(child_variables())
+    os.environ.update(child_variables(os.environ))
     safe = bool(getattr(sys.flags, "safe_path", False))
     if command.is_module:
         sys.argv = ["-m", *command.arguments]

@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+import accelfn.accelerator as shim
 import accelfn.comm as comm
 import accelfn.training as training
-from accelfn import accelerator as shim
 from accelfn.accelerator.proxies import AccumulateBlock, is_loader_of
 from accelfn.accelerator.registry import WeakRegistry
 from accelfn.compat.alias import find_alias
-from accelfn.compat.current import CURRENT
+from accelfn.compat.current import current
 from accelfn.compat.loaders import DataLoaderShard, prepare_loader
 from accelfn.compat.operations import gather_object
 from accelfn.compat.records import ParallelismConfig, ProjectConfiguration, freeze
@@ -36,9 +36,10 @@ _PLUGINS = (
     *("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "dynamo_plugin"),
 )
 _ARITHMETIC = (
-    "accelfn.compat: this program has Accelerate's arithmetic: for each step of an optimizer its scheduler steps "
-    "once per rank (unless split_batches is set), and the loss in a short last window is divided by the length "
-    'of a full one. accelfn.compat.install(arithmetic="accelfn") or --arithmetic accelfn changes that.'
+    "accelfn.compat: this program has Accelerate's arithmetic: for each step of an optimizer its scheduler "
+    "steps once per rank (unless split_batches is set), and the loss in a short last window is divided by "
+    'the length of a full one. To change that: accelfn.compat.install(arithmetic="accelfn"), or --arithmetic '
+    "accelfn."
 )
 
 
@@ -98,7 +99,7 @@ class Accelerator(shim.Accelerator):
             options.pop("gradient_accumulation_steps")  # the variable's, or the plugin's
         options["cpu"] = cpu or None
         options["log_with"] = registered(log_with)
-        context = CURRENT.begin(cast("ContextOptions", options))
+        context = current().begin(cast("ContextOptions", options))
         if split_batches is not None and split_batches != context.loading.split_batches:
             raise ConfigurationError(
                 "Accelerator: split_batches is an option of the loaders. Pass "
@@ -108,14 +109,14 @@ class Accelerator(shim.Accelerator):
         alias = find_alias()
         self.compat = "accelerate" if alias is None or alias.arithmetic == "accelerate" else None
         self.plugins: dict[str, Any] = {name: arguments[name] for name in _PLUGINS}
-        CURRENT.accelerator = self
+        current().accelerator = self
         if self.compat is not None and (self.num_processes > 1 or self.gradient_accumulation_steps > 1):
             self._say_arithmetic()
 
     def _say_arithmetic(self) -> None:
-        if "arithmetic" not in CURRENT.notes and self.is_main_process:
+        if "arithmetic" not in current().notes and self.is_main_process:
             warnings.warn(_ARITHMETIC, stacklevel=4)
-        CURRENT.notes |= {"arithmetic"}
+        current().notes |= {"arithmetic"}
 
     # --- views -----------------------------------------------------------------------------------
 
@@ -166,19 +167,19 @@ class Accelerator(shim.Accelerator):
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
-    ) -> shim.accelerator.AcceleratedOptimizer:
+    ) -> shim.AcceleratedOptimizer:
         """Return an optimizer that steps only where a window closes."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         self._numbered("optimizer", self.optimizers, prepared.optimizer)
         return prepared
 
-    def prepare_scheduler(self, scheduler: Any) -> shim.accelerator.AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: Any) -> shim.AcceleratedScheduler:
         """Return a scheduler that steps only when its optimizer does."""
         prepared = super().prepare_scheduler(scheduler)
         self._numbered("scheduler", self.schedulers, prepared.scheduler)
         return prepared
 
-    def prepare_data_loader(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoaderShard[Any]:
         """Shard a loader over the ranks, in torch's order of a shuffle."""
@@ -197,7 +198,7 @@ class Accelerator(shim.Accelerator):
     # --- the training step -----------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Run forward and backward of one batch: each call counts, and a loader's last batch ends the window."""
+        """Run forward and backward of one batch. Each call counts; a loader's last batch ends the window."""
         state, steps = self.gradient_state, self.gradient_accumulation_steps
         if state.sync_with_dataloader and state.end_of_dataloader:
             self.step, is_closing = 0, True
@@ -215,7 +216,7 @@ class Accelerator(shim.Accelerator):
             return nullcontext()
         return super().no_sync(*(() if model is None else (model,)))
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss, divided by the length of a window."""
         kwargs.pop("scale_wrt_gas", None)  # an engine's: the loss isn't divided twice here
         super().backward(loss, *args, **kwargs)
@@ -243,7 +244,7 @@ class Accelerator(shim.Accelerator):
         numbered = {f"object_{first + number}": item for number, item in enumerate(objects)}
         super().register_for_checkpointing(**numbered, **named)
 
-    def load_state(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
@@ -254,7 +255,8 @@ class Accelerator(shim.Accelerator):
         Loaders stay where they are, since the program skips batches itself, unless they are stateful.
         """
         partial = () if self.context.loading.use_stateful_dataloader else ("loaders",)
-        super().load_state(input_dir, load_kwargs, **{"partial": partial, **load_model_func_kwargs})
+        options: dict[str, Any] = {"partial": partial, **load_model_func_kwargs}
+        super().load_state(input_dir, load_kwargs, **options)
 
     def _tree(self, *, is_to_load: bool = False) -> dict[str, Any]:
         tree = super()._tree(is_to_load=is_to_load)
@@ -267,8 +269,8 @@ class Accelerator(shim.Accelerator):
         try:
             super().end_training()
         finally:
-            if CURRENT.accelerator is self:
-                CURRENT.close()
+            if current().accelerator is self:
+                current().close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return the Accelerator itself."""

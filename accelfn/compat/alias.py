@@ -45,6 +45,10 @@ class _MirrorLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         # The import system has replaced it by the alias's.
         module.__spec__ = self._spec
+        # Importing them later would set attributes of their packages, which may be names of functions.
+        for name, one in [*sys.modules.items()]:
+            if name.startswith(f"{_MIRROR}."):
+                sys.modules.setdefault(_ALIAS + name.removeprefix(_MIRROR), one)
 
 
 class _Distribution(Distribution):
@@ -182,10 +186,14 @@ def _find_test(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
     return PathFinder.find_spec(fullname, path) if path else None
 
 
-def child_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables with which a Python process that is started has the alias too. Pure.
+def child_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which a Python process that is started has the alias too.
 
-    Empty, unless the alias is installed here.
+    Args:
+        environment: The variables that the process inherits.
+
+    Returns:
+        The variables to set; none, unless the alias is installed here.
     """
     alias = find_alias()
     if alias is None:
@@ -194,7 +202,7 @@ def child_variables(environment: Mapping[str, str] = os.environ) -> dict[str, st
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != folder]
     return {
         "PYTHONPATH": os.pathsep.join([folder, *filter(None, paths)]),
-        "ACCELFN_COMPAT": alias.arithmetic,
+        "ACCELFN_COMPAT_ARITHMETIC": alias.arithmetic,
     }
 
 

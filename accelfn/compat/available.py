@@ -15,8 +15,12 @@ import torch
 
 STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Any, Any], bool]] = MappingProxyType(
     {
-        "<": operator.lt, "<=": operator.le, "==": operator.eq,
-        "!=": operator.ne, ">=": operator.ge, ">": operator.gt,
+        "<": operator.lt,
+        "<=": operator.le,
+        "==": operator.eq,
+        "!=": operator.ne,
+        ">=": operator.ge,
+        ">": operator.gt,
     }
 )
 

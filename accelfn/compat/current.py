@@ -131,4 +131,9 @@ def _moves(world: Context, options: ContextOptions) -> bool:
     return bool(options.get("cpu")) and world.device.type != "cpu"
 
 
-CURRENT = Current()
+_CURRENT = Current()
+
+
+def current() -> Current:
+    """Return the world of this process, and its current Accelerator."""
+    return _CURRENT

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import accelfn.checkpoint as checkpoint
-from accelfn.compat.current import CURRENT
+from accelfn.compat.current import current
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
@@ -90,7 +90,7 @@ def _restore(before: Mapping[str, str | None]) -> None:
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Write one object on the main process, or once per node."""
-    ctx = CURRENT.context
+    ctx = current().context
     if save_on_each_node:
         ctx = ctx.replace(project_config=dataclasses.replace(ctx.project, save_on_each_node=True))
     checkpoint.save_object(ctx, obj, f, safe_serialization)
@@ -103,7 +103,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict without the further names of a tensor, with contiguous tensors."""
-    seen: set[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = set()
+    seen: set[tuple[object, ...]] = set()
     cleaned: dict[str, Any] = {}
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor) and value.numel():
@@ -192,5 +192,5 @@ def get_free_port() -> int:
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
     """Return the modules of a model, children before parents, with their names if asked."""
-    found = [(name, module) for name, module in model.named_modules()][::-1]
+    found: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())[::-1]
     return found if return_fqns else [module for _, module in found]

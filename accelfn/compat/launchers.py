@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ def notebook_launcher(
     **options: Any,
 ) -> list[T]:
     """Run ``function(*args)`` on several fresh processes; see :func:`accelfn.notebook_launcher`."""
-    with patch_environment(**child_variables()):
+    with patch_environment(**child_variables(os.environ)):
         return functions.notebook_launcher(
             function, args, num_processes, mixed_precision, use_port, **options
         )
@@ -29,5 +30,5 @@ def notebook_launcher(
 
 def debug_launcher(function: Callable[..., T], args: Sequence[Any] = (), num_processes: int = 2) -> list[T]:
     """Run ``function(*args)`` on fresh CPU processes; see :func:`accelfn.debug_launcher`."""
-    with patch_environment(**child_variables()):
+    with patch_environment(**child_variables(os.environ)):
         return functions.debug_launcher(function, args, num_processes)

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 import accelfn.comm as comm
 import accelfn.data as data
 from accelfn.accelerator import AcceleratedDataLoader
-from accelfn.compat.current import CURRENT
+from accelfn.compat.current import current
 from accelfn.context import Context
 from accelfn.context.config import DataLoaderConfiguration
 from accelfn.data.loader import passes_of
@@ -33,7 +33,7 @@ class SeedableRandomSampler(RandomSampler):
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         """Take a RandomSampler's arguments, and the seed: torch's by default."""
-        super().__init__(*args, **kwargs)
+        cast("Any", super()).__init__(*args, **kwargs)
         self.initial_seed: int = torch.random.initial_seed() if data_seed is None else data_seed
         self.epoch: int = 0
 
@@ -69,7 +69,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index: int = process_index
         self.split_batches: bool = split_batches
         self.even_batches: bool = even_batches
-        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # pyright: ignore[reportIncompatibleVariableOverride] -- None where batches differ
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
         self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
         self.sampler: Any = getattr(batch_sampler, "sampler", None)
         self._plan(0, self.batch_size or 1)  # raises if a batch can't be split
@@ -157,18 +157,19 @@ class DataLoaderShard(AcceleratedDataLoader[T]):
         return rows if ctx.loading.split_batches else rows * ctx.axis_size("dp")
 
     def _twin(self, passes: Passes[Any]) -> Any:
-        twin: Any = object.__new__(type(self))
+        twin = object.__new__(cast("type[DataLoaderShard[Any]]", type(self)))
         vars(twin).update(vars(self), _passes=passes, end_of_dataloader=False)
-        accelerator = cast("Accelerator | None", self._accelerator)
+        accelerator: Accelerator | None = vars(self)["_accelerator"]
         if accelerator is not None:
             accelerator.loaders.add(twin, accelerator.loaders.name_of(self))
         return twin
 
     def __iter__(self) -> Iterator[T]:
-        accelerator, passes = cast("Accelerator | None", self._accelerator), passes_of(self)
+        accelerator: Accelerator | None = vars(self)["_accelerator"]
+        passes = passes_of(self)
         _synchronize_order(passes.context, passes.source)
         vars(self).update(end_of_dataloader=False, remainder=_remainder(passes))
-        loops = CURRENT.loops
+        loops = current().loops
         loops.append(self)
         try:
             uneven = "error" if accelerator is None else accelerator.uneven
@@ -210,7 +211,7 @@ def prepare_loader(
 
     Ranks: every rank of ``ctx``.
     """
-    if isinstance(loader, DataLoaderShard) and loader._accelerator is None and accelerator is not None:  # pyright: ignore[reportPrivateUsage, reportUnnecessaryComparison, reportUnknownMemberType]
+    if isinstance(loader, DataLoaderShard) and loader._accelerator is None and accelerator is not None:  # pyright: ignore[reportPrivateUsage, reportUnnecessaryComparison]
         loader.adopt(accelerator)
         return cast("DataLoaderShard[Any]", loader)
     # Windows count the calls of `accumulate`, and loaders read one batch ahead, not one window.
@@ -260,7 +261,7 @@ def prepare_data_loader(
     Raises:
         ConfigurationError: A device, a mesh, or another number of ranks than the current context's.
     """
-    ctx = CURRENT.start()
+    ctx = current().start()
     expected = {"num_processes": ctx.num_processes, "process_index": ctx.rank, "torch_device_mesh": None}
     given = {
         "num_processes": num_processes,
@@ -272,9 +273,9 @@ def prepare_data_loader(
         wrong.append("device")
     if wrong:
         raise ConfigurationError(
-            f"prepare_data_loader: {', '.join(wrong)} isn't the current context's: {ctx.num_processes} ranks, "
-            f"of which this is {ctx.rank}, on {ctx.device}. Leave it out; to read as another rank, use a "
-            "BatchSamplerShard."
+            f"prepare_data_loader: {', '.join(wrong)} isn't the current context's: {ctx.num_processes} "
+            f"ranks, of which this is {ctx.rank}, on {ctx.device}. Leave it out; to read as another rank, "
+            "use a BatchSamplerShard."
         )
     loading = DataLoaderConfiguration(
         split_batches,
@@ -305,12 +306,12 @@ def _sharded(ctx: Context, loader: DataLoader[Any]) -> DataLoader[Any]:
         replaced: Any = SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
-            num_samples=sampler._num_samples,  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownArgumentType]
+            num_samples=sampler._num_samples,  # pyright: ignore[reportPrivateUsage]
             data_seed=int(comm.broadcast_object_list(ctx, [seed])[0]),
         )
-    elif size > 1 and type(sampler) is RandomSampler and sampler.generator is None:
+    elif size > 1 and type(sampler) is RandomSampler and cast("Any", sampler).generator is None:
         # Ranks agree on the order by rank 0's state of this generator.
-        replaced = copy.copy(sampler)
+        replaced = cast("Any", copy.copy(sampler))
         replaced.generator = torch.Generator()
         replaced.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     else:
@@ -333,15 +334,16 @@ def _sharded(ctx: Context, loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def _synchronize_order(ctx: Context, loader: Any) -> None:
     """Set the generator of a shuffle to rank 0's state."""
-    if ctx.axis_size("dp") == 1 or "generator" not in ctx.rng_types or not isinstance(loader, DataLoader):
+    if ctx.axis_size("dp") == 1 or "generator" not in ctx.rng_types:
         return
-    generator = getattr(sampler_of(cast("DataLoader[Any]", loader)), "generator", None)
+    generator = getattr(sampler_of(loader), "generator", None)
     if isinstance(generator, torch.Generator):
         comm.synchronize_rng_states(ctx, ["generator"], generator)
 
 
 def _batch_size_of(loader: Any) -> int | None:
-    batching: Any = batch_sampler_of(loader) if isinstance(loader, DataLoader) else None
+    is_loader = isinstance(loader, cast("Any", DataLoader))
+    batching: Any = batch_sampler_of(loader) if is_loader else None
     size = getattr(batching, "batch_size", getattr(loader, "batch_size", None))
     return None if size is None else int(size)
 

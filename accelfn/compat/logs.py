@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelfn.compat.current import CURRENT
+from accelfn.compat.current import current
 from accelfn.tracking import RankLogger
 from accelfn.tracking import get_logger as get_logger_of
 
@@ -14,8 +14,8 @@ class CurrentRankLogger(RankLogger):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a message on the main process, or on the ranks that the keywords select."""
-        if CURRENT.is_started:
-            self._ctx = CURRENT.context
+        if current().is_started:
+            self._ctx = current().context
         super().log(level, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import accelfn.comm as comm
 import accelfn.tree as tree
-from accelfn.compat.current import CURRENT
+from accelfn.compat.current import current
 from accelfn.errors import MismatchError
 from accelfn.training import unwrap_model
 
@@ -26,13 +26,13 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 def gather(tensor: T) -> T:
     """Concatenate tensors of all ranks; with one process the tree itself. See :func:`accelfn.gather`."""
-    ctx = CURRENT.context
+    ctx = current().context
     return tensor if ctx.num_processes == 1 else comm.gather(ctx, tensor)
 
 
 def gather_object(object: Any) -> Any:  # noqa: A002 -- the name of the parameter there
     """Join the lists of all ranks; with one process the object itself."""
-    ctx = CURRENT.context
+    ctx = current().context
     if ctx.num_processes == 1:
         return object
     return [item for rank in comm.gather_object(ctx, [object]) for item in rank]
@@ -40,13 +40,13 @@ def gather_object(object: Any) -> Any:  # noqa: A002 -- the name of the paramete
 
 def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
     """Combine tensors of all ranks, by default as a mean. See :func:`accelfn.reduce`."""
-    return comm.reduce(CURRENT.context, tensor, reduction, scale)
+    return comm.reduce(current().context, tensor, reduction, scale)
 
 
 @torch.no_grad()
 def broadcast(tensor: T, from_process: int = 0) -> T:
     """Overwrite the tensors of every rank with those of one rank, and return them."""
-    ctx = CURRENT.context
+    ctx = current().context
     sent = comm.broadcast(ctx, tensor, from_process)
     if sent is not tensor:
         for own, new in zip(tree.flatten(tensor)[0], tree.flatten(sent)[0], strict=True):
@@ -57,24 +57,24 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Overwrite the list of every rank with that of one rank, and return it."""
-    object_list[:] = comm.broadcast_object_list(CURRENT.context, object_list, from_process)
+    object_list[:] = comm.broadcast_object_list(current().context, object_list, from_process)
     return object_list
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Return the main process's tensor on the device of every rank; the other ranks pass None."""
-    ctx = CURRENT.context
+    ctx = current().context
     return tree.send_to_device(comm.broadcast_object_list(ctx, [tensor])[0], ctx.device)
 
 
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
     """Lengthen tensors to the longest of all ranks. See :func:`accelfn.pad_across_processes`."""
-    return comm.pad_across_processes(CURRENT.context, tensor, dim, pad_index, pad_first)
+    return comm.pad_across_processes(current().context, tensor, dim, pad_index, pad_first)
 
 
 def wait_for_everyone() -> None:
     """Wait until all ranks are here."""
-    comm.wait_for_everyone(CURRENT.context)
+    comm.wait_for_everyone(current().context)
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
@@ -84,13 +84,13 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 def synchronize_rng_states(rng_types: Sequence[Any], generator: torch.Generator | None = None) -> None:
     """Set random states to rank 0's. See :func:`accelfn.synchronize_rng_states`."""
-    comm.synchronize_rng_states(CURRENT.context, [str(kind) for kind in rng_types], generator)
+    comm.synchronize_rng_states(current().context, [str(kind) for kind in rng_types], generator)
 
 
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> int:
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed all generators. See :func:`accelfn.set_seed`."""
-    rank = CURRENT.context.rank if device_specific else 0
-    return comm.set_seed(seed + rank, deterministic=deterministic)
+    rank = current().context.rank if device_specific else 0
+    comm.set_seed(seed + rank, deterministic=deterministic)
 
 
 def extract_model_from_parallel(
@@ -111,7 +111,11 @@ def is_torch_tensor(tensor: object) -> bool:
 
 def is_namedtuple(data: object) -> bool:
     """Return whether an object is a named tuple."""
-    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+    return (
+        isinstance(data, tuple)
+        and hasattr(cast("Any", data), "_asdict")
+        and hasattr(cast("Any", data), "_fields")
+    )
 
 
 def is_tensor_information(tensor_info: object) -> bool:
@@ -142,8 +146,8 @@ def recursively_apply(
         if isinstance(item, (list, tuple)):
             return honor_type(item, [visit(part) for part in cast("Sequence[Any]", item)])
         if isinstance(item, Mapping):
-            parts = {key: visit(part) for key, part in cast("Mapping[Any, Any]", item).items()}
-            return cast("Any", type(item))(parts)
+            mapping = cast("Mapping[Any, Any]", item)
+            return cast("Any", type(mapping))({key: visit(part) for key, part in mapping.items()})
         if test_type(item):
             return func(item, *args, **kwargs)
         if error_on_other_type:
@@ -158,7 +162,11 @@ def recursively_apply(
 
 def get_shape(data: Any) -> Any:
     """Return the shapes of the tensors of a tree, as lists."""
-    return recursively_apply(lambda tensor: list(tensor.shape), data, error_on_other_type=True)
+
+    def shape_of(tensor: torch.Tensor) -> list[int]:
+        return list(tensor.shape)
+
+    return recursively_apply(shape_of, data, error_on_other_type=True)
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:

@@ -1,10 +1,11 @@
-"""Accelerate's configuration records: made in any order, changed afterwards, and frozen when they are used."""
+"""Accelerate's configuration records: changed at any time, and frozen when they are used."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from typing import Any, ClassVar, cast
 
 import accelfn.context.config as config
@@ -91,7 +92,7 @@ class MutableRecord(KwargsHandler):
 
 
 def _default_of(item: Field[Any]) -> Any:
-    value: Any = item.default if item.default_factory is MISSING else item.default_factory()
+    value: Any = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
     return dict(cast("Mapping[str, Any]", value)) if isinstance(value, config.FrozenOptions) else value
 
 
@@ -99,15 +100,11 @@ def freeze(value: Any) -> Any:
     """Return accelfn's record for a program's, also inside a list or a dict of records."""
     if isinstance(value, MutableRecord):
         return value.freeze()
-    if isinstance(value, dict) and value and all(isinstance(one, MutableRecord) for one in _values(value)):
+    if isinstance(value, dict):
         return {key: freeze(one) for key, one in cast("dict[str, Any]", value).items()}
     if isinstance(value, (list, tuple)):
         return [freeze(one) for one in cast("Sequence[Any]", value)]
     return value
-
-
-def _values(mapping: object) -> Sequence[object]:
-    return [*cast("dict[object, object]", mapping).values()]
 
 
 class AutocastKwargs(MutableRecord):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 import accelfn.comm as comm
-from accelfn.compat.current import CURRENT
+from accelfn.compat.current import current
 from accelfn.context import Context
 from accelfn.context.config import DistributedType, InitProcessGroupKwargs
 from accelfn.errors import ConfigurationError
@@ -31,15 +31,15 @@ class SharedState(Mapping[str, Any]):
     """What a state class holds: empty before the program's first use of a state, and after a reset."""
 
     def __getitem__(self, name: str) -> Any:
-        if not CURRENT.is_started or name not in _NAMES:
+        if not current().is_started or name not in _NAMES:
             raise KeyError(name)
         return getattr(PartialState(), name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_NAMES if CURRENT.is_started else ())
+        return iter(_NAMES if current().is_started else ())
 
     def __len__(self) -> int:
-        return len(_NAMES) if CURRENT.is_started else 0
+        return len(_NAMES) if current().is_started else 0
 
 
 class PartialState:
@@ -49,8 +49,8 @@ class PartialState:
 
     Args:
         cpu: Use the CPU even if there is an accelerator.
-        **kwargs: ``backend``, ``timeout`` and ``init_method`` of the process group. Used by the first state of
-            the process.
+        **kwargs: ``backend``, ``timeout`` and ``init_method`` of the process group, used by the first state
+            of the process.
     """
 
     __module__ = "accelerate.state"
@@ -65,23 +65,23 @@ class PartialState:
                 f"PartialState: unknown arguments {', '.join(sorted(unknown))}. It takes cpu, backend, "
                 "init_method and timeout."
             )
-        if CURRENT.is_started and not cpu:
+        if current().is_started and not cpu:
             return
         given = {name: value for name, value in joining.items() if value is not None}
-        CURRENT.start({"cpu": cpu or None, "kwargs_handlers": [InitProcessGroupKwargs(**given)]})
+        current().start({"cpu": cpu or None, "kwargs_handlers": [InitProcessGroupKwargs(**given)]})
 
     @property
     def _context(self) -> Context:
-        return CURRENT.start()
+        return current().start()
 
     @staticmethod
     def _reset_state() -> None:
-        CURRENT.reset()
+        current().reset()
 
     @property
     def initialized(self) -> bool:
         """Whether the ranks have been joined."""
-        return CURRENT.is_started
+        return current().is_started
 
     @property
     def device(self) -> torch.device:
@@ -197,7 +197,7 @@ class PartialState:
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the world, or destroy one group."""
         if group is None:
-            CURRENT.close()
+            current().close()
         else:
             torch.distributed.destroy_process_group(group)
 
@@ -230,7 +230,7 @@ class AcceleratorState(PartialState):
 
     def __init__(self, *args: Any, _from_accelerator: bool = False, **kwargs: Any) -> None:
         """Show the current Accelerator's options."""
-        if CURRENT.accelerator is None and not _from_accelerator:
+        if current().accelerator is None and not _from_accelerator:
             raise ConfigurationError(
                 "AcceleratorState shows the options of an Accelerator, and there is none. Make an "
                 "Accelerator first, or use PartialState."
@@ -239,19 +239,19 @@ class AcceleratorState(PartialState):
 
     @property
     def _context(self) -> Context:
-        return CURRENT.context
+        return current().context
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         if reset_partial_state:
-            CURRENT.reset()
+            current().reset()
         else:
-            CURRENT.accelerator = None
+            current().accelerator = None
 
     @property
     def initialized(self) -> bool:
         """Whether there is an Accelerator."""
-        return CURRENT.accelerator is not None
+        return current().accelerator is not None
 
     @property
     def mixed_precision(self) -> str:
@@ -291,7 +291,7 @@ class AcceleratorState(PartialState):
     @property
     def device_mesh(self) -> Any:
         """Torch's mesh; None without one."""
-        accelerator = CURRENT.accelerator
+        accelerator = current().accelerator
         return None if accelerator is None else accelerator.torch_device_mesh
 
     def get_deepspeed_plugin(self, name: str) -> Any:
@@ -300,12 +300,12 @@ class AcceleratorState(PartialState):
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Make a plugin the active one."""
-        accelerator = CURRENT.accelerator
+        accelerator = current().accelerator
         if accelerator is not None:
             accelerator.select_deepspeed_plugin(name)
 
     def _plugin(self, name: str) -> Any:
-        accelerator = CURRENT.accelerator
+        accelerator = current().accelerator
         return None if accelerator is None else accelerator.plugins.get(name)
 
 
@@ -329,7 +329,7 @@ class GradientState:
 
     @property
     def _accelerator(self) -> Accelerator | None:
-        return CURRENT.accelerator if self._of is None else self._of
+        return current().accelerator if self._of is None else self._of
 
     @staticmethod
     def _reset_state() -> None:
@@ -381,17 +381,17 @@ class GradientState:
     @property
     def active_dataloader(self) -> DataLoaderShard[Any] | None:
         """The innermost loader in a loop; None outside of loops."""
-        return CURRENT.loops[-1] if CURRENT.loops else None
+        return current().loops[-1] if current().loops else None
 
     @property
     def dataloader_references(self) -> list[DataLoaderShard[Any] | None]:
         """The loaders in loops, outermost first, after None."""
-        return [None, *CURRENT.loops]
+        return [None, *current().loops]
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a loop over a prepared loader is running."""
-        return bool(CURRENT.loops)
+        return bool(current().loops)
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -414,7 +414,7 @@ class GradientState:
 
 def is_initialized() -> bool:
     """Return whether there is an Accelerator."""
-    return CURRENT.accelerator is not None
+    return current().accelerator is not None
 
 
 def do_nothing(*args: object, **kwargs: object) -> None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import accelfn.tracking as tracking
-from accelfn.compat.current import CURRENT
+from accelfn.compat.current import current
 from accelfn.errors import ConfigurationError
 from accelfn.tracking import GeneralTracker
 
@@ -33,7 +33,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         ConfigurationError: A built-in tracker has the name.
         TypeError: It isn't a tracker's class with a name.
     """
-    if not (isinstance(cast("object", tracker_class), type) and issubclass(tracker_class, GeneralTracker)):
+    given: Any = tracker_class
+    if not isinstance(given, type) or not issubclass(given, GeneralTracker):
         raise TypeError(f"register_tracker_class takes a subclass of GeneralTracker, got {tracker_class!r}.")
     name: object = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
@@ -42,14 +43,14 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         raise ConfigurationError(
             f"register_tracker_class: {name!r} is a built-in tracker. Choose another name."
         )
-    CURRENT.trackers[name] = tracker_class
+    current().trackers[name] = tracker_class
 
 
 def registered(log_with: Any) -> Any:
     """Return ``log_with`` with the classes that the program has registered, in place of their names."""
     if isinstance(log_with, (list, tuple)):
         return [registered(item) for item in cast("Iterable[Any]", log_with)]
-    return CURRENT.trackers.get(str(log_with), log_with) if isinstance(log_with, str) else log_with
+    return current().trackers.get(str(log_with), log_with) if isinstance(log_with, str) else log_with
 
 
 def get_available_trackers() -> list[str]:
@@ -67,7 +68,7 @@ def on_main_process(function: F) -> F:
 
     @functools.wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "main_process_only", False) and not CURRENT.start().is_main_process:
+        if getattr(self, "main_process_only", False) and not current().start().is_main_process:
             return None
         return function(self, *args, **kwargs)
 

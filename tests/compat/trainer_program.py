@@ -107,7 +107,9 @@ class Runs:
     def __init__(self, folder: pathlib.Path, mode: str) -> None:
         self.folder, self.mode = folder / mode, mode
 
-    def arguments(self, kind: type[TrainingArguments] = TrainingArguments, **options: Any) -> TrainingArguments:
+    def arguments(
+        self, kind: type[TrainingArguments] = TrainingArguments, **options: Any
+    ) -> TrainingArguments:
         defaults: dict[str, Any] = {
             "output_dir": str(self.folder),
             "per_device_train_batch_size": 2,
@@ -241,7 +243,9 @@ MODES: dict[str, Mode] = {
     "shuffled": lambda runs: runs.train(llama()),
     "dropout": lambda runs: runs.train(llama(0.3)),
     "accumulation": lambda runs: runs.train(llama(), Tokens(21), gradient_accumulation_steps=2),
-    "bert accumulation": lambda runs: runs.train(bert(), Tokens(21, classes=3), gradient_accumulation_steps=3),
+    "bert accumulation": lambda runs: runs.train(
+        bert(), Tokens(21, classes=3), gradient_accumulation_steps=3
+    ),
     "bf16": lambda runs: runs.train(llama(), bf16=True),
     "evaluate": evaluate,
     "train with evaluation": lambda runs: runs.train(
@@ -267,7 +271,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--resume", type=pathlib.Path, help="folder of another run, whose checkpoints to resume")
+    parser.add_argument(
+        "--resume", type=pathlib.Path, help="folder of another run, whose checkpoints to resume"
+    )
     options = parser.parse_args()
     results: dict[str, Any] = {"accelerate": str(accelerate.__file__)}
     for mode in options.modes.split(","):

@@ -1,6 +1,6 @@
 """Pipelines for inference."""
 
-from typing import NoReturn
+import typing
 
 from accelfn.bigmodel import (
     prepare_pippy as prepare_pippy,
@@ -8,5 +8,5 @@ from accelfn.bigmodel import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> typing.NoReturn:
     _refuse(__name__, name)

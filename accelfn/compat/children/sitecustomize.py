@@ -7,6 +7,8 @@ sitecustomize that it would have imported is imported after it.
 import os
 import sys
 
+_VARIABLE = "ACCELFN_COMPAT_ARITHMETIC"
+
 
 def _run() -> None:
     folder = os.path.dirname(os.path.abspath(__file__))
@@ -21,11 +23,8 @@ def _run() -> None:
             sys.modules["sitecustomize"] = own
     from accelfn.compat import install
 
-    arithmetic = os.environ.get("ACCELFN_COMPAT")
-    if arithmetic == "accelfn":
-        install("accelfn")
-    elif arithmetic is not None:
-        install()
+    install("accelfn" if os.environ[_VARIABLE] == "accelfn" else "accelerate")
 
 
-_run()
+if _VARIABLE in os.environ:
+    _run()

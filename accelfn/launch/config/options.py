@@ -284,6 +284,7 @@ class Option:
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("cpu", "multi_gpu", "tpu"),
     ("module", "no_python"),
+    ("compat", "no_python"),
     ("use_deepspeed", "use_fsdp", "use_megatron_lm"),
 )
 #: Keys of any version of Accelerate that have another name here.
@@ -341,6 +342,8 @@ _TABLE: tuple[Section | Option, ...] = (
     Section("General"),
     Option("module", BOOL, False, "run the script as a module, as python -m does", alias="-m"),
     Option("no_python", BOOL, False, "run the script directly, without Python"),
+    Option("compat", BOOL, False, "run a program written for Accelerate, as python -m accelfn.compat does"),
+    Option("compat_arithmetic", choice("accelerate", "accelfn"), "accelerate", "whose arithmetic it has"),
     Option("debug", BOOL, False, "check the arguments of every collective on all ranks"),
     Option("quiet", BOOL, False, "print neither the start line nor the failure report", alias="-q"),
     Option("compute_environment", _PLACES, "LOCAL_MACHINE", "where the script runs"),

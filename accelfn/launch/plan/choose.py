@@ -28,6 +28,7 @@ from accelfn.launch.plan.commands import (
     plan_single,
     plan_torchrun,
     plan_xla,
+    under_compat,
 )
 from accelfn.launch.plan.deepspeed import check_launcher, plan_deepspeed, plan_hosts
 from accelfn.launch.plan.machine import Machine
@@ -76,6 +77,8 @@ def plan_launch(
             "plan_launch plans processes of this machine, and compute_environment is AMAZON_SAGEMAKER. Call "
             "plan_sagemaker."
         )
+    config, script = under_compat(config, script)
+    resolved = dataclasses.replace(resolved, config=config)
     if config.tpu and config.tpu_cluster:
         return plan_pod(config, script)
     if config.use_deepspeed:

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values
+from accelfn.launch.config.record import LaunchConfig, changed_values, replace
 from accelfn.launch.config.secrets import HIDDEN, hide_in_text, hide_in_words, is_secret
 from accelfn.launch.plan.machine import Machine
 
@@ -30,6 +30,21 @@ class Script:
 
     name: str
     args: tuple[str, ...] = ()
+
+
+def under_compat(config: LaunchConfig, script: Script) -> tuple[LaunchConfig, Script]:
+    """Return the configuration and the script that run ``script`` under ``accelfn.compat``, if asked. Pure.
+
+    >>> config, script = under_compat(LaunchConfig(compat=True), Script("train.py", ("--lr", "1")))
+    >>> config.module, script
+    (True, Script(name='accelfn.compat', args=('--arithmetic=accelerate', 'train.py', '--lr', '1')))
+    """
+    if not config.compat:
+        return config, script
+    run = (f"--arithmetic={config.compat_arithmetic}", *(("-m",) if config.module else ()))
+    return replace(config, module=True, compat=False), Script(
+        "accelfn.compat", (*run, script.name, *script.args)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ from accelfn.launch.plan.commands import Script
 _OF_MACHINES = ("Machines", "Elastic", "MPI")
 _UNUSED = (
     "module",
+    "compat",
+    "compat_arithmetic",
     "no_python",
     "tpu",
     "num_processes",

@@ -1,9 +1,9 @@
 """The command line."""
 
-from typing import NoReturn
+import typing
 
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> typing.NoReturn:
     _refuse(__name__, name)

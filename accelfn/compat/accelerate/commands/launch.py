@@ -1,6 +1,6 @@
 """Start a script on several processes."""
 
-from typing import NoReturn
+import typing
 
 import accelfn.compat.commands as _commands
 from accelfn.compat.missing import refuse as _refuse
@@ -8,5 +8,5 @@ from accelfn.compat.missing import refuse as _refuse
 main = _commands.launch_main
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> typing.NoReturn:
     _refuse(__name__, name)

@@ -1,7 +1,7 @@
 """Everything below, and the records."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-from typing import NoReturn
+import typing
 
 from accelfn.compat.records import (
     AORecipeKwargs as AORecipeKwargs,
@@ -34,7 +34,16 @@ from accelfn.context.config import (
     PrecisionType as PrecisionType,
     RNGType as RNGType,
 )
-import accelfn.context.config as _config
+from accelfn.compat.accelerate.utils.dataclasses import (
+    FP8BackendType as FP8BackendType,
+)
+from accelfn.compat.accelerate.utils.operations import (
+    GatheredParameters as GatheredParameters,
+    get_data_structure as get_data_structure,
+)
+from accelfn.compat.accelerate.utils.memory import (
+    should_reduce_batch_size as should_reduce_batch_size,
+)
 from accelfn.compat.constants import (
     CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES,
     ComputeEnvironment as ComputeEnvironment,
@@ -171,7 +180,6 @@ from accelfn.tree import (
     pad_input_tensors as pad_input_tensors,
     send_to_device as send_to_device,
 )
-import accelfn.tree as _tree
 from accelfn.compat.helpers import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
     clear_environment as clear_environment,
@@ -243,7 +251,6 @@ from accelfn.training import (
     gather_across_data_parallel_groups as gather_across_data_parallel_groups,
     release_memory as release_memory,
 )
-import accelfn.training as _training
 from accelfn.compat.engines import (
     DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
@@ -263,11 +270,10 @@ from accelfn.parallel.engines import (
     MegatronLMDummyScheduler as MegatronLMDummyScheduler,
     T5TrainStep as T5TrainStep,
 )
-import accelfn.parallel.engines as _engines
 from accelfn.checkpoint import (
     merge_fsdp_weights as merge_fsdp_weights,
 )
-from accelfn.tracking import (
+from accelfn.compat.accelerate.utils.tqdm import (
     tqdm as tqdm,
 )
 from accelfn.compat.accelerate.utils import (
@@ -285,11 +291,6 @@ from accelfn.compat.accelerate.utils import (
 )
 from accelfn.compat.missing import refuse as _refuse
 
-FP8BackendType = _config.FP8Backend
-get_data_structure = _tree.tree_structure
-should_reduce_batch_size = _training.is_out_of_memory
-GatheredParameters = _engines.gathered_parameters
 
-
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> typing.NoReturn:
     _refuse(__name__, name)

@@ -1,7 +1,7 @@
 """DeepSpeed."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-from typing import NoReturn
+import typing
 
 from accelfn.compat.engines import (
     DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
@@ -16,5 +16,5 @@ from accelfn.parallel.engines import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> typing.NoReturn:
     _refuse(__name__, name)

@@ -1,7 +1,7 @@
 """FSDP."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-from typing import NoReturn
+import typing
 
 from accelfn.compat.engines import (
     load_fsdp_model as load_fsdp_model,
@@ -21,5 +21,5 @@ from accelfn.compat.constants import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> typing.NoReturn:
     _refuse(__name__, name)

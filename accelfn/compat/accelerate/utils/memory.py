@@ -1,7 +1,7 @@
 """Memory."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-from typing import NoReturn
+import typing
 
 from accelfn.training import (
     clear_device_cache as clear_device_cache,
@@ -14,5 +14,5 @@ from accelfn.compat.missing import refuse as _refuse
 should_reduce_batch_size = _training.is_out_of_memory
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> typing.NoReturn:
     _refuse(__name__, name)

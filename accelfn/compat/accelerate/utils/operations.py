@@ -1,7 +1,7 @@
 """Trees of tensors, on one rank and across ranks."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-from typing import NoReturn
+import typing
 
 from accelfn.compat.operations import (
     copy_tensor_to_devices as copy_tensor_to_devices,
@@ -35,10 +35,12 @@ from accelfn.tree import (
     send_to_device as send_to_device,
 )
 import accelfn.tree as _tree
+import accelfn.parallel.engines as _engines
 from accelfn.compat.missing import refuse as _refuse
 
 get_data_structure = _tree.tree_structure
+GatheredParameters = _engines.gathered_parameters
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> typing.NoReturn:
     _refuse(__name__, name)
