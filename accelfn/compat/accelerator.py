@@ -109,7 +109,7 @@ class Accelerator(shim.Accelerator):
         alias = find_alias()
         self.compat = "accelerate" if alias is None or alias.arithmetic == "accelerate" else None
         self.plugins: dict[str, Any] = {name: arguments[name] for name in _PLUGINS}
-        current().accelerator = self
+        current().adopt(self)
         if self.compat is not None and (self.num_processes > 1 or self.gradient_accumulation_steps > 1):
             self._say_arithmetic()
 
