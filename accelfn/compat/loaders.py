@@ -94,6 +94,15 @@ class BatchSamplerShard(BatchSampler):
         return plan.num_batches(self.process_index)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        if self.num_processes == 1:
+            # One ahead, so that the sampler runs to its end, where it draws from its generator once more.
+            batches = iter(self.batch_sampler)
+            batch = next(batches, None)
+            while batch is not None:
+                following = next(batches, None)
+                yield batch
+                batch = following
+            return
         drawn = [list(batch) for batch in cast("Any", self.batch_sampler)]
         rows, rank = self.batch_size, self.process_index
         if rows and all(len(batch) == rows for batch in drawn[:-1]) and len((drawn or [[]])[-1]) <= rows:
@@ -173,6 +182,9 @@ class DataLoaderShard(AcceleratedDataLoader[T]):
         loops.append(self)
         try:
             uneven = "error" if accelerator is None else accelerator.uneven
+            shard = batch_sampler_of(passes.source)
+            if isinstance(shard, BatchSamplerShard) and not shard.even_batches:
+                uneven = "join"  # the program has asked for it, and counts on each rank reading its own
             batches = data.microbatches(passes.context, cast("data.PreparedDataLoader[T]", self), uneven)
             latest = next(batches, None)
             while latest is not None:
@@ -319,12 +331,11 @@ def _sharded(ctx: Context, loader: DataLoader[Any]) -> DataLoader[Any]:
     if replaced is not sampler:
         batching = copy.copy(batching)
         batching.sampler = replaced
-    elif size == 1:
+    elif size == 1 and getattr(sampler, "generator", None) is None:
         return loader
-    if size > 1:
-        batching = BatchSamplerShard(
-            batching, size, ctx.coordinate("dp"), loading.split_batches, loading.even_batches
-        )
+    batching = BatchSamplerShard(
+        batching, size, ctx.coordinate("dp"), loading.split_batches, loading.even_batches
+    )
     if cast("Any", loader).batch_sampler is None:  # the batch sampler was passed as the sampler
         return remake(loader, loader.dataset, sampler=batching)
     if type(loader) is DataLoader:
