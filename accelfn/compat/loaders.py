@@ -186,13 +186,17 @@ class DataLoaderShard(AcceleratedDataLoader[T]):
             if isinstance(shard, BatchSamplerShard) and not shard.even_batches:
                 uneven = "join"  # the program has asked for it, and counts on each rank reading its own
             batches = data.microbatches(passes.context, cast("data.PreparedDataLoader[T]", self), uneven)
+            has_state = passes.context.loading.use_stateful_dataloader
             latest = next(batches, None)
             while latest is not None:
+                if has_state:
+                    passes.hold()
                 following = next(batches, None)
                 if following is None:
                     vars(self).update(end_of_dataloader=True, remainder=self._last_remainder(latest[1]))
                 yield latest[0]
                 latest = following
+            passes.release()
         finally:  # also after a break
             loops[:] = [loop for loop in loops if loop is not self]
 
