@@ -324,7 +324,7 @@ class Saving(Holdings):
 
     def _tree(self, *, is_to_load: bool = False) -> dict[str, Any]:
         """Return the tree to save, by name."""
-        if not self._registered and not any(thing for held in self._all_held() for thing in [*held]):
+        if not self._registered and not any([*held] for held in self._all_held()):
             raise ConfigurationError(
                 f"{'load' if is_to_load else 'save'}_state: no prepared or registered object is alive. Keep "
                 "the objects that prepare returned."

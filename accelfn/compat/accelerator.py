@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,14 +21,14 @@ from accelfn.accelerator.proxies import AccumulateBlock, is_loader_of
 from accelfn.accelerator.registry import WeakRegistry
 from accelfn.compat.alias import find_alias
 from accelfn.compat.current import current
-from accelfn.compat.loaders import DataLoaderShard, prepare_loader
+from accelfn.compat.loaders import BatchSamplerShard, DataLoaderShard, prepare_loader
 from accelfn.compat.operations import gather_object
 from accelfn.compat.records import ParallelismConfig, ProjectConfiguration, freeze
 from accelfn.compat.scaler import ScalerView
 from accelfn.compat.states import AcceleratorState, GradientState
 from accelfn.compat.trackers import registered
 from accelfn.context import ContextOptions
-from accelfn.context.config import DynamoBackend
+from accelfn.context.config import DataLoaderConfiguration, DynamoBackend
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError
 from accelfn.tree import flatten, slice_tensors
@@ -109,7 +110,7 @@ class Accelerator(shim.Accelerator):
         alias = find_alias()
         self.compat = "accelerate" if alias is None or alias.arithmetic == "accelerate" else None
         self.plugins: dict[str, Any] = {name: arguments[name] for name in _PLUGINS}
-        current().accelerator = self
+        current().adopt(self)
         if self.compat is not None and (self.num_processes > 1 or self.gradient_accumulation_steps > 1):
             self._say_arithmetic()
 
@@ -134,6 +135,15 @@ class Accelerator(shim.Accelerator):
     def scaler(self) -> ScalerView | None:
         """The loss scale of fp16; None in other precisions."""
         return ScalerView(self._scaling, self.context) if self.context.precision.scales_loss else None
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How loaders are sharded. Can be set, for loaders prepared later."""
+        return self.context.loading
+
+    @dataloader_config.setter
+    def dataloader_config(self, config: Any) -> None:
+        self.context = self.context.replace(dataloader_config=freeze(config))
 
     @property
     def _models(self) -> list[nn.Module]:
@@ -220,6 +230,37 @@ class Accelerator(shim.Accelerator):
         """Compute gradients of a loss, divided by the length of a window."""
         kwargs.pop("scale_wrt_gas", None)  # an engine's: the loss isn't divided twice here
         super().backward(loss, *args, **kwargs)
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Generator[None, None, None]:
+        """Let ranks without batches join collectives; see :func:`accelfn.join_uneven_inputs`.
+
+        ``even_batches`` applies to prepared loaders of map-style data.
+        """
+        context, loading = self.context, self.context.loading
+        shards = [loader.batch_sampler for loader in self.loaders]
+        sharded = [shard for shard in shards if isinstance(shard, BatchSamplerShard)]
+        before = [shard.even_batches for shard in sharded]
+        if even_batches is not None and self.num_processes > 1:
+            if len(sharded) < len(shards):
+                warnings.warn(
+                    "join_uneven_inputs: even_batches is only supported for map-style datasets. Prepared "
+                    "loaders of streams, and those that rank 0 reads for all, stay as they are.",
+                    stacklevel=3,
+                )
+            loading = dataclasses.replace(loading, even_batches=even_batches)
+            self.context = context.replace(dataloader_config=loading)
+            for shard in sharded:
+                shard.even_batches = even_batches
+        try:
+            with super().join_uneven_inputs(joinables):
+                yield
+        finally:
+            self.context = context
+            for shard, even in zip(sharded, before, strict=True):
+                shard.even_batches = even
 
     # --- across ranks ----------------------------------------------------------------------------
 

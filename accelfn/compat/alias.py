@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from email.message import Message
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,8 @@ Arithmetic = Literal["accelerate", "accelfn"]
 # The release of Accelerate whose interface the modules have.
 VERSION = "1.15.0"
 _ALIAS, _MIRROR = "accelerate", "accelfn.compat.accelerate"
+# Test scripts and what they share: programs that use Accelerate, not a part of it.
+_TESTS = "accelerate.test_utils"
 
 
 class _MirrorLoader(Loader):
@@ -81,9 +83,13 @@ class Alias(DistributionFinder):
         Raises:
             ModuleNotFoundError: There is no such module here.
         """
-        del path, target
+        del target
         if fullname.partition(".")[0] != _ALIAS:
             return None
+        if f"{fullname}.".startswith(f"{_TESTS}."):
+            found = _find_test(fullname, path)
+            if found is not None:
+                return found
         mirror = _MIRROR + fullname.removeprefix(_ALIAS)
         found = find_spec(mirror)
         if found is None:
@@ -166,6 +172,14 @@ def uninstall() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Alias)]
     for name in _imported():
         del sys.modules[name]
+
+
+def _find_test(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Return the spec of a module of tests in Accelerate's own files, if it is installed."""
+    if fullname == _TESTS:
+        installed = PathFinder.find_spec(_ALIAS)
+        path = None if installed is None else installed.submodule_search_locations
+    return PathFinder.find_spec(fullname, path) if path else None
 
 
 def child_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from accelfn.context import Context, ContextOptions, close_context, init_context
 from accelfn.context.config import read_settings
@@ -25,13 +26,27 @@ if TYPE_CHECKING:
 _MESH = ("fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "group")
 
 
+class Options(NamedTuple):
+    """What stays of an Accelerator that the program doesn't keep.
+
+    Attributes:
+        context: Its context.
+        plugins: The records that the program passed, by name.
+    """
+
+    context: Context
+    plugins: Mapping[str, Any]
+
+
 class Current:
-    """The world of this process, and the Accelerator that was made last.
+    """The world of this process, and its Accelerators.
 
     Attributes:
         world: The context that joined the ranks; None before the first use, and after :meth:`close`.
         is_reset: Whether the program has reset the state classes: then they are empty, but the world stays
             connected for the next one.
+        options: Of the Accelerator that was made last; None before the first one, and after a reset.
+        debug: Whether every operation is checked, if the program has set it after the start.
         loops: The prepared loaders in loops, outermost first.
         trackers: Classes of trackers that the program has registered, by name.
         notes: Names of the notes that were printed, so that each is printed once.
@@ -44,16 +59,25 @@ class Current:
         self.loops: list[DataLoaderShard[Any]] = []
         self.trackers: dict[str, type[GeneralTracker]] = {}
         self.notes: frozenset[str] = frozenset()
-        self._accelerator: weakref.ref[Accelerator] | None = None
+        self.options: Options | None = None
+        self.debug: bool | None = None
+        self._accelerators: tuple[weakref.ref[Accelerator], ...] = ()
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """The Accelerator that was made last, if it is alive."""
-        return None if self._accelerator is None else self._accelerator()
+        """The Accelerator that was made last, of those that are alive."""
+        alive = (accelerator() for accelerator in reversed(self._accelerators))
+        return next((accelerator for accelerator in alive if accelerator is not None), None)
 
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator | None) -> None:
-        self._accelerator = None if accelerator is None else weakref.ref(accelerator)
+    def adopt(self, accelerator: Accelerator) -> None:
+        """Make an Accelerator the current one."""
+        alive = (one for one in self._accelerators if one() is not None)
+        self._accelerators = (*alive, weakref.ref(accelerator))
+        self.options = Options(accelerator.context, accelerator.plugins)
+
+    def forget(self) -> None:
+        """Have no Accelerator."""
+        self._accelerators, self.options = (), None
 
     @property
     def is_started(self) -> bool:
@@ -64,7 +88,11 @@ class Current:
     def context(self) -> Context:
         """The current context: of the Accelerator that was made last, else the world's, which it starts."""
         accelerator = self.accelerator
-        return self.start() if accelerator is None else accelerator.context
+        if accelerator is not None:
+            ctx = accelerator.context
+        else:
+            ctx = self.start() if self.options is None else self.options.context
+        return ctx if self.debug in (None, ctx.debug) else ctx.replace(debug=self.debug)
 
     def start(self, options: ContextOptions | None = None) -> Context:
         """Join the ranks, unless this process has done so, and return the world's context.
@@ -116,11 +144,12 @@ class Current:
 
     def reset(self) -> None:
         """Forget the Accelerator, and empty the state classes until the next use."""
-        self.accelerator, self.is_reset = None, True
+        self.forget()
+        self.is_reset = True
 
     def close(self) -> None:
         """Leave the world: destroy the process group, if it was made here."""
-        self.accelerator = None
+        self.forget()
         world, self.world = self.world, None
         if world is not None:
             close_context(world)

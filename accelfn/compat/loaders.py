@@ -94,6 +94,15 @@ class BatchSamplerShard(BatchSampler):
         return plan.num_batches(self.process_index)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        if self.num_processes == 1:
+            # One ahead, so that the sampler runs to its end, where it draws from its generator once more.
+            batches = iter(self.batch_sampler)
+            batch = next(batches, None)
+            while batch is not None:
+                following = next(batches, None)
+                yield batch
+                batch = following
+            return
         drawn = [list(batch) for batch in cast("Any", self.batch_sampler)]
         rows, rank = self.batch_size, self.process_index
         if rows and all(len(batch) == rows for batch in drawn[:-1]) and len((drawn or [[]])[-1]) <= rows:
@@ -173,14 +182,21 @@ class DataLoaderShard(AcceleratedDataLoader[T]):
         loops.append(self)
         try:
             uneven = "error" if accelerator is None else accelerator.uneven
+            shard = batch_sampler_of(passes.source)
+            if isinstance(shard, BatchSamplerShard) and not shard.even_batches:
+                uneven = "join"  # the program has asked for it, and counts on each rank reading its own
             batches = data.microbatches(passes.context, cast("data.PreparedDataLoader[T]", self), uneven)
+            has_state = passes.context.loading.use_stateful_dataloader
             latest = next(batches, None)
             while latest is not None:
+                if has_state:
+                    passes.hold()
                 following = next(batches, None)
                 if following is None:
                     vars(self).update(end_of_dataloader=True, remainder=self._last_remainder(latest[1]))
                 yield latest[0]
                 latest = following
+            passes.release()
         finally:  # also after a break
             loops[:] = [loop for loop in loops if loop is not self]
 
@@ -319,7 +335,7 @@ def _sharded(ctx: Context, loader: DataLoader[Any]) -> DataLoader[Any]:
     if replaced is not sampler:
         batching = copy.copy(batching)
         batching.sampler = replaced
-    elif size == 1:
+    elif size == 1 and getattr(sampler, "generator", None) is None:
         return loader
     # With one rank too: it passes the epoch on to the sampler.
     batching = BatchSamplerShard(

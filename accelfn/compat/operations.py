@@ -61,6 +61,12 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the main process's tensor on the device of every rank; the other ranks pass None."""
+    ctx = current().context
+    return tree.send_to_device(comm.broadcast_object_list(ctx, [tensor])[0], ctx.device)
+
+
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
     """Lengthen tensors to the longest of all ranks. See :func:`accelfn.pad_across_processes`."""
     return comm.pad_across_processes(current().context, tensor, dim, pad_index, pad_first)

@@ -101,7 +101,11 @@ class PartialState:
     @property
     def debug(self) -> bool:
         """Whether every operation is checked."""
-        return str(self._context.guard.mode) == "full"
+        return self._context.debug if current().debug is None else bool(current().debug)
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        current().debug = debug
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -230,7 +234,7 @@ class AcceleratorState(PartialState):
 
     def __init__(self, *args: Any, _from_accelerator: bool = False, **kwargs: Any) -> None:
         """Show the current Accelerator's options."""
-        if current().accelerator is None and not _from_accelerator:
+        if current().options is None and not _from_accelerator:
             raise ConfigurationError(
                 "AcceleratorState shows the options of an Accelerator, and there is none. Make an "
                 "Accelerator first, or use PartialState."
@@ -246,12 +250,12 @@ class AcceleratorState(PartialState):
         if reset_partial_state:
             current().reset()
         else:
-            current().accelerator = None
+            current().forget()
 
     @property
     def initialized(self) -> bool:
         """Whether there is an Accelerator."""
-        return current().accelerator is not None
+        return current().options is not None
 
     @property
     def mixed_precision(self) -> str:
@@ -305,8 +309,9 @@ class AcceleratorState(PartialState):
             accelerator.select_deepspeed_plugin(name)
 
     def _plugin(self, name: str) -> Any:
-        accelerator = current().accelerator
-        return None if accelerator is None else accelerator.plugins.get(name)
+        accelerator, options = current().accelerator, current().options
+        holder = options if accelerator is None else accelerator
+        return None if holder is None else holder.plugins.get(name)
 
 
 class GradientState:
@@ -414,7 +419,7 @@ class GradientState:
 
 def is_initialized() -> bool:
     """Return whether there is an Accelerator."""
-    return current().accelerator is not None
+    return current().options is not None
 
 
 def do_nothing(*args: object, **kwargs: object) -> None:

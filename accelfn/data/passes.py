@@ -35,6 +35,7 @@ class _Position:
         self.is_restored = False  # whether user_state was restored, and no pass has started since
         self.num_moves = 0  # number of calls of move_to
         self.has_seed = False  # whether the seed of the order is fixed
+        self.held: LoaderState | None = None  # the position of a loop that reads ahead of what it yields
 
 
 class Passes(Generic[T]):
@@ -90,6 +91,20 @@ class Passes(Generic[T]):
 
     def state(self) -> LoaderState:
         """Return the position; see :func:`accelfn.loader_state`."""
+        return self._position.held or self._read_position()
+
+    def hold(self) -> None:
+        """Keep the position of the batch read last as the state, while a loop reads ahead of it.
+
+        Until :meth:`release`, another call, a pass that begins, or a position that is set.
+        """
+        self._position.held = self._read_position()
+
+    def release(self) -> None:
+        """Undo :meth:`hold`."""
+        self._position.held = None
+
+    def _read_position(self) -> LoaderState:
         position, reader = self._position, self.reader
         uses_stored = position.in_progress or position.is_restored
         user_state = position.user_state if uses_stored else reader.idle_state()
@@ -122,6 +137,7 @@ class Passes(Generic[T]):
             raise TypeError(f"set_epoch: epoch must be an int, got {epoch!r}.")
         if epoch < 0:
             raise ValueError(f"set_epoch: epoch must not be negative, got {epoch}.")
+        self.release()
         position = self._position
         position.epoch = epoch
         position.start, position.latest = 0, BatchInfo()
@@ -195,7 +211,9 @@ class Passes(Generic[T]):
         """End a pass: the next one is the next epoch."""
         with failing_together(self.context, "a data loader"):
             self.reader.finish()
+        held = self._position.held
         self.set_epoch(self._position.epoch + 1)
+        self._position.held = held
 
     def __iter__(self) -> Iterator[T]:
         position = self._position
@@ -205,6 +223,7 @@ class Passes(Generic[T]):
 
     def _begin(self) -> EpochPass[T]:
         position = self._position
+        self.release()
         self._synchronize()
         if not position.has_seed:
             self.reader.seed, position.has_seed = self._agree_on_seed(), True

@@ -145,6 +145,7 @@ from accelfn.compat.available import (
     is_xpu_available as is_xpu_available,
 )
 from accelfn.compat.operations import (
+    copy_tensor_to_devices as copy_tensor_to_devices,
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
     DistributedOperationException as DistributedOperationException,
     broadcast as broadcast,

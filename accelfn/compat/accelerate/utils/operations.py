@@ -4,6 +4,7 @@
 import typing
 
 from accelfn.compat.operations import (
+    copy_tensor_to_devices as copy_tensor_to_devices,
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
     DistributedOperationException as DistributedOperationException,
     broadcast as broadcast,

@@ -1,0 +1,80 @@
+"""Run one of Accelerate's test scripts, and write which lines of its ``main`` raised.
+
+Run under Accelerate by ``python``, and under accelfn by ``python -m accelfn.compat``. A line that raises doesn't
+end the script, so that one difference doesn't hide the next one.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+import traceback
+from typing import Any
+
+import pytest
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
+
+FAILED = pytest.fail.Exception  # of pytest.raises; not an Exception
+WRAPPED = """
+try:
+    ...
+except (Exception, _FAILED) as _error:
+    _failed({line!r}, _error)
+else:
+    _passed({line!r})
+"""
+
+
+class Lines(ast.NodeTransformer):
+    """Wraps each simple statement of a block, and of the blocks in it, in a ``try``."""
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, (ast.Assign, ast.Expr)):
+            [wrapped] = ast.parse(WRAPPED.format(line=ast.unparse(node))).body
+            assert isinstance(wrapped, ast.Try)
+            wrapped.body = [node]
+            return ast.copy_location(wrapped, node)
+        return self.generic_visit(node) if isinstance(node, ast.stmt) else node
+
+
+def is_main(node: ast.stmt) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return node.name == "main"
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def main() -> None:
+    name, folder, *arguments = sys.argv[1:]
+    spec = importlib.util.find_spec(f"accelerate.test_utils.scripts.{name}")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(pathlib.Path(spec.origin).read_text())
+    tree.body = [Lines().generic_visit(node) if is_main(node) else node for node in tree.body]
+    failed: dict[str, str] = {}
+    passed: list[str] = []
+
+    def note(line: str, error: BaseException) -> None:
+        traceback.print_exception(error)
+        text = f"{type(error).__name__}: {error}".strip()
+        failed[line] = text.splitlines()[0]
+
+    vars(sys.modules["__main__"]).update(_FAILED=FAILED, _failed=note, _passed=passed.append)
+    sys.argv = [spec.origin, *arguments]
+    exec(compile(ast.fix_missing_locations(tree), spec.origin, "exec"), vars(sys.modules["__main__"]))
+    files = [str(getattr(one, "__file__", None)) for one in accelerate_modules()]
+    report = {"failed": failed, "passed": passed, "files": sorted(files)}
+    rank = os.environ.get("RANK", "0")
+    (pathlib.Path(folder) / f"{name}-{rank}.json").write_text(json.dumps(report))
+
+
+def accelerate_modules() -> list[Any]:
+    """Return the imported modules of Accelerate, or of its alias, without those of tests."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "accelerate"]
+    return [sys.modules[name] for name in names if not f"{name}.".startswith("accelerate.test_utils.")]
+
+
+if __name__ == "__main__":
+    main()
