@@ -1,7 +1,7 @@
 """Run one of Accelerate's test scripts, and write which lines of its ``main`` raised.
 
-Run under Accelerate by ``python``, and under accelfn by ``python -m accelfn.compat``. A line that raises doesn't
-end the script, so that one difference doesn't hide the next one.
+Run under Accelerate by ``python``, and under accelfn by ``python -m accelfn.compat``. A line that raises
+doesn't end the script, so that one difference doesn't hide the next one.
 """
 
 import ast

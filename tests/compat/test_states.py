@@ -54,8 +54,10 @@ def test_the_newest_accelerator_is_current_and_isnt_kept_alive() -> None:
     second = Accelerator(cpu=True)
     assert (first.gradient_state.num_steps, GradientState().num_steps) == (3, 1)
     del second
+    assert current().accelerator is first
+    assert (GradientState().num_steps, GradientState().sync_gradients) == (3, True)
+    del first
     assert current().accelerator is None
-    assert GradientState().sync_gradients
 
 
 def test_a_program_can_close_its_own_window() -> None:
