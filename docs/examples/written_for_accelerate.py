@@ -1,7 +1,7 @@
 """A program written for Accelerate: it knows nothing of accelfn."""
 
 # Accelerate's types are incomplete.
-# pyright: basic, reportAttributeAccessIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 import torch
 from accelerate import Accelerator

@@ -25,10 +25,10 @@ Loader: Any = DataLoader  # of lists, which torch reads and its types refuse
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def prepared(accelerator: Accelerator, rows: int = 5) -> tuple[nn.Module, Any, Any]:
+def prepared(accelerator: Accelerator, rows: int = 5) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
-    loader = DataLoader(torch.arange(rows).float().unsqueeze(1))
+    loader = Loader(torch.arange(rows).float().unsqueeze(1))
     return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
 
 
@@ -38,8 +38,8 @@ def test_a_window_counts_calls_and_ends_with_the_loader() -> None:
     seen: list[Any] = []
     for batch in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(model(batch).sum() * 0 + model.bias.sum())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue, reportArgumentType, reportUnknownMemberType, reportUnknownArgumentType]
-            gradient: Any = model.bias.grad  # pyright: ignore[reportAttributeAccessIssue]
+            accelerator.backward(model(batch).sum() * 0 + model.bias.sum())
+            gradient: Any = model.bias.grad
             seen.append((accelerator.step, accelerator.sync_gradients, gradient.item()))
             optimizer.step()
             optimizer.zero_grad()
