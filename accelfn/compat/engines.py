@@ -1,13 +1,11 @@
-"""DeepSpeed's and FSDP's names that libraries import, and what they read of a DeepSpeed configuration."""
+"""DeepSpeed's names that libraries import, and what they read of its configuration."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from accelfn.context.config import DeepSpeedPlugin
-from accelfn.errors import NotAvailableError
 
 
 class HfDeepSpeedConfig:
@@ -98,21 +96,3 @@ class DeepSpeedOptimizerWrapper:
 
 class DeepSpeedSchedulerWrapper:
     """For ``isinstance`` only: accelfn's engine has no such object."""
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: the checkpoint's layout is Accelerate's own."""
-        del args, kwargs
-        raise NotAvailableError(
-            f"{name} isn't available, since accelfn stands in for Accelerate. Save and load by save_state "
-            "and load_state, save_model or get_state_dict of the Accelerator."
-        )
-
-    return refuse
-
-
-save_fsdp_model = _refusing("save_fsdp_model")
-load_fsdp_model = _refusing("load_fsdp_model")
-save_fsdp_optimizer = _refusing("save_fsdp_optimizer")
-load_fsdp_optimizer = _refusing("load_fsdp_optimizer")

@@ -119,3 +119,22 @@ def test_a_checkpoint_of_one_side_is_resumed_by_the_other(sides: Results, mode: 
     assert sides["own"][f"{mode} of the other"] == straight
     if "back" in sides:
         assert sides["back"][f"{mode} of the other"] == straight
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sharded_trainer_has_the_losses_of_replicas(tmp_path: pathlib.Path) -> None:
+    """Under Accelerate, FSDP on the CPU is silently replication: the comparison is with accelfn's own."""
+    pytest.importorskip("deepspeed")
+    launch = ["-m", "accelfn", "launch", "--compat", "--cpu", "--num_processes", "2"]
+    program = str(ROOT / "tests" / "compat" / "sharded_program.py")
+    with (tmp_path / "log").open("wb") as log:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *launch, program, str(tmp_path)]
+        status = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=500, check=False)
+    assert status.returncode == 0, (tmp_path / "log").read_text()[-4000:]
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["fsdp parameters"] == ["DTensor"]
+    assert found["fsdp"] == pytest.approx(found["plain"], rel=1e-5)
+    assert found["deepspeed"] == pytest.approx(found["plain"], rel=1e-5)
+    assert found["resumed"] == found["fsdp"]  # the first three are the checkpoint's

@@ -256,6 +256,8 @@ from accelfn.compat.engines import (
     DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
     HfDeepSpeedConfig as HfDeepSpeedConfig,
+)
+from accelfn.compat.fsdp import (
     load_fsdp_model as load_fsdp_model,
     load_fsdp_optimizer as load_fsdp_optimizer,
     save_fsdp_model as save_fsdp_model,

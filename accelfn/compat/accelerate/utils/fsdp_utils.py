@@ -3,7 +3,7 @@
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 import typing
 
-from accelfn.compat.engines import (
+from accelfn.compat.fsdp import (
     load_fsdp_model as load_fsdp_model,
     load_fsdp_optimizer as load_fsdp_optimizer,
     save_fsdp_model as save_fsdp_model,

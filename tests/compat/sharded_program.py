@@ -1,0 +1,67 @@
+"""A Trainer under the alias, plain, with FSDP2 and resumed, and with DeepSpeed; writes the losses as JSON."""
+
+# transformers' types depend on its optional packages.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import torch
+import transformers
+
+
+def trainer(folder: pathlib.Path, **options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config: Any = transformers.LlamaConfig(**sizes, vocab_size=64, tie_word_embeddings=False)
+    ids = [torch.randint(0, 64, (16,)) for _ in range(64)]
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="steps",
+        save_steps=3,
+        save_only_model="deepspeed" in options,
+        logging_steps=1,
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        learning_rate=1e-3,
+        **options,
+    )
+    data: Any = [{"input_ids": row, "labels": row} for row in ids]
+    return transformers.Trainer(transformers.LlamaForCausalLM(config), arguments, train_dataset=data)
+
+
+def losses(of: Any) -> list[float]:
+    return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
+
+
+def main() -> None:
+    folder = pathlib.Path(sys.argv[1])
+    fsdp = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    batch = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", **batch}
+    found: dict[str, Any] = {}
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "fsdp": {"fsdp": True, "fsdp_config": fsdp},
+        "deepspeed": {"deepspeed": zero},
+    }
+    for name, options in ways.items():
+        run = trainer(folder / name, **options)
+        run.train()
+        found[name] = losses(run)
+        found[f"{name} parameters"] = sorted({type(one).__name__ for one in run.model_wrapped.parameters()})
+    resumed = trainer(folder / "fsdp", fsdp=True, fsdp_config=fsdp)
+    resumed.train(resume_from_checkpoint=str(folder / "fsdp" / "checkpoint-3"))
+    found["resumed"] = losses(resumed)
+    if resumed.args.process_index == 0:
+        (folder / "results.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
