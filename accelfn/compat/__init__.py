@@ -5,7 +5,6 @@
 False
 """
 
-from accelfn.compat.alias import UnknownModuleError as UnknownModuleError
 from accelfn.compat.alias import install as install
 from accelfn.compat.alias import is_installed as is_installed
 from accelfn.compat.alias import uninstall as uninstall

@@ -26,10 +26,6 @@ _ALIAS, _MIRROR = "accelerate", "accelfn.compat.accelerate"
 _TESTS = "accelerate.test_utils"
 
 
-class UnknownModuleError(ModuleNotFoundError):
-    """A module of Accelerate that has no counterpart here."""
-
-
 class _MirrorLoader(Loader):
     """Gives an alias the module of the mirror: one object with two names in ``sys.modules``."""
 
@@ -85,7 +81,7 @@ class Alias(DistributionFinder):
         """Return the spec of a module of Accelerate; None for other packages.
 
         Raises:
-            UnknownModuleError: There is no such module here.
+            ModuleNotFoundError: There is no such module here.
         """
         del target
         if fullname.partition(".")[0] != _ALIAS:
@@ -97,7 +93,7 @@ class Alias(DistributionFinder):
         mirror = _MIRROR + fullname.removeprefix(_ALIAS)
         found = find_spec(mirror)
         if found is None:
-            raise UnknownModuleError(
+            raise ModuleNotFoundError(
                 f"no module {fullname!r}: accelfn stands in for Accelerate {VERSION} here, and has nothing "
                 "under this name. See 'Programs written for Accelerate' in its documentation, or run the "
                 "program without accelfn.compat.",

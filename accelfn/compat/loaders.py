@@ -337,6 +337,7 @@ def _sharded(ctx: Context, loader: DataLoader[Any]) -> DataLoader[Any]:
         batching.sampler = replaced
     elif size == 1 and getattr(sampler, "generator", None) is None:
         return loader
+    # With one rank too: it passes the epoch on to the sampler.
     batching = BatchSamplerShard(
         batching, size, ctx.coordinate("dp"), loading.split_batches, loading.even_batches
     )

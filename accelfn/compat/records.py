@@ -87,8 +87,16 @@ class MutableRecord(KwargsHandler):
         values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({values})"
 
-    def __getattr__(self, name: str) -> Any:  # for checkers: fields are set by name
+    def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = {item.name for item in fields(type(self).record)}
+        if name not in {*known, *type(self).ignored}:  # it would have no effect
+            raise AttributeError(
+                f"{type(self).__name__} has no field {name!r}. Its fields are {', '.join(sorted(known))}."
+            )
+        super().__setattr__(name, value)
 
 
 def _default_of(item: Field[Any]) -> Any:

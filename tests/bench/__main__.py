@@ -17,7 +17,18 @@ def main() -> None:
     pipeline = [*two[:-1], "tests.bench.pipeline"]
     experts = [*two[:-1], "tests.bench.experts"]
     four = [*run, "accelfn", "launch", "--num_processes", "4", "--cpu", "-m", "tests.bench.pipeline"]
-    names = ("training", "local", "checkpoint", "campaign", "plan", "load", "offload", "launch", "sequence")
+    names = (
+        "training",
+        "local",
+        "checkpoint",
+        "campaign",
+        "plan",
+        "load",
+        "offload",
+        "launch",
+        "sequence",
+        "trainer",
+    )
     alone = ([*run, f"tests.bench.{name}"] for name in names)
     for command in (two, guard, exact, data, sharding, training, pipeline, four, experts, *alone):
         subprocess.run(command, env=environment, check=True)

@@ -100,7 +100,7 @@ import accelfn.compat
 from accelfn.compat.alias import child_variables
 assert child_variables(os.environ) == {}
 accelfn.compat.install("accelfn")
-program = "import accelfn.compat.alias as a; print(a.find_alias().arithmetic, 'torch' in __import__('sys').modules)"
+program = "import sys, accelfn.compat.alias as a; print(a.find_alias().arithmetic, 'torch' in sys.modules)"
 subprocess.run([sys.executable, "-c", program], env={**os.environ, **child_variables(os.environ)}, check=True)
 """
     said = run(code, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
@@ -126,4 +126,8 @@ import accelerate
 print(Trainer.__name__, get_peft_model.__name__, accelerate.__file__)
 """
     said = run(code, "-S", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
-    assert said.split()[-3:] == ["Trainer", "get_peft_model", str(ROOT / "accelfn/compat/accelerate/__init__.py")]
+    assert said.split()[-3:] == [
+        "Trainer",
+        "get_peft_model",
+        str(ROOT / "accelfn/compat/accelerate/__init__.py"),
+    ]

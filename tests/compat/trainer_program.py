@@ -3,36 +3,32 @@
 Run under Accelerate by ``python``, and under accelfn by ``python -m accelfn.compat``.
 """
 
+# torch leaves these partly untyped.
+# pyright: reportUnknownMemberType=false
+
 import argparse
+import importlib
 import json
 import os
 import pathlib
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 
-import accelerate
 import torch
-import transformers
 from torch.utils.data import Dataset, IterableDataset
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
-)
+
+# They have no types that strict checking accepts.
+accelerate: Any = importlib.import_module("accelerate")
+transformers: Any = importlib.import_module("transformers")
 
 VOCABULARY, LENGTH = 32, 6
 Result = dict[str, Any]
+_seed: Any = vars(torch)["manual_seed"]
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -60,9 +56,9 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
         return (self.tokens[index] for index in range(len(self.tokens)))
 
 
-def llama(dropout: float = 0.0) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def llama(dropout: float = 0.0) -> Any:
+    _seed(0)
+    config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=16,
@@ -75,12 +71,12 @@ def llama(dropout: float = 0.0) -> LlamaForCausalLM:
         bos_token_id=1,
         eos_token_id=1,
     )
-    return LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
 
 
-def bert() -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    config = BertConfig(
+def bert() -> Any:
+    _seed(0)
+    config = transformers.BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=16,
@@ -89,16 +85,16 @@ def bert() -> BertForSequenceClassification:
         max_position_embeddings=16,
         num_labels=3,
     )
-    return BertForSequenceClassification(config)
+    return transformers.BertForSequenceClassification(config)
 
 
-class SmallMemory(LlamaForCausalLM):
+class SmallMemory(transformers.LlamaForCausalLM):
     """Runs out of memory with more than 2 sentences in a batch."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         if self.training and len(input_ids) > 2:
             raise RuntimeError("CUDA out of memory. Tried to allocate 1 byte (a test's).")
-        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)  # pyright: ignore[reportUnknownVariableType]
 
 
 class Runs:
@@ -107,9 +103,7 @@ class Runs:
     def __init__(self, folder: pathlib.Path, mode: str) -> None:
         self.folder, self.mode = folder / mode, mode
 
-    def arguments(
-        self, kind: type[TrainingArguments] = TrainingArguments, **options: Any
-    ) -> TrainingArguments:
+    def arguments(self, kind: Any = transformers.TrainingArguments, **options: Any) -> Any:
         defaults: dict[str, Any] = {
             "output_dir": str(self.folder),
             "per_device_train_batch_size": 2,
@@ -133,8 +127,8 @@ class Runs:
         *,
         eval_dataset: Any = None,
         resume: str | None = None,
-        trainer: type[Trainer] = Trainer,
-        kind: type[TrainingArguments] = TrainingArguments,
+        trainer: Any = transformers.Trainer,
+        kind: Any = transformers.TrainingArguments,
         **options: Any,
     ) -> Result:
         transformers.set_seed(3)
@@ -147,7 +141,7 @@ class Runs:
         runner.train(resume_from_checkpoint=resume)
         return self.report(runner)
 
-    def report(self, runner: Trainer, **more: Any) -> Result:
+    def report(self, runner: Any, **more: Any) -> Result:
         logs = runner.state.log_history
         losses = [log[name] for log in logs for name in ("loss", "eval_loss") if name in log]
         model = runner.accelerator.unwrap_model(runner.model, keep_torch_compile=False)
@@ -160,7 +154,7 @@ Mode = Callable[[Runs], Result]
 
 def evaluate(runs: Runs) -> Result:
     transformers.set_seed(3)
-    runner = Trainer(model=llama(), args=runs.arguments(), eval_dataset=Tokens(10, 1))
+    runner = transformers.Trainer(model=llama(), args=runs.arguments(), eval_dataset=Tokens(10, 1))
     output = runner.predict(Tokens(10, 1))
     metrics = runner.evaluate()
     return {
@@ -171,7 +165,7 @@ def evaluate(runs: Runs) -> Result:
 
 
 def resume(runs: Runs, **options: Any) -> Result:
-    saves = {"save_strategy": "steps", "save_steps": 2, **options}
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, **options}
     runs.train(llama(0.1), Tokens(19), **saves)
     checkpoint = runs.folder / "checkpoint-2"
     kept = runs.folder.with_name(f"{runs.mode}-kept") / "checkpoint-2"
@@ -182,17 +176,22 @@ def resume(runs: Runs, **options: Any) -> Result:
 
 
 def best_model(runs: Runs) -> Result:
-    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     return runs.train(
         llama(), eval_dataset=Tokens(7, 1), load_best_model_at_end=True, save_total_limit=1, **options
     )
 
 
 def datasets_mode(runs: Runs) -> Result:
-    from datasets import Dataset as Table
+    table_of: Any = importlib.import_module("datasets").Dataset.from_dict
 
-    tokens = Tokens(11)
-    table = Table.from_dict({"input_ids": tokens.ids.tolist(), "labels": tokens.labels.tolist()})
+    tokens: Any = Tokens(11)
+    table = table_of({"input_ids": tokens.ids.tolist(), "labels": tokens.labels.tolist()})
     return runs.train(llama(), table.with_format("torch"))
 
 
@@ -204,17 +203,17 @@ def tensorboard(runs: Runs) -> Result:
 
 
 def peft_mode(runs: Runs) -> Result:
-    from peft import LoraConfig, get_peft_model
+    peft: Any = importlib.import_module("peft")
 
-    torch.manual_seed(1)
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    result = runs.train(get_peft_model(llama(), config), save_strategy="steps", save_steps=5)
+    _seed(1)
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    result = runs.train(peft.get_peft_model(llama(), config), save_strategy="steps", save_steps=5)
     return {**result, "saved": (runs.folder / "checkpoint-5" / "adapter_model.safetensors").is_file()}
 
 
 def seq2seq(runs: Runs) -> Result:
-    torch.manual_seed(0)
-    config = T5Config(
+    _seed(0)
+    config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=16,
         d_kv=8,
@@ -226,10 +225,10 @@ def seq2seq(runs: Runs) -> Result:
         eos_token_id=1,
     )
     return runs.train(
-        T5ForConditionalGeneration(config),
+        transformers.T5ForConditionalGeneration(config),
         eval_dataset=Tokens(7, 1),
-        trainer=Seq2SeqTrainer,
-        kind=Seq2SeqTrainingArguments,
+        trainer=transformers.Seq2SeqTrainer,
+        kind=transformers.Seq2SeqTrainingArguments,
         eval_strategy="steps",
         eval_steps=3,
         predict_with_generate=True,
@@ -237,7 +236,7 @@ def seq2seq(runs: Runs) -> Result:
     )
 
 
-SEQUENTIAL = {"train_sampling_strategy": "sequential"}
+SEQUENTIAL: dict[str, Any] = {"train_sampling_strategy": "sequential"}
 MODES: dict[str, Mode] = {
     "training": lambda runs: runs.train(llama(), **SEQUENTIAL),
     "shuffled": lambda runs: runs.train(llama()),
@@ -275,24 +274,22 @@ def main() -> None:
         "--resume", type=pathlib.Path, help="folder of another run, whose checkpoints to resume"
     )
     options = parser.parse_args()
-    results: dict[str, Any] = {"accelerate": str(accelerate.__file__)}
+    bases = [kind.__module__ for kind in accelerate.Accelerator.__mro__]
+    results: dict[str, Any] = {"accelerate": str(accelerate.__file__), "bases": bases}
     for mode in options.modes.split(","):
-        torch.manual_seed(0)
+        _seed(0)
         try:
             results[mode] = MODES[mode](Runs(options.folder, mode))
         except Exception as error:  # noqa: BLE001 -- reported, and the other modes run
-            import traceback
-
             traceback.print_exc()
             results[mode] = {"error": f"{type(error).__name__}: {error}"}
         if options.resume is not None and mode.startswith("resume"):
             checkpoint = options.resume / f"{mode}-kept" / "checkpoint-2"
-            more = SEQUENTIAL if "sequential" in mode else {}
-            saves = {"save_strategy": "steps", "save_steps": 2, **more}
+            more: dict[str, Any] = SEQUENTIAL if "sequential" in mode else {}
+            saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, **more}
             results[f"{mode} of the other"] = Runs(options.folder, f"{mode}-other").train(
                 llama(0.1), Tokens(19), resume=str(checkpoint), **saves
             )
-        results["class"] = f"{accelerate.Accelerator.__mro__[-2].__module__}"
     if int(os.environ.get("RANK", "0")) == 0:
         (options.folder / "results.json").write_text(json.dumps(results))
     sys.stdout.flush()

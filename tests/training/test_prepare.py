@@ -83,6 +83,17 @@ def test_on_processes_a_model_stands_inside_of_ddp_and_cannot_be_gone_past() -> 
     assert run_ranks(run, 2, "processes") == [True, True]
 
 
+def test_a_model_whose_wrapper_is_gone_can_be_prepared_again() -> None:
+    def run(ctx: Context) -> tuple[bool, float]:
+        model = one_weight()
+        af.prepare(ctx, model)  # the wrapper isn't kept
+        wrapper = af.prepare(ctx, model)
+        wrapper(torch.full((1, 1), float(ctx.rank + 1))).sum().backward()
+        return wrapper is model, grad_of(model)
+
+    assert run_ranks(run, 2, "processes") == [(False, 1.5)] * 2
+
+
 @pytest.mark.parametrize("on", ["memory", "processes"])
 @pytest.mark.parametrize("why", ["evaluation", "frozen"])
 def test_what_nobody_averaged_is_replicated_when_it_is_prepared_for_training(on: Where, why: str) -> None:

@@ -1,0 +1,200 @@
+"""The Accelerator under the alias: windows, metrics and checkpoints as programs written for it know them."""
+
+# torch leaves these partly untyped.
+# pyright: reportUnknownMemberType=false
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import accelfn as af
+from accelfn.compat import operations
+from accelfn.compat.accelerator import Accelerator
+from accelfn.compat.current import current
+from accelfn.compat.launchers import debug_launcher
+from accelfn.compat.records import GradientAccumulationPlugin, ProjectConfiguration
+from accelfn.compat.trackers import register_tracker_class
+from accelfn.errors import ConfigurationError
+from accelfn.tracking import GeneralTracker
+
+Loader: Any = DataLoader  # of lists, which torch reads and its types refuse
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def prepared(accelerator: Accelerator, rows: int = 5) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    loader = Loader(torch.arange(rows).float().unsqueeze(1))
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+
+def test_a_window_counts_calls_and_ends_with_the_loader() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = prepared(accelerator)
+    seen: list[Any] = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum() * 0 + model.bias.sum())
+            gradient: Any = model.bias.grad
+            seen.append((accelerator.step, accelerator.sync_gradients, gradient.item()))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [(1, False, 0.5), (2, True, 1.0), (3, False, 0.5), (4, True, 1.0), (0, True, 0.5)]
+
+
+def test_a_window_can_go_on_in_the_next_pass() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    _, _, loader = prepared(accelerator, rows=3)
+    syncs: list[bool] = []
+    for _ in range(2):
+        for _ in loader:
+            with accelerator.accumulate():
+                syncs.append(accelerator.sync_gradients)
+    assert syncs == [False, True, False, True, False, True]
+
+
+def test_metrics_are_cut_at_the_end_of_a_loader() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(Loader(list(range(5)), batch_size=2))
+    gathered = [accelerator.gather_for_metrics(batch.repeat(2)).tolist() for batch in loader]
+    assert gathered == [[0, 1, 0, 1], [2, 3, 2, 3], [4]]
+    for batch in loader:
+        objects = accelerator.gather_for_metrics([str(row) for row in batch], use_gather_object=True)
+    assert objects == ["tensor(4)"]  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert accelerator.gather_for_metrics(torch.arange(3)).tolist() == [0, 1, 2]
+
+
+def test_arithmetic_is_said_once(recwarn: pytest.WarningsRecorder) -> None:
+    current().notes = frozenset()
+    with pytest.warns(UserWarning, match="this program has Accelerate's arithmetic"):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert accelerator.compat == "accelerate"
+    recwarn.clear()
+    Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert not recwarn
+
+
+def test_checkpoints_take_objects_in_order_and_leave_loaders_alone(tmp_path: pathlib.Path) -> None:
+    def make() -> tuple[Accelerator, Any, Any, Any]:
+        accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path)))
+        first, optimizer, loader = prepared(accelerator)
+        second = accelerator.prepare(nn.Linear(1, 1))  # of the same kind, without a name
+        accelerator.register_for_checkpointing(
+            torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        )
+        assert [accelerator._models, accelerator._dataloaders] == [[first, second], [loader]]  # pyright: ignore[reportPrivateUsage]
+        assert len(accelerator._custom_objects) == 2  # pyright: ignore[reportPrivateUsage]
+        return accelerator, first, second, loader
+
+    accelerator, kept, second, loader = make()
+    with torch.no_grad():
+        second.bias.fill_(7)
+    for _ in loader:
+        accelerator.save_state(tmp_path / "here")
+        break
+    del kept
+    accelerator, first, second, loader = make()
+    accelerator.load_state(tmp_path / "here")
+    assert second.bias.item() == 7 != first.bias.item()
+    assert len([*loader]) == 5, "the program skips batches itself"
+
+
+def test_no_sync_takes_the_model_by_name_and_scale_is_the_engines() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _, _ = prepared(accelerator)
+    with accelerator.no_sync(model=model):
+        accelerator.backward(model(torch.ones(1, 1)).sum(), scale_wrt_gas=False)
+    assert accelerator.scaler is None
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is model
+
+
+def test_options_that_moved_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"DataLoaderConfiguration\(split_batches=True\)"):
+        Accelerator(cpu=True, split_batches=True)
+
+
+def test_a_registered_tracker_has_a_name() -> None:
+    class Mine(GeneralTracker):
+        name = "mine"
+        requires_logging_directory = False
+
+        def __init__(self, run_name: str) -> None:
+            self.logged: list[Any] = []
+
+        @property
+        def tracker(self) -> Any:
+            return self.logged
+
+        def store_init_configuration(self, values: Any) -> None: ...
+
+        def log(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
+            self.logged.append((step, values["loss"]))
+
+    register_tracker_class(Mine)
+    accelerator = Accelerator(cpu=True, log_with="mine")
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0}, step=3)
+    assert accelerator.get_tracker("mine", unwrap=True) == [(3, 1.0)]
+    with pytest.raises(TypeError, match="takes a subclass of GeneralTracker"):
+        register_tracker_class(int)  # pyright: ignore[reportArgumentType]
+
+
+def on_two_ranks(ctx: af.Context) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    model, optimizer, _ = prepared(accelerator)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    scheduler.step()
+    tensor = torch.tensor([float(rank)])
+    same = operations.broadcast(tensor, 1) is tensor
+    listed: list[Any] = [rank]
+    loader = accelerator.prepare(Loader(list(range(5)), batch_size=2))
+    ended: list[Any] = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+    return {
+        "rate": optimizer.param_groups[0]["lr"],
+        "gathered": operations.gather_object([rank, "a"]),
+        "broadcast": (same, tensor.item(), operations.broadcast_object_list(listed), listed),
+        "mean": operations.reduce(torch.tensor(float(rank))).item(),
+        "padded": operations.pad_across_processes(torch.ones(rank + 1)).tolist(),
+        "ended": ended,
+        "world": (ctx.num_processes, str(accelerator.distributed_type)),
+        "wrapped": accelerator.unwrap_model(model) is not model,
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_work_together() -> None:
+    first, second = af.testing.run_ranks(on_two_ranks, 2, "processes", cpu=True)
+    assert (first["padded"], second["padded"]) == ([1.0, 0.0], [1.0, 1.0])
+    del first["padded"], second["padded"]
+    assert (
+        first
+        == second
+        == {
+            "rate": 0.1 * 0.5 * 0.5,  # the scheduler stepped once per rank
+            "gathered": [0, "a", 1, "a"],
+            "broadcast": (True, 1.0, [0], [0]),
+            "mean": 0.5,
+            "ended": [[0, 1, 2, 3], [4]],
+            "world": (2, "MULTI_CPU"),
+            "wrapped": True,
+        }
+    )
+
+
+def in_rank() -> str:
+    import accelerate
+
+    return f"{accelerate.Accelerator(cpu=True).num_processes} {accelerate.__file__}"
+
+
+def test_a_launched_function_has_the_alias_if_the_program_has() -> None:
+    said = debug_launcher(in_rank, num_processes=1)
+    assert "compat" not in said[0], "it isn't installed here"

@@ -1,0 +1,159 @@
+"""Loaders under the alias: Accelerate's batches, torch's order and random numbers, flags at the end."""
+
+# torch leaves these partly untyped.
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+import accelfn as af
+from accelfn.compat.accelerator import Accelerator
+from accelfn.compat.loaders import BatchSamplerShard, SeedableRandomSampler, prepare_data_loader
+from accelfn.compat.records import DataLoaderConfiguration
+from accelfn.compat.states import GradientState
+from accelfn.errors import ConfigurationError
+
+Loader: Any = DataLoader  # of lists, which torch reads and its types refuse
+peer: Any = pytest.importorskip("accelerate.data_loader")
+
+
+@given(st.data())
+def test_the_batches_of_a_rank_are_the_peers(data: st.DataObject) -> None:
+    size, number = data.draw(st.integers(2, 4)), data.draw(st.integers(0, 30))
+    splits = data.draw(st.booleans())
+    rows = data.draw(st.integers(1, 4)) * (size if splits else 1)
+    even, drop_last = data.draw(st.booleans()), data.draw(st.booleans())
+    batches = BatchSampler(SequentialSampler(range(number)), rows, drop_last)
+    for rank in range(size):
+        arguments = (batches, size, rank, splits, even)
+        own = BatchSamplerShard(*arguments)
+        theirs = [*peer.BatchSamplerShard(*arguments)]
+        assert [*own] == theirs
+        if even or drop_last or not splits:  # theirs has a wrong length otherwise
+            assert len(own) == len(theirs)
+
+
+def test_batches_of_different_sizes_arent_lost() -> None:
+    class Ragged(BatchSampler):
+        batch_size = 3
+
+        def __init__(self) -> None: ...
+        def __len__(self) -> int:
+            return 5
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1, 2], [3, 4], [5, 6, 7], [8], [9, 10]])
+
+    read = [[*BatchSamplerShard(Ragged(), 2, rank, even_batches=False)] for rank in range(2)]
+    assert read == [[[0, 1, 2], [5, 6, 7], [9, 10]], [[3, 4], [8]]]
+
+
+def test_a_seedable_order_is_the_peers() -> None:
+    own, theirs = (
+        kind(range(9), data_seed=5) for kind in (SeedableRandomSampler, peer.SeedableRandomSampler)
+    )
+    for _ in range(2):
+        assert [*own] == [*theirs]
+    own.set_epoch(7)
+    theirs.set_epoch(7)
+    assert [*own] == [*theirs]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_process_draws_what_torch_draws(workers: int) -> None:
+    def read(prepare: bool) -> tuple[list[Any], float]:
+        torch.manual_seed(3)
+        loader: Any = Loader(list(range(10)), batch_size=4, shuffle=True, num_workers=workers)
+        if prepare:
+            loader = Accelerator(cpu=True).prepare(loader)
+        batches = [batch.tolist() for _ in range(2) for batch in loader]
+        return batches, torch.rand(()).item()
+
+    assert read(True) == read(False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_last_batch_is_known_to_be_the_last() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(Loader(list(range(10)), batch_size=4))
+    state = GradientState()
+    assert (len(loader), loader.total_batch_size) == (3, 4)
+    assert issubclass(loader.__class__, DataLoader)
+    seen = [(batch.tolist(), state.end_of_dataloader, state.remainder) for batch in loader]
+    assert seen == [([0, 1, 2, 3], False, 2), ([4, 5, 6, 7], False, 2), ([8, 9], True, 2)]
+    assert not state.in_dataloader
+    for _ in loader:
+        for _ in accelerator.prepare(Loader([1, 2])):
+            assert len(state.dataloader_references) == 3
+        assert state.active_dataloader is loader
+        break
+    assert not state.in_dataloader, "also after a break"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_stream_is_known_to_end_without_a_length() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    loader = Accelerator(cpu=True, gradient_accumulation_steps=2).prepare(Loader(Stream(), batch_size=2))
+    state = GradientState()
+    assert [(len(batch), state.end_of_dataloader) for batch in loader] == [(2, False), (1, True)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_skipped_batches_keep_the_end() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(Loader(list(range(10)), batch_size=4))
+    skip: Any = af.skip_first_batches
+    rest = skip(loader, 1)
+    state = accelerator.gradient_state
+    assert [(batch.tolist(), state.end_of_dataloader) for batch in rest] == [
+        ([4, 5, 6, 7], False),
+        ([8, 9], True),
+    ]
+    assert len(rest) == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loader_can_be_prepared_without_an_accelerator() -> None:
+    loader = prepare_data_loader(Loader([1, 2, 3]), num_processes=1, put_on_device=True)
+    assert [batch.item() for batch in loader] == [1, 2, 3]
+    assert loader.device == torch.device("cpu")
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.prepare(loader) is loader
+    assert [*accelerator.loaders] == [loader]
+    with pytest.raises(ConfigurationError, match="num_processes isn't the current context's"):
+        prepare_data_loader(Loader([1]), num_processes=4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_seedable_loader_is_drawn_by_seed_and_epoch() -> None:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
+    loader = Accelerator(cpu=True, dataloader_config=config).prepare(Loader(list(range(8)), shuffle=True))
+    passes = [[batch.item() for batch in loader] for _ in range(2)]
+    theirs = peer.SeedableRandomSampler(range(8), data_seed=5)
+    assert passes == [[*theirs], [*theirs]]
+
+
+def shuffled(ctx: af.Context) -> list[list[int]]:
+    torch.manual_seed(ctx.rank)  # ranks that disagree: rank 0's order counts
+    accelerator = Accelerator(cpu=True)
+    sampler = RandomSampler(range(9))
+    loader = accelerator.prepare(Loader(list(range(9)), sampler=sampler, batch_size=2))
+    assert vars(sampler)["generator"] is None, "the program's sampler isn't changed"
+    return [batch.tolist() for batch in loader]
+
+
+def test_ranks_share_one_shuffled_order() -> None:
+    first, second = af.testing.run_ranks(shuffled, 2, "processes", cpu=True)
+    joined = [index for pair in zip(first, second, strict=True) for batch in pair for index in batch]
+    assert sorted(joined[:9]) == list(range(9))
+    assert joined[9:] == joined[:3]

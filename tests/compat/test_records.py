@@ -1,0 +1,102 @@
+"""Accelerate's records: positional arguments, None, and changes before they are used."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import accelfn as af
+from accelfn.compat import records
+from accelfn.compat.records import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    KwargsHandler,
+    MutableRecord,
+    ParallelismConfig,
+    ProjectConfiguration,
+    freeze,
+)
+
+peer: Any = pytest.importorskip("accelerate.utils")
+RECORDS = [one for one in vars(records).values() if isinstance(one, type) and issubclass(one, MutableRecord)]
+RECORDS.remove(MutableRecord)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_fields_and_their_order_are_the_peers(record: type[MutableRecord]) -> None:
+    theirs = [field.name for field in dataclasses.fields(getattr(peer, record.__name__))]
+    own = [field.name for field in dataclasses.fields(record.record)]
+    assert set(theirs) <= {*own, *record.ignored}
+    if record.__name__ != "MegatronLMPlugin":  # of 80 fields, which nobody passes by position
+        assert [*(record.order or own)][: len(theirs)] == theirs
+
+
+def test_none_is_the_default_and_fields_can_be_set_afterwards() -> None:
+    config = DataLoaderConfiguration(True, None, even_batches=None)
+    assert (config.split_batches, config.even_batches) == (True, True)
+    config.data_seed = 5
+    config.non_blocking = None
+    assert config.freeze() == af.DataLoaderConfiguration(split_batches=True, data_seed=5)
+    assert config != DataLoaderConfiguration(True, data_seed=5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataLoaderConfiguration(nothing=1), "unknown field nothing"),
+        (lambda: DataLoaderConfiguration(True, split_batches=True), "two values for split_batches"),
+        (lambda: ProjectConfiguration(*"1234567"), "at most 6 arguments, got 7"),
+    ],
+)
+def test_what_cant_be_a_record(make: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_an_invalid_value_is_refused_when_the_record_is_used() -> None:
+    config = DataLoaderConfiguration()
+    config.split_batches = "often"
+    with pytest.raises(TypeError, match="split_batches"):
+        config.freeze()
+
+
+def test_records_inside_collections_are_frozen() -> None:
+    handlers = [DistributedDataParallelKwargs(bucket_cap_mb=3), af.AutocastKwargs()]
+    assert freeze(handlers) == [af.DistributedDataParallelKwargs(bucket_cap_mb=3), af.AutocastKwargs()]
+    mesh = ParallelismConfig(tp_size=2, cp_handler=records.TorchContextParallelConfig("alltoall"))
+    assert freeze({"a": mesh})["a"].cp_handler == af.config.TorchContextParallelConfig("alltoall")
+    assert (mesh.tp_enabled, mesh.cp_enabled, mesh.total_size, mesh.non_data_parallel_size) == (
+        True,
+        False,
+        2,
+        2,
+    )
+
+
+def test_a_handler_of_the_programs_own_may_be_a_plain_dataclass() -> None:
+    @dataclasses.dataclass
+    class Mine(KwargsHandler):
+        depth: int = 1
+        name: str = "x"
+
+    assert Mine(depth=2).to_kwargs() == {"depth": 2}
+
+
+def test_a_record_goes_to_torch_without_its_defaults() -> None:
+    handler = DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="fp16")
+    assert handler.to_kwargs() == {"find_unused_parameters": True}
+
+
+def test_a_project_has_its_logs_in_its_directory() -> None:
+    assert ProjectConfiguration("runs").logging_dir == "runs"
+    config = ProjectConfiguration(logging_dir="logs")
+    config.set_directories("runs")
+    assert (config.project_dir, config.logging_dir) == ("runs", "logs")
+
+
+def test_records_say_what_they_hold() -> None:
+    assert repr(records.AutocastKwargs(False)) == "AutocastKwargs(enabled=False, cache_enabled=None)"
+    with pytest.raises(AttributeError, match="has no field 'colour'"):
+        _ = records.AutocastKwargs().colour
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(records.AutocastKwargs())

@@ -1,0 +1,88 @@
+"""State classes are views of the current context."""
+
+# Programs use these names.
+# pyright: reportPrivateUsage=false
+
+import pytest
+import torch
+
+from accelfn.compat.accelerator import Accelerator
+from accelfn.compat.current import current
+from accelfn.compat.states import AcceleratorState, GradientState, PartialState, is_initialized
+from accelfn.errors import ConfigurationError
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def test_a_state_joins_the_ranks_once() -> None:
+    assert PartialState._shared_state == {}
+    state = PartialState(cpu=True, backend=None)
+    assert (state.num_processes, state.process_index, state.device.type) == (1, 0, "cpu")
+    assert all((state.is_main_process, state.is_local_main_process, state.is_last_process))
+    assert PartialState._shared_state["num_processes"] == 1
+    world = current().world
+    assert PartialState().distributed_type == "NO"
+    assert current().world is world
+    PartialState._reset_state()
+    assert PartialState._shared_state == {}
+    assert not state.initialized
+    assert PartialState().initialized
+    assert current().world is world, "the ranks stay connected"
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    with pytest.raises(TypeError, match="unknown arguments bakend"):
+        PartialState(bakend="gloo")
+
+
+def test_options_need_an_accelerator() -> None:
+    with pytest.raises(ConfigurationError, match="Make an Accelerator first"):
+        AcceleratorState()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    state = AcceleratorState()
+    assert (state.mixed_precision, state.deepspeed_plugin, state.fsdp_plugin) == ("bf16", None, None)
+    assert accelerator.state.mixed_precision == "bf16"
+    assert is_initialized()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not is_initialized()
+    assert not state.initialized
+    assert PartialState._shared_state == {}
+
+
+def test_the_newest_accelerator_is_current_and_isnt_kept_alive() -> None:
+    first = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    second = Accelerator(cpu=True)
+    assert (first.gradient_state.num_steps, GradientState().num_steps) == (3, 1)
+    del second
+    assert current().accelerator is None
+    assert GradientState().sync_gradients
+
+
+def test_a_program_can_close_its_own_window() -> None:
+    accelerator = Accelerator(cpu=True)
+    state = accelerator.gradient_state
+    state._set_sync_gradients(False)  # as transformers' Trainer does
+    assert not accelerator.sync_gradients
+    assert not GradientState().sync_gradients
+    assert state.plugin_kwargs["sync_each_batch"] is False
+    assert (state.in_dataloader, state.end_of_dataloader, state.remainder) == (False, False, -1)
+
+
+def test_process_control_without_a_context(capsys: pytest.CaptureFixture[str]) -> None:
+    state = PartialState(cpu=True)
+    state.print("here")
+    assert capsys.readouterr().out == "here\n"
+    assert state.on_main_process(lambda: 1)() == 1
+    assert state.on_process(process_index=0)(lambda: 2)() == 2
+    with state.split_between_processes([1, 2]) as part, state.main_process_first():
+        assert part == [1, 2]
+    state.wait_for_everyone()
+    assert "Num processes: 1" in repr(state)
+
+
+def test_a_state_is_pickled_as_a_view() -> None:
+    state = PartialState(cpu=True)
+    twin = object.__new__(PartialState)
+    twin.__setstate__(state.__getstate__())
+    assert state.__getstate__() == {}
+    assert twin.device == torch.device("cpu")
