@@ -137,7 +137,9 @@ class Accelerator(shim.Accelerator):
         return ScalerView(self._scaling, self.context) if self.context.precision.scales_loss else None
 
     @property
-    def dataloader_config(self) -> DataLoaderConfiguration:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def dataloader_config(  # pyright: ignore[reportIncompatibleVariableOverride] -- a property that can be set
+        self,
+    ) -> DataLoaderConfiguration:
         """How loaders are sharded. Can be set, for loaders prepared later."""
         return self.context.loading
 
