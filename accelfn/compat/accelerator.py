@@ -137,7 +137,9 @@ class Accelerator(shim.Accelerator):
         return ScalerView(self._scaling, self.context) if self.context.precision.scales_loss else None
 
     @property
-    def dataloader_config(self) -> DataLoaderConfiguration:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def dataloader_config(  # pyright: ignore[reportIncompatibleVariableOverride] -- a property that can be set
+        self,
+    ) -> DataLoaderConfiguration:
         """How loaders are sharded. Can be set, for loaders prepared later."""
         return self.context.loading
 
@@ -195,7 +197,10 @@ class Accelerator(shim.Accelerator):
         """Shard a loader over the ranks, in torch's order of a shuffle."""
         if is_loader_of(self, data_loader):
             return data_loader
-        return prepare_loader(self, self._placing(device_placement), data_loader, slice_fn_for_dispatch)
+        prepared = prepare_loader(
+            self, self._placing(device_placement), data_loader, slice_fn_for_dispatch
+        )
+        return self._numbered("loader", self.loaders, prepared)
 
     def _numbered(self, kind: str, held: WeakRegistry[Any], thing: Any) -> Any:
         """Name an object in checkpoints by its place in the order of preparation."""

@@ -64,7 +64,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Return the main process's tensor on the device of every rank; the other ranks pass None."""
     ctx = current().context
-    return tree.send_to_device(comm.broadcast_object_list(ctx, [tensor])[0], ctx.device)
+    sent = cast("list[torch.Tensor]", comm.broadcast_object_list(ctx, [tensor]))
+    return sent[0].to(ctx.device)
 
 
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
