@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import bisect
 import difflib
 import re
 from collections.abc import Iterable, Iterator
@@ -99,11 +100,12 @@ class Program:
 
     def line_start(self, offset: int) -> int:
         """Return the offset of the line of an offset."""
-        return max(start for start in self._starts if start <= offset)
+        return self._starts[bisect.bisect_right(self._starts, offset) - 1]
 
     def line_end(self, offset: int) -> int:
         """Return the offset after the line of an offset, with its line break."""
-        return min((start for start in self._starts if start > offset), default=len(self.source))
+        following = bisect.bisect_right(self._starts, offset)
+        return self._starts[following] if following < len(self._starts) else len(self.source)
 
     def newline(self, offset: int) -> str:
         """Return the line break at the end of a line, or of the program's first line."""

@@ -59,6 +59,10 @@ class Variables:
         self._rewrite = rewrite
         self._program = rewrite.program
         self._scopes = rewrite.scopes
+        self._calls: dict[str, list[ast.Call]] = {}
+        for node in self._program.nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                self._calls.setdefault(node.func.id, []).append(node)
         self.kinds: dict[Key, Kind] = {}
         self.prepares: dict[ast.Assign, list[Key]] = {}
         for _, call in rewrite.constructors():
@@ -161,15 +165,10 @@ class Variables:
         function = self._program.parents[self._program.parents[parameter]]
         if not isinstance(function, ast.FunctionDef):
             return
-        for node in self._program.nodes:
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id == function.name
-            ):
-                for given in (*node.args, *(one.value for one in node.keywords)):
-                    if self.targets_of(given, node) is parameter:
-                        yield given
+        for call in self._calls.get(function.name, ()):
+            for given in (*call.args, *(one.value for one in call.keywords)):
+                if self.targets_of(given, call) is parameter:
+                    yield given
 
     def _find_members(self) -> Iterator[Member]:
         for node in self._program.nodes:

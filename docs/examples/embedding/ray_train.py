@@ -21,6 +21,7 @@ def train(config: dict[str, Any]) -> str:
 
     x = torch.linspace(-1, 1, 50).unsqueeze(1)
     with af.init_context(cpu=True) as ctx:
+        af.set_seed(0)
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(TensorDataset(x, 3 * x + 1), batch_size=16 // ctx.num_processes, shuffle=True)
