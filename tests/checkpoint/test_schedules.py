@@ -120,14 +120,14 @@ each_protocol = pytest.mark.parametrize(
 
 
 @each_protocol
-@pytest.mark.parametrize("budget", [10, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_every_schedule_ends_well(program: Any, outcomes: set[str], budget: int) -> None:
     report = explore(program, 2, setup=folder, budget=budget)
     assert {one.text for one in report.outcomes} <= outcomes, str(report)
 
 
 @each_protocol
-@pytest.mark.parametrize("budget", [10, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_fault_loses_no_checkpoint_and_is_every_ranks(
     program: Any, outcomes: set[str], budget: int
 ) -> None:
