@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models, as a Trainer asks for them: accelfn's, in the directories that it looks for."""
+"""Checkpoints of sharded models, as a Trainer asks for them: accelfn's, where it looks for them."""
 
 from __future__ import annotations
 
