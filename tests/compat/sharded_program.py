@@ -1,15 +1,18 @@
 """A Trainer under the alias, plain, with FSDP2 and resumed, and with DeepSpeed; writes the losses as JSON."""
 
-# transformers' types depend on its optional packages.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves these partly untyped.
+# pyright: reportUnknownMemberType=false
 
+import importlib
 import json
 import pathlib
 import sys
 from typing import Any
 
 import torch
-import transformers
+
+# It has no types that strict checking accepts.
+transformers: Any = importlib.import_module("transformers")
 
 
 def trainer(folder: pathlib.Path, **options: Any) -> Any:
