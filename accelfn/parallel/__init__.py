@@ -20,4 +20,11 @@ from accelfn.parallel.pipeline_plan import (
 from accelfn.parallel.plan import ModelPlan as ModelPlan, plan_model as plan_model
 from accelfn.parallel.replicate import convert_sync_batchnorm as convert_sync_batchnorm
 from accelfn.parallel.shard import ShardPlan as ShardPlan, register_forward_method as register_forward_method
+from accelfn.parallel.traffic import (
+    Cluster as Cluster,
+    Exchange as Exchange,
+    Link as Link,
+    Traffic as Traffic,
+    plan_traffic as plan_traffic,
+)
 from accelfn.parallel.tensor import TensorPlan as TensorPlan, plan_tensor as plan_tensor

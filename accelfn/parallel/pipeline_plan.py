@@ -293,7 +293,7 @@ def plan_stages(
     0      0 ... 1 (2)  -              6           24 B
     1      2            -              6           24 B
     """
-    blocks = _with_named(facts, _blocks(facts), split)
+    blocks = _with_named(facts, outer_blocks(facts), split)
     if num_stages < 1:
         raise ConfigurationError(f"plan_stages: num_stages must be at least 1, got {num_stages}.")
     if len(blocks) < num_stages and num_stages > 1:
@@ -378,7 +378,7 @@ def _slot(facts: ModelFacts, parameter: str) -> str:
     return f"{facts.aliases.get(module, module)}.{leaf}"
 
 
-def _blocks(facts: ModelFacts) -> tuple[str, ...]:
+def outer_blocks(facts: ModelFacts) -> tuple[str, ...]:
     """Return the modules that run one after another, in the order of registration."""
     if facts.kinds[""] == "Sequential":
         return _items(facts, "")
@@ -400,7 +400,10 @@ def _blocks(facts: ModelFacts) -> tuple[str, ...]:
 def _with_named(facts: ModelFacts, blocks: tuple[str, ...], split: Sequence[str]) -> tuple[str, ...]:
     """Add the other modules in ``split`` to the blocks, in the order of calls."""
     known = set(blocks)
-    around = {name for name in facts.kinds if any(block.startswith(f"{name}.") for block in blocks)}
+    around = {""}
+    for block in blocks:
+        while block := block.rpartition(".")[0]:
+            around.add(block)
     for name in split:
         if name and name in facts.kinds and name not in around and owner_of(name, known) is None:
             known.add(name)
