@@ -187,12 +187,17 @@ def plan_memory(
     check_context("plan_memory", ctx)
     states = states_of(optimizer, "plan_memory")
     step = plan_step(ctx, model, plan=plan, batch=batch, loss_fn=loss_fn)
-    budgets = [budget_at(ctx, step, place, states) for place in step.plans]
+    budgets = [
+        budget_at(ctx, step, place, states, traffic_at(ctx, step, place, Cluster()).moved)
+        for place in step.plans
+    ]
     return max(budgets, key=lambda budget: budget.total)
 
 
-def budget_at(ctx: Context, step: StepPlan, place: int, states: OptimizerStates) -> Budget:
-    """Return the budget of the ranks at a place along "pp"."""
+def budget_at(
+    ctx: Context, step: StepPlan, place: int, states: OptimizerStates, moved: Mapping[str, int]
+) -> Budget:
+    """Return the budget of the ranks at a place along "pp", which receive ``moved`` along each axis."""
     plan, facts = step.plans[place], step.facts
     local = step.local(place)
     names = local.own_names
@@ -207,7 +212,7 @@ def budget_at(ctx: Context, step: StepPlan, place: int, states: OptimizerStates)
     ddp = ctx.strategy.ddp
     has_buckets = plan.engine == "ddp" and ctx.reduction is None and not ddp.gradient_as_bucket_view
     holds_whole = step.num_batches > 1 and not ctx.accumulation.sync_each_batch
-    activations, recomputed = _activations(step, place)
+    activations, recomputed = activations_at(step, place)
     return Budget(
         num_ranks=plan.mesh.num_ranks,
         whole=facts.size_bytes(*facts.own_names),
@@ -221,7 +226,7 @@ def budget_at(ctx: Context, step: StepPlan, place: int, states: OptimizerStates)
         unreduced=shard.unreduced_bytes if shard is not None and holds_whole else 0,
         activations=activations,
         recomputed=recomputed,
-        moved=traffic_at(ctx, step, place, Cluster()).moved,
+        moved=moved,
         offload=shard is not None and shard.offload,
     )
 
@@ -235,7 +240,7 @@ def _shard_shape(shard: ShardPlan | None, facts: ModelFacts, name: str) -> tuple
     return (*shape[:dim], -(-shape[dim] // num_shards), *shape[dim + 1 :])
 
 
-def _activations(step: StepPlan, place: int) -> tuple[int | None, int]:
+def activations_at(step: StepPlan, place: int) -> tuple[int | None, int]:
     """Return the activations at once of a rank at a place, and those that are recomputed."""
     if step.stages is None:
         return None, 0

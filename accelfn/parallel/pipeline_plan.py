@@ -222,23 +222,7 @@ class PipelinePlan(NamedTuple):
         held = {name for index in own for name in self.stages[index].parameters}
         others = self.elsewhere(own)
         modules = {name for name in facts.kinds if owner_of(name, others) is None}
-        ties = (tuple(name for name in group if name in held) for group in facts.ties)
-        return facts._replace(
-            shapes={name: shape for name, shape in facts.shapes.items() if name in held},
-            dtypes={name: dtype for name, dtype in facts.dtypes.items() if name in held},
-            trainable=facts.trainable & held,
-            ties=tuple(group for group in ties if len(group) > 1),
-            kinds={name: kind for name, kind in facts.kinds.items() if name in modules},
-            order=tuple(name for name in facts.order if facts.aliases.get(name, name) in modules),
-            aliases={name: first for name, first in facts.aliases.items() if first in modules},
-            blocks=tuple(name for name in facts.blocks if name in modules),
-            containers=facts.containers & modules,
-            layers={name: layer for name, layer in facts.layers.items() if name in modules},
-            heads={name: module_heads for name, module_heads in facts.heads.items() if name in modules},
-            experts={
-                name: module_experts for name, module_experts in facts.experts.items() if name in modules
-            },
-        )
+        return facts.only(modules, held)
 
     def __str__(self) -> str:
         """Return the plan as a table."""

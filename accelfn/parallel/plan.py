@@ -219,7 +219,7 @@ def plan_model(
     return plan_at(ctx, model, ctx.coordinate("pp"), engine=engine)
 
 
-class _Outline(NamedTuple):
+class Outline(NamedTuple):
     """What all places along "pp" share: the complete model, and how it is spread."""
 
     facts: ModelFacts
@@ -242,7 +242,7 @@ def plan_at(
     engine: Literal["ddp", "shard"] | None = None,
 ) -> ModelPlan:
     """Return the plan for the ranks at a place along "pp"; see :func:`plan_model`."""
-    return _plan_place(ctx, _plan_outline(ctx, model, engine), place)
+    return plan_place(ctx, plan_outline(ctx, model, engine), place)
 
 
 def plan_places(
@@ -255,16 +255,17 @@ def plan_places(
         model: The model, or its facts.
         facts: Those of the model, if they have been read.
     """
-    outline = _plan_outline(ctx, model, facts=facts)
-    return tuple(_plan_place(ctx, outline, place) for place in range(ctx.axis_size("pp")))
+    outline = plan_outline(ctx, model, facts=facts)
+    return tuple(plan_place(ctx, outline, place) for place in range(ctx.axis_size("pp")))
 
 
-def _plan_outline(
+def plan_outline(
     ctx: Context,
     model: nn.Module | ModelFacts,
     engine: Literal["ddp", "shard"] | None = None,
     facts: ModelFacts | None = None,
-) -> _Outline:
+) -> Outline:
+    """Return what the plans of all places share; see :func:`plan_places`."""
     real = None if isinstance(model, ModelFacts) else model
     outline = facts or (model if isinstance(model, ModelFacts) else read_facts(model))
     mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
@@ -287,10 +288,11 @@ def _plan_outline(
     if chosen == "shard" and plugin is not None and plugin.ignored_modules is not None:
         ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), outline)
     fp8 = plan_fp8_of(ctx, outline, real, engine=chosen, axes=mesh.active(), ignored=ignored)
-    return _Outline(outline, real, mesh, chosen, pipeline, schedule, experts, tensor, ignored, fp8)
+    return Outline(outline, real, mesh, chosen, pipeline, schedule, experts, tensor, ignored, fp8)
 
 
-def _plan_place(ctx: Context, outline: _Outline, place: int) -> ModelPlan:
+def plan_place(ctx: Context, outline: Outline, place: int) -> ModelPlan:
+    """Return the plan for the ranks at a place along "pp"."""
     facts, real, mesh, chosen, pipeline, schedule, experts, tensor, ignored, fp8 = outline
     own_names = facts.own_names
     if pipeline is not None and schedule is not None:

@@ -304,7 +304,7 @@ def traffic_at(ctx: Context, step: StepPlan, place: int, cluster: Cluster) -> Tr
     """Return the traffic of the ranks at a place along "pp"."""
     plan = step.plans[place]
     local = step.local(place)
-    exchanges = [*exchanges_of_weights(ctx, plan, local)]
+    exchanges = [*exchanges_of_weights(ctx, plan, local, step.num_batches)]
     forward = backward = PassCost(0, {}, {})
     bubble = 0.0
     if step.stages is not None:
@@ -364,20 +364,22 @@ def _between_stages(
                 yield Exchange("pp", "send", "activations", times, times * size)
 
 
-def exchanges_of_weights(ctx: Context, plan: ModelPlan, facts: ModelFacts) -> Iterable[Exchange]:
+def exchanges_of_weights(
+    ctx: Context, plan: ModelPlan, facts: ModelFacts, num_batches: int
+) -> Iterable[Exchange]:
     """List what ranks exchange of parameters and gradients in an optimizer step.
 
     Args:
-        ctx: The length of accumulation windows.
+        ctx: Whether gradients are averaged in each batch of a window.
         plan: Of the model.
         facts: Of one rank's model, before it is sharded.
+        num_batches: Batches in a window.
     """
-    window = ctx.accumulation
-    reductions = window.num_steps if window.sync_each_batch else 1
+    reductions = num_batches if ctx.accumulation.sync_each_batch else 1
     if plan.shard is None:
         yield from _of_copies(ctx, plan, facts, reductions)
     else:
-        yield from _of_shards(plan, plan.shard, facts, window.num_steps, reductions)
+        yield from _of_shards(plan, plan.shard, facts, num_batches, reductions)
     if plan.pipeline is not None and plan.schedule is not None:
         yield from _of_stages(plan.pipeline, plan.schedule, plan.shard, facts, reductions)
 
