@@ -10,6 +10,12 @@ from accelfn.parallel.experts import (
 from accelfn.parallel.facts import ModelFacts as ModelFacts, read_facts as read_facts
 from accelfn.parallel.fp8 import Fp8Plan as Fp8Plan, plan_fp8 as plan_fp8
 from accelfn.parallel.handle import is_replicated as is_replicated
+from accelfn.parallel.mesh_search import (
+    Layout as Layout,
+    MeshSearch as MeshSearch,
+    RefusedMesh as RefusedMesh,
+    search_meshes as search_meshes,
+)
 from accelfn.parallel.pipeline_plan import (
     PipelinePlan as PipelinePlan,
     SchedulePlan as SchedulePlan,

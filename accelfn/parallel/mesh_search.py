@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +20,7 @@ from accelfn.parallel.plan import Outline, plan_outline, plan_place
 from accelfn.parallel.repeats import Repeats, find_repeats
 from accelfn.parallel.step_cost import PassCost, StageCost, StepCost, add_passes
 from accelfn.parallel.step_plan import StepPlan
+from accelfn.parallel.tensor import TensorPlan
 from accelfn.parallel.traffic import Cluster, Exchange, Traffic, traffic_at
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text
@@ -62,10 +62,12 @@ class RefusedMesh(NamedTuple):
     Attributes:
         name: The mesh as ``accelfn plan-memory --mesh`` takes it.
         reason: Why not.
+        needed: Bytes that a rank would need; None if there is another reason.
     """
 
     name: str
     reason: str
+    needed: int | None
 
 
 class MeshSearch(NamedTuple):
@@ -109,14 +111,15 @@ class MeshSearch(NamedTuple):
             for line in (head, *rows)
         ]
         more = len(self.layouts) - len(rows)
-        if not rows:
-            ((reason, count),) = Counter(one.reason for one in self.refused).most_common(1)
-            lines = [f"no mesh fits; {count} of them, since {reason}"]
         lines.append(
             f"{self.num_rows:,} rows a step on {self.num_ranks:,} ranks of {size_text(self.memory)}: "
             f"{len(self.layouts)} meshes fit"
             f"{f' ({more} not shown)' if more else ''}, {len(self.refused)} don't"
         )
+        if not rows:
+            # Those that are too large, the smallest first; else any.
+            closest = min(self.refused, key=lambda one: (one.needed is None, one.needed or 0))
+            lines = [f"no mesh fits; of {closest.name}: {closest.reason}", lines[-1]]
         return "\n".join([*lines, f"assumed: {self.cluster}"])
 
     def why(self) -> str:
@@ -231,6 +234,14 @@ def _meshes(num_ranks: int, axes: Sequence[str]) -> Iterator[MeshPlan]:
         yield MeshPlan(sizes)
 
 
+class _TooLargeError(ConfigurationError):
+    """A model doesn't fit."""
+
+    def __init__(self, needed: int, batch: str) -> None:
+        super().__init__(f"a rank needs {size_text(needed)}, with one row in a {batch}")
+        self.needed: int = needed
+
+
 class _Place(NamedTuple):
     """Ranks along "pp", with the first ones of their equal blocks: enough to know what more of them add.
 
@@ -281,6 +292,7 @@ class _Search:
         self._facts: ModelFacts = read_facts(model)
         self._whole: int = self._facts.size_bytes(*self._facts.own_names)
         self._repeats: tuple[Repeats, ...] = find_repeats(model, outer_blocks(self._facts))
+        self._tensors: dict[int, TensorPlan] = {}
         self._costs: dict[tuple[object, ...], StepCost | ConfigurationError] = {}
         self._splits: dict[tuple[object, ...], _Split | ConfigurationError] = {}
 
@@ -289,7 +301,8 @@ class _Search:
         try:
             return self._lay_out(mesh)
         except ConfigurationError as error:
-            return RefusedMesh(name_of(mesh), str(error).partition("\n")[0])
+            needed = error.needed if isinstance(error, _TooLargeError) else None
+            return RefusedMesh(name_of(mesh), str(error).partition("\n")[0], needed)
 
     def _lay_out(self, mesh: MeshPlan) -> Layout:
         rows = self._rows_of_rank(mesh)
@@ -323,7 +336,7 @@ class _Search:
             budgets.append(budget)
         most = max(budgets, key=lambda budget: budget.total)
         if most.total > self._memory:
-            raise ConfigurationError(f"a rank needs {size_text(most.total)}, with one row in a microbatch")
+            raise _TooLargeError(most.total, "microbatch")
         return Layout(mesh, rows, microbatches, most, max(traffics, key=lambda traffic: traffic.step_s))
 
     def _rows_of_rank(self, mesh: MeshPlan) -> int:
@@ -348,7 +361,7 @@ class _Search:
             if rows % count == 0 and budget.total + activations <= self._memory:
                 return count
         least = budget.total + stage.kept + stage.recomputed
-        raise ConfigurationError(f"a rank needs {size_text(least)}, with one row in a batch")
+        raise _TooLargeError(least, "batch")
 
     def _budget(self, ctx: Context, outline: Outline, place: _Place) -> Budget:
         """Return the budget of the ranks at a place, without a batch."""
@@ -381,7 +394,10 @@ class _Search:
             parallelism_config=config,
             gradient_accumulation_plugin=window,
         )
-        outline = plan_outline(ctx, self._model, facts=self._facts)
+        tensor = self._tensors.get(sizes["tp"])
+        outline = plan_outline(ctx, self._model, facts=self._facts, tensor=tensor)
+        if outline.tensor is not None:
+            self._tensors[sizes["tp"]] = outline.tensor
         pipeline = outline.pipeline
         stages = self._cost(ctx, outline).stages(() if pipeline is None else pipeline.split)
         return _Split(ctx, outline, tuple(self._places(outline)), stages)

@@ -22,7 +22,14 @@ from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_atte
 from accelfn.parallel.engines import XlaShardPlan, apply_xla, plan_xla
 from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
 from accelfn.parallel.facts import ModelFacts, read_facts, table_text
-from accelfn.parallel.forward import check_each_forward, compile_, plan_recompute, plan_regions, recompute
+from accelfn.parallel.forward import (
+    check_each_forward,
+    compile_,
+    plan_recompute,
+    plan_regions,
+    recompute,
+    refuse_own_recomputation,
+)
 from accelfn.parallel.fp8 import Fp8Plan, apply_fp8, plan_fp8_of, run_in_fp8
 from accelfn.parallel.handle import LocalHandle
 from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release, retie
@@ -264,14 +271,15 @@ def plan_outline(
     model: nn.Module | ModelFacts,
     engine: Literal["ddp", "shard"] | None = None,
     facts: ModelFacts | None = None,
+    tensor: TensorPlan | None = None,
 ) -> Outline:
-    """Return what the plans of all places share; see :func:`plan_places`."""
+    """Return what the plans of all places share; see :func:`plan_places`. ``tensor`` may be planned already."""
     real = None if isinstance(model, ModelFacts) else model
     outline = facts or (model if isinstance(model, ModelFacts) else read_facts(model))
     mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
     chosen = _choose_engine(ctx, mesh, engine)
     parallelism = ctx.strategy.parallelism
-    pipeline, schedule, tensor = None, None, None
+    pipeline, schedule = None, None
     if mesh.size("pp") > 1:
         config = (None if parallelism is None else parallelism.pp_handler) or PipelineParallelConfig()
         schedule = plan_schedule(config, mesh.size("pp"))
@@ -280,10 +288,12 @@ def plan_outline(
     experts = None
     if chosen == "shard" and mesh.size("ep") > 1:
         experts = _plan_experts(ctx, outline, mesh)
-    if mesh.size("tp") > 1:
+    if mesh.size("tp") > 1 and tensor is None:
         handler = None if parallelism is None else parallelism.tp_handler
         tensor = plan_tensor(handler or TorchTensorParallelConfig(), outline, mesh.size("tp"))
     plugin = ctx.strategy.fsdp
+    if plugin is not None and plugin.activation_checkpointing and real is not None:
+        refuse_own_recomputation(real)
     ignored: tuple[str, ...] = ()
     if chosen == "shard" and plugin is not None and plugin.ignored_modules is not None:
         ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), outline)
@@ -309,7 +319,7 @@ def plan_place(ctx: Context, outline: Outline, place: int) -> ModelPlan:
     if chosen == "shard" or plugin.activation_checkpointing:
         units = choose_units(plugin, local, _wrapped(plugin, real))
         if plugin.activation_checkpointing:
-            recomputed = plan_recompute(facts, units, real)
+            recomputed = plan_recompute(facts, units)
         if chosen == "shard":
             shard = plan_shard(
                 plugin,
