@@ -16,6 +16,7 @@ from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.shard import ShardPlan
 from accelfn.parallel.step_plan import StepPlan, plan_step
 from accelfn.parallel.traffic import Cluster, traffic_at, whole_units
+from accelfn.parallel.zero import ZeroPlan, memory_of_zero
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text
 
@@ -45,7 +46,8 @@ class Budget(NamedTuple):
         gradients: Gradients of the trained ones, as the optimizer gets them.
         optimizer: States of the optimizer.
         optimizer_name: Name of the optimizer.
-        buckets: Buffers in which ``DistributedDataParallel`` averages gradients; 0 if gradients are views.
+        buckets: Buffers in which ``DistributedDataParallel`` averages gradients, 0 if gradients are views; or
+            those of DeepSpeed, whose size doesn't depend on the model.
         gathered: Most bytes of gathered units at once: the rest of the model, the unit that computes, and the
             next one. All units if they aren't freed after their forward pass.
         unreduced: Unsharded gradients until the last batch of an accumulation window; 0 if each batch is
@@ -198,6 +200,8 @@ def budget_at(
     ctx: Context, step: StepPlan, place: int, states: OptimizerStates, moved: Mapping[str, int]
 ) -> Budget:
     """Return the budget of the ranks at a place along "pp", which receive ``moved`` along each axis."""
+    if step.zero is not None:
+        return _budget_of_zero(step, step.zero, place, states, moved)
     plan, facts = step.plans[place], step.facts
     local = step.local(place)
     names = local.own_names
@@ -228,6 +232,25 @@ def budget_at(
         recomputed=recomputed,
         moved=moved,
         offload=shard is not None and shard.offload,
+    )
+
+
+def _budget_of_zero(
+    step: StepPlan, zero: ZeroPlan, place: int, states: OptimizerStates, moved: Mapping[str, int]
+) -> Budget:
+    """Return the budget of a rank where DeepSpeed trains."""
+    facts = step.facts
+    activations, recomputed = activations_at(step, place)
+    return Budget(
+        num_ranks=zero.num_ranks,
+        whole=facts.size_bytes(*facts.own_names),
+        **memory_of_zero(zero, facts, states)._asdict(),
+        optimizer_name=f"{states.name}{', with float32 copies of the parameters' * (zero.stage > 0)}",
+        unreduced=0,
+        activations=activations,
+        recomputed=recomputed,
+        moved=moved,
+        offload=False,
     )
 
 

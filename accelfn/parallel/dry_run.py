@@ -49,6 +49,7 @@ def dry_run(
     plans: Sequence[ModelPlan],
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], Any] | None,
+    dtype: torch.dtype | None = None,
 ) -> StepCost:
     """Return the cost of the forward and backward pass of a batch. Pure.
 
@@ -62,6 +63,7 @@ def dry_run(
         batch: Argument of the loss function, with tensors of any device; only shapes and dtypes count.
         loss_fn: Called with the model and the batch, returns a tree of tensors; those with a gradient are
             differentiated. None to call the model with the batch.
+        dtype: That an engine converts the model to; None for that of the plans.
 
     Raises:
         ConfigurationError: The computation depends on values, or experts are spread over ranks.
@@ -81,14 +83,14 @@ def dry_run(
     if repeats:
         kept = {name for run in repeats for name in run.names[len(run.kept) :]}
         try:
-            short = _simulate(ctx, model, plans, batch, loss_fn, [*starts], repeats)
+            short = _simulate(ctx, model, plans, batch, loss_fn, dtype, [*starts], repeats)
         # The model may count on all of its blocks; if it fails with them too, that is raised below.
         except Exception:  # noqa: BLE001
             short = None
         if short is not None and _ran_once(short, [name for name in starts if name not in kept]):
             return _prolong(short, repeats)
     try:
-        return _simulate(ctx, model, plans, batch, loss_fn, [*starts])
+        return _simulate(ctx, model, plans, batch, loss_fn, dtype, [*starts])
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigurationError(
             f"a plan with a batch: the computation of {type(model).__name__} or loss_fn depends on values of "
@@ -115,6 +117,7 @@ def _simulate(
     plans: Sequence[ModelPlan],
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], Any] | None,
+    dtype: torch.dtype | None,
     starts: Sequence[str],
     repeats: Sequence[Repeats] = (),
 ) -> StepCost:
@@ -138,7 +141,7 @@ def _simulate(
             seq = stack.enter_context(_absent_ranks(attention.axis, attention.size, traffic))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.enable_grad())
-        twin = _copy(model, plans, ctx.device, repeats)
+        twin = _copy(model, plans, dtype, ctx.device, repeats)
         if tensor is not None and tp is not None:
             before = named(twin)
             apply_tensor(twin, tensor, tp.mesh)
@@ -150,7 +153,8 @@ def _simulate(
             everywhere = attention._replace(modules=tuple(filter(is_here, dict.fromkeys(names))))
             apply_attention(twin, everywhere, seq.group, ring=traffic.attend_in_ring)
         apply_fp8(twin, _merge_fp8_plans(plans, is_here))
-        _set_precision(ctx, twin, plans, is_here)
+        if dtype is None:
+            _set_precision(ctx, twin, plans, is_here)
         recomputed = {name for other in plans for name in other.recomputed if is_here(name)}
         recorder = _Recorder(twin, [name for name in starts if is_here(name)], recomputed, traffic)
         fake_batch = _without_memory(batch, ctx.device)
@@ -193,7 +197,11 @@ def _differentiate(result: Any) -> None:
 
 
 def _copy(
-    model: nn.Module, plans: Sequence[ModelPlan], device: torch.device, repeats: Sequence[Repeats]
+    model: nn.Module,
+    plans: Sequence[ModelPlan],
+    to_dtype: torch.dtype | None,
+    device: torch.device,
+    repeats: Sequence[Repeats],
 ) -> nn.Module:
     """Return a copy of a model with fake tensors, in the dtypes in which it computes. Keeps ties and strides.
 
@@ -210,7 +218,9 @@ def _copy(
             continue
         dtype = tensor.dtype
         is_parameter = isinstance(tensor, nn.Parameter)
-        if shards and is_parameter and name not in whole and dtype.is_floating_point:
+        if to_dtype is not None and dtype.is_floating_point:
+            dtype = to_dtype
+        elif shards and is_parameter and name not in whole and dtype.is_floating_point:
             dtype = shards[0].param_dtype or dtype
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
         memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 from typing_extensions import Unpack
@@ -385,15 +385,11 @@ class _Search:
         return _or_raise(self._splits[key])
 
     def _make_split(self, sizes: Mapping[str, int]) -> _Split:
-        config = ParallelismConfig(**{f"{axis}_size": size for axis, size in sizes.items()})
+        config = ParallelismConfig(**cast("Any", {f"{axis}_size": size for axis, size in sizes.items()}))
         # So that the gradients of a window take no memory.
         window = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
-        ctx = plan_context(
-            config.total_size,
-            **self._options,
-            parallelism_config=config,
-            gradient_accumulation_plugin=window,
-        )
+        mine: ContextOptions = {"parallelism_config": config, "gradient_accumulation_plugin": window}
+        ctx = plan_context(config.total_size, **cast("ContextOptions", {**self._options, **mine}))
         tensor = self._tensors.get(sizes["tp"])
         outline = plan_outline(ctx, self._model, facts=self._facts, tensor=tensor)
         if outline.tensor is not None:

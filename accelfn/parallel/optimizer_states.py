@@ -74,7 +74,7 @@ class OptimizerStates(NamedTuple):
                 "instead, such as optimizer=8.0 for two of float32."
             ) from error
         leaves: list[Any] = _pytree.tree_leaves(dict(optimizer.state))
-        storages = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        storages: list[Any] = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 

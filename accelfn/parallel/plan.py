@@ -273,7 +273,7 @@ def plan_outline(
     facts: ModelFacts | None = None,
     tensor: TensorPlan | None = None,
 ) -> Outline:
-    """Return what the plans of all places share; see :func:`plan_places`. ``tensor`` may be planned already."""
+    """Return what the plans of all places share; see :func:`plan_places`. ``tensor`` may be planned."""
     real = None if isinstance(model, ModelFacts) else model
     outline = facts or (model if isinstance(model, ModelFacts) else read_facts(model))
     mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -97,9 +97,11 @@ def _describe(block: nn.Module, owners: Mapping[int, int]) -> _Description:
     facts: list[Any] = []
     numbers: list[int] = []
     is_apart = True
-    for name, module in cast("Any", block).named_modules():
-        facts += (name, type(module), *(len(vars(module)[hooks]) for hooks in _HOOKS))
-        for key, value in vars(module).items():
+    modules: dict[str, nn.Module] = dict(block.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    for name, module in modules.items():
+        values: dict[str, Any] = vars(module)
+        facts += (name, type(module), *(len(values[hooks]) for hooks in _HOOKS))
+        for key, value in values.items():
             if type(value) is int:
                 facts.append(key)
                 numbers.append(value)

@@ -1,4 +1,4 @@
-"""What the two passes of a batch cost: saved activations, operations, and traffic of activations. Pure."""
+"""What a step costs: saved activations, operations, and what ranks exchange. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 """Kinds of communication; "send" is from one rank to another."""
+
+Overlap = Literal["forward", "backward", "none"]
+"""The pass beside whose computation something is sent."""
 
 Route = tuple[str, Collective]
 """An axis, and a kind of communication along it."""
@@ -139,3 +142,28 @@ class StepCost(NamedTuple):
             forward=add_passes((count, segment.forward) for count, segment in pairs if count),
             backward=add_passes((count, segment.backward) for count, segment in pairs if count),
         )
+
+
+class Exchange(NamedTuple):
+    """Collectives of one kind and purpose along one axis, in an optimizer step.
+
+    Attributes:
+        axis: The axis, or several joined by " x ".
+        kind: Kind of the collectives.
+        what: What they carry: "parameters", "gradients" or "activations"; in the backward pass the gradients
+            of activations count as these.
+        calls: How many there are.
+        received: Bytes that a rank receives by them, in rings.
+        overlap: The pass beside whose computation they run; "none" if ranks wait for them.
+        edge: Bytes of ``received`` beside which nothing is computed, at the start or the end of the pass.
+        edge_calls: Calls of ``edge``.
+    """
+
+    axis: str
+    kind: Collective
+    what: Literal["parameters", "gradients", "activations"]
+    calls: int
+    received: int
+    overlap: Overlap = "none"
+    edge: int = 0
+    edge_calls: int = 0

@@ -14,6 +14,7 @@ from accelfn.parallel.facts import ModelFacts, read_facts
 from accelfn.parallel.pipeline_plan import SchedulePlan
 from accelfn.parallel.plan import ModelPlan, plan_places
 from accelfn.parallel.step_cost import StageCost
+from accelfn.parallel.zero import ZeroPlan, plan_zero
 from accelfn.tree import count_rows, slice_tensors
 
 
@@ -26,6 +27,7 @@ class StepPlan(NamedTuple):
         schedule: Of the batch; None without a pipeline.
         stages: Costs of the passes of a batch, or in a pipeline of a microbatch, by stage; None without one.
         num_batches: Batches in an accumulation window.
+        zero: How DeepSpeed shards the model; None if it doesn't train.
     """
 
     facts: ModelFacts
@@ -33,6 +35,7 @@ class StepPlan(NamedTuple):
     schedule: SchedulePlan | None
     stages: tuple[StageCost, ...] | None
     num_batches: int
+    zero: ZeroPlan | None = None
 
     def local(self, place: int) -> ModelFacts:
         """Return the facts of the model of the ranks at a place, before it is sharded."""
@@ -61,6 +64,9 @@ def plan_step(
         plans = {ctx.coordinate("pp"): plan}
     else:
         plans = dict(enumerate(plan_places(ctx, model, facts)))
+    config: Any = getattr(model, "config", None)
+    hidden_size = getattr(config, "hidden_size", None)
+    zero = plan_zero(ctx, facts, hidden_size if isinstance(hidden_size, int) else None)
     some = next(iter(plans.values()))
     schedule, stages = some.schedule, None
     if batch is not None:
@@ -73,6 +79,7 @@ def plan_step(
             rows = count_rows(batch, "batch", "a plan: in a pipeline a batch is split into microbatches")
             schedule = schedule.fit(rows)
             batch = slice_tensors(batch, slice(rows // schedule.num_microbatches))
-        cost = dry_run(ctx, model, facts, [*plans.values()], batch, loss_fn)
+        dtype = None if zero is None else zero.dtype
+        cost = dry_run(ctx, model, facts, [*plans.values()], batch, loss_fn, dtype)
         stages = cost.stages(() if some.pipeline is None else some.pipeline.split)
-    return StepPlan(facts, plans, schedule, stages, ctx.accumulation.num_steps)
+    return StepPlan(facts, plans, schedule, stages, ctx.accumulation.num_steps, zero)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -16,11 +16,10 @@ from accelfn.parallel.facts import ModelFacts, owner_of, table_text
 from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
 from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.shard import ShardPlan
-from accelfn.parallel.step_cost import Collective, PassCost, StageCost, add_passes
+from accelfn.parallel.step_cost import Collective, Exchange, Overlap, PassCost, StageCost, add_passes
 from accelfn.parallel.step_plan import StepPlan, plan_step
+from accelfn.parallel.zero import exchanges_of_zero
 from accelfn.tree.structure import size_text
-
-Overlap = Literal["forward", "backward", "none"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,31 +98,6 @@ class Cluster:
 
 def _rate(link: Link) -> str:
     return f"{size_text(round(link.bandwidth))}/s"
-
-
-class Exchange(NamedTuple):
-    """Collectives of one kind and purpose along one axis, in an optimizer step.
-
-    Attributes:
-        axis: The axis, or several joined by " x ".
-        kind: Kind of the collectives.
-        what: What they carry: "parameters", "gradients" or "activations"; in the backward pass the gradients
-            of activations count as these.
-        calls: How many there are.
-        received: Bytes that a rank receives by them, in rings.
-        overlap: The pass beside whose computation they run; "none" if ranks wait for them.
-        edge: Bytes of ``received`` beside which nothing is computed, at the start or the end of the pass.
-        edge_calls: Calls of ``edge``.
-    """
-
-    axis: str
-    kind: Collective
-    what: Literal["parameters", "gradients", "activations"]
-    calls: int
-    received: int
-    overlap: Overlap = "none"
-    edge: int = 0
-    edge_calls: int = 0
 
 
 class Traffic(NamedTuple):
@@ -304,7 +278,11 @@ def traffic_at(ctx: Context, step: StepPlan, place: int, cluster: Cluster) -> Tr
     """Return the traffic of the ranks at a place along "pp"."""
     plan = step.plans[place]
     local = step.local(place)
-    exchanges = [*exchanges_of_weights(ctx, plan, local, step.num_batches)]
+    if step.zero is None:
+        exchanges = [*exchanges_of_weights(ctx, plan, local, step.num_batches)]
+    else:
+        axis = " x ".join(plan.mesh.active("loss"))
+        exchanges = [*exchanges_of_zero(step.zero, local, axis, step.num_batches)]
     forward = backward = PassCost(0, {}, {})
     bubble = 0.0
     if step.stages is not None:
