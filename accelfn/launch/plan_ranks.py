@@ -40,7 +40,7 @@ def draw_ranks(options: argparse.Namespace, form: str) -> str:
     from accelfn.parallel.budget import budget_at
     from accelfn.parallel.optimizer_states import states_of
     from accelfn.parallel.step_plan import plan_step
-    from accelfn.parallel.traffic import traffic_at
+    from accelfn.parallel.step_traffic import traffic_at
 
     ctx = _context(options)
     model = _model(options)
@@ -188,7 +188,7 @@ def read_cluster(pairs: Sequence[str]) -> Cluster:
     4 ranks a node, 450.0 GB/s inside and 25.0 GB/s a rank between; 1000 TFLOP/s a rank
     """
     from accelfn.checkpoint.weights_index import parse_size
-    from accelfn.parallel.traffic import Cluster
+    from accelfn.parallel.step_traffic import Cluster
 
     cluster = Cluster()
     for pair in pairs:

@@ -26,7 +26,7 @@ from accelfn.parallel.pipeline_plan import (
 from accelfn.parallel.plan import ModelPlan as ModelPlan, plan_model as plan_model
 from accelfn.parallel.replicate import convert_sync_batchnorm as convert_sync_batchnorm
 from accelfn.parallel.shard import ShardPlan as ShardPlan, register_forward_method as register_forward_method
-from accelfn.parallel.traffic import (
+from accelfn.parallel.step_traffic import (
     Cluster as Cluster,
     Exchange as Exchange,
     Link as Link,

@@ -15,7 +15,7 @@ from accelfn.parallel.optimizer_states import OptimizerKind, OptimizerStates, st
 from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.shard import ShardPlan
 from accelfn.parallel.step_plan import StepPlan, plan_step
-from accelfn.parallel.traffic import Cluster, traffic_at, whole_units
+from accelfn.parallel.step_traffic import Cluster, traffic_at, whole_units
 from accelfn.parallel.zero import ZeroPlan, memory_of_zero
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text

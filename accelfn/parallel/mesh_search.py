@@ -20,8 +20,8 @@ from accelfn.parallel.plan import Outline, plan_outline, plan_place
 from accelfn.parallel.repeats import Repeats, find_repeats
 from accelfn.parallel.step_cost import PassCost, StageCost, StepCost, add_passes
 from accelfn.parallel.step_plan import StepPlan
+from accelfn.parallel.step_traffic import Cluster, Exchange, Traffic, traffic_at
 from accelfn.parallel.tensor import TensorPlan
-from accelfn.parallel.traffic import Cluster, Exchange, Traffic, traffic_at
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text
 

@@ -60,13 +60,13 @@ def plan_step(
     Arguments and errors are those of :func:`accelfn.plan_memory`.
     """
     facts = model if isinstance(model, ModelFacts) else read_facts(model)
+    config: Any = getattr(model, "config", None)
+    hidden_size = getattr(config, "hidden_size", None)
+    zero = plan_zero(ctx, facts, hidden_size if isinstance(hidden_size, int) else None)
     if plan is not None:
         plans = {ctx.coordinate("pp"): plan}
     else:
         plans = dict(enumerate(plan_places(ctx, model, facts)))
-    config: Any = getattr(model, "config", None)
-    hidden_size = getattr(config, "hidden_size", None)
-    zero = plan_zero(ctx, facts, hidden_size if isinstance(hidden_size, int) else None)
     some = next(iter(plans.values()))
     schedule, stages = some.schedule, None
     if batch is not None:

@@ -212,7 +212,9 @@ def test_ranks_keep_and_receive_what_was_planned(case: str) -> None:
         found["reduce_scatter_tensor"] //= 2
         assert sum(one.received for one in of_activations) == found.total()
         if "cp" not in name:  # whose loop torch doesn't show as collectives of one kind
-            assert sum(one.calls for one in of_activations) == sum(calls.get(one, 0) for one in OF_ACTIVATIONS)
+            assert sum(one.calls for one in of_activations) == sum(
+                calls.get(one, 0) for one in OF_ACTIVATIONS
+            )
 
 
 # FSDP's and DDP's have other names.

@@ -279,7 +279,7 @@ def traffic_at(ctx: Context, step: StepPlan, place: int, cluster: Cluster) -> Tr
     plan = step.plans[place]
     local = step.local(place)
     if step.zero is None:
-        exchanges = [*exchanges_of_weights(ctx, plan, local, step.num_batches)]
+        exchanges = [*exchanges_of_weights(ctx, plan, local, step.num_batches, step.schedule)]
     else:
         axis = " x ".join(plan.mesh.active("loss"))
         exchanges = [*exchanges_of_zero(step.zero, local, axis, step.num_batches)]
@@ -343,7 +343,11 @@ def _between_stages(
 
 
 def exchanges_of_weights(
-    ctx: Context, plan: ModelPlan, facts: ModelFacts, num_batches: int
+    ctx: Context,
+    plan: ModelPlan,
+    facts: ModelFacts,
+    num_batches: int,
+    schedule: SchedulePlan | None = None,
 ) -> Iterable[Exchange]:
     """List what ranks exchange of parameters and gradients in an optimizer step.
 
@@ -352,12 +356,14 @@ def exchanges_of_weights(
         plan: Of the model.
         facts: Of one rank's model, before it is sharded.
         num_batches: Batches in a window.
+        schedule: Of each batch, if there is a pipeline: its stages gather parameters for each microbatch.
     """
     reductions = num_batches if ctx.accumulation.sync_each_batch else 1
     if plan.shard is None:
         yield from _of_copies(ctx, plan, facts, reductions)
     else:
-        yield from _of_shards(plan, plan.shard, facts, num_batches, reductions)
+        gathers = num_batches * (1 if schedule is None else schedule.num_microbatches)
+        yield from _of_shards(plan, plan.shard, facts, gathers, reductions)
     if plan.pipeline is not None and plan.schedule is not None:
         yield from _of_stages(plan.pipeline, plan.schedule, plan.shard, facts, reductions)
 
@@ -397,7 +403,7 @@ def whole_units(plan: ModelPlan, facts: ModelFacts) -> dict[str, int]:
 
 
 def _of_shards(
-    plan: ModelPlan, shard: ShardPlan, facts: ModelFacts, num_batches: int, reductions: int
+    plan: ModelPlan, shard: ShardPlan, facts: ModelFacts, gathers: int, reductions: int
 ) -> Iterable[Exchange]:
     gathered = whole_units(plan, facts)
     units, left_out = frozenset(shard.units), frozenset(shard.left_out)
@@ -429,11 +435,11 @@ def _of_shards(
                 axis=axis,
                 kind="all_gather",
                 what="parameters",
-                calls=num_batches * sum(gathered[name] > 0 for name in names),
-                received=num_batches * _received(total(gathered, names), shards),
+                calls=gathers * sum(gathered[name] > 0 for name in names),
+                received=gathers * _received(total(gathered, names), shards),
                 overlap=cast("Overlap", overlap),
-                edge=num_batches * _received(total(gathered, first), shards),
-                edge_calls=num_batches * len(first),
+                edge=gathers * _received(total(gathered, first), shards),
+                edge_calls=gathers * len(first),
             )
         yield Exchange(
             axis=axis,
@@ -471,8 +477,8 @@ def _of_stages(
             others = len({schedule.rank_of(stage) for stage in pipeline.of(name)}) - 1
             numel = facts.numel(name) if shard is None else shard.shard_numel(facts, name)
             if others:
-                received = reductions * others * numel * facts.dtypes[name].itemsize
-                yield Exchange("pp", "all_reduce", "gradients", reductions, received)
+                calls = reductions * others
+                yield Exchange("pp", "send", "gradients", calls, calls * numel * facts.dtypes[name].itemsize)
 
 
 def _received(size: int, num_ranks: int) -> int:
