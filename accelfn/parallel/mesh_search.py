@@ -18,7 +18,7 @@ from accelfn.parallel.optimizer_states import OptimizerKind, OptimizerStates, st
 from accelfn.parallel.pipeline_plan import outer_blocks
 from accelfn.parallel.plan import Outline, plan_outline, plan_place
 from accelfn.parallel.repeats import Repeats, find_repeats
-from accelfn.parallel.step_cost import PassCost, StageCost, StepCost, add_passes
+from accelfn.parallel.step_cost import PassCost, StageCost, StepCost
 from accelfn.parallel.step_plan import StepPlan
 from accelfn.parallel.step_traffic import Cluster, Exchange, Traffic, traffic_at
 from accelfn.parallel.tensor import TensorPlan
@@ -171,9 +171,9 @@ def search_meshes(
     (``sync_each_batch``). In a pipeline microbatches have one row each, and the schedule is 1F1B. Tensor
     parallelism is kept within a node. Only meshes for which :func:`accelfn.plan_model` has a plan are found.
 
-    The passes of one row are simulated for each size of ``tp``, ``cp`` and ``sp``, and equal blocks are
-    planned once, so that a thousand meshes take seconds. The result is that of :func:`accelfn.plan_memory`
-    and :func:`accelfn.plan_traffic` for each mesh, but for activations that don't grow with the rows.
+    The passes of one row and of two are simulated for each size of ``tp``, ``cp`` and ``sp``, and equal
+    blocks are planned once, so that a thousand meshes take seconds. The result is that of
+    :func:`accelfn.plan_memory` and :func:`accelfn.plan_traffic` for each mesh.
 
     Ranks: local.
 
@@ -263,13 +263,11 @@ class _Split(NamedTuple):
         ctx: Of a mesh with these sizes.
         outline: Of the model.
         places: Those that differ.
-        stages: Costs of one row.
     """
 
     ctx: Context
     outline: Outline
     places: tuple[_Place, ...]
-    stages: tuple[StageCost, ...]
 
 
 class _Search:
@@ -310,13 +308,13 @@ class _Search:
         outline = split.outline._replace(mesh=mesh)
         bare = [self._budget(split.ctx, outline, place) for place in split.places]
         if outline.schedule is None:
-            num_batches = microbatches = self._fewest_batches(bare[0], split.stages[0], rows)
+            num_batches = microbatches = self._fewest_batches(split, bare[0], rows)
             rows //= num_batches
         else:
             num_batches, microbatches = 1, rows
             outline = outline._replace(schedule=outline.schedule._replace(num_microbatches=rows))
             rows = 1
-        stages = tuple(_scaled(stage, rows) for stage in split.stages)
+        stages = self._stages(split, rows)
         budgets: list[Budget] = []
         traffics: list[Traffic] = []
         for place, budget in zip(split.places, bare, strict=True):
@@ -354,14 +352,16 @@ class _Search:
             raise ConfigurationError(f"{rows} rows make fewer microbatches than {pp} stages need")
         return rows
 
-    def _fewest_batches(self, budget: Budget, stage: StageCost, rows: int) -> int:
+    def _fewest_batches(self, split: _Split, budget: Budget, rows: int) -> int:
         """Return the fewest batches of an accumulation window that fit."""
-        for count in range(1, rows + 1):
-            activations = rows // count * (stage.kept + stage.recomputed)
-            if rows % count == 0 and budget.total + activations <= self._memory:
-                return count
-        least = budget.total + stage.kept + stage.recomputed
-        raise _TooLargeError(least, "batch")
+
+        def needed(count: int) -> int:
+            (stage,) = self._stages(split, rows // count)
+            return budget.total + stage.kept + stage.recomputed
+
+        if needed(rows) > self._memory:
+            raise _TooLargeError(needed(rows), "batch")
+        return next(n for n in range(1, rows + 1) if rows % n == 0 and needed(n) <= self._memory)
 
     def _budget(self, ctx: Context, outline: Outline, place: _Place) -> Budget:
         """Return the budget of the ranks at a place, without a batch."""
@@ -394,17 +394,25 @@ class _Search:
         outline = plan_outline(ctx, self._model, facts=self._facts, tensor=tensor)
         if outline.tensor is not None:
             self._tensors[sizes["tp"]] = outline.tensor
-        pipeline = outline.pipeline
-        stages = self._cost(ctx, outline).stages(() if pipeline is None else pipeline.split)
-        return _Split(ctx, outline, tuple(self._places(outline)), stages)
+        return _Split(ctx, outline, tuple(self._places(outline)))
 
-    def _cost(self, ctx: Context, outline: Outline) -> StepCost:
-        """Return the cost of one row on ranks that have all blocks."""
-        key = (*outline.mesh.sizes[3:], outline.engine == "shard")
+    def _stages(self, split: _Split, rows: int) -> tuple[StageCost, ...]:
+        """Return the cost of each stage for a number of rows, each of which adds as much as the second."""
+        pipeline = split.outline.pipeline
+        starts = () if pipeline is None else pipeline.split
+        one = self._cost(split.ctx, split.outline, 1).stages(starts)
+        if rows == 1:
+            return one
+        two = self._cost(split.ctx, split.outline, 2).stages(starts)
+        return tuple(_of_rows(rows, first, both) for first, both in zip(one, two, strict=True))
+
+    def _cost(self, ctx: Context, outline: Outline, rows: int) -> StepCost:
+        """Return the cost of some rows on ranks that have all blocks."""
+        key = (*outline.mesh.sizes[3:], outline.engine == "shard", rows)
         if key not in self._costs:
             try:
                 plan = plan_place(ctx, outline._replace(pipeline=None, schedule=None), 0)
-                batch = self._make_batch(ctx, 1)
+                batch = self._make_batch(ctx, rows)
                 self._costs[key] = dry_run(ctx, self._model, self._facts, [plan], batch, self._loss_fn)
             except ConfigurationError as error:
                 self._costs[key] = error
@@ -497,17 +505,20 @@ def _prolonged(base: Mapping[K, int], fewer: Iterable[tuple[int, Mapping[K, int]
     }
 
 
-def _scaled(stage: StageCost, rows: int) -> StageCost:
-    """Return the cost of several rows from that of one."""
+def _of_rows(rows: int, one: StageCost, two: StageCost) -> StageCost:
+    """Return the cost of several rows from those of one and of two."""
 
-    def scale(cost: PassCost) -> PassCost:
-        many = add_passes([(rows, cost)])
-        return many._replace(calls=cost.calls)
+    def more(first: int, both: int) -> int:
+        return first + (rows - 1) * (both - first)
+
+    def passes(first: PassCost, both: PassCost) -> PassCost:
+        received = {route: more(size, both.received[route]) for route, size in first.received.items()}
+        return PassCost(more(first.flops, both.flops), first.calls, received)
 
     return StageCost(
-        kept=rows * stage.kept,
-        recomputed=rows * stage.recomputed,
-        received=rows * stage.received,
-        forward=scale(stage.forward),
-        backward=scale(stage.backward),
+        kept=more(one.kept, two.kept),
+        recomputed=more(one.recomputed, two.recomputed),
+        received=more(one.received, two.received),
+        forward=passes(one.forward, two.forward),
+        backward=passes(one.backward, two.backward),
     )

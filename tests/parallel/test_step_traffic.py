@@ -173,12 +173,12 @@ def test_traffic_prints_as_a_table_with_its_assumptions() -> None:
     ctx = af.plan_context(16, parallelism_config=ParallelismConfig(dp_shard_size=16))
     text = str(plan_traffic(ctx, nn.Linear(1000, 1600), batch=torch.empty(8, 1000)))
     assert text == (
-        "along      what                         received  calls        link       time  not hidden\n"
-        "dp_shard   all_gather of parameters       6.0 MB      1  400.0 GB/s   75.0 us     75.0 us\n"
-        "           reduce_scatter of gradients    6.0 MB      1  400.0 GB/s   75.0 us     75.0 us\n"
+        "along      what                         received  calls        link     time  not hidden\n"
+        "dp_shard   all_gather of parameters       6.0 MB      1  400.0 GB/s  75.0 us     75.0 us\n"
+        "           reduce_scatter of gradients    6.0 MB      1  400.0 GB/s  75.0 us     75.0 us\n"
         "computing  0.13 us  0.0 TFLOP on each rank\n"
         "waiting    150.0 us  for what can't be hidden\n"
-        "step       150.1 us  of which 0 % computing\n"
+        "step       150.2 us  of which 0 % computing\n"
         "assumed    8 ranks a node, 450.0 GB/s inside and 50.0 GB/s a rank between; 400 TFLOP/s a rank\n"
         "           parameters and gradients travel beside the computation of their pass, except the first "
         "and last ones;\n"
