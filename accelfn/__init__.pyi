@@ -134,11 +134,17 @@ from accelfn.launch.functions import debug_launcher as debug_launcher
 from accelfn.launch.functions import launch_processes as launch_processes
 from accelfn.launch.functions import notebook_launcher as notebook_launcher
 from accelfn.parallel import Budget as Budget
+from accelfn.parallel import Cluster as Cluster
+from accelfn.parallel import Link as Link
+from accelfn.parallel import MeshSearch as MeshSearch
 from accelfn.parallel import ModelPlan as ModelPlan
+from accelfn.parallel import Traffic as Traffic
 from accelfn.parallel import convert_sync_batchnorm as convert_sync_batchnorm
 from accelfn.parallel import plan_memory as plan_memory
 from accelfn.parallel import plan_model as plan_model
+from accelfn.parallel import plan_traffic as plan_traffic
 from accelfn.parallel import register_forward_method as register_forward_method
+from accelfn.parallel import search_meshes as search_meshes
 from accelfn.parallel.engines import AbstractTrainStep as AbstractTrainStep
 from accelfn.parallel.engines import BertTrainStep as BertTrainStep
 from accelfn.parallel.engines import DeepSpeedFacts as DeepSpeedFacts

@@ -123,6 +123,25 @@ class MeshPlan(NamedTuple):
             stride *= size
         return tuple(members)
 
+    def count_near(self, num_near: int, *axes: str) -> int:
+        """Return how many ranks of rank 0's group along ``axes`` are among the first ``num_near`` ranks.
+
+        Raises:
+            ConfigurationError: No axis has that name.
+
+        >>> plan = plan_mesh(ParallelismConfig(dp_shard_size=1024, tp_size=4), 4096)
+        >>> plan.count_near(8, "tp"), plan.count_near(8, "dp_shard")
+        (4, 2)
+        """
+        sizes, selected = self._sizes(), _expand(axes)
+        members, stride = [0], 1
+        for name in reversed(_PARTS):
+            if name in selected:
+                most = min(sizes[name], -(-num_near // stride))
+                members = [place * stride + member for place in range(most) for member in members]
+            stride *= sizes[name]
+        return sum(member < num_near for member in members)
+
     def active(self, *axes: str) -> tuple[str, ...]:
         """List the axes of more than one rank among ``axes`` (by default all), outermost first.
 

@@ -16,14 +16,18 @@ from accelfn.launch.output import (
     refuse_missing_model,
     show_text,
 )
-from accelfn.launch.plan_ranks import draw_ranks
+from accelfn.launch.plan_ranks import draw_ranks, draw_search
 
 if TYPE_CHECKING:
     from accelfn.bigmodel import DevicePlan
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _DEVICE_OPTIONS = ("max_memory", "device_map", "no_split", "offload_buffers", "fallback_allocation")
-_RANK_OPTIONS = ("optimizer", "mixed_precision", "batch", "batch_size", "sequence_length")
+_RANK_OPTIONS = (
+    *("optimizer", "mixed_precision", "batch", "batch_size", "sequence_length", "activation_checkpointing"),
+    *("cluster", "gradient_accumulation_steps", "sync_each_batch", "num_microbatches"),
+)
+_SEARCH_OPTIONS = ("ranks", "memory", "axes", "why")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,9 +49,13 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigurationError(f"--max_memory specifies the place {name} twice. Remove one.")
         budgets[place] = size
     form = choose_format(options.format, options.output)
-    for_ranks = options.mesh is not None or options.config_file is not None
+    for_ranks = options.search or options.mesh is not None or options.config_file is not None
     _check_options(options, form, for_ranks=for_ranks)
+    _check_search(options)
     refuse_missing_model(options.source, options.output)
+    if options.search:
+        show_text(draw_search(options, form), options.output)
+        return 0
     if for_ranks:
         show_text(draw_ranks(options, form), options.output)
         return 0
@@ -71,8 +79,8 @@ def _check_options(options: argparse.Namespace, form: str, *, for_ranks: bool) -
     wrong = [name for name in (_DEVICE_OPTIONS if for_ranks else _RANK_OPTIONS) if getattr(options, name)]
     if wrong and for_ranks:
         raise ConfigurationError(
-            f"--{wrong[0]} is for the device map of one process, and --mesh and --config_file are for ranks. "
-            "Remove one of them."
+            f"--{wrong[0]} is for the device map of one process, and --mesh, --search and --config_file are "
+            "for ranks. Remove one of them."
         )
     if wrong:
         raise ConfigurationError(f"--{wrong[0]} is for ranks. Add --mesh, such as dp_shard=8,tp=2.")
@@ -86,6 +94,25 @@ def _check_options(options: argparse.Namespace, form: str, *, for_ranks: bool) -
         raise ConfigurationError(
             "--batch_size makes a batch of text, and --batch names a function that makes one. Remove one."
         )
+
+
+def _check_search(options: argparse.Namespace) -> None:
+    """Refuse a search without its sizes, and options that it chooses itself."""
+    given = [name for name in _SEARCH_OPTIONS if getattr(options, name)]
+    if not options.search:
+        if given:
+            raise ConfigurationError(f"--{given[0]} is for a search of meshes. Add --search.")
+        return
+    missing = [name for name in ("ranks", "memory", "batch_size") if getattr(options, name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"--search needs --{missing[0]}: --search --ranks 8192 --memory 80GB --batch_size 1024 "
+            "--sequence_length 8192."
+        )
+    chosen = ("mesh", "batch", "gradient_accumulation_steps", "sync_each_batch", "num_microbatches")
+    wrong = [name for name in chosen if getattr(options, name)]
+    if wrong:
+        raise ConfigurationError(f"--search chooses what --{wrong[0]} says. Remove one of the two.")
 
 
 def _as_table(plan: DevicePlan, source: str) -> str:
@@ -142,8 +169,8 @@ def make_parser() -> CommandParser:
     """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn plan-memory",
-        description="Plan the device map of a model, or with --mesh or --config_file the memory of each rank "
-        "that trains it. No weight is read.",
+        description="Plan the device map of a model; with --mesh or --config_file the memory and traffic of "
+        "each rank that trains it; or with --search the mesh. No weight is read.",
     )
     parser.add_argument(
         "source",
@@ -179,14 +206,21 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="adamw (the default), adam, adagrad, rmsprop, momentum or sgd; for ranks",
+        help="adamw (the default), adam, adagrad, rmsprop, momentum or sgd; MODULE:CLASS; or the bytes of "
+        "its states per parameter; for ranks",
     )
     parser.add_argument(
-        "--mixed_precision", choices=("no", "bf16", "fp16"), help="mixed precision of the ranks (no)"
+        "--mixed_precision", choices=("no", "bf16", "fp16", "fp8"), help="mixed precision of the ranks (no)"
     )
     for name, about in (
-        ("--batch_size", "sequences in a rank's batch: count the memory of the batch too; for ranks"),
+        (
+            "--batch_size",
+            "sequences in a rank's batch, in a search in a step of all ranks: count what the batch takes too",
+        ),
         ("--sequence_length", "tokens of each sequence"),
+        ("--gradient_accumulation_steps", "batches in an accumulation window; for ranks (1)"),
+        ("--num_microbatches", "microbatches of a batch in a pipeline (one for each stage)"),
+        ("--ranks", "number of ranks to search meshes for"),
     ):
         parser.add_argument(name, metavar="N", type=_positive, help=about)
     parser.add_argument(
@@ -195,7 +229,22 @@ def make_parser() -> CommandParser:
         help="the same with another batch: the function returns the model's arguments, as a mapping of "
         "keyword arguments, a list or tuple, or a single one",
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="PROPERTY=VALUE",
+        nargs="+",
+        help="machines of the ranks: ranks_per_node=8 inside=450GB between=50GB (a second and rank) "
+        "inside_latency_us=5 between_latency_us=15 flops=400e12, which are the defaults",
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="memory of each rank in a search, such as 80GB")
+    parser.add_argument(
+        "--axes", metavar="AXIS,...", help="axes to search (pp,dp_replicate,dp_shard,tp; there are cp and sp)"
+    )
     for name, about in (
+        ("--activation_checkpointing", "recompute activations in the backward pass; for ranks"),
+        ("--sync_each_batch", "average the gradients of each batch of a window; for ranks"),
+        ("--search", "search meshes in which the model fits, and rank them by the time of a step"),
+        ("--why", "say of each other mesh why it isn't one of them"),
         ("--offload_buffers", "offload buffers of offloaded modules too"),
         ("--fallback_allocation", "use a smaller later part if the first one is too large for a device"),
     ):

@@ -1,4 +1,4 @@
-"""``accelfn plan-memory --mesh``: say what each rank of a mesh would hold of a model in training."""
+"""``accelfn plan-memory --mesh`` and ``--search``: what ranks hold of a model in training, and send."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import argparse
 import difflib
 import json
 import os
-from typing import TYPE_CHECKING, Any
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 from accelfn.errors import ConfigurationError
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accelfn.context import Context, ContextOptions
+    from accelfn.parallel import Cluster, Traffic
+    from accelfn.parallel.optimizer_states import OptimizerKind
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp", "ep")
 
@@ -31,61 +36,207 @@ def draw_ranks(options: argparse.Namespace, form: str) -> str:
         AccelfnError: The mesh, the file or the model don't fit each other.
         ValueError: The model can't be built, or there is no such dtype.
     """
-    import torch
-
-    from accelfn.bigmodel.model_info import read_dtype
-    from accelfn.bigmodel.source import build_source
-    from accelfn.parallel import plan_memory, plan_model
+    from accelfn.parallel import plan_model
+    from accelfn.parallel.budget import budget_at
+    from accelfn.parallel.optimizer_states import states_of
+    from accelfn.parallel.step_plan import plan_step
+    from accelfn.parallel.step_traffic import traffic_at
 
     ctx = _context(options)
-    model = build_source(options.source)
-    if options.dtype is not None:
-        dtype = read_dtype(options.dtype, "--dtype")
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigurationError(
-                f"--dtype {options.dtype} is for inference only. Use a dtype to train in, such as bfloat16."
-            )
-        model = model.to(dtype)
-    plan = plan_model(ctx, model)
-    batch = _batch(ctx, model, options)
-    budget = plan_memory(ctx, model, optimizer=options.optimizer or "adamw", batch=batch)
+    model = _model(options)
+    cluster, states = read_cluster(options.cluster or ()), states_of(_optimizer(options), "--optimizer")
+    plan = None if ctx.strategy.engine is not None else plan_model(ctx, model)
+    # Both follow from one run of the model.
+    step = plan_step(ctx, model, batch=_batch(ctx, model, options))
+    traffics = {place: traffic_at(ctx, step, place, cluster) for place in step.plans}
+    budgets = [budget_at(ctx, step, place, states, one.moved) for place, one in traffics.items()]
+    budget = max(budgets, key=lambda one: one.total)
+    traffic = max(traffics.values(), key=lambda one: (one.step_s, sum(one.moved.values())))
     if form == "table":
-        return f"{plan}\n\n{budget}"
+        return "\n\n".join(str(part) for part in (plan, budget, traffic) if part is not None)
     if form == "svg":
         return budget.svg()
+    mesh = traffic.mesh
     return json.dumps(
         {
             "source": options.source,
-            "mesh": {axis: plan.mesh.size(axis) for axis in plan.mesh.active()},
+            "mesh": {axis: mesh.size(axis) for axis in mesh.active()},
             "bytes": {
                 **budget._asdict(),
                 "held": budget.held,
                 "total": budget.total,
                 "moved": dict(budget.moved),
             },
+            "traffic": traffic_json(traffic),
         },
         indent=1,
     )
 
 
-def _batch(ctx: Context, model: nn.Module, options: argparse.Namespace) -> Any:
-    """Return the batch that the arguments name, this rank's piece of it; None without any."""
+def traffic_json(traffic: Traffic) -> dict[str, Any]:
+    """Return a step's traffic and times as JSON has it."""
+    return {
+        "exchanges": [
+            {**one._asdict(), "seconds": traffic.seconds(one), "exposed_s": traffic.exposed(one)}
+            for one in traffic.exchanges
+        ],
+        "forward_flops": traffic.forward_flops,
+        "backward_flops": traffic.backward_flops,
+        "compute_s": traffic.compute_s,
+        "exposed_s": traffic.exposed_s,
+        "idle_s": traffic.idle_s,
+        "step_s": traffic.step_s,
+    }
+
+
+def draw_search(options: argparse.Namespace, form: str) -> str:
+    """Search the meshes of a number of ranks for those that fit the model that the arguments name.
+
+    Effect: as :func:`draw_ranks`.
+
+    Args:
+        options: Of ``accelfn plan-memory``, with ``search``.
+        form: "table", "json" or "svg".
+
+    Raises:
+        AccelfnError: The arguments are invalid or don't fit the model.
+        ValueError: The model can't be built, or there is no such dtype.
+    """
+    from accelfn.checkpoint.weights_index import parse_size
+    from accelfn.parallel.mesh_search import DEFAULT_AXES, search_meshes
+
+    model = _model(options)
+    asked, _ = _asked(options)
+    for name in ("parallelism_config", "gradient_accumulation_steps", "gradient_accumulation_plugin"):
+        asked.pop(name, None)
+
+    def make_batch(ctx: Context, rows: int) -> Any:
+        return _text(ctx, model, rows, options.sequence_length)
+
+    search = search_meshes(
+        options.ranks,
+        model,
+        memory=parse_size(options.memory),
+        num_rows=options.batch_size,
+        make_batch=make_batch,
+        optimizer=_optimizer(options),
+        axes=DEFAULT_AXES if options.axes is None else options.axes.split(","),
+        cluster=read_cluster(options.cluster or ()),
+        **asked,
+    )
+    if form == "svg":
+        return search.svg()
+    if form == "table":
+        return f"{search}\n\n{search.why()}" if options.why and search.refused else str(search)
+    return json.dumps(
+        {
+            "source": options.source,
+            "layouts": [
+                {
+                    "mesh": one.name,
+                    "rows": one.rows,
+                    "num_batches": one.num_batches,
+                    "bytes": {**one.budget._asdict(), "total": one.budget.total},
+                    "traffic": traffic_json(one.traffic),
+                }
+                for one in search.layouts
+            ],
+            "refused": [one._asdict() for one in search.refused],
+        },
+        indent=1,
+    )
+
+
+def _model(options: argparse.Namespace) -> nn.Module:
     import torch
 
+    from accelfn.bigmodel.model_info import read_dtype
+    from accelfn.bigmodel.source import build_source
+
+    model = build_source(options.source)
+    if options.dtype is None:
+        return model
+    dtype = read_dtype(options.dtype, "--dtype")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigurationError(
+            f"--dtype {options.dtype} is for inference only. Use a dtype to train in, such as bfloat16."
+        )
+    return model.to(dtype)
+
+
+def _optimizer(options: argparse.Namespace) -> OptimizerKind:
+    """Return the optimizer that the arguments name: a name, a class, or bytes per parameter."""
+    given: str = options.optimizer or "adamw"
+    if ":" in given:
+        try:
+            return cast("OptimizerKind", pkgutil.resolve_name(given))
+        except (ImportError, AttributeError) as error:
+            raise ConfigurationError(f"--optimizer {given}: {error}.") from error
+    try:
+        return float(given)
+    except ValueError:
+        return given
+
+
+def read_cluster(pairs: Sequence[str]) -> Cluster:
+    """Read the properties of a cluster. Pure.
+
+    Raises:
+        ConfigurationError: A property is unknown, or its value isn't a number or a size.
+
+    >>> print(read_cluster(["ranks_per_node=4", "between=25GB", "flops=1e15"]))
+    4 ranks a node, 450.0 GB/s inside and 25.0 GB/s a rank between; 1000 TFLOP/s a rank
+    """
+    from accelfn.checkpoint.weights_index import parse_size
+    from accelfn.parallel.step_traffic import Cluster
+
+    cluster = Cluster()
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        link, _, unit = name.partition("_latency")
+        try:
+            if name in ("inside", "between"):
+                changed = replace(getattr(cluster, name), bandwidth=parse_size(text))
+                cluster = replace(cluster, **{name: changed})
+            elif link in ("inside", "between") and unit == "_us":
+                changed = replace(getattr(cluster, link), latency_s=float(text) * 1e-6)
+                cluster = replace(cluster, **{link: changed})
+            elif name in ("ranks_per_node", "flops"):
+                cluster = replace(cluster, **{name: int(text) if name == "ranks_per_node" else float(text)})
+            else:
+                raise ConfigurationError(
+                    f"--cluster: no property {name!r}. Properties are ranks_per_node, inside, between, "
+                    "inside_latency_us, between_latency_us and flops."
+                )
+        except ValueError as error:
+            raise ConfigurationError(f"--cluster {pair}: {error}.") from error
+    return cluster
+
+
+def _batch(ctx: Context, model: nn.Module, options: argparse.Namespace) -> Any:
+    """Return the batch that the arguments name, this rank's piece of it; None without any."""
     from accelfn.bigmodel.source import call_on_meta
-    from accelfn.data import shard_sequence
 
     if options.batch is not None:
         return call_on_meta(options.batch)
     if options.batch_size is None:
         return None
+    return _text(ctx, model, options.batch_size, options.sequence_length)
+
+
+def _text(ctx: Context, model: nn.Module, rows: int, length: int) -> Any:
+    """Return this rank's part of a batch of text."""
+    import torch
+
+    from accelfn.data import shard_sequence
+
     kind = type(model).__name__
     if getattr(model, "main_input_name", None) != "input_ids":
         raise ConfigurationError(
             f"--batch_size makes a batch of text, as models of transformers take it, and {kind} says nothing "
             "of input_ids. Use --batch MODULE:FUNCTION, a function that gives what the model is called with."
         )
-    ids = torch.empty(options.batch_size, options.sequence_length, dtype=torch.long, device="meta")
+    ids = torch.empty(rows, length, dtype=torch.long, device="meta")
     batch = {"input_ids": ids}
     if kind.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel")):
         batch["labels"] = ids
@@ -122,7 +273,23 @@ def read_mesh(text: str) -> dict[str, int]:
 def _context(options: argparse.Namespace) -> Context:
     """Return the context that a script would have, started with the configuration on ranks of the mesh."""
     from accelfn.context import plan_context
-    from accelfn.context.config import ParallelismConfig
+
+    asked, size = _asked(options)
+    if size is None:
+        raise ConfigurationError(
+            f"{options.config_file} says neither num_processes nor a mesh. Add --mesh, such as dp_shard=8."
+        )
+    return plan_context(size, **asked)
+
+
+def _asked(options: argparse.Namespace) -> tuple[ContextOptions, int | None]:
+    """Return the options of a context that the arguments ask for, and the number of its ranks."""
+    from accelfn.context.config import (
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        ParallelismConfig,
+        PipelineParallelConfig,
+    )
 
     asked: ContextOptions = {}
     size: int | None = None
@@ -130,15 +297,21 @@ def _context(options: argparse.Namespace) -> Context:
         asked, size = _configured(options.config_file)
     if options.mesh is not None:
         sizes: dict[str, Any] = {f"{axis}_size": size for axis, size in read_mesh(options.mesh).items()}
+        if options.num_microbatches is not None:
+            sizes["pp_handler"] = PipelineParallelConfig(num_microbatches=options.num_microbatches)
         asked["parallelism_config"] = ParallelismConfig(**sizes)
         size = asked["parallelism_config"].total_size
     if options.mixed_precision is not None:
         asked["mixed_precision"] = options.mixed_precision
-    if size is None:
-        raise ConfigurationError(
-            f"{options.config_file} says neither num_processes nor a mesh. Add --mesh, such as dp_shard=8."
+    if options.activation_checkpointing:
+        plugin = asked.get("fsdp_plugin") or FullyShardedDataParallelPlugin(fsdp_version=2)
+        asked["fsdp_plugin"] = replace(plugin, activation_checkpointing=True)
+    if options.gradient_accumulation_steps is not None:
+        asked.pop("gradient_accumulation_steps", None)
+        asked["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
+            num_steps=options.gradient_accumulation_steps, sync_each_batch=options.sync_each_batch
         )
-    return plan_context(size, **asked)
+    return asked, size
 
 
 def _configured(path: str) -> tuple[ContextOptions, int | None]:

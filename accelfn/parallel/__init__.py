@@ -10,6 +10,12 @@ from accelfn.parallel.experts import (
 from accelfn.parallel.facts import ModelFacts as ModelFacts, read_facts as read_facts
 from accelfn.parallel.fp8 import Fp8Plan as Fp8Plan, plan_fp8 as plan_fp8
 from accelfn.parallel.handle import is_replicated as is_replicated
+from accelfn.parallel.mesh_search import (
+    Layout as Layout,
+    MeshSearch as MeshSearch,
+    RefusedMesh as RefusedMesh,
+    search_meshes as search_meshes,
+)
 from accelfn.parallel.pipeline_plan import (
     PipelinePlan as PipelinePlan,
     SchedulePlan as SchedulePlan,
@@ -20,4 +26,11 @@ from accelfn.parallel.pipeline_plan import (
 from accelfn.parallel.plan import ModelPlan as ModelPlan, plan_model as plan_model
 from accelfn.parallel.replicate import convert_sync_batchnorm as convert_sync_batchnorm
 from accelfn.parallel.shard import ShardPlan as ShardPlan, register_forward_method as register_forward_method
+from accelfn.parallel.step_traffic import (
+    Cluster as Cluster,
+    Exchange as Exchange,
+    Link as Link,
+    Traffic as Traffic,
+    plan_traffic as plan_traffic,
+)
 from accelfn.parallel.tensor import TensorPlan as TensorPlan, plan_tensor as plan_tensor

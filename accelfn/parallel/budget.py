@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from accelfn.context import Context, check_context
-from accelfn.errors import ConfigurationError
-from accelfn.parallel.dry_run import StageCost, dry_run
-from accelfn.parallel.facts import ModelFacts, owner_of, read_facts, table_text
-from accelfn.parallel.pipeline_plan import SchedulePlan
-from accelfn.parallel.plan import ModelPlan, plan_at
+from accelfn.parallel.facts import ModelFacts, table_text
+from accelfn.parallel.optimizer_states import OptimizerKind, OptimizerStates, states_of
+from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.shard import ShardPlan
-from accelfn.tree import count_rows, slice_tensors
+from accelfn.parallel.step_plan import StepPlan, plan_step
+from accelfn.parallel.step_traffic import Cluster, traffic_at, whole_units
+from accelfn.parallel.zero import ZeroPlan, memory_of_zero
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text
-
-
-class _States(NamedTuple):
-    """States of a torch optimizer per parameter: tensors like it, and a float32 count of its steps."""
-
-    likes: int
-    counts: bool
-
-
-OPTIMIZERS: Mapping[str, _States] = MappingProxyType(
-    {
-        "adamw": _States(2, counts=True),
-        "adam": _States(2, counts=True),
-        "adagrad": _States(1, counts=True),
-        "rmsprop": _States(1, counts=True),
-        "momentum": _States(1, counts=False),
-        "sgd": _States(0, counts=False),
-    }
-)
-"""The supported optimizers; "momentum" is SGD with momentum."""
-
-_COUNT_BYTES = 4
 
 # Names and colors of the SVG.
 _PARTS = (
@@ -70,7 +46,8 @@ class Budget(NamedTuple):
         gradients: Gradients of the trained ones, as the optimizer gets them.
         optimizer: States of the optimizer.
         optimizer_name: Name of the optimizer.
-        buckets: Buffers in which ``DistributedDataParallel`` averages gradients; 0 if gradients are views.
+        buckets: Buffers in which ``DistributedDataParallel`` averages gradients, 0 if gradients are views; or
+            those of DeepSpeed, whose size doesn't depend on the model.
         gathered: Most bytes of gathered units at once: the rest of the model, the unit that computes, and the
             next one. All units if they aren't freed after their forward pass.
         unreduced: Unsharded gradients until the last batch of an accumulation window; 0 if each batch is
@@ -165,7 +142,7 @@ def plan_memory(
     model: nn.Module | ModelFacts,
     *,
     plan: ModelPlan | None = None,
-    optimizer: str = "adamw",
+    optimizer: OptimizerKind = "adamw",
     batch: Any = None,
     loss_fn: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Budget:
@@ -183,8 +160,9 @@ def plan_memory(
         model: Not prepared yet; its parameters may be on the meta device. Or its facts.
         plan: The model's own plan, which in a pipeline covers this rank's stages only; None for that of
             :func:`accelfn.plan_model`.
-        optimizer: "adamw", "adam", "adagrad", "rmsprop", "momentum" or "sgd", as in torch; states have the
-            dtypes of the parameters.
+        optimizer: "adamw", "adam", "adagrad", "rmsprop", "momentum" or "sgd", as in torch; a class or
+            function that is called with parameters and returns an optimizer, which takes a step on parameters
+            without memory; or a number: bytes of states per parameter.
         batch: One batch of a rank, as passed to the loss function, on any device: only shapes and dtypes
             count. Where sequences are shared, this rank's shards, as of :func:`accelfn.shard_sequence`. None
             to leave activations out.
@@ -193,8 +171,8 @@ def plan_memory(
             is a mapping, ``model(*batch)`` if it is a list or tuple, else ``model(batch)``.
 
     Raises:
-        ConfigurationError: The optimizer is unknown, or the options don't fit the model; or with a batch, the
-            computation depends on values, or experts are spread over ranks.
+        ConfigurationError: The optimizer is unknown or can't step without memory, or the options don't fit
+            the model; or with a batch, the computation depends on values, or experts are spread over ranks.
         ValueError: In a pipeline, the batch can't be split along its rows.
         Exception: Raised by the model or the loss function.
 
@@ -209,178 +187,94 @@ def plan_memory(
     320000
     """
     check_context("plan_memory", ctx)
-    if optimizer not in OPTIMIZERS:
-        close = get_close_matches(optimizer, OPTIMIZERS, 1)
-        raise ConfigurationError(
-            f"plan_memory: unknown optimizer {optimizer!r}. "
-            f"{f'Did you mean {close[0]!r}? ' if close else ''}Use one of {', '.join(OPTIMIZERS)}."
-        )
-    facts = model if isinstance(model, ModelFacts) else read_facts(model)
-    if plan is not None:
-        plans = {ctx.coordinate("pp"): plan}
-    else:
-        plans = {place: plan_at(ctx, model, place) for place in range(ctx.axis_size("pp"))}
-    runs, schedule = None, next(iter(plans.values())).schedule
-    if batch is not None:
-        if isinstance(model, ModelFacts):
-            raise ConfigurationError(
-                "plan_memory: a batch needs a run of the model, and facts have no forward. Pass the model, "
-                "whose parameters may be on the meta device."
-            )
-        if schedule is not None:
-            rows = count_rows(batch, "batch", "plan_memory: in a pipeline a batch is split into microbatches")
-            schedule = schedule.fit(rows)
-            size = rows // schedule.num_microbatches
-            batch = slice_tensors(batch, slice(size))
-        runs = dry_run(ctx, model, [*plans.values()], batch, loss_fn)
+    states = states_of(optimizer, "plan_memory")
+    step = plan_step(ctx, model, plan=plan, batch=batch, loss_fn=loss_fn)
     budgets = [
-        _budget(ctx, facts, one, place, optimizer)
-        if runs is None
-        else _with_batch(ctx, _budget(ctx, facts, one, place, optimizer), facts, one, place, runs, schedule)
-        for place, one in plans.items()
+        budget_at(ctx, step, place, states, traffic_at(ctx, step, place, Cluster()).moved)
+        for place in step.plans
     ]
     return max(budgets, key=lambda budget: budget.total)
 
 
-def _with_batch(
-    ctx: Context,
-    budget: Budget,
-    facts: ModelFacts,
-    plan: ModelPlan,
-    place: int,
-    runs: Sequence[StageCost],
-    schedule: SchedulePlan | None,
+def budget_at(
+    ctx: Context, step: StepPlan, place: int, states: OptimizerStates, moved: Mapping[str, int]
 ) -> Budget:
-    """Add activations and their traffic to a budget."""
-    num_batches = ctx.accumulation.num_steps
-    if schedule is None or plan.pipeline is None:
-        (run,) = runs
-        moved = {axis: num_batches * size for axis, size in run.moved.items()}
-        return budget._replace(
-            activations=run.kept, recomputed=run.recomputed, moved={**budget.moved, **moved}
-        )
-    stages = schedule.stages_of(place)
-    count = num_batches * schedule.num_microbatches
-    moved = Counter(budget.moved)
-    for stage in stages:
-        for axis, size in runs[stage].moved.items():
-            moved[axis] += count * size
-        # The activations of the stage before, and the gradients of the stage after.
-        of_others = {
-            stage - 1: runs[stage].received,
-            stage + 1: runs[stage + 1].received if stage + 1 < len(runs) else 0,
-        }
-        moved["pp"] += count * sum(
-            size for other, size in of_others.items() if size and schedule.rank_of(other) != place
-        )
-    return budget._replace(
-        activations=schedule.most_kept(place, {stage: runs[stage].kept for stage in stages}),
-        recomputed=max(runs[stage].recomputed for stage in stages),
-        moved=moved,
-    )
-
-
-def _budget(ctx: Context, facts: ModelFacts, plan: ModelPlan, place: int, optimizer: str) -> Budget:
-    """Return the budget of the ranks at a place along "pp", without a batch."""
-    states = OPTIMIZERS[optimizer]
-    own = facts
-    if plan.pipeline is not None and plan.schedule is not None:
-        own = plan.pipeline.local(facts, plan.schedule.stages_of(place))
-    local = own if plan.tensor is None else plan.tensor.local(own)
-    if plan.experts is not None:
-        local = plan.experts.local(local)
+    """Return the budget of the ranks at a place along "pp", which receive ``moved`` along each axis."""
+    if step.zero is not None:
+        return _budget_of_zero(step, step.zero, place, states, moved)
+    plan, facts = step.plans[place], step.facts
+    local = step.local(place)
     names = local.own_names
     shard = plan.shard
     numel = local.numel if shard is None else partial(shard.shard_numel, local)
     kept = {name: numel(name) * local.dtypes[name].itemsize for name in names}
     over = {name: 1 if shard is None else shard.shards_of(name) for name in names}
     trained = [name for name in names if name in facts.trainable]
+    shapes = Counter((_shard_shape(shard, local, name), local.dtypes[name]) for name in trained)
     parameters = sum(kept.values())
     gradients = sum(kept[name] for name in trained)
     ddp = ctx.strategy.ddp
     has_buckets = plan.engine == "ddp" and ctx.reduction is None and not ddp.gradient_as_bucket_view
-    holds_whole = ctx.accumulation.num_steps > 1 and not ctx.accumulation.sync_each_batch
+    holds_whole = step.num_batches > 1 and not ctx.accumulation.sync_each_batch
+    activations, recomputed = activations_at(step, place)
     return Budget(
         num_ranks=plan.mesh.num_ranks,
         whole=facts.size_bytes(*facts.own_names),
         parameters=parameters,
         padding=parameters - sum(local.size_bytes(name) // over[name] for name in names),
         gradients=gradients,
-        optimizer=states.likes * gradients + (_COUNT_BYTES * len(trained) if states.counts else 0),
-        optimizer_name=optimizer,
+        optimizer=sum(count * states.bytes_of(*one) for one, count in shapes.items()),
+        optimizer_name=states.name,
         buckets=gradients if has_buckets else 0,
-        gathered=0 if shard is None else _gathered(shard, local),
+        gathered=0 if shard is None else _gathered(whole_units(plan, local), shard.reshard),
         unreduced=shard.unreduced_bytes if shard is not None and holds_whole else 0,
-        activations=None,
-        recomputed=0,
-        moved=_moved(ctx, plan, local, gradients)
-        | _shared(ctx, plan, {name: kept[name] for name in trained}),
+        activations=activations,
+        recomputed=recomputed,
+        moved=moved,
         offload=shard is not None and shard.offload,
     )
 
 
-def _whole_units(plan: ShardPlan, facts: ModelFacts) -> dict[str, int]:
-    """Return the gathered bytes of each unit; the last is the rest of the model."""
-    units = frozenset(plan.units)
-    sizes = dict.fromkeys(plan.units, 0)
-    for name in facts.own_names:
-        if name not in plan.left_out:
-            dtype = plan.param_dtype or facts.dtypes[name]
-            owner = cast("str", owner_of(name, units))
-            sizes[owner] += plan.shards_of(name) * plan.shard_numel(facts, name) * dtype.itemsize
-    return sizes
+def _budget_of_zero(
+    step: StepPlan, zero: ZeroPlan, place: int, states: OptimizerStates, moved: Mapping[str, int]
+) -> Budget:
+    """Return the budget of a rank where DeepSpeed trains."""
+    facts = step.facts
+    activations, recomputed = activations_at(step, place)
+    return Budget(
+        num_ranks=zero.num_ranks,
+        whole=facts.size_bytes(*facts.own_names),
+        **memory_of_zero(zero, facts, states)._asdict(),
+        optimizer_name=f"{states.name}{', with float32 copies of the parameters' * (zero.stage > 0)}",
+        unreduced=0,
+        activations=activations,
+        recomputed=recomputed,
+        moved=moved,
+        offload=False,
+    )
 
 
-def _gathered(plan: ShardPlan, facts: ModelFacts) -> int:
-    *units, rest = _whole_units(plan, facts).values()
-    return rest + sum(sorted(units)[-2:] if plan.reshard else units)
+def _shard_shape(shard: ShardPlan | None, facts: ModelFacts, name: str) -> tuple[int, ...]:
+    """Return the shape of a rank's shard of a parameter."""
+    shape = facts.shapes[name]
+    if shard is None or shard.shards_of(name) == 1:
+        return shape
+    dim, num_shards = shard.expert_dims.get(name, 0), shard.shards_of(name)
+    return (*shape[:dim], -(-shape[dim] // num_shards), *shape[dim + 1 :])
 
 
-def _moved(ctx: Context, plan: ModelPlan, facts: ModelFacts, gradients: int) -> dict[str, int]:
-    """Return the bytes of parameters and gradients that a rank receives in a step, by axis."""
-    window = ctx.accumulation
-    reductions = window.num_steps if window.sync_each_batch else 1
-    if plan.shard is None:
-        copies = plan.mesh.size("loss") if plan.engine == "ddp" else 1
-        axes = " x ".join(plan.mesh.active("loss"))
-        return {axes: reductions * _received(2 * gradients, copies)} if copies > 1 else {}
-    shard = plan.shard
-    units = _whole_units(shard, facts)
-    dtype = shard.reduce_dtype or shard.param_dtype
-    moved: dict[str, int] = {}
-    for are_experts in (False, True):
-        shards = shard.num_expert_shards if are_experts else shard.num_shards
-        reduced = sum(
-            shards * shard.shard_numel(facts, name) * (dtype or facts.dtypes[name]).itemsize
-            for name in facts.own_names
-            if name in facts.trainable and name not in shard.left_out
-            if (name in shard.expert_dims) == are_experts
-        )
-        own = {name: size for name, size in units.items() if (name in shard.expert_units) == are_experts}
-        # The rest of the model, "", stays gathered until its backward pass.
-        gathers = sum((2 if name and shard.reshard else 1) * size for name, size in own.items())
-        received = _received(window.num_steps * gathers + reductions * reduced, shards)
-        axes = " x ".join(plan.mesh.parts("eshard") if are_experts else plan.mesh.active("shard"))
-        if shard.num_replicas > 1 and own:
-            between = _received(2 * reduced // shards, shard.num_replicas)
-            moved["dp_replicate"] = moved.get("dp_replicate", 0) + reductions * between
-        if shards > 1 and own:
-            moved[axes] = received
-    return moved
+def activations_at(step: StepPlan, place: int) -> tuple[int | None, int]:
+    """Return the activations at once of a rank at a place, and those that are recomputed."""
+    if step.stages is None:
+        return None, 0
+    if step.schedule is None:
+        (stage,) = step.stages
+        return stage.kept, stage.recomputed
+    own = step.schedule.stages_of(place)
+    kept = step.schedule.most_kept(place, {stage: step.stages[stage].kept for stage in own})
+    return kept, max(step.stages[stage].recomputed for stage in own)
 
 
-def _shared(ctx: Context, plan: ModelPlan, gradients: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes received for gradients of parameters that other pipeline ranks hold too."""
-    if plan.pipeline is None or plan.schedule is None:
-        return {}
-    reductions = ctx.accumulation.num_steps if ctx.accumulation.sync_each_batch else 1
-    others = {
-        name: len({plan.schedule.rank_of(stage) for stage in plan.pipeline.of(name)}) - 1
-        for name in gradients
-    }
-    size = reductions * sum(others[name] * size for name, size in gradients.items())
-    return {"pp": size} if size else {}
-
-
-def _received(size: int, num_ranks: int) -> int:
-    return size * (num_ranks - 1) // num_ranks
+def _gathered(sizes: Mapping[str, int], reshard: bool) -> int:
+    *units, rest = sizes.values()
+    return rest + sum(sorted(units)[-2:] if reshard else units)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from inspect import Parameter, getsource, signature
 from math import prod
 from textwrap import dedent
@@ -109,6 +109,37 @@ class ModelFacts(NamedTuple):
     def size_bytes(self, *names: str) -> int:
         """Return the bytes of the named parameters."""
         return sum(prod(self.shapes[name]) * self.dtypes[name].itemsize for name in names)
+
+    def only(self, modules: Container[str], parameters: Container[str]) -> ModelFacts:
+        """Return the facts of a part of the model.
+
+        Args:
+            modules: Names of the modules that are left.
+            parameters: Names of the parameters that are left.
+        """
+        ties = (tuple(name for name in group if name in parameters) for group in self.ties)
+        return self._replace(
+            shapes={name: shape for name, shape in self.shapes.items() if name in parameters},
+            dtypes={name: dtype for name, dtype in self.dtypes.items() if name in parameters},
+            trainable=frozenset(name for name in self.trainable if name in parameters),
+            ties=tuple(group for group in ties if len(group) > 1),
+            kinds={name: kind for name, kind in self.kinds.items() if name in modules},
+            order=tuple(name for name in self.order if self.aliases.get(name, name) in modules),
+            aliases={name: first for name, first in self.aliases.items() if first in modules},
+            blocks=tuple(name for name in self.blocks if name in modules),
+            containers=frozenset(name for name in self.containers if name in modules),
+            layers={name: layer for name, layer in self.layers.items() if name in modules},
+            heads={name: heads for name, heads in self.heads.items() if name in modules},
+            experts={name: experts for name, experts in self.experts.items() if name in modules},
+        )
+
+    def without(self, blocks: Collection[str]) -> ModelFacts:
+        """Return the facts of the model without some blocks."""
+        gone = set(blocks)
+        return self.only(
+            {name for name in self.kinds if owner_of(name, gone) is None},
+            {name for name in self.shapes if owner_of(name, gone) is None},
+        )
 
 
 def read_facts(model: nn.Module) -> ModelFacts:

@@ -241,27 +241,31 @@ def without_compile(model: M) -> M:
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
-def plan_recompute(
-    facts: ModelFacts, units: Iterable[str], model: nn.Module | None = None
-) -> tuple[str, ...]:
+def refuse_own_recomputation(model: nn.Module) -> None:
+    """Refuse a model that recomputes activations by itself.
+
+    Raises:
+        ConfigurationError: Its own ``gradient_checkpointing`` is on.
+    """
+    for name, module in modules_of(model).items():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ConfigurationError(
+                f"fsdp_plugin: activation_checkpointing is set, and {name or 'the model'} has its own "
+                "gradient_checkpointing on: blocks would be computed three times. Turn one of them off."
+            )
+
+
+def plan_recompute(facts: ModelFacts, units: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the modules whose activations are recomputed in the backward pass. Pure.
 
     Args:
         facts: Of the model.
         units: The units that FSDP gathers, or would gather on several ranks. Of nested units the outermost
             is recomputed.
-        model: The model of the facts, if there is one.
 
     Raises:
-        ConfigurationError: The model itself is the only unit: recomputing it at once would save nothing. Or
-            it recomputes already, by its own ``gradient_checkpointing``.
+        ConfigurationError: The model itself is the only unit: recomputing it at once would save nothing.
     """
-    for name, module in () if model is None else modules_of(model).items():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise ConfigurationError(
-                f"fsdp_plugin: activation_checkpointing is set, and {name or 'the model'} has its own "
-                "gradient_checkpointing on: blocks would be computed three times. Turn one of them off."
-            )
     chosen = set(units) - {""}
     if not chosen:
         raise ConfigurationError(

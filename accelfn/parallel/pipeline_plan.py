@@ -222,23 +222,7 @@ class PipelinePlan(NamedTuple):
         held = {name for index in own for name in self.stages[index].parameters}
         others = self.elsewhere(own)
         modules = {name for name in facts.kinds if owner_of(name, others) is None}
-        ties = (tuple(name for name in group if name in held) for group in facts.ties)
-        return facts._replace(
-            shapes={name: shape for name, shape in facts.shapes.items() if name in held},
-            dtypes={name: dtype for name, dtype in facts.dtypes.items() if name in held},
-            trainable=facts.trainable & held,
-            ties=tuple(group for group in ties if len(group) > 1),
-            kinds={name: kind for name, kind in facts.kinds.items() if name in modules},
-            order=tuple(name for name in facts.order if facts.aliases.get(name, name) in modules),
-            aliases={name: first for name, first in facts.aliases.items() if first in modules},
-            blocks=tuple(name for name in facts.blocks if name in modules),
-            containers=facts.containers & modules,
-            layers={name: layer for name, layer in facts.layers.items() if name in modules},
-            heads={name: module_heads for name, module_heads in facts.heads.items() if name in modules},
-            experts={
-                name: module_experts for name, module_experts in facts.experts.items() if name in modules
-            },
-        )
+        return facts.only(modules, held)
 
     def __str__(self) -> str:
         """Return the plan as a table."""
@@ -293,7 +277,7 @@ def plan_stages(
     0      0 ... 1 (2)  -              6           24 B
     1      2            -              6           24 B
     """
-    blocks = _with_named(facts, _blocks(facts), split)
+    blocks = _with_named(facts, outer_blocks(facts), split)
     if num_stages < 1:
         raise ConfigurationError(f"plan_stages: num_stages must be at least 1, got {num_stages}.")
     if len(blocks) < num_stages and num_stages > 1:
@@ -378,7 +362,7 @@ def _slot(facts: ModelFacts, parameter: str) -> str:
     return f"{facts.aliases.get(module, module)}.{leaf}"
 
 
-def _blocks(facts: ModelFacts) -> tuple[str, ...]:
+def outer_blocks(facts: ModelFacts) -> tuple[str, ...]:
     """Return the modules that run one after another, in the order of registration."""
     if facts.kinds[""] == "Sequential":
         return _items(facts, "")
@@ -400,7 +384,10 @@ def _blocks(facts: ModelFacts) -> tuple[str, ...]:
 def _with_named(facts: ModelFacts, blocks: tuple[str, ...], split: Sequence[str]) -> tuple[str, ...]:
     """Add the other modules in ``split`` to the blocks, in the order of calls."""
     known = set(blocks)
-    around = {name for name in facts.kinds if any(block.startswith(f"{name}.") for block in blocks)}
+    around = {""}
+    for block in blocks:
+        while block := block.rpartition(".")[0]:
+            around.add(block)
     for name in split:
         if name and name in facts.kinds and name not in around and owner_of(name, known) is None:
             known.add(name)

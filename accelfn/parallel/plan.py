@@ -22,7 +22,14 @@ from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_atte
 from accelfn.parallel.engines import XlaShardPlan, apply_xla, plan_xla
 from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
 from accelfn.parallel.facts import ModelFacts, read_facts, table_text
-from accelfn.parallel.forward import check_each_forward, compile_, plan_recompute, plan_regions, recompute
+from accelfn.parallel.forward import (
+    check_each_forward,
+    compile_,
+    plan_recompute,
+    plan_regions,
+    recompute,
+    refuse_own_recomputation,
+)
 from accelfn.parallel.fp8 import Fp8Plan, apply_fp8, plan_fp8_of, run_in_fp8
 from accelfn.parallel.handle import LocalHandle
 from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release, retie
@@ -219,6 +226,21 @@ def plan_model(
     return plan_at(ctx, model, ctx.coordinate("pp"), engine=engine)
 
 
+class Outline(NamedTuple):
+    """What all places along "pp" share: the complete model, and how it is spread."""
+
+    facts: ModelFacts
+    model: nn.Module | None
+    mesh: MeshPlan
+    engine: Engine
+    pipeline: PipelinePlan | None
+    schedule: SchedulePlan | None
+    experts: ExpertPlan | None
+    tensor: TensorPlan | None
+    ignored: tuple[str, ...]
+    fp8: Fp8Plan | None
+
+
 def plan_at(
     ctx: Context,
     model: nn.Module | ModelFacts,
@@ -227,43 +249,77 @@ def plan_at(
     engine: Literal["ddp", "shard"] | None = None,
 ) -> ModelPlan:
     """Return the plan for the ranks at a place along "pp"; see :func:`plan_model`."""
-    facts = model if isinstance(model, ModelFacts) else read_facts(model)
+    return plan_place(ctx, plan_outline(ctx, model, engine), place)
+
+
+def plan_places(
+    ctx: Context, model: nn.Module | ModelFacts, facts: ModelFacts | None = None
+) -> tuple[ModelPlan, ...]:
+    """Return the plan for each place along "pp"; see :func:`plan_model`. Pure.
+
+    Args:
+        ctx: The mesh and the options.
+        model: The model, or its facts.
+        facts: Those of the model, if they have been read.
+    """
+    outline = plan_outline(ctx, model, facts=facts)
+    return tuple(plan_place(ctx, outline, place) for place in range(ctx.axis_size("pp")))
+
+
+def plan_outline(
+    ctx: Context,
+    model: nn.Module | ModelFacts,
+    engine: Literal["ddp", "shard"] | None = None,
+    facts: ModelFacts | None = None,
+    tensor: TensorPlan | None = None,
+) -> Outline:
+    """Return what the plans of all places share; see :func:`plan_places`. ``tensor`` may be planned."""
     real = None if isinstance(model, ModelFacts) else model
+    outline = facts or (model if isinstance(model, ModelFacts) else read_facts(model))
     mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
     chosen = _choose_engine(ctx, mesh, engine)
     parallelism = ctx.strategy.parallelism
-    own_names = facts.own_names
-    outline = facts
-    pipeline, schedule, tensor = None, None, None
+    pipeline, schedule = None, None
     if mesh.size("pp") > 1:
         config = (None if parallelism is None else parallelism.pp_handler) or PipelineParallelConfig()
         schedule = plan_schedule(config, mesh.size("pp"))
         _check_schedule(schedule, ctx, chosen)
-        pipeline = plan_stages(facts, schedule.num_stages, split=config.split, last=config.last)
-        facts = pipeline.local(facts, schedule.stages_of(place))
+        pipeline = plan_stages(outline, schedule.num_stages, split=config.split, last=config.last)
     experts = None
     if chosen == "shard" and mesh.size("ep") > 1:
-        experts = _plan_experts(ctx, outline, mesh).only(facts)
-    if mesh.size("tp") > 1:
+        experts = _plan_experts(ctx, outline, mesh)
+    if mesh.size("tp") > 1 and tensor is None:
         handler = None if parallelism is None else parallelism.tp_handler
         tensor = plan_tensor(handler or TorchTensorParallelConfig(), outline, mesh.size("tp"))
-        if pipeline is not None:
-            tensor = tensor.only(facts)
+    plugin = ctx.strategy.fsdp
+    if plugin is not None and plugin.activation_checkpointing and real is not None:
+        refuse_own_recomputation(real)
+    ignored: tuple[str, ...] = ()
+    if chosen == "shard" and plugin is not None and plugin.ignored_modules is not None:
+        ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), outline)
+    fp8 = plan_fp8_of(ctx, outline, real, engine=chosen, axes=mesh.active(), ignored=ignored)
+    return Outline(outline, real, mesh, chosen, pipeline, schedule, experts, tensor, ignored, fp8)
+
+
+def plan_place(ctx: Context, outline: Outline, place: int) -> ModelPlan:
+    """Return the plan for the ranks at a place along "pp"."""
+    facts, real, mesh, chosen, pipeline, schedule, experts, tensor, ignored, fp8 = outline
+    own_names = facts.own_names
+    if pipeline is not None and schedule is not None:
+        facts = pipeline.local(facts, schedule.stages_of(place))
+        experts = None if experts is None else experts.only(facts)
+        tensor = None if tensor is None else tensor.only(facts)
+        fp8 = None if fp8 is None else fp8.only(facts)
+        ignored = tuple(name for name in ignored if name in facts.shapes)
     plugin = ctx.strategy.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
     local = facts if tensor is None else tensor.local(facts)
     if experts is not None:
         local = experts.local(local)
-    ignored: tuple[str, ...] = ()
-    if chosen == "shard" and plugin.ignored_modules is not None:
-        ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), facts)
-    fp8 = plan_fp8_of(ctx, outline, real, engine=chosen, axes=mesh.active(), ignored=ignored)
-    if fp8 is not None:
-        fp8 = fp8.only(facts)
     shard, recomputed = None, ()
     if chosen == "shard" or plugin.activation_checkpointing:
         units = choose_units(plugin, local, _wrapped(plugin, real))
         if plugin.activation_checkpointing:
-            recomputed = plan_recompute(facts, units, real)
+            recomputed = plan_recompute(facts, units)
         if chosen == "shard":
             shard = plan_shard(
                 plugin,
@@ -277,8 +333,8 @@ def plan_at(
             )
     return ModelPlan(
         model=facts.kinds[""],
-        num_parameters=outline.numel(*own_names),
-        num_trainable=outline.numel(*(name for name in own_names if name in outline.trainable)),
+        num_parameters=outline.facts.numel(*own_names),
+        num_trainable=outline.facts.numel(*(name for name in own_names if name in outline.facts.trainable)),
         mesh=mesh,
         pipeline=pipeline,
         schedule=schedule,

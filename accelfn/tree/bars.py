@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class Bar(NamedTuple):
     Attributes:
         name: First label; "" if it is the same as above.
         kind: Second label.
-        sizes: Sizes of the parts, in bytes.
+        sizes: Sizes of the parts, all in one unit.
     """
 
     name: str
@@ -27,13 +27,20 @@ class Bar(NamedTuple):
     sizes: Sequence[int]
 
 
-def draw_bars_svg(about: Sequence[str], bars: Sequence[Bar], parts: Sequence[tuple[str, str]]) -> str:
+def draw_bars_svg(
+    about: Sequence[str],
+    bars: Sequence[Bar],
+    parts: Sequence[tuple[str, str]],
+    *,
+    text: Callable[[int], str] = size_text,
+) -> str:
     """Draw bars on one scale, each labelled with its total, and a legend. Pure.
 
     Args:
         about: Lines above the bars; the first is the title.
         bars: Bars from top to bottom.
         parts: Name and color of each part, in order; a bar may have fewer parts.
+        text: Formats the total of a bar.
 
     Returns:
         An SVG document.
@@ -42,7 +49,7 @@ def draw_bars_svg(about: Sequence[str], bars: Sequence[Bar], parts: Sequence[tup
     names = max((len(bar.name) for bar in bars), default=0) * _CHAR
     kinds = max((len(bar.kind) for bar in bars), default=0) * _CHAR
     left = _EDGE + names + _CHAR + kinds + _CHAR
-    sizes = max((len(size_text(sum(bar.sizes))) for bar in bars), default=0) * _CHAR
+    sizes = max((len(text(sum(bar.sizes))) for bar in bars), default=0) * _CHAR
     legend = sum(len(name) * _CHAR + 40 for name, _ in parts)
     width = max(
         left + _WIDTH + _CHAR + sizes + _EDGE,
@@ -64,7 +71,7 @@ def draw_bars_svg(about: Sequence[str], bars: Sequence[Bar], parts: Sequence[tup
                 length = _WIDTH * size / most
                 lines.append(_rect(at, top, length, _BAR, color))
                 at += length
-        lines.append(_text(round(at) + _CHAR, top, size_text(sum(bar.sizes)), _INK))
+        lines.append(_text(round(at) + _CHAR, top, text(sum(bar.sizes)), _INK))
         top += _ROW
     top += _ROW // 2
     at = float(_EDGE)

@@ -19,7 +19,7 @@ import accelfn as af
 from accelfn import Budget, Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import read_facts
-from accelfn.parallel.budget import OPTIMIZERS
+from accelfn.parallel.optimizer_states import OPTIMIZERS
 from accelfn.testing import run_ranks
 from tests.parallel.expert_models import SparseGPT
 from tests.parallel.tensor_models import GPT, LENGTH, PLAN

@@ -17,7 +17,7 @@ from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.context.config import DynamoBackend, TorchDynamoPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import read_facts
-from accelfn.parallel.forward import plan_recompute
+from accelfn.parallel.forward import plan_recompute, refuse_own_recomputation
 from accelfn.testing import run_ranks
 from accelfn.tree import local_of
 from tests.parallel import tensor_models as tm
@@ -150,7 +150,7 @@ def test_outer_units_are_recomputed_and_a_single_one_is_refused() -> None:
     own: Any = Nested()
     own.first.gradient_checkpointing = True  # as models of transformers say it
     with pytest.raises(ConfigurationError, match="first has its own gradient_checkpointing on"):
-        plan_recompute(facts, ("first", ""), own)
+        refuse_own_recomputation(own)
 
 
 def test_the_plan_says_what_is_recomputed() -> None:

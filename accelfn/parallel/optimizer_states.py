@@ -1,0 +1,108 @@
+"""The memory of an optimizer's states, from a step on parameters without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from accelfn.errors import ConfigurationError
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+OptimizerKind = str | MakeOptimizer | float
+"""The name of an optimizer, a class or function that makes one of parameters, or bytes per parameter."""
+
+OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType(
+    {
+        "adamw": torch.optim.AdamW,
+        "adam": torch.optim.Adam,
+        "adagrad": torch.optim.Adagrad,
+        "rmsprop": torch.optim.RMSprop,
+        "momentum": partial(torch.optim.SGD, momentum=0.9),
+        "sgd": torch.optim.SGD,
+    }
+)
+"""The optimizers with names; "momentum" is SGD with momentum."""
+
+
+class OptimizerStates(NamedTuple):
+    """The states of an optimizer.
+
+    Attributes:
+        name: Of the optimizer, for people.
+        make: Makes it; None if it is known by ``per_parameter`` only.
+        per_parameter: Bytes per element of a parameter, without ``make``.
+        found: Bytes of the states of a parameter, by its shape and dtype; filled as they are asked for.
+    """
+
+    name: str
+    make: MakeOptimizer | None
+    per_parameter: float
+    found: dict[tuple[tuple[int, ...], torch.dtype], int]
+
+    def bytes_of(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Return the bytes of the states of one parameter.
+
+        Raises:
+            ConfigurationError: The optimizer can't step without memory.
+
+        >>> states_of("adamw", "a plan").bytes_of((10, 2), torch.float32)  # two like it, and a count
+        164
+        """
+        if (shape, dtype) not in self.found:
+            self.found[shape, dtype] = self._measure(shape, dtype)
+        return self.found[shape, dtype]
+
+    def _measure(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        if self.make is None:
+            return round(self.per_parameter * parameter.numel())
+        parameter.grad = torch.empty_like(parameter)
+        try:
+            optimizer = self.make([parameter])
+            cast("Any", optimizer).step()
+        except Exception as error:
+            raise ConfigurationError(
+                f"a plan with optimizer={self.name}: it can't step a parameter of shape {shape} without "
+                f"memory ({type(error).__name__}: {error}). Pass the bytes of its states per parameter "
+                "instead, such as optimizer=8.0 for two of float32."
+            ) from error
+        leaves: list[Any] = _pytree.tree_leaves(dict(optimizer.state))
+        storages: list[Any] = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def states_of(kind: OptimizerKind, caller: str) -> OptimizerStates:
+    """Return the states of an optimizer that a caller names. Pure.
+
+    Args:
+        kind: Its name, what makes it, or the bytes of its states per parameter.
+        caller: Name of the public function, for errors.
+
+    Raises:
+        ConfigurationError: It is unknown, or the number is negative.
+
+    >>> states_of(0.5, "a plan").name
+    '0.5 bytes per parameter'
+    """
+    if isinstance(kind, (int, float)):
+        if not kind >= 0:
+            raise ConfigurationError(f"{caller}: bytes per parameter can't be negative, got {kind}.")
+        return OptimizerStates(f"{kind:g} bytes per parameter", None, float(kind), {})
+    if not isinstance(kind, str):
+        inner = kind.func if isinstance(kind, partial) else kind
+        return OptimizerStates(getattr(inner, "__name__", type(inner).__name__), kind, 0.0, {})
+    if kind not in OPTIMIZERS:
+        close = get_close_matches(kind, OPTIMIZERS, 1)
+        raise ConfigurationError(
+            f"{caller}: unknown optimizer {kind!r}. "
+            f"{f'Did you mean {close[0]!r}? ' if close else ''}Use one of {', '.join(OPTIMIZERS)}; a class; "
+            "or the bytes of its states per parameter."
+        )
+    return OptimizerStates(kind, OPTIMIZERS[kind], 0.0, {})
