@@ -57,6 +57,8 @@ class _Distribution(Distribution):
         metadata["Metadata-Version"] = "2.1"
         metadata["Name"] = _ALIAS
         metadata["Version"] = VERSION
+        # sentence-transformers takes a package for Accelerate by its name and this.
+        metadata["Home-page"] = "https://github.com/huggingface/accelerate"
         metadata["Summary"] = "accelfn under the name of Accelerate"
         return str(metadata)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -136,6 +137,28 @@ def model_has_dtensor(model: nn.Module) -> bool:
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
     """Return the class of that name among a module and the modules inside it."""
     return next((type(one) for one in module.modules() if type(one).__name__ == name), None)
+
+
+def get_parameters_from_modules(
+    modules: str | Iterable[nn.Module] | None, model: nn.Module, device: torch.device | str | None = None
+) -> set[nn.Parameter]:
+    """Return the parameters of modules, which are moved to ``device``.
+
+    Args:
+        modules: The modules, or a regular expression that matches their whole names in ``model``.
+        model: Where they are looked for by name.
+        device: None leaves them where they are.
+    """
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        named = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if named.fullmatch(name)]
+    chosen = [*modules]
+    if device is not None:
+        for module in chosen:
+            module.to(device)
+    return {parameter for module in chosen for parameter in module.parameters()}
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:

@@ -279,9 +279,9 @@ MODES = {
     "sft": sft,
     "sft with lora": sft_with_lora,
     "dpo": dpo,
-    "diffusion": diffusion,
     "sentences": sentences,
     "sentences by fit": sentences_fit,
+    "diffusion": diffusion,  # last: it leaves the world
 }
 
 
@@ -291,6 +291,7 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES))
     options = parser.parse_args()
     results: dict[str, Any] = {}
+    results["processes"] = accelerate.PartialState(cpu=True).num_processes
     for mode in options.modes.split(","):
         folder = options.folder / mode.replace(" ", "-")
         folder.mkdir(exist_ok=True)
@@ -301,7 +302,6 @@ def main() -> None:
             traceback.print_exc()
             results[mode] = {"error": f"{type(error).__name__}: {error}"}
     results["files"] = sorted({str(one.__file__) for name, one in accelerate_modules()})
-    results["processes"] = accelerate.PartialState().num_processes
     rank = os.environ.get("RANK", "0")
     (options.folder / f"results-{rank}.json").write_text(json.dumps(results))
 

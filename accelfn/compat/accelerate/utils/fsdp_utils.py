@@ -18,6 +18,9 @@ from accelfn.compat.constants import (
     SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME,
     WEIGHTS_NAME as WEIGHTS_NAME,
 )
+from accelfn.compat.helpers import (
+    get_parameters_from_modules as get_parameters_from_modules,
+)
 from accelfn.compat.missing import refuse as _refuse
 
 
