@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 import accelfn.checkpoint as checkpoint
@@ -97,8 +98,9 @@ class Saving(Holdings):
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes.
 
-        ``output_dir`` is a directory next to the future checkpoint; everything that hooks write into it
-        becomes part of the checkpoint. ``weights`` has the models' state dicts. A model isn't saved if the
+        ``models`` are the prepared ones, without DistributedDataParallel around them. ``output_dir`` is a
+        directory next to the future checkpoint; everything that hooks write into it becomes part of the
+        checkpoint. ``weights`` has the models' state dicts. A model isn't saved if the
         hook removes its state dict from the list on the main process.
 
         Returns:
@@ -109,7 +111,7 @@ class Saving(Holdings):
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
 
-        ``input_dir`` is the directory of the files that hooks wrote into the checkpoint, verified. A model
+        ``models`` are as for hooks that save. ``input_dir`` is the directory of the files that hooks wrote into the checkpoint, verified. A model
         that the hook removes from the list isn't loaded.
 
         Returns:
@@ -421,7 +423,7 @@ def _run_save_hooks(hooks: Hooks, models: Mapping[str, nn.Module], folder: Path)
     before = {name: dict(state) for name, state in states.items()}
     left = list(states.values())
     for hook in tuple(hooks.values()):
-        hook(list(models.values()), left, str(folder))
+        hook([_inside_replica(model) for model in models.values()], left, str(folder))
     kept = [name for name, state in states.items() if any(item is state for item in left)]
     are_same = all(
         states[name].keys() == before[name].keys()
@@ -438,10 +440,16 @@ def _run_save_hooks(hooks: Hooks, models: Mapping[str, nn.Module], folder: Path)
 
 def _run_load_hooks(hooks: Hooks, models: Mapping[str, nn.Module], place: Path) -> dict[str, nn.Module]:
     """Call ``hook(models, place)``, and return the models to load."""
-    left = list(models.values())
+    given = {name: _inside_replica(model) for name, model in models.items()}
+    left = list(given.values())
     for hook in tuple(hooks.values()):
         hook(left, str(place))
-    return {name: model for name, model in models.items() if any(item is model for item in left)}
+    return {name: models[name] for name, model in given.items() if any(item is model for item in left)}
+
+
+def _inside_replica(model: nn.Module) -> nn.Module:
+    """Return the model inside a DistributedDataParallel: hooks call its own methods, such as ``save_pretrained``."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _refuse_unknown(operation: str, options: Mapping[str, Any]) -> None:

@@ -66,7 +66,8 @@ def _first(ctx: Context, goes_first: bool, operation: str) -> Generator[None, No
     if ctx.world.size == 1:
         yield
         return
-    call = Call(operation, takes_long=True)
+    # One name for both blocks: nested ones meet in pairs that are of the one kind here and of the other there.
+    call = Call("main_process_first", takes_long=True)
     if not goes_first:
         agree(ctx, call)
     with failing_together(ctx, operation):
