@@ -85,7 +85,7 @@ def test_layouts_are_what_their_own_plans_say() -> None:
     assert {axis for one in found.layouts for axis in one.mesh.active()} == {*ALL} - {"cp", "sp"}
     order = [(one.traffic.step_s, one.budget.total) for one in found.layouts]
     assert order == sorted(order)
-    for one in found.layouts[::5]:
+    for one in found.layouts[::8]:
         check(one, mixed_precision="bf16")
 
 
@@ -130,7 +130,7 @@ def test_a_batch_is_split_until_it_fits() -> None:
 
 
 def test_a_search_prints_and_draws_the_best() -> None:
-    found = search(8)
+    found = search(8, axes=("pp", "dp_replicate", "dp_shard"))
     lines = str(found).splitlines()
     assert lines[0].split() == ["mesh", "batch", "memory", "computing", "waiting", "idle", "step"]
     assert [line.split()[0] for line in lines[1:11]] == [one.name for one in found.layouts[:10]]
