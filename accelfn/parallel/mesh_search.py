@@ -183,7 +183,7 @@ def search_meshes(
         memory: Bytes that each rank has.
         num_rows: Rows of a step on all ranks together.
         make_batch: Called with the context of a mesh and a number of rows, returns a batch of a rank that has
-            them, as :func:`accelfn.plan_memory` takes it.
+            them, as :func:`accelfn.plan_memory` takes it. A ``ValueError`` refuses the mesh.
         loss_fn: As in :func:`accelfn.plan_memory`.
         optimizer: As in :func:`accelfn.plan_memory`.
         axes: The axes of more than one rank in the meshes: some of "pp", "dp_replicate", "dp_shard", "cp",
@@ -412,11 +412,17 @@ class _Search:
         if key not in self._costs:
             try:
                 plan = plan_place(ctx, outline._replace(pipeline=None, schedule=None), 0)
-                batch = self._make_batch(ctx, rows)
+                batch = self._batch(ctx, rows)
                 self._costs[key] = dry_run(ctx, self._model, self._facts, [plan], batch, self._loss_fn)
             except ConfigurationError as error:
                 self._costs[key] = error
         return _or_raise(self._costs[key])
+
+    def _batch(self, ctx: Context, rows: int) -> Any:
+        try:
+            return self._make_batch(ctx, rows)
+        except ValueError as error:  # such as of sequences that ranks can't share
+            raise ConfigurationError(str(error)) from error
 
     def _places(self, outline: Outline) -> Iterator[_Place]:
         """List the places whose ranks have different modules, or other numbers of equal blocks."""

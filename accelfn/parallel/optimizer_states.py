@@ -64,15 +64,18 @@ class OptimizerStates(NamedTuple):
         if self.make is None:
             return round(self.per_parameter * parameter.numel())
         parameter.grad = torch.empty_like(parameter)
+        optimizer: torch.optim.Optimizer | None = None
         try:
             optimizer = self.make([parameter])
             cast("Any", optimizer).step()
         except Exception as error:
-            raise ConfigurationError(
-                f"a plan with optimizer={self.name}: it can't step a parameter of shape {shape} without "
-                f"memory ({type(error).__name__}: {error}). Pass the bytes of its states per parameter "
-                "instead, such as optimizer=8.0 for two of float32."
-            ) from error
+            # Some read a value in their step, after they have made their states.
+            if optimizer is None or not optimizer.state:
+                raise ConfigurationError(
+                    f"a plan with optimizer={self.name}: it can't step a parameter of shape {shape} without "
+                    f"memory ({type(error).__name__}: {error}). Pass the bytes of its states per parameter "
+                    "instead, such as optimizer=8.0 for two of float32."
+                ) from error
         leaves: list[Any] = _pytree.tree_leaves(dict(optimizer.state))
         storages: list[Any] = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

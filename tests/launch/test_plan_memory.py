@@ -231,6 +231,16 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "plan_memory_ranks:Model"
 
 
+def said(ctx: af.Context, model: nn.Module, **options: Any) -> str:
+    """Return what the command prints: the plan, the memory and the traffic."""
+    parts = (
+        af.plan_model(ctx, model),
+        af.plan_memory(ctx, model, **options),
+        af.plan_traffic(ctx, model, **options),
+    )
+    return "\n\n".join(map(str, parts)) + "\n"
+
+
 def model_of_ranks() -> nn.Module:
     names: dict[str, Any] = {}
     exec(RANKS_FACTORY, names)
@@ -242,16 +252,17 @@ def test_ranks_of_a_mesh_are_planned_for(ranks: str, capsys: pytest.CaptureFixtu
     config = af.ParallelismConfig(dp_shard_size=3, tp_size=2)
     ctx = af.plan_context(6, parallelism_config=config, mixed_precision="bf16")
     model = model_of_ranks()
-    assert capsys.readouterr().out == f"{af.plan_model(ctx, model)}\n\n{af.plan_memory(ctx, model)}\n"
+    assert capsys.readouterr().out == said(ctx, model)
     flags = ("--optimizer", "sgd", "--dtype", "float64", "--format", "json")
     assert main(["plan-memory", ranks, "--mesh", "dp_shard=3, tp=2", *flags]) == 0
     budget = af.plan_memory(ctx.replace(mixed_precision="no"), model.double(), optimizer="sgd")
     expected = {**budget._asdict(), "held": budget.held, "total": budget.total}
-    assert json.loads(capsys.readouterr().out) == {
-        "source": ranks,
-        "mesh": {"dp_shard": 3, "tp": 2},
-        "bytes": expected,
-    }
+    found = json.loads(capsys.readouterr().out)
+    traffic = found.pop("traffic")
+    assert found == {"source": ranks, "mesh": {"dp_shard": 3, "tp": 2}, "bytes": expected}
+    planned = af.plan_traffic(ctx.replace(mixed_precision="no"), model)
+    assert traffic["exposed_s"] == planned.exposed_s
+    assert [one["received"] for one in traffic["exchanges"]] == [one.received for one in planned.exchanges]
 
 
 def test_what_a_batch_takes_is_planned_for(
@@ -264,9 +275,74 @@ def test_what_a_batch_takes_is_planned_for(
     assert budget.activations
     asked = ("--mesh", "tp=2", "--batch", ranks.replace("Model", "batch"))
     assert main(["plan-memory", ranks, *asked]) == 0
-    assert capsys.readouterr().out == f"{af.plan_model(ctx, model)}\n\n{budget}\n"
+    assert capsys.readouterr().out == said(ctx, model, batch=torch.zeros(6, 5, 4))
     assert main(["plan-memory", ranks, *asked, "--output", "budget.svg"]) == 0
     assert Path("budget.svg").read_text() == budget.svg()
+
+
+def test_what_is_recomputed_accumulated_and_stepped_is_planned_for(
+    ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    window = af.GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
+    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
+    stages = af.config.PipelineParallelConfig(num_microbatches=6)
+    config = af.ParallelismConfig(pp_size=3, dp_shard_size=2, pp_handler=stages)
+    ctx = af.plan_context(
+        6, parallelism_config=config, fsdp_plugin=plugin, gradient_accumulation_plugin=window
+    )
+    batch = torch.zeros(6, 5, 4)
+    flags = ["--mesh", "pp=3,dp_shard=2", "--num_microbatches", "6", "--activation_checkpointing"]
+    flags += ["--gradient_accumulation_steps", "3", "--sync_each_batch"]
+    flags += ["--batch", ranks.replace("Model", "batch"), "--cluster", "flops=1e3", "inside=1KB"]
+    assert main(["plan-memory", ranks, *flags, "--optimizer", "torch.optim:Adafactor"]) == 0
+    model = model_of_ranks()
+    link = af.Link(bandwidth=1000, latency_s=5e-6)
+    cluster = af.Cluster(flops=1e3, inside=link)
+    budget = af.plan_memory(ctx, model, batch=batch, optimizer=torch.optim.Adafactor)
+    traffic = af.plan_traffic(ctx, model, batch=batch, cluster=cluster)
+    assert capsys.readouterr().out == f"{af.plan_model(ctx, model)}\n\n{budget}\n\n{traffic}\n"
+    assert main(["plan-memory", ranks, "--mesh", "dp_shard=2", "--optimizer", "2.5"]) == 0
+    assert "states of 2.5 bytes per parameter" in capsys.readouterr().out
+
+
+def test_meshes_are_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    config = transformers.LlamaConfig(num_attention_heads=4, **sizes, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM(config)
+
+    def make_batch(ctx: af.Context, rows: int) -> Any:
+        ids = torch.empty(rows, 8, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    found = af.search_meshes(
+        4,
+        model,
+        memory=500_000,
+        num_rows=8,
+        make_batch=make_batch,
+        cluster=af.Cluster(ranks_per_node=2),
+        mixed_precision="bf16",
+        axes=("dp_shard", "dp_replicate"),
+    )
+    assert found.layouts
+    assert found.refused
+    flags = ["--search", "--ranks", "4", "--memory", "500KB", "--batch_size", "8", "--sequence_length", "8"]
+    flags += ["--cluster", "ranks_per_node=2", "--mixed_precision", "bf16", "--axes", "dp_shard,dp_replicate"]
+    command = ["plan-memory", str(tmp_path), *flags]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{found}\n"
+    assert main([*command, "--why"]) == 0
+    assert capsys.readouterr().out == f"{found}\n\n{found.why()}\n"
+    assert main([*command, "--format", "svg"]) == 0
+    assert capsys.readouterr().out == found.svg()
+    assert main([*command, "--format", "json"]) == 0
+    message = json.loads(capsys.readouterr().out)
+    assert [one["mesh"] for one in message["layouts"]] == [one.name for one in found.layouts]
+    assert [one["name"] for one in message["refused"]] == [one.name for one in found.refused]
+    assert main([*command[:2], *flags[:9], "--axes", "cp,dp_shard"]) == 0
+    assert "cp=2" in capsys.readouterr().out
 
 
 def test_a_batch_of_text_is_that_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,7 +379,7 @@ def test_ranks_of_a_configuration_file_are_planned_for(
     for flags, size, mesh in cases:
         assert main(["plan-memory", ranks, "--config_file", "ranks.yaml", *flags]) == 0
         ctx = af.plan_context(size, **options, **mesh)
-        assert capsys.readouterr().out == f"{af.plan_model(ctx, model)}\n\n{af.plan_memory(ctx, model)}\n"
+        assert capsys.readouterr().out == said(ctx, model)
 
 
 @pytest.mark.parametrize(
@@ -336,6 +412,16 @@ def test_ranks_of_a_configuration_file_are_planned_for(
         (("--mesh", "tp=2", "--batch", "absent_module:batch"), "No module named 'absent_module'"),
         (("--mesh", "tp=2", "--max_memory", "0=1GB"), "--max_memory is for the device map of one process"),
         (("--optimizer", "sgd"), "--optimizer is for ranks. Add --mesh"),
+        (("--mesh", "tp=2", "--optimizer", "torch.optim:Adan"), "--optimizer torch.optim:Adan: "),
+        (("--mesh", "tp=2", "--optimizer", "-1"), "bytes per parameter can't be negative, got -1"),
+        (("--mesh", "tp=2", "--cluster", "nodes=3"), "--cluster: no property 'nodes'"),
+        (("--mesh", "tp=2", "--cluster", "flops=x"), "--cluster flops=x: could not convert"),
+        (("--mesh", "tp=2", "--ranks", "8"), "--ranks is for a search of meshes. Add --search"),
+        (("--search", "--memory", "1GB"), "--search needs --ranks: --search --ranks 8192"),
+        (
+            (*TEXT, "--search", "--ranks", "2", "--memory", "1GB", "--mesh", "tp=2"),
+            "--search chooses what --mesh says. Remove one of the two",
+        ),
         (("--config_file", "absent.yaml"), "absent.yaml"),
         (("--config_file", "empty.yaml"), "says neither num_processes nor a mesh"),
     ],

@@ -79,25 +79,25 @@ def check(found: Layout, **options: Any) -> None:
     assert found.traffic == traffic
 
 
-def test_each_layout_is_what_its_own_plans_say() -> None:
+def test_layouts_are_what_their_own_plans_say() -> None:
     found = search(mixed_precision="bf16")
     assert len(found.layouts) > 10
     assert {axis for one in found.layouts for axis in one.mesh.active()} == {*ALL} - {"cp", "sp"}
     order = [(one.traffic.step_s, one.budget.total) for one in found.layouts]
     assert order == sorted(order)
-    for one in found.layouts[::3]:
+    for one in found.layouts[::8]:
         check(one, mixed_precision="bf16")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-def test_each_of_all_layouts_is_what_its_own_plans_say(recomputes: bool) -> None:
+def test_layouts_of_all_axes_are_what_their_own_plans_say(recomputes: bool) -> None:
     options: dict[str, Any] = {"mixed_precision": "bf16"}
     if recomputes:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
-    found = search(16, axes=ALL, **options)
+    found = search(8, axes=ALL, **options)
     assert {axis for one in found.layouts for axis in one.mesh.active()} == {*ALL}
-    for one in found.layouts:
+    for one in found.layouts[::4]:
         check(one, **options)
 
 
@@ -130,7 +130,7 @@ def test_a_batch_is_split_until_it_fits() -> None:
 
 
 def test_a_search_prints_and_draws_the_best() -> None:
-    found = search(8)
+    found = search(8, axes=("pp", "dp_replicate", "dp_shard"))
     lines = str(found).splitlines()
     assert lines[0].split() == ["mesh", "batch", "memory", "computing", "waiting", "idle", "step"]
     assert [line.split()[0] for line in lines[1:11]] == [one.name for one in found.layouts[:10]]
