@@ -35,7 +35,7 @@ class Budget(NamedTuple):
     """Memory of a rank in training, and what it receives, in bytes. Prints as a table.
 
     An upper bound for all ranks: where rows don't divide evenly, the first ranks have more of them; of a
-    pipeline it is the rank with the largest total. Not included are the model's buffers, temporary memory of
+    pipeline it is the rank with the largest total. Not included are the model's buffers, memory inside of
     single operations, and without a batch activations.
 
     Attributes:
@@ -60,6 +60,7 @@ class Budget(NamedTuple):
             schedule has in flight at once. With activation checkpointing only the inputs of recomputed blocks
             count. None without a batch.
         recomputed: Activations of the largest recomputed block, additional in its backward pass.
+        temporary: The largest tensor that an operation computes of a batch: such as gradients of logits.
         moved: Bytes that the rank receives in an optimizer step, by axis: parameters and gradients, and with
             a batch activations and their gradients. Rows of experts, along ``ep``, aren't counted.
         offload: Whether parameters, gradients and states are in host memory.
@@ -79,6 +80,7 @@ class Budget(NamedTuple):
     accumulates: bool
     activations: int | None
     recomputed: int
+    temporary: int
     moved: Mapping[str, int]
     offload: bool
 
@@ -90,14 +92,14 @@ class Budget(NamedTuple):
     @property
     def total(self) -> int:
         """The sum of all parts: an upper bound at any moment of a step."""
-        most = self.gathered + self.unreduced + self.reduced + (self.activations or 0) + self.recomputed
-        return self.held + most
+        of_weights = self.gathered + self.unreduced + self.reduced
+        return self.held + of_weights + (self.activations or 0) + self.recomputed + self.temporary
 
     @property
     def peak(self) -> int:
         """What to expect of a step: gradients come as activations go, unless several batches accumulate."""
         gradients = self.gradients + self.unreduced + self.reduced
-        activations = self.activations or 0
+        activations = (self.activations or 0) + self.temporary
         most = gradients + activations if self.accumulates else max(gradients, activations)
         return self.held - self.gradients + self.gathered + self.recomputed + most
 
@@ -123,6 +125,7 @@ class Budget(NamedTuple):
         if self.activations is not None:
             rows["activations"] = (self.activations, "of a batch, until its backward pass")
             rows["recomputed"] = (self.recomputed, "activations of a block, in the backward pass")
+            rows["temporary"] = (self.temporary, "the largest tensor of an operation")
             rows["total"] = (self.total, "at most")
             if self.peak < self.total:
                 rows["peak"] = (self.peak, "to expect, since gradients come as activations go")
@@ -143,7 +146,7 @@ class Budget(NamedTuple):
             self.gradients + self.buckets + self.unreduced + self.reduced,
             self.optimizer,
             self.gathered,
-            (self.activations or 0) + self.recomputed,
+            (self.activations or 0) + self.recomputed + self.temporary,
         )
         bars = [Bar("memory", "", memory)]
         bars += [Bar(f"along {axis}", "", (*[0] * len(memory), size)) for axis, size in self.moved.items()]
@@ -234,7 +237,6 @@ def budget_at(
     ddp = ctx.strategy.ddp
     has_buckets = plan.engine == "ddp" and ctx.reduction is None and not ddp.gradient_as_bucket_view
     holds_whole = step.num_batches > 1 and not ctx.accumulation.sync_each_batch
-    activations, recomputed = activations_at(step, place)
     return Budget(
         num_ranks=plan.mesh.num_ranks,
         whole=facts.size_bytes(*facts.own_names),
@@ -248,8 +250,7 @@ def budget_at(
         unreduced=shard.unreduced_bytes if shard is not None and holds_whole else 0,
         reduced=0 if shard is None else _reduced(shard, local),
         accumulates=step.accumulates,
-        activations=activations,
-        recomputed=recomputed,
+        **activations_at(step, place)._asdict(),
         moved=moved,
         offload=shard is not None and shard.offload,
     )
@@ -260,7 +261,6 @@ def _budget_of_zero(
 ) -> Budget:
     """Return the budget of a rank where DeepSpeed trains."""
     facts = step.facts
-    activations, recomputed = activations_at(step, place)
     return Budget(
         num_ranks=zero.num_ranks,
         whole=facts.size_bytes(*facts.own_names),
@@ -269,8 +269,7 @@ def _budget_of_zero(
         unreduced=0,
         reduced=0,
         accumulates=step.accumulates,
-        activations=activations,
-        recomputed=recomputed,
+        **activations_at(step, place)._asdict(),
         moved=moved,
         offload=False,
     )
@@ -285,16 +284,28 @@ def _shard_shape(shard: ShardPlan | None, facts: ModelFacts, name: str) -> tuple
     return (*shape[:dim], -(-shape[dim] // num_shards), *shape[dim + 1 :])
 
 
-def activations_at(step: StepPlan, place: int) -> tuple[int | None, int]:
-    """Return the activations at once of a rank at a place, and those that are recomputed."""
+class Activations(NamedTuple):
+    """What a batch takes of a rank, in bytes; the names are those of :class:`Budget`."""
+
+    activations: int | None
+    recomputed: int
+    temporary: int
+
+
+def activations_at(step: StepPlan, place: int) -> Activations:
+    """Return what a batch takes of the ranks at a place along "pp"."""
     if step.stages is None:
-        return None, 0
+        return Activations(None, 0, 0)
     if step.schedule is None:
         (stage,) = step.stages
-        return stage.kept, stage.recomputed
-    own = step.schedule.stages_of(place)
-    kept = step.schedule.most_kept(place, {stage: step.stages[stage].kept for stage in own})
-    return kept, max(step.stages[stage].recomputed for stage in own)
+        return Activations(stage.kept, stage.recomputed, stage.largest)
+    own = [step.stages[stage] for stage in step.schedule.stages_of(place)]
+    sizes = {stage: step.stages[stage].kept for stage in step.schedule.stages_of(place)}
+    return Activations(
+        step.schedule.most_kept(place, sizes),
+        max(stage.recomputed for stage in own),
+        max(stage.largest for stage in own),
+    )
 
 
 def _reduced(shard: ShardPlan, facts: ModelFacts) -> int:

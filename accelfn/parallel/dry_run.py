@@ -324,6 +324,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self.flops = 0
+        self.largest = 0
         self.calls: Counter[Route] = Counter()
         self.received: Counter[Route] = Counter()
 
@@ -341,6 +342,7 @@ class _Traffic(TorchDispatchMode):
 
     Attributes:
         axes: Name and size of the axis, by the name of its group.
+        shapes: Of the parameters, also transposed: tensors like them are their gradients, or casts of them.
         tally: Of the running pass of the running segment.
         again: What the running recomputed block will do once more in its backward pass; None outside of one.
     """
@@ -348,6 +350,7 @@ class _Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.axes: dict[str, tuple[str, int]] = {}
+        self.shapes: set[tuple[int, ...]] = set()
         self.tally: _Tally = _Tally()
         self.again: _Tally | None = None
 
@@ -366,6 +369,9 @@ class _Traffic(TorchDispatchMode):
         if any(hasattr(kind, "_local_tensor") or kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # called again with the local tensors
         result = func(*args, **(kwargs or {}))
+        is_new = isinstance(result, torch.Tensor) and not any(one.alias_info for one in func._schema.returns)
+        if is_new and tuple(result.shape) not in self.shapes:
+            self.tally.largest = max(self.tally.largest, result.nbytes)
         if func.namespace == "_c10d_functional" and args and args[-1] in self.axes:
             axis, size = self.axes[args[-1]]
             kind = _kind_of(func._schema.name.partition("::")[2])
@@ -504,6 +510,8 @@ class _Recorder:
         self._own = {_storage(tensor)._cdata for tensor in (*model.parameters(), *model.buffers())}
         self._segments = [_Running("", None)]
         traffic.tally = self._segments[0].forward
+        shapes = [tuple(_local(parameter).shape) for parameter in model.parameters()]
+        traffic.shapes = {*shapes, *(shape[::-1] for shape in shapes)}
         self._block = ""
         self._done = _Tally()  # what the running recomputed block has done since it saved a tensor
         self._saved: list[tuple[weakref.ref[_Saved], int, str]] = []
@@ -592,6 +600,7 @@ class _Recorder:
                     recomputed=held.recomputed,
                     forward=one.forward.read(),
                     backward=one.backward.read(),
+                    largest=max(one.forward.largest, one.backward.largest),
                 )
                 for one, held in zip(self._segments, saved, strict=True)
             )

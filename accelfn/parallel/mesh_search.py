@@ -173,7 +173,8 @@ def search_meshes(
 
     The passes of one row and of two are simulated for each size of ``tp``, ``cp`` and ``sp``, and equal
     blocks are planned once, so that a thousand meshes take seconds. The result is that of
-    :func:`accelfn.plan_memory` and :func:`accelfn.plan_traffic` for each mesh.
+    :func:`accelfn.plan_memory` and :func:`accelfn.plan_traffic` for each mesh; but the largest tensor of an
+    operation is that of one row times the rows.
 
     Ranks: local.
 
@@ -330,9 +331,8 @@ class _Search:
 
             traffics.append(_prolonged_traffic(place, traffic_of))
             step = step_of(place.facts)
-            kept, recomputed = activations_at(step, place.number)
-            budget = budget._replace(activations=kept, recomputed=recomputed, moved=traffics[-1].moved)
-            budgets.append(budget._replace(accumulates=step.accumulates))
+            budget = budget._replace(**activations_at(step, place.number)._asdict())
+            budgets.append(budget._replace(moved=traffics[-1].moved, accumulates=step.accumulates))
         most = max(budgets, key=lambda budget: budget.total)
         if most.total > self._memory:
             raise _TooLargeError(most.total, "microbatch")
@@ -358,7 +358,7 @@ class _Search:
 
         def needed(count: int) -> int:
             (stage,) = self._stages(split, rows // count)
-            return budget.total + stage.kept + stage.recomputed
+            return budget.total + stage.kept + stage.recomputed + stage.largest
 
         if needed(rows) > self._memory:
             raise _TooLargeError(needed(rows), "batch")
@@ -528,4 +528,5 @@ def _of_rows(rows: int, one: StageCost, two: StageCost) -> StageCost:
         received=more(one.received, two.received),
         forward=passes(one.forward, two.forward),
         backward=passes(one.backward, two.backward),
+        largest=rows * one.largest,
     )

@@ -59,6 +59,8 @@ class Segment(NamedTuple):
         recomputed: The same for what its recomputed blocks save again in the backward pass, by their names.
         forward: Cost of its forward pass.
         backward: Cost of its backward pass, with the repeated forward pass of recomputed blocks.
+        largest: Bytes of the largest tensor that one of its operations computes, without gradients
+            and casts of parameters.
     """
 
     names: tuple[str, ...]
@@ -68,6 +70,7 @@ class Segment(NamedTuple):
     recomputed: Mapping[str, Mapping[int, int]]
     forward: PassCost
     backward: PassCost
+    largest: int
 
 
 class StageCost(NamedTuple):
@@ -80,6 +83,7 @@ class StageCost(NamedTuple):
         received: Activations from the stage before, which get as many bytes of gradients back.
         forward: Of the forward pass.
         backward: Of the backward pass.
+        largest: The largest tensor that an operation computes, without gradients and casts of parameters.
     """
 
     kept: int
@@ -87,6 +91,7 @@ class StageCost(NamedTuple):
     received: int
     forward: PassCost
     backward: PassCost
+    largest: int
 
 
 class StepCost(NamedTuple):
@@ -141,6 +146,7 @@ class StepCost(NamedTuple):
             received=received,
             forward=add_passes((count, segment.forward) for count, segment in pairs if count),
             backward=add_passes((count, segment.backward) for count, segment in pairs if count),
+            largest=max(segment.largest for count, segment in pairs if count),
         )
 
 

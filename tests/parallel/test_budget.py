@@ -284,7 +284,7 @@ def test_a_peak_has_gradients_beside_activations_only_where_they_accumulate() ->
     once = af.plan_memory(af.plan_context(2, fsdp_plugin=FSDP), Odd(), batch=x)
     assert once.activations is not None
     gradients = once.gradients + once.reduced
-    assert once.total - once.peak == min(gradients, once.activations) > 0
+    assert once.total - once.peak == min(gradients, once.activations + once.temporary) > 0
     # In float32: those of a block, with the padding of uneven rows, and the copy that is averaged.
     assert once.reduced == 2 * 4 * (6 * 3 + 6 + 4 * 5 + 4)
     assert "peak" in str(once)
@@ -315,9 +315,10 @@ def test_a_picture_has_a_bar_of_what_is_there_and_one_for_each_axis() -> None:
     assert [one for one in texts if one.startswith("along ")] == ["along dp_shard", "along tp"]
     bars = [float(one.attrib["width"]) for one in image.iter() if one.attrib.get("height") == "18"]
     gradients = budget.gradients + budget.reduced
-    sizes = [budget.parameters, gradients, budget.optimizer, budget.gathered, budget.activations]
+    activations = cast("int", budget.activations) + budget.temporary
+    sizes = [budget.parameters, gradients, budget.optimizer, budget.gathered, activations]
     sizes += [budget.moved["dp_shard"], budget.moved["tp"]]
     assert len(bars) == len(sizes)
     scale = bars[0] / cast("int", sizes[0])
     for bar, size in zip(bars, sizes, strict=True):
-        assert bar == pytest.approx(scale * cast("int", size), abs=0.1)
+        assert bar == pytest.approx(scale * cast("int", size), abs=0.3)  # rounded, and so is the scale

@@ -283,7 +283,8 @@ def test_recomputed_blocks_keep_their_inputs() -> None:
         del loss
     assert plain.activations == pytest.approx(cast("int", budget.activations) + 4 * block, rel=0.03)
     assert "recomputed" in str(budget)
-    assert budget.total == budget.held + cast("int", budget.activations) + block
+    assert budget.total == budget.held + cast("int", budget.activations) + block + budget.temporary
+    assert budget.temporary == x.nbytes * 4  # what is between the two layers of a block
 
 
 class Deciding(nn.Linear):

@@ -18,6 +18,11 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.optimizer_states import states_of
 from tests.parallel.traffic import held
 
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
 KINDS: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
@@ -29,7 +34,7 @@ KINDS: dict[str, Any] = {
     "RAdam": torch.optim.RAdam,
     "Rprop": torch.optim.Rprop,
     "centered": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
-    "function": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.5),
+    "function": make_sgd,
 }
 
 
