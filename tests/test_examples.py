@@ -164,6 +164,13 @@ def test_a_program_trains_in_fp8_by_the_file_of_the_guide(tmp_path: Path) -> Non
     assert fp8 == pytest.approx(bf16, abs=0.02)
 
 
+def test_meshes_are_planned_as_their_page_shows(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "pages" / "guide" / "plan-ranks.md").read_text()
+    assert (
+        f"$ python docs/examples/plan_ranks.py\n{run(tmp_path, str(EXAMPLES / 'plan_ranks.py'))}```" in page
+    )
+
+
 def track(train: Callable[..., Any], ctx: Context, folder: Path) -> str:
     return train(ctx, folder, 0.1).name
 

@@ -20,7 +20,7 @@ from accelfn.parallel.plan import Outline, plan_outline, plan_place
 from accelfn.parallel.repeats import Repeats, find_repeats
 from accelfn.parallel.step_cost import PassCost, StageCost, StepCost
 from accelfn.parallel.step_plan import StepPlan
-from accelfn.parallel.step_traffic import Cluster, Exchange, Traffic, traffic_at
+from accelfn.parallel.step_traffic import Cluster, Exchange, Traffic, time_text, traffic_at
 from accelfn.parallel.tensor import TensorPlan
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text
@@ -97,8 +97,7 @@ class MeshSearch(NamedTuple):
                 one.name,
                 f"{one.num_batches} x {one.rows}",
                 size_text(one.budget.total),
-                *(f"{time:.2f} s" for time in _times(one.traffic)),
-                f"{one.traffic.step_s:.2f} s",
+                *map(time_text, (*_times(one.traffic), one.traffic.step_s)),
             )
             for one in self.layouts[:_SHOWN]
         ]
@@ -135,7 +134,7 @@ class MeshSearch(NamedTuple):
             for one in self.layouts[:_SHOWN]
         ]
         about = f"A step of {self.num_rows:,} rows on {self.num_ranks:,} ranks, and the memory of each"
-        return draw_bars_svg([about], bars, parts, text=lambda size: f"{size / 1e6:.2f} s")
+        return draw_bars_svg([about], bars, parts, text=lambda size: time_text(size / 1e6))
 
 
 def _times(traffic: Traffic) -> tuple[float, float, float]:

@@ -190,7 +190,7 @@ class Traffic(NamedTuple):
         for one in self.exchanges:
             link = self.cluster.link(self.mesh, one.axis.split(" x "), one.kind)
             what = f"{one.kind} of {one.what}"
-            times = _time(self.seconds(one)), _time(self.exposed(one))
+            times = time_text(self.seconds(one)), time_text(self.exposed(one))
             cells.append((one.axis, what, size_text(one.received), f"{one.calls:,}", _rate(link), *times))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
@@ -207,11 +207,11 @@ class Traffic(NamedTuple):
         rows = {axis: "\n".join(found) for axis, found in table.items()} if self.exchanges else {}
         if self.compute_s:
             flops = (self.forward_flops + self.backward_flops) / 1e12
-            rows["computing"] = f"{_time(self.compute_s)}  {flops:,.1f} TFLOP on each rank"
-            rows["waiting"] = f"{_time(self.exposed_s)}  for what can't be hidden"
+            rows["computing"] = f"{time_text(self.compute_s)}  {flops:,.1f} TFLOP on each rank"
+            rows["waiting"] = f"{time_text(self.exposed_s)}  for what can't be hidden"
             if self.bubble:
-                rows["idle"] = f"{_time(self.idle_s)}  in the pipeline"
-            rows["step"] = f"{_time(self.step_s)}  of which {self.compute_s / self.step_s:.0%} computing"
+                rows["idle"] = f"{time_text(self.idle_s)}  in the pipeline"
+            rows["step"] = f"{time_text(self.step_s)}  of which {self.compute_s / self.step_s:.0%} computing"
             rows["step"] = rows["step"].replace("%", " %")
         rows["assumed"] = (
             f"{self.cluster}\nparameters and gradients travel beside the computation of their pass, except "
@@ -224,7 +224,14 @@ class Traffic(NamedTuple):
         return table_text(self.rows())
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Format a time, with three digits or more.
+
+    >>> time_text(2.5), time_text(0.0123), time_text(0)
+    ('2.50 s', '12.3 ms', '-')
+    """
+    if not seconds:
+        return "-"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale or unit == "us":
             return f"{seconds / scale:,.{2 if seconds / scale < 10 else 1}f} {unit}"

@@ -19,18 +19,18 @@ EXAMPLES = ROOT / "docs" / "examples"
 SHOWN = re.compile(r"^```text\n\$ (\S+) ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = [
     (page, *found)
-    for page in ("estimate", "device-maps")
+    for page in ("estimate", "plan-ranks", "device-maps")
     for found in SHOWN.findall((GUIDE / f"{page}.md").read_text())
 ]
 
 
-LLAMA_8B = {
+LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
@@ -51,8 +51,8 @@ def test_what_a_page_shows_is_what_the_command_says(
     argv = [str(tmp_path / word) if word in pictures else word for word in argv]
     folder = tmp_path / "examples"
     shutil.copytree(EXAMPLES, folder)
-    (folder / "llama_8b").mkdir()
-    (folder / "llama_8b" / "config.json").write_text(json.dumps(LLAMA_8B))
+    (folder / "llama_70b").mkdir()
+    (folder / "llama_70b" / "config.json").write_text(json.dumps(LLAMA_70B))
     monkeypatch.chdir(folder)
     assert program == "accelfn"
     assert main(argv) == 0
@@ -64,9 +64,14 @@ def test_what_a_page_shows_is_what_the_command_says(
 
 
 def test_the_pages_show_commands_and_a_picture_each() -> None:
-    assert [page for page, *_ in COMMANDS] == ["estimate"] * 5 + ["device-maps"] * 2
+    assert [page for page, *_ in COMMANDS] == ["estimate"] * 3 + ["plan-ranks"] * 4 + ["device-maps"] * 2
     pictures = {path.name for pattern in ("estimate_*.svg", "plan_*.svg") for path in GUIDE.glob(pattern)}
-    assert pictures == {"estimate_seven_billion.svg", "plan_llama_8b.svg", "plan_seven_billion.svg"}
+    assert pictures == {
+        "estimate_seven_billion.svg",
+        "plan_llama_70b.svg",
+        "plan_llama_70b_meshes.svg",
+        "plan_seven_billion.svg",
+    }
 
 
 @pytest.mark.parametrize("page", ["big-models", "offload"])
