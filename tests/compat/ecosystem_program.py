@@ -13,14 +13,16 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 
 import accelerate
-import local_glue
+
 import numpy as np
 import torch
 import transformers
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import DataLoader
-from trainer_program import VOCABULARY, Runs, llama, peft_mode
+
+from tests.compat import local_glue
+from tests.compat.trainer_program import VOCABULARY, Runs, llama, peft_mode
 
 Result = dict[str, Any]
 WORDS = [f"w{number}" for number in range(VOCABULARY - 4)]
