@@ -414,6 +414,10 @@ def _of_shards(
             size = shard.shards_of(name) * shard.shard_numel(facts, name)
             owner = cast("str", owner_of(name, units))
             reduced[owner] += size * (dtype or facts.dtypes[name]).itemsize
+    if plan.fp8 is not None and plan.fp8.gathers:  # one scale of each layer, before each forward pass
+        size = _received(2 * 4 * len(plan.fp8.converted), shard.num_shards)
+        axis = " x ".join(plan.mesh.active("shard"))
+        yield Exchange(axis, "all_reduce", "parameters", gathers, gathers * size)
     experts = shard.expert_units
     for are_experts in (False, True):
         own = [name for name in shard.units if (name in experts) == are_experts]

@@ -28,6 +28,7 @@ RECOMPUTED = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpoin
 OPTIONS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "fsdp2": {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2), "mixed_precision": "bf16"},
+    "fsdp2, fp8": {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2), "mixed_precision": "fp8"},
     "hsdp2x2": {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
     "tp2": {"parallelism_config": ParallelismConfig(tp_size=2, tp_handler=SPLIT)},
     "tp2xfsdp2, recomputed": {
@@ -41,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "parallelism_config": ParallelismConfig(pp_size=2, tp_size=2, pp_handler=STAGES, tp_handler=SPLIT)
     },
 }
-OFTEN = ("fsdp2", "tp2xfsdp2, recomputed", "pp2xfsdp2")
+OFTEN = ("fsdp2", "fsdp2, fp8", "tp2xfsdp2, recomputed", "pp2xfsdp2")
 KINDS = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -103,6 +104,8 @@ def train(ctx: Context) -> Sent:
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
 )
 def test_a_step_sends_what_was_planned(name: str) -> None:
+    if "fp8" in name:
+        pytest.importorskip("torchao")
     ctx = af.plan_context(size_of(name), **OPTIONS[name])
     plan = planned(plan_traffic(ctx, make(), batch=make_batch(), loss_fn=loss_of))
     ranks = run_ranks(train, size_of(name), on="processes", **OPTIONS[name])
