@@ -65,6 +65,7 @@ def draw_ranks(options: argparse.Namespace, form: str) -> str:
                 **budget._asdict(),
                 "held": budget.held,
                 "total": budget.total,
+                "peak": budget.peak,
                 "moved": dict(budget.moved),
             },
             "traffic": traffic_json(traffic),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
 from accelfn.context import Context, check_context
-from accelfn.parallel.facts import ModelFacts, table_text
+from accelfn.parallel.facts import ModelFacts, owner_of, table_text
 from accelfn.parallel.optimizer_states import OptimizerKind, OptimizerStates, states_of
 from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.shard import ShardPlan
@@ -36,7 +36,7 @@ class Budget(NamedTuple):
 
     An upper bound for all ranks: where rows don't divide evenly, the first ranks have more of them; of a
     pipeline it is the rank with the largest total. Not included are the model's buffers, temporary memory of
-    single operations, torch's memory for collectives in flight, and without a batch activations.
+    single operations, and without a batch activations.
 
     Attributes:
         num_ranks: Ranks of the mesh.
@@ -52,6 +52,10 @@ class Budget(NamedTuple):
             next one. All units if they aren't freed after their forward pass.
         unreduced: Unsharded gradients until the last batch of an accumulation window; 0 if each batch is
             reduced.
+        reduced: Unsharded gradients of the largest unit, and their copy in the dtype in which they are
+            averaged, while they are.
+        accumulates: Whether gradients of one batch or microbatch are there while another one's activations
+            are.
         activations: Tensors that autograd saves of a batch; in a pipeline those of the microbatches that the
             schedule has in flight at once. With activation checkpointing only the inputs of recomputed blocks
             count. None without a batch.
@@ -71,6 +75,8 @@ class Budget(NamedTuple):
     buckets: int
     gathered: int
     unreduced: int
+    reduced: int
+    accumulates: bool
     activations: int | None
     recomputed: int
     moved: Mapping[str, int]
@@ -84,7 +90,16 @@ class Budget(NamedTuple):
     @property
     def total(self) -> int:
         """The sum of all parts: an upper bound at any moment of a step."""
-        return self.held + self.gathered + self.unreduced + (self.activations or 0) + self.recomputed
+        most = self.gathered + self.unreduced + self.reduced + (self.activations or 0) + self.recomputed
+        return self.held + most
+
+    @property
+    def peak(self) -> int:
+        """What to expect of a step: gradients come as activations go, unless several batches accumulate."""
+        gradients = self.gradients + self.unreduced + self.reduced
+        activations = self.activations or 0
+        most = gradients + activations if self.accumulates else max(gradients, activations)
+        return self.held - self.gradients + self.gathered + self.recomputed + most
 
     def rows(self) -> dict[str, str]:
         """Return the lines of the table: text by title."""
@@ -103,11 +118,14 @@ class Budget(NamedTuple):
             ),
             "gathered": (self.gathered, "gathered units, while they compute"),
             "unreduced": (self.unreduced, "unsharded gradients, until the last batch of a window"),
+            "reduced": (self.reduced, "unsharded gradients, while they are averaged"),
         }
         if self.activations is not None:
             rows["activations"] = (self.activations, "of a batch, until its backward pass")
             rows["recomputed"] = (self.recomputed, "activations of a block, in the backward pass")
             rows["total"] = (self.total, "at most")
+            if self.peak < self.total:
+                rows["peak"] = (self.peak, "to expect, since gradients come as activations go")
         table = {title: (size_text(size), text) for title, (size, text) in rows.items() if size}
         for axis, size in self.moved.items():
             table[f"along {axis}"] = (size_text(size), "received in an optimizer step")
@@ -122,7 +140,7 @@ class Budget(NamedTuple):
         """Return a complete SVG document: bars of the memory and of the traffic."""
         memory = (
             self.parameters,
-            self.gradients + self.buckets + self.unreduced,
+            self.gradients + self.buckets + self.unreduced + self.reduced,
             self.optimizer,
             self.gathered,
             (self.activations or 0) + self.recomputed,
@@ -228,6 +246,8 @@ def budget_at(
         buckets=gradients if has_buckets else 0,
         gathered=0 if shard is None else _gathered(whole_units(plan, local), shard.reshard),
         unreduced=shard.unreduced_bytes if shard is not None and holds_whole else 0,
+        reduced=0 if shard is None else _reduced(shard, local),
+        accumulates=step.accumulates,
         activations=activations,
         recomputed=recomputed,
         moved=moved,
@@ -247,6 +267,8 @@ def _budget_of_zero(
         **memory_of_zero(zero, facts, states)._asdict(),
         optimizer_name=f"{states.name}{', with float32 copies of the parameters' * (zero.stage > 0)}",
         unreduced=0,
+        reduced=0,
+        accumulates=step.accumulates,
         activations=activations,
         recomputed=recomputed,
         moved=moved,
@@ -273,6 +295,19 @@ def activations_at(step: StepPlan, place: int) -> tuple[int | None, int]:
     own = step.schedule.stages_of(place)
     kept = step.schedule.most_kept(place, {stage: step.stages[stage].kept for stage in own})
     return kept, max(step.stages[stage].recomputed for stage in own)
+
+
+def _reduced(shard: ShardPlan, facts: ModelFacts) -> int:
+    """Return the most bytes of a unit's unsharded gradients, and of the copy that is reduced."""
+    sizes = dict.fromkeys(shard.units, 0)
+    units, left_out = frozenset(shard.units), frozenset(shard.left_out)
+    for name in facts.own_names:
+        if name in facts.trainable and name not in left_out and shard.shards_of(name) > 1:
+            dtype = shard.param_dtype or facts.dtypes[name]
+            width = dtype.itemsize + (shard.reduce_dtype or dtype).itemsize
+            owner = cast("str", owner_of(name, units))
+            sizes[owner] += shard.shards_of(name) * shard.shard_numel(facts, name) * width
+    return max(sizes.values())
 
 
 def _gathered(sizes: Mapping[str, int], reshard: bool) -> int:

@@ -329,9 +329,10 @@ class _Search:
                 return traffic_at(split.ctx, step_of(facts), number, self._cluster)
 
             traffics.append(_prolonged_traffic(place, traffic_of))
-            kept, recomputed = activations_at(step_of(place.facts), place.number)
+            step = step_of(place.facts)
+            kept, recomputed = activations_at(step, place.number)
             budget = budget._replace(activations=kept, recomputed=recomputed, moved=traffics[-1].moved)
-            budgets.append(budget)
+            budgets.append(budget._replace(accumulates=step.accumulates))
         most = max(budgets, key=lambda budget: budget.total)
         if most.total > self._memory:
             raise _TooLargeError(most.total, "microbatch")

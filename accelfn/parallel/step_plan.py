@@ -37,6 +37,11 @@ class StepPlan(NamedTuple):
     num_batches: int
     zero: ZeroPlan | None = None
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of one batch or microbatch are there while another one's activations are."""
+        return self.num_batches > 1 or self.schedule is not None
+
     def local(self, place: int) -> ModelFacts:
         """Return the facts of the model of the ranks at a place, before it is sharded."""
         plan, facts = self.plans[place], self.facts

@@ -256,7 +256,7 @@ def test_ranks_of_a_mesh_are_planned_for(ranks: str, capsys: pytest.CaptureFixtu
     flags = ("--optimizer", "sgd", "--dtype", "float64", "--format", "json")
     assert main(["plan-memory", ranks, "--mesh", "dp_shard=3, tp=2", *flags]) == 0
     budget = af.plan_memory(ctx.replace(mixed_precision="no"), model.double(), optimizer="sgd")
-    expected = {**budget._asdict(), "held": budget.held, "total": budget.total}
+    expected = {**budget._asdict(), "held": budget.held, "total": budget.total, "peak": budget.peak}
     found = json.loads(capsys.readouterr().out)
     traffic = found.pop("traffic")
     assert found == {"source": ranks, "mesh": {"dp_shard": 3, "tp": 2}, "bytes": expected}

@@ -270,12 +270,28 @@ def test_a_budget_prints_as_a_table() -> None:
         "held            576.0 kB  on each of 1,000 ranks at most; activations not included\n"
         "gathered         36.0 MB  gathered units, while they compute\n"
         "unreduced       144.0 MB  unsharded gradients, until the last batch of a window\n"
+        "reduced          54.0 MB  unsharded gradients, while they are averaged\n"
         "along dp_shard  431.6 MB  received in an optimizer step"
     )
     text = str(af.plan_memory(af.plan_context(7, fsdp_plugin=offloaded), model, optimizer="sgd"))
     assert "of 144.0 MB, in host memory, " in text
     assert "of it padding" in text
     assert "states of" not in text
+
+
+def test_a_peak_has_gradients_beside_activations_only_where_they_accumulate() -> None:
+    x = torch.empty(64, 3)
+    once = af.plan_memory(af.plan_context(2, fsdp_plugin=FSDP), Odd(), batch=x)
+    assert once.activations is not None
+    gradients = once.gradients + once.reduced
+    assert once.total - once.peak == min(gradients, once.activations) > 0
+    # In float32: those of a block, with the padding of uneven rows, and the copy that is averaged.
+    assert once.reduced == 2 * 4 * (6 * 3 + 6 + 4 * 5 + 4)
+    assert "peak" in str(once)
+    window = af.GradientAccumulationPlugin(num_steps=2)
+    ctx = af.plan_context(2, fsdp_plugin=FSDP, gradient_accumulation_plugin=window)
+    assert (often := af.plan_memory(ctx, Odd(), batch=x)).peak == often.total
+    assert "peak" not in str(often)
 
 
 def test_what_can_not_be_planned_is_refused() -> None:
@@ -298,7 +314,8 @@ def test_a_picture_has_a_bar_of_what_is_there_and_one_for_each_axis() -> None:
     texts = [str(one.text) for one in image.iter() if one.tag.endswith("text")]
     assert [one for one in texts if one.startswith("along ")] == ["along dp_shard", "along tp"]
     bars = [float(one.attrib["width"]) for one in image.iter() if one.attrib.get("height") == "18"]
-    sizes = [budget.parameters, budget.gradients, budget.optimizer, budget.gathered, budget.activations]
+    gradients = budget.gradients + budget.reduced
+    sizes = [budget.parameters, gradients, budget.optimizer, budget.gathered, budget.activations]
     sizes += [budget.moved["dp_shard"], budget.moved["tp"]]
     assert len(bars) == len(sizes)
     scale = bars[0] / cast("int", sizes[0])

@@ -130,13 +130,13 @@ def test_a_batch_is_split_until_it_fits() -> None:
 
 
 def test_a_search_prints_and_draws_the_best() -> None:
-    found = search(8, axes=("pp", "dp_replicate", "dp_shard"))
+    found = search(16, axes=("pp", "dp_replicate", "dp_shard"))
     lines = str(found).splitlines()
     assert lines[0].split() == ["mesh", "batch", "memory", "computing", "waiting", "idle", "step"]
     assert [line.split()[0] for line in lines[1:11]] == [one.name for one in found.layouts[:10]]
     count, others = len(found.layouts), len(found.refused)
     assert lines[11] == (
-        f"32 rows a step on 8 ranks of 1.0 GB: {count} meshes fit ({count - 10} not shown), {others} don't"
+        f"32 rows a step on 16 ranks of 1.0 GB: {count} meshes fit ({count - 10} not shown), {others} don't"
     )
     texts = [one.text for one in ElementTree.fromstring(found.svg()).iter() if one.tag.endswith("text")]
     assert [one.name for one in found.layouts[:10]] == [text for text in texts if text and "=" in text]
