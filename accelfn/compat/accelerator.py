@@ -195,9 +195,7 @@ class Accelerator(shim.Accelerator):
         """Shard a loader over the ranks, in torch's order of a shuffle."""
         if is_loader_of(self, data_loader):
             return data_loader
-        prepared = prepare_loader(
-            self, self._placing(device_placement), data_loader, slice_fn_for_dispatch
-        )
+        prepared = prepare_loader(self, self._placing(device_placement), data_loader, slice_fn_for_dispatch)
         return self._numbered("loader", self.loaders, prepared)
 
     def _numbered(self, kind: str, held: WeakRegistry[Any], thing: Any) -> Any:

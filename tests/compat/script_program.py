@@ -52,7 +52,8 @@ def run(name: str, arguments: list[str]) -> dict[str, Any]:
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(pathlib.Path(spec.origin).read_text())
-    tree.body = [Lines().generic_visit(node) if is_main(node) else node for node in tree.body]
+    for node in filter(is_main, tree.body):
+        Lines().generic_visit(node)
     failed: dict[str, list[str]] = {}
     passed: list[str] = []
 

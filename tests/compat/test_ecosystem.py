@@ -1,7 +1,7 @@
-"""peft, trl, diffusers and sentence-transformers train under the alias with the numbers of Accelerate, bit by bit.
+"""peft, trl, diffusers and sentence-transformers train under the alias with Accelerate's numbers, bit by bit.
 
-As with the Trainer, nothing but the order of reduction could differ, and it doesn't: losses, rates and sums of
-weights are compared without a tolerance, in all modes.
+As with the Trainer, nothing but the order of reduction could differ, and it doesn't: losses, rates and sums
+of weights are compared without a tolerance, in all modes.
 """
 
 import json
@@ -13,15 +13,19 @@ from typing import Any
 
 import pytest
 
-for package in ("accelerate", "diffusers", "peft", "sentence_transformers", "tensorboard", "trl"):
-    pytest.importorskip(package)
-
 from tests.compat import local_glue
+
+PACKAGES = ("accelerate", "diffusers", "peft", "sentence_transformers", "tensorboard", "trl")
+for package in PACKAGES:
+    pytest.importorskip(package)
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests" / "compat" / "ecosystem_program.py")
 MODES = ("peft", "sft", "sft with lora", "dpo", "sentences", "sentences by fit", "diffusion")
-THEIRS = {1: [], 2: ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
+THEIRS: dict[int, list[str]] = {
+    1: [],
+    2: ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
 OWN = {1: ["-m", "accelfn.compat"], 2: ["-m", "accelfn", "launch", "--compat", "--num_processes", "2"]}
 
 
@@ -56,7 +60,9 @@ def test_libraries_train_with_the_numbers_of_accelerate(tmp_path: Path, processe
     started = [start(command, folder) for command, folder in zip(commands, folders, strict=True)]
     theirs, own = [finish(process, folder) for process, folder in zip(started, folders, strict=True)]
     assert theirs["processes"] == own["processes"] == processes
-    inside = [{Path(file).is_relative_to(ROOT / "accelfn") for file in side["files"]} for side in (theirs, own)]
+    inside = [
+        {Path(file).is_relative_to(ROOT / "accelfn") for file in side["files"]} for side in (theirs, own)
+    ]
     assert inside == [{False}, {True}]
     for mode in MODES:
         assert "error" not in theirs[mode], theirs[mode]

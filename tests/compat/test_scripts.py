@@ -6,7 +6,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from tests.compat import local_glue
 
-pytest.importorskip("accelerate", minversion="1.15.0")
+peer: Any = pytest.importorskip("accelerate", minversion="1.15.0")
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pages" / "guide" / "accelerate-test-scripts.md").read_text()
@@ -92,7 +91,7 @@ def test_a_script_runs_under_the_alias(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_every_script() -> None:
-    package = Path(str(find_spec("accelerate.test_utils.scripts").submodule_search_locations[0]))
+    package = Path(str(peer.__file__)).parent / "test_utils" / "scripts"
     inside = ["external_deps", ""]
     found = {
         f"{folder}.{module.name}" if folder else module.name
