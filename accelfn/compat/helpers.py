@@ -153,8 +153,8 @@ def get_parameters_from_modules(
         return set()
     if isinstance(modules, str):
         named = re.compile(modules)
-        named_modules: Iterable[tuple[str, nn.Module]] = model.named_modules()
-        chosen = [module for name, module in named_modules if named.fullmatch(name)]
+        by_name = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+        chosen = [module for name, module in by_name if named.fullmatch(name)]
     else:
         chosen = [*modules]
     return {parameter for module in chosen for parameter in module.to(device).parameters()}
