@@ -449,7 +449,7 @@ def _run_load_hooks(hooks: Hooks, models: Mapping[str, nn.Module], place: Path) 
 
 def _inside_replica(model: nn.Module) -> nn.Module:
     """Return the model inside a DistributedDataParallel: hooks call its methods, as ``save_pretrained``."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    return cast("Any", model).module if isinstance(model, DistributedDataParallel) else model
 
 
 def _refuse_unknown(operation: str, options: Mapping[str, Any]) -> None:

@@ -35,6 +35,15 @@ LLAMA_8B = {
     "vocab_size": 128256,
 }
 
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+}
+
 
 @pytest.mark.parametrize(("page", "program", "arguments", "output"), COMMANDS)
 def test_what_a_page_shows_is_what_the_command_says(
@@ -51,8 +60,9 @@ def test_what_a_page_shows_is_what_the_command_says(
     argv = [str(tmp_path / word) if word in pictures else word for word in argv]
     folder = tmp_path / "examples"
     shutil.copytree(EXAMPLES, folder)
-    (folder / "llama_8b").mkdir()
-    (folder / "llama_8b" / "config.json").write_text(json.dumps(LLAMA_8B))
+    for name, config in {"llama_8b": LLAMA_8B, "llama_70b": LLAMA_70B}.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(folder)
     assert program == "accelfn"
     assert main(argv) == 0
@@ -64,7 +74,7 @@ def test_what_a_page_shows_is_what_the_command_says(
 
 
 def test_the_pages_show_commands_and_a_picture_each() -> None:
-    assert [page for page, *_ in COMMANDS] == ["estimate"] * 5 + ["device-maps"] * 2
+    assert [page for page, *_ in COMMANDS] == ["estimate"] * 7 + ["device-maps"] * 2
     pictures = {path.name for pattern in ("estimate_*.svg", "plan_*.svg") for path in GUIDE.glob(pattern)}
     assert pictures == {"estimate_seven_billion.svg", "plan_llama_8b.svg", "plan_seven_billion.svg"}
 
