@@ -38,8 +38,8 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch: int = 0
 
     def __iter__(self) -> Iterator[int]:
-        generator = self.generator = torch.Generator()
-        generator.manual_seed(self.initial_seed + self.epoch)
+        self.generator: torch.Generator = torch.Generator()
+        self.generator.manual_seed(self.initial_seed + self.epoch)
         yield from super().__iter__()
         self.set_epoch(self.epoch + 1)
 
