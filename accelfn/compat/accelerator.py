@@ -137,14 +137,12 @@ class Accelerator(shim.Accelerator):
         return ScalerView(self._scaling, self.context) if self.context.precision.scales_loss else None
 
     @property
-    def dataloader_config(  # pyright: ignore[reportIncompatibleVariableOverride] -- a property that can be set
-        self,
-    ) -> DataLoaderConfiguration:
+    def dataloader_config(self) -> DataLoaderConfiguration:
         """How loaders are sharded. Can be set, for loaders prepared later."""
         return self.context.loading
 
     @dataloader_config.setter
-    def dataloader_config(self, config: Any) -> None:
+    def dataloader_config(self, config: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.context = self.context.replace(dataloader_config=freeze(config))
 
     @property
