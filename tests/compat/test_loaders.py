@@ -164,7 +164,7 @@ def test_ranks_share_one_shuffled_order() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_generator_of_ones_own_shuffles_every_pass_as_it_did(num_workers: int) -> None:
     generator = torch.Generator()
-    plain = Loader(list(range(8)), batch_size=3, shuffle=True, generator=generator, num_workers=num_workers)
+    plain = Loader(list(range(8)), batch_size=4, shuffle=True, generator=generator, num_workers=num_workers)
     loader = Accelerator(cpu=True).prepare(plain)
 
     def passes(one: Any) -> list[list[int]]:
