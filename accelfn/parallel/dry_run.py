@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils import flop_counter
 
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
@@ -370,8 +370,9 @@ class _Traffic(TorchDispatchMode):
             axis, size = self.axes[args[-1]]
             kind = _kind_of(func._schema.name.partition("::")[2])
             self.count((axis, kind), calls=1, received=_received(kind, args[0].nbytes, size))
-        elif func._overloadpacket in flop_registry:
-            flops = flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        elif func._overloadpacket in flop_counter.flop_registry:
+            count = flop_counter.flop_registry[func._overloadpacket]
+            flops = count(*args, **(kwargs or {}), out_val=result)
             self.count(None, flops=flops)
         elif "_flash_attention_for_cpu" in (name := func._schema.name):
             query, key, value = args[1:4] if name.endswith("backward") else args[:3]
