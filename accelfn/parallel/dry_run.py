@@ -20,9 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
+from torch.utils import _pytree, flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils import flop_counter
 
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
