@@ -449,7 +449,8 @@ def _run_load_hooks(hooks: Hooks, models: Mapping[str, nn.Module], place: Path) 
 
 def _inside_replica(model: nn.Module) -> nn.Module:
     """Return the model inside a DistributedDataParallel: hooks call its methods, as ``save_pretrained``."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    is_replica = isinstance(model, DistributedDataParallel)
+    return cast("nn.Module", cast("Any", model).module) if is_replica else model
 
 
 def _refuse_unknown(operation: str, options: Mapping[str, Any]) -> None:
