@@ -4,6 +4,7 @@ from accelfn import accelerator as accelerator
 from accelfn import bigmodel as bigmodel
 from accelfn import checkpoint as checkpoint
 from accelfn import comm as comm
+from accelfn import compat as compat
 from accelfn import context as context
 from accelfn import data as data
 from accelfn import errors as errors

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO, Literal, cast, overload
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 import accelfn.checkpoint as checkpoint
@@ -111,8 +111,8 @@ class Saving(Holdings):
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
 
-        ``models`` are as for hooks that save. ``input_dir`` is the directory of the files that hooks wrote into the checkpoint, verified. A model
-        that the hook removes from the list isn't loaded.
+        ``models`` are as for hooks that save. ``input_dir`` is the directory of the files that hooks wrote
+        into the checkpoint, verified. A model that the hook removes from the list isn't loaded.
 
         Returns:
             A handle, whose ``remove()`` removes the hook.
@@ -448,8 +448,8 @@ def _run_load_hooks(hooks: Hooks, models: Mapping[str, nn.Module], place: Path) 
 
 
 def _inside_replica(model: nn.Module) -> nn.Module:
-    """Return the model inside a DistributedDataParallel: hooks call its own methods, such as ``save_pretrained``."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """Return the model inside a DistributedDataParallel: hooks call its methods, as ``save_pretrained``."""
+    return cast("Any", model).module if isinstance(model, DistributedDataParallel) else model
 
 
 def _refuse_unknown(operation: str, options: Mapping[str, Any]) -> None:

@@ -66,7 +66,7 @@ def _first(ctx: Context, goes_first: bool, operation: str) -> Generator[None, No
     if ctx.world.size == 1:
         yield
         return
-    # One name for both blocks: nested ones meet in pairs that are of the one kind here and of the other there.
+    # One name for both: where they are nested, a rank ends the inner block as another begins the outer one.
     call = Call("main_process_first", takes_long=True)
     if not goes_first:
         agree(ctx, call)

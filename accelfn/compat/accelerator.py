@@ -27,7 +27,7 @@ from accelfn.compat.records import ParallelismConfig, ProjectConfiguration, free
 from accelfn.compat.scaler import ScalerView
 from accelfn.compat.states import AcceleratorState, GradientState
 from accelfn.compat.trackers import registered
-from accelfn.context import ContextOptions
+from accelfn.context import Context, ContextOptions
 from accelfn.context.config import DataLoaderConfiguration, DynamoBackend
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError
@@ -195,9 +195,7 @@ class Accelerator(shim.Accelerator):
         """Shard a loader over the ranks, in torch's order of a shuffle."""
         if is_loader_of(self, data_loader):
             return data_loader
-        prepared = prepare_loader(
-            self, self._placing(device_placement), data_loader, slice_fn_for_dispatch
-        )
+        prepared = prepare_loader(self, self._placing(device_placement), data_loader, slice_fn_for_dispatch)
         return self._numbered("loader", self.loaders, prepared)
 
     def _numbered(self, kind: str, held: WeakRegistry[Any], thing: Any) -> Any:
@@ -214,7 +212,8 @@ class Accelerator(shim.Accelerator):
         """Run forward and backward of one batch. Each call counts; a loader's last batch ends the window."""
         state, steps = self.gradient_state, self.gradient_accumulation_steps
         if state.sync_with_dataloader and state.end_of_dataloader:
-            self.step, is_closing = 0, True
+            self.step: int = 0
+            is_closing = True
         else:
             self.step += 1
             is_closing = self.step % steps == 0
@@ -254,7 +253,7 @@ class Accelerator(shim.Accelerator):
                     stacklevel=3,
                 )
             loading = dataclasses.replace(loading, even_batches=even_batches)
-            self.context = context.replace(dataloader_config=loading)
+            self.context: Context = context.replace(dataloader_config=loading)
             for shard in sharded:
                 shard.even_batches = even_batches
         try:

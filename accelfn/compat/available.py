@@ -25,6 +25,9 @@ STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Any, Any], bool]] = MappingProxyTy
 )
 
 
+_Probe = Callable[..., bool]
+
+
 def _parse(version: str) -> tuple[tuple[int, ...], bool]:
     """Return the numbers of a version, and whether it is a final release; for comparing."""
     text = version.partition("+")[0]
@@ -84,57 +87,59 @@ def _never(*args: Any, **kwargs: Any) -> bool:
     return False
 
 
-is_aim_available = partial(is_package_available, "aim")
-is_bnb_available = partial(is_package_available, "bitsandbytes")
-is_4bit_bnb_available = is_bnb_available
-is_8bit_bnb_available = is_bnb_available
-is_bitsandbytes_multi_backend_available = is_bnb_available
-is_boto3_available = partial(is_package_available, "boto3")
-is_clearml_available = partial(is_package_available, "clearml")
-is_comet_ml_available = partial(is_package_available, "comet_ml")
-is_datasets_available = partial(is_package_available, "datasets")
-is_deepspeed_available = partial(is_package_available, "deepspeed")
-is_dvclive_available = partial(is_package_available, "dvclive")
-is_import_timer_available = partial(is_package_available, "import_timer")
-is_lomo_available = partial(is_package_available, "lomo_optim")
-is_matplotlib_available = partial(is_package_available, "matplotlib")
-is_megatron_lm_available = partial(is_package_available, "megatron")
-is_mlflow_available = partial(is_package_available, "mlflow")
-is_msamp_available = partial(is_package_available, "msamp")
-is_numpy_available = partial(is_package_available, "numpy")
-is_pandas_available = partial(is_package_available, "pandas")
-is_peft_available = partial(is_package_available, "peft")
-is_pippy_available = partial(is_torch_version, ">=", "2.4.0")
-is_pynvml_available = partial(is_package_available, "pynvml")
-is_amdsmi_available = partial(is_package_available, "amdsmi")
-is_pytest_available = partial(is_package_available, "pytest")
-is_rich_available = partial(is_package_available, "rich")
-is_sagemaker_available = partial(is_package_available, "sagemaker")
-is_schedulefree_available = partial(is_package_available, "schedulefree")
-is_swanlab_available = partial(is_package_available, "swanlab")
-is_tensorboard_available = partial(is_package_available, "tensorboard")
-is_timm_available = partial(is_package_available, "timm")
-is_torchao_available = partial(is_package_available, "torchao")
-is_torchdata_available = partial(is_package_available, "torchdata")
-is_torchdata_stateful_dataloader_available = partial(is_package_available, "torchdata.stateful_dataloader")
-is_torchvision_available = partial(is_package_available, "torchvision")
-is_tqdm_available = partial(is_package_available, "tqdm")
-is_trackio_available = partial(is_package_available, "trackio")
-is_transformer_engine_available = partial(is_package_available, "transformer_engine")
-is_transformer_engine_mxfp8_available = is_transformer_engine_available
-is_transformers_available = partial(is_package_available, "transformers")
-is_triton_available = partial(is_package_available, "triton")
-is_wandb_available = partial(is_package_available, "wandb")
-is_cuda_available = partial(_is_device_available, "cuda")
-is_xpu_available = partial(_is_device_available, "xpu")
-is_npu_available = partial(_is_device_available, "npu")
-is_mlu_available = partial(_is_device_available, "mlu")
-is_musa_available = partial(_is_device_available, "musa")
-is_sdaa_available = partial(_is_device_available, "sdaa")
-is_hpu_available = partial(_is_device_available, "hpu")
-is_neuron_available = partial(_is_device_available, "neuron")
-is_habana_gaudi1 = _never
-is_weights_only_available = partial(is_torch_version, ">=", "2.4.0")
+is_aim_available: _Probe = partial(is_package_available, "aim")
+is_bnb_available: _Probe = partial(is_package_available, "bitsandbytes")
+is_4bit_bnb_available: _Probe = is_bnb_available
+is_8bit_bnb_available: _Probe = is_bnb_available
+is_bitsandbytes_multi_backend_available: _Probe = is_bnb_available
+is_boto3_available: _Probe = partial(is_package_available, "boto3")
+is_clearml_available: _Probe = partial(is_package_available, "clearml")
+is_comet_ml_available: _Probe = partial(is_package_available, "comet_ml")
+is_datasets_available: _Probe = partial(is_package_available, "datasets")
+is_deepspeed_available: _Probe = partial(is_package_available, "deepspeed")
+is_dvclive_available: _Probe = partial(is_package_available, "dvclive")
+is_import_timer_available: _Probe = partial(is_package_available, "import_timer")
+is_lomo_available: _Probe = partial(is_package_available, "lomo_optim")
+is_matplotlib_available: _Probe = partial(is_package_available, "matplotlib")
+is_megatron_lm_available: _Probe = partial(is_package_available, "megatron")
+is_mlflow_available: _Probe = partial(is_package_available, "mlflow")
+is_msamp_available: _Probe = partial(is_package_available, "msamp")
+is_numpy_available: _Probe = partial(is_package_available, "numpy")
+is_pandas_available: _Probe = partial(is_package_available, "pandas")
+is_peft_available: _Probe = partial(is_package_available, "peft")
+is_pippy_available: _Probe = partial(is_torch_version, ">=", "2.4.0")
+is_pynvml_available: _Probe = partial(is_package_available, "pynvml")
+is_amdsmi_available: _Probe = partial(is_package_available, "amdsmi")
+is_pytest_available: _Probe = partial(is_package_available, "pytest")
+is_rich_available: _Probe = partial(is_package_available, "rich")
+is_sagemaker_available: _Probe = partial(is_package_available, "sagemaker")
+is_schedulefree_available: _Probe = partial(is_package_available, "schedulefree")
+is_swanlab_available: _Probe = partial(is_package_available, "swanlab")
+is_tensorboard_available: _Probe = partial(is_package_available, "tensorboard")
+is_timm_available: _Probe = partial(is_package_available, "timm")
+is_torchao_available: _Probe = partial(is_package_available, "torchao")
+is_torchdata_available: _Probe = partial(is_package_available, "torchdata")
+is_torchdata_stateful_dataloader_available: _Probe = partial(
+    is_package_available, "torchdata.stateful_dataloader"
+)
+is_torchvision_available: _Probe = partial(is_package_available, "torchvision")
+is_tqdm_available: _Probe = partial(is_package_available, "tqdm")
+is_trackio_available: _Probe = partial(is_package_available, "trackio")
+is_transformer_engine_available: _Probe = partial(is_package_available, "transformer_engine")
+is_transformer_engine_mxfp8_available: _Probe = is_transformer_engine_available
+is_transformers_available: _Probe = partial(is_package_available, "transformers")
+is_triton_available: _Probe = partial(is_package_available, "triton")
+is_wandb_available: _Probe = partial(is_package_available, "wandb")
+is_cuda_available: _Probe = partial(_is_device_available, "cuda")
+is_xpu_available: _Probe = partial(_is_device_available, "xpu")
+is_npu_available: _Probe = partial(_is_device_available, "npu")
+is_mlu_available: _Probe = partial(_is_device_available, "mlu")
+is_musa_available: _Probe = partial(_is_device_available, "musa")
+is_sdaa_available: _Probe = partial(_is_device_available, "sdaa")
+is_hpu_available: _Probe = partial(_is_device_available, "hpu")
+is_neuron_available: _Probe = partial(_is_device_available, "neuron")
+is_habana_gaudi1: _Probe = _never
+is_weights_only_available: _Probe = partial(is_torch_version, ">=", "2.4.0")
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:

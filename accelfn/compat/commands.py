@@ -10,7 +10,7 @@ from typing import Any
 from accelfn.launch.config.files import find_config_file
 from accelfn.launch.launch import load_config
 
-default_config_file = find_config_file(None, {}, sys.platform, str(Path.home()))[0]
+default_config_file: str = find_config_file(None, {}, sys.platform, str(Path.home()))[0]
 
 
 class LaunchValues:

@@ -140,25 +140,24 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
 
 
 def get_parameters_from_modules(
-    modules: str | Iterable[nn.Module] | None, model: nn.Module, device: torch.device | str | None = None
+    modules: str | Iterable[nn.Module] | None, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
     """Return the parameters of modules, which are moved to ``device``.
 
     Args:
         modules: The modules, or a regular expression that matches their whole names in ``model``.
         model: Where they are looked for by name.
-        device: None leaves them where they are.
+        device: Where they belong.
     """
     if modules is None:
         return set()
     if isinstance(modules, str):
         named = re.compile(modules)
-        modules = [module for name, module in model.named_modules() if named.fullmatch(name)]
-    chosen = [*modules]
-    if device is not None:
-        for module in chosen:
-            module.to(device)
-    return {parameter for module in chosen for parameter in module.parameters()}
+        by_name = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+        chosen = [module for name, module in by_name if named.fullmatch(name)]
+    else:
+        chosen = [*modules]
+    return {parameter for module in chosen for parameter in module.to(device).parameters()}
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:

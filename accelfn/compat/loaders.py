@@ -38,8 +38,8 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch: int = 0
 
     def __iter__(self) -> Iterator[int]:
-        generator = self.generator = torch.Generator()
-        generator.manual_seed(self.initial_seed + self.epoch)
+        self.generator: torch.Generator = torch.Generator()
+        self.generator.manual_seed(self.initial_seed + self.epoch)
         yield from super().__iter__()
         self.set_epoch(self.epoch + 1)
 
@@ -94,15 +94,6 @@ class BatchSamplerShard(BatchSampler):
         return plan.num_batches(self.process_index)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        if self.num_processes == 1:
-            # One ahead, so that the sampler runs to its end, where it draws from its generator once more.
-            batches = iter(self.batch_sampler)
-            batch = next(batches, None)
-            while batch is not None:
-                following = next(batches, None)
-                yield batch
-                batch = following
-            return
         drawn = [list(batch) for batch in cast("Any", self.batch_sampler)]
         rows, rank = self.batch_size, self.process_index
         if rows and all(len(batch) == rows for batch in drawn[:-1]) and len((drawn or [[]])[-1]) <= rows:
@@ -337,7 +328,8 @@ def _sharded(ctx: Context, loader: DataLoader[Any]) -> DataLoader[Any]:
         batching.sampler = replaced
     elif size == 1 and getattr(sampler, "generator", None) is None:
         return loader
-    # With one rank too: it passes the epoch on to the sampler.
+    # With one rank too: it passes the epoch on to the sampler, and runs it to its end, where a shuffle draws
+    # from its generator once more.
     batching = BatchSamplerShard(
         batching, size, ctx.coordinate("dp"), loading.split_batches, loading.even_batches
     )

@@ -81,8 +81,6 @@ class MutableRecord(KwargsHandler):
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- values can change
-
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({values})"
@@ -118,38 +116,38 @@ def freeze(value: Any) -> Any:
 class AutocastKwargs(MutableRecord):
     """Options of ``torch.autocast``; see :class:`accelfn.AutocastKwargs`."""
 
-    record = config.AutocastKwargs
+    record: ClassVar[Any] = config.AutocastKwargs
 
 
 class DistributedDataParallelKwargs(MutableRecord):
     """Options of torch's wrapper; see :class:`accelfn.DistributedDataParallelKwargs`."""
 
-    record = config.DistributedDataParallelKwargs
+    record: ClassVar[Any] = config.DistributedDataParallelKwargs
 
 
 class GradScalerKwargs(MutableRecord):
     """Options of the loss scaler; see :class:`accelfn.GradScalerKwargs`."""
 
-    record = config.GradScalerKwargs
+    record: ClassVar[Any] = config.GradScalerKwargs
 
 
 class InitProcessGroupKwargs(MutableRecord):
     """Options of the process group; see :class:`accelfn.InitProcessGroupKwargs`."""
 
-    record = config.InitProcessGroupKwargs
+    record: ClassVar[Any] = config.InitProcessGroupKwargs
 
 
 class ProfileKwargs(MutableRecord):
     """Options of torch's profiler; see :class:`accelfn.ProfileKwargs`."""
 
-    record = config.ProfileKwargs
+    record: ClassVar[Any] = config.ProfileKwargs
 
 
 class FP8RecipeKwargs(MutableRecord):
     """Options of 8-bit training; see :class:`accelfn.FP8RecipeKwargs`."""
 
-    record = config.FP8RecipeKwargs
-    order = (
+    record: ClassVar[Any] = config.FP8RecipeKwargs
+    order: ClassVar[tuple[str, ...]] = (
         *("opt_level", "use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len"),
         *("amax_compute_algo", "override_linear_precision", "use_mxfp8_block_scaling", "backend"),
     )
@@ -158,43 +156,43 @@ class FP8RecipeKwargs(MutableRecord):
 class AORecipeKwargs(MutableRecord):
     """Options of torchao's 8-bit training; see :class:`accelfn.AORecipeKwargs`."""
 
-    record = config.AORecipeKwargs
+    record: ClassVar[Any] = config.AORecipeKwargs
 
 
 class TERecipeKwargs(MutableRecord):
     """Options of TransformerEngine; see :class:`accelfn.TERecipeKwargs`."""
 
-    record = config.TERecipeKwargs
+    record: ClassVar[Any] = config.TERecipeKwargs
 
 
 class MSAMPRecipeKwargs(MutableRecord):
     """Options of MS-AMP; see :class:`accelfn.MSAMPRecipeKwargs`."""
 
-    record = config.MSAMPRecipeKwargs
+    record: ClassVar[Any] = config.MSAMPRecipeKwargs
 
 
 class TorchDynamoPlugin(MutableRecord):
     """Options of torch.compile; see :class:`accelfn.TorchDynamoPlugin`."""
 
-    record = config.TorchDynamoPlugin
+    record: ClassVar[Any] = config.TorchDynamoPlugin
 
 
 class GradientAccumulationPlugin(MutableRecord):
     """Options of accumulation; see :class:`accelfn.GradientAccumulationPlugin`."""
 
-    record = config.GradientAccumulationPlugin
+    record: ClassVar[Any] = config.GradientAccumulationPlugin
 
 
 class DataLoaderConfiguration(MutableRecord):
     """How loaders are sharded; see :class:`accelfn.DataLoaderConfiguration`."""
 
-    record = config.DataLoaderConfiguration
+    record: ClassVar[Any] = config.DataLoaderConfiguration
 
 
 class ProjectConfiguration(MutableRecord):
     """Directories of the outputs; see :class:`accelfn.ProjectConfiguration`."""
 
-    record = config.ProjectConfiguration
+    record: ClassVar[Any] = config.ProjectConfiguration
 
     def __init__(self, *args: Any, **values: Any) -> None:
         """Set fields, by position or by name."""
@@ -211,9 +209,9 @@ class ProjectConfiguration(MutableRecord):
 class FullyShardedDataParallelPlugin(MutableRecord):
     """Options of FSDP; see :class:`accelfn.FullyShardedDataParallelPlugin`."""
 
-    record = config.FullyShardedDataParallelPlugin
-    ignored = ("activation_checkpointing_offload",)
-    order = (
+    record: ClassVar[Any] = config.FullyShardedDataParallelPlugin
+    ignored: ClassVar[tuple[str, ...]] = ("activation_checkpointing_offload",)
+    order: ClassVar[tuple[str, ...]] = (
         *("fsdp_version", "sharding_strategy", "reshard_after_forward", "backward_prefetch"),
         *("mixed_precision_policy", "auto_wrap_policy", "cpu_offload", "ignored_modules"),
         *("state_dict_type", "state_dict_config", "optim_state_dict_config", "limit_all_gathers"),
@@ -226,34 +224,34 @@ class FullyShardedDataParallelPlugin(MutableRecord):
 class DeepSpeedPlugin(MutableRecord):
     """Options of DeepSpeed; see :class:`accelfn.DeepSpeedPlugin`."""
 
-    record = config.DeepSpeedPlugin
+    record: ClassVar[Any] = config.DeepSpeedPlugin
 
 
 class MegatronLMPlugin(MutableRecord):
     """Options of Megatron-LM, by name; see :class:`accelfn.MegatronLMPlugin`."""
 
-    record = config.MegatronLMPlugin
+    record: ClassVar[Any] = config.MegatronLMPlugin
 
 
 class TorchTensorParallelConfig(MutableRecord):
     """Options of tensor parallelism."""
 
-    record = config.TorchTensorParallelConfig
+    record: ClassVar[Any] = config.TorchTensorParallelConfig
 
 
 class TorchContextParallelConfig(MutableRecord):
     """Options of context parallelism."""
 
-    record = config.TorchContextParallelConfig
+    record: ClassVar[Any] = config.TorchContextParallelConfig
 
 
 class ParallelismConfig(MutableRecord):
     """Sizes of the mesh; see :class:`accelfn.ParallelismConfig`."""
 
     __module__ = "accelerate.parallelism_config"
-    record = config.ParallelismConfig
-    ignored = ("sp_handler",)
-    order = (
+    record: ClassVar[Any] = config.ParallelismConfig
+    ignored: ClassVar[tuple[str, ...]] = ("sp_handler",)
+    order: ClassVar[tuple[str, ...]] = (
         *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size"),
         *("sp_backend", "tp_handler", "cp_handler", "sp_handler"),
     )
@@ -302,4 +300,4 @@ class ParallelismConfig(MutableRecord):
 class BnbQuantizationConfig(MutableRecord):
     """Options of bitsandbytes; see :class:`accelfn.BnbQuantizationConfig`."""
 
-    record = FrozenBnbQuantizationConfig
+    record: ClassVar[Any] = FrozenBnbQuantizationConfig

@@ -146,7 +146,7 @@ def explore(
     ...     return came[0]
     >>> report = explore(first, 2, setup=lambda: nullcontext([]), budget=20)
     >>> [(one.text, one.count, one.seed) for one in report.outcomes]
-    [('(0, 0)', 16, 0), ('(1, 1)', 4, 5)]
+    [('(0, 0)', 19, 1), ('(1, 1)', 1, 0)]
     """
     runs: dict[str, list[tuple[int, ScheduledRun[T]]]] = {}
     for number in _within(budget):

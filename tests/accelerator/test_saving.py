@@ -9,6 +9,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accelfn as af
 from accelfn import Accelerator, Context, DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
@@ -602,6 +603,39 @@ def test_hooks_save_and_load_models_in_folders_of_their_own(
     options: dict[str, Any] = project(tmp_path) if automatic else {}
     run_ranks(run, world, **options)
     assert os.listdir(tmp_path) == ["checkpoints" if automatic else "at"]
+
+
+def classes_in_hooks(ctx: Context, folder: Path) -> tuple[str, list[str]]:
+    accelerator = Accelerator(context=ctx)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    seen: list[str] = []
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, output_dir: seen.append(type(models[0]).__name__)
+    )
+    accelerator.register_load_state_pre_hook(lambda models, input_dir: seen.append(type(models[0]).__name__))
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    return type(model).__name__, seen
+
+
+def test_hooks_get_models_without_what_replicates_them(tmp_path: Path) -> None:
+    work = partial(classes_in_hooks, folder=tmp_path / "at")
+    for wrapped, seen in run_ranks(work, 2, "processes", cpu=True):
+        assert "DataParallel" in wrapped
+        assert seen == ["Linear", "Linear"]
+
+
+def test_a_loader_without_a_length_is_saved(tmp_path: Path) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=None))
+    assert next(iter(loader)) == 0
+    accelerator.save_state(tmp_path / "at")
+    accelerator.load_state(tmp_path / "at")
+    assert list(loader) == [1, 2]
 
 
 def test_hooks_run_in_order_until_they_are_removed(tmp_path: Path) -> None:

@@ -211,8 +211,8 @@ MUTATIONS = (
         "the lock isn't taken",
         "commit",
         "files/test_commit.py::test_one_save_at_a_time_writes_to_a_directory",
-        "        release = disk.lock(path)\n    except BlockingIOError as error:",
-        "        release = None\n    except BlockingIOError as error:",
+        "            return is_new, disk.lock(path)\n",
+        "            return is_new, None\n",
     ),
     _bug(
         "a checkpoint that is being replaced is removed",
@@ -240,7 +240,7 @@ MUTATIONS = (
         "a checkpoint that is removed meanwhile counts as damaged",
         "find",
         "state/test_bad_input.py::test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_not_damaged",
-        "        if is_complete or names == before or attempt == _MAX_ATTEMPTS:\n",
+        "        if not unfinished or (names, unfinished) == before or attempt == _MAX_ATTEMPTS:\n",
         "        if True:\n",
     ),
     # Verification.

@@ -53,6 +53,19 @@ def test_the_first_ranks_pass_before_the_others(size: int, num_nodes: int, debug
         assert set(ranks[: len(leaders)]) == leaders
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_the_first_of_all_and_the_first_of_each_node_may_go_before_together(num_nodes: int) -> None:
+    entered: list[int] = []
+
+    def work(ctx: Context) -> None:
+        with main_process_first(ctx), local_main_process_first(ctx):
+            entered.append(ctx.rank)
+
+    run_ranks(work, 2 * num_nodes, num_nodes=num_nodes, timeout_s=10)
+    assert entered[:num_nodes] == [0, 2][:num_nodes]
+    assert sorted(entered) == list(range(2 * num_nodes))
+
+
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("first", FIRST)
 def test_a_failure_of_the_first_reaches_those_that_wait(

@@ -11,6 +11,7 @@ def alone() -> Iterator[None]:
     """Run a test in a process without a world: the one state that programs without a context have."""
     current().close()
     current().trackers.clear()
+    current().debug = None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "accelfn.compat: this program has Accelerate's arithmetic")
         yield

@@ -3,25 +3,37 @@
 Run under Accelerate by ``python``, and under accelfn by ``python -m accelfn.compat``.
 """
 
+# torch leaves these partly untyped.
+# pyright: reportUnknownMemberType=false
+
 import argparse
+import importlib
 import json
 import os
 import pathlib
+import sys
 import traceback
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 
-import accelerate
-import local_glue
-import numpy as np
 import torch
-import transformers
-from datasets import Dataset
 from torch import nn
 from torch.utils.data import DataLoader
-from trainer_program import VOCABULARY, Runs, llama, peft_mode
 
+from tests.compat import local_glue
+from tests.compat.trainer_program import VOCABULARY, Runs, llama, peft_mode
+
+
+def load(name: str) -> Any:
+    """Return a module that has no types which strict checking accepts, or isn't in every environment."""
+    return importlib.import_module(name)
+
+
+accelerate, transformers = load("accelerate"), load("transformers")
+Loader: Any = DataLoader  # of lists, which torch reads and its types refuse
 Result = dict[str, Any]
 WORDS = [f"w{number}" for number in range(VOCABULARY - 4)]
 OPTIONS: dict[str, Any] = {
@@ -40,11 +52,10 @@ OPTIONS: dict[str, Any] = {
 
 
 def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
+    tokenizers = load("tokenizers")
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<end>", "<unk>", "<mask>", *WORDS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
     )
@@ -65,13 +76,12 @@ def size_of(model: nn.Module) -> float:
 
 
 def sft(folder: pathlib.Path, peft_config: Any = None) -> Result:
-    from trl import SFTConfig, SFTTrainer
-
+    trl = load("trl")
     rows = [{"prompt": sentence(seed), "completion": f" {sentence(seed + 7)}"} for seed in range(13)]
-    runner = SFTTrainer(
+    runner = trl.SFTTrainer(
         model=llama(),
-        args=SFTConfig(output_dir=str(folder), max_length=12, gradient_accumulation_steps=2, **OPTIONS),
-        train_dataset=Dataset.from_list(rows),
+        args=trl.SFTConfig(output_dir=str(folder), max_length=12, gradient_accumulation_steps=2, **OPTIONS),
+        train_dataset=load("datasets").Dataset.from_list(rows),
         processing_class=tokenizer(),
         peft_config=peft_config,
     )
@@ -80,24 +90,23 @@ def sft(folder: pathlib.Path, peft_config: Any = None) -> Result:
 
 
 def sft_with_lora(folder: pathlib.Path) -> Result:
-    from peft import LoraConfig
-
-    lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    lora = load("peft").LoraConfig(
+        r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
     return sft(folder, lora)
 
 
 def dpo(folder: pathlib.Path) -> Result:
-    from trl import DPOConfig, DPOTrainer
-
+    trl = load("trl")
     rows = [
         {"prompt": sentence(seed), "chosen": f" {sentence(seed + 3)}", "rejected": f" {sentence(seed + 5)}"}
         for seed in range(13)
     ]
-    runner = DPOTrainer(
+    runner = trl.DPOTrainer(
         model=llama(),
         ref_model=llama(),
-        args=DPOConfig(output_dir=str(folder), max_length=12, **OPTIONS),
-        train_dataset=Dataset.from_list(rows),
+        args=trl.DPOConfig(output_dir=str(folder), max_length=12, **OPTIONS),
+        train_dataset=load("datasets").Dataset.from_list(rows),
         processing_class=tokenizer(),
     )
     runner.train()
@@ -106,24 +115,19 @@ def dpo(folder: pathlib.Path) -> Result:
 
 def diffusion(folder: pathlib.Path) -> Result:
     """Train as diffusers' script for unconditional images does."""
-    from accelerate import Accelerator, InitProcessGroupKwargs
-    from accelerate.logging import get_logger
-    from accelerate.utils import ProjectConfiguration, set_seed
-    from diffusers import DDPMScheduler, UNet2DModel
-    from diffusers.optimization import get_scheduler
-    from diffusers.training_utils import EMAModel
-
-    logger = get_logger(__name__, log_level="INFO")
-    accelerator = Accelerator(
+    diffusers, utils = load("diffusers"), load("accelerate.utils")
+    average: Any = load("diffusers.training_utils").EMAModel
+    logger = load("accelerate.logging").get_logger(__name__, log_level="INFO")
+    accelerator = accelerate.Accelerator(
         gradient_accumulation_steps=2,
         mixed_precision="no",
         log_with="tensorboard",
-        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
-        kwargs_handlers=[InitProcessGroupKwargs()],
+        project_config=utils.ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
+        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=timedelta(seconds=600))],
         cpu=True,
     )
-    set_seed(3)
-    model = UNet2DModel(
+    utils.set_seed(3)
+    model = diffusers.UNet2DModel(
         sample_size=8,
         in_channels=1,
         out_channels=1,
@@ -133,11 +137,11 @@ def diffusion(folder: pathlib.Path) -> Result:
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )
-    ema = EMAModel(
+    ema = average(
         model.parameters(),
         decay=0.9,
         use_ema_warmup=True,
-        model_cls=UNet2DModel,
+        model_cls=diffusers.UNet2DModel,
         model_config=model.config,
     )
 
@@ -149,19 +153,22 @@ def diffusion(folder: pathlib.Path) -> Result:
                 weights.pop()
 
     def load_hook(models: list[Any], input_dir: str) -> None:
-        ema.load_state_dict(EMAModel.from_pretrained(f"{input_dir}/unet_ema", UNet2DModel).state_dict())
+        ema.load_state_dict(
+            average.from_pretrained(f"{input_dir}/unet_ema", diffusers.UNet2DModel).state_dict()
+        )
         for _ in range(len(models)):
             one = models.pop()
-            loaded = UNet2DModel.from_pretrained(input_dir, subfolder="unet")
+            loaded = diffusers.UNet2DModel.from_pretrained(input_dir, subfolder="unet")
             one.register_to_config(**loaded.config)
             one.load_state_dict(loaded.state_dict())
 
     accelerator.register_save_state_pre_hook(save_hook)
     accelerator.register_load_state_pre_hook(load_hook)
-    noise_scheduler = DDPMScheduler(num_train_timesteps=20, beta_schedule="linear")
+    noise_scheduler = diffusers.DDPMScheduler(num_train_timesteps=20, beta_schedule="linear")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     images = torch.randn(22, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    loader = DataLoader([{"input": image} for image in images], batch_size=2, shuffle=True)
+    loader = Loader([{"input": image} for image in images], batch_size=2, shuffle=True)
+    get_scheduler: Any = load("diffusers.optimization").get_scheduler
     lr_scheduler = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=1, num_training_steps=20)
     model, optimizer, loader, lr_scheduler = accelerator.prepare(model, optimizer, loader, lr_scheduler)
     if accelerator.is_main_process:
@@ -207,7 +214,7 @@ def diffusion(folder: pathlib.Path) -> Result:
     if accelerator.is_main_process:
         unet.save_pretrained(folder / "trained")
     accelerator.wait_for_everyone()
-    averaged = size_of(UNet2DModel.from_pretrained(folder / "trained"))
+    averaged = size_of(diffusers.UNet2DModel.from_pretrained(folder / "trained"))
     ema.restore(unet.parameters())
     accelerator.end_training()
     events = [*(folder / "logs").rglob("events*")]
@@ -221,49 +228,44 @@ def diffusion(folder: pathlib.Path) -> Result:
 
 
 def sentences_model(folder: pathlib.Path) -> Any:
-    from sentence_transformers import SentenceTransformer, models
-
-    if not folder.exists():
-        raise AssertionError(f"no model in {folder}")
-    words = models.Transformer(str(folder), max_seq_length=16)
-    return SentenceTransformer(
-        modules=[words, models.Pooling(words.get_embedding_dimension())], device="cpu"
-    )
+    sentence_transformers = load("sentence_transformers")
+    modules = load("sentence_transformers.sentence_transformer.modules")
+    words = modules.Transformer(str(folder), max_seq_length=16)
+    pooling = modules.Pooling(words.get_embedding_dimension())
+    return sentence_transformers.SentenceTransformer(modules=[words, pooling], device="cpu")
 
 
 def sentences(folder: pathlib.Path) -> Result:
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
-
+    sentence_transformers = load("sentence_transformers")
+    losses = load("sentence_transformers.sentence_transformer.losses")
     pairs = [local_glue.sentence_pair(index) for index in range(15)]
     model = sentences_model(folder.parent / "bert")
-    options = {name: value for name, value in OPTIONS.items() if name != "seed"}
-    runner = SentenceTransformerTrainer(
+    arguments: Any = sentence_transformers.SentenceTransformerTrainingArguments
+    runner = sentence_transformers.SentenceTransformerTrainer(
         model=model,
-        args=SentenceTransformerTrainingArguments(output_dir=str(folder), seed=5, **options),
-        train_dataset=Dataset.from_list(
+        args=arguments(output_dir=str(folder), **OPTIONS),
+        train_dataset=load("datasets").Dataset.from_list(
             [{"anchor": pair["sentence1"], "positive": pair["sentence2"]} for pair in pairs]
         ),
-        loss=MultipleNegativesRankingLoss(model),
+        loss=losses.MultipleNegativesRankingLoss(model),
     )
     runner.train()
     embeddings = model.encode(["word1 word2"], convert_to_numpy=True)
-    return report(runner, embeddings=float(np.abs(embeddings).sum()))
+    return report(runner, embeddings=float(abs(embeddings).sum()))
 
 
 def sentences_fit(folder: pathlib.Path) -> Result:
     """Train by the older ``fit``, which takes loaders."""
-    from sentence_transformers import InputExample
-    from sentence_transformers.losses import CosineSimilarityLoss
-
+    example: Any = load("sentence_transformers").InputExample
+    losses = load("sentence_transformers.sentence_transformer.losses")
     pairs = [local_glue.sentence_pair(index) for index in range(15)]
     model = sentences_model(folder.parent / "bert")
     examples = [
-        InputExample(texts=[str(pair["sentence1"]), str(pair["sentence2"])], label=float(pair["label"]))
+        example(texts=[str(pair["sentence1"]), str(pair["sentence2"])], label=float(pair["label"]))
         for pair in pairs
     ]
     model.fit(
-        train_objectives=[(DataLoader(examples, batch_size=2, shuffle=True), CosineSimilarityLoss(model))],
+        train_objectives=[(Loader(examples, batch_size=2, shuffle=True), losses.CosineSimilarityLoss(model))],
         epochs=1,
         warmup_steps=1,
         optimizer_params={"lr": 0.01},
@@ -274,7 +276,7 @@ def sentences_fit(folder: pathlib.Path) -> Result:
     return {"losses": [], "weights": size_of(model), "steps": 1}
 
 
-MODES = {
+MODES: dict[str, Callable[[pathlib.Path], Result]] = {
     "peft": lambda folder: peft_mode(Runs(folder, "peft")),
     "sft": sft,
     "sft with lora": sft_with_lora,
@@ -301,14 +303,12 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 -- reported, and the other modes run
             traceback.print_exc()
             results[mode] = {"error": f"{type(error).__name__}: {error}"}
-    results["files"] = sorted({str(one.__file__) for name, one in accelerate_modules()})
+    results["files"] = sorted({str(one.__file__) for _, one in accelerate_modules()})
     rank = os.environ.get("RANK", "0")
     (options.folder / f"results-{rank}.json").write_text(json.dumps(results))
 
 
 def accelerate_modules() -> list[tuple[str, Any]]:
-    import sys
-
     return [(name, one) for name, one in [*sys.modules.items()] if name.partition(".")[0] == "accelerate"]
 
 

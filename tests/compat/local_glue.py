@@ -1,7 +1,9 @@
-"""What Accelerate's test scripts load by name, made here: a model, a data set and a metric of a few kilobytes."""
+"""What Accelerate's test scripts load by name, made here: a tiny model, a data set and a metric."""
 
+import importlib
 import json
 import pathlib
+from typing import Any
 
 WORDS = [f"word{number}" for number in range(40)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -24,8 +26,9 @@ import evaluate
 
 class Glue(evaluate.Metric):
     def _info(self):
-        integers = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
-        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=integers)
+        integer = datasets.Value("int64")
+        features = datasets.Features({"predictions": integer, "references": integer})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
 
     def _compute(self, predictions, references):
         pairs = list(zip(predictions, references))
@@ -55,12 +58,10 @@ def sentence_pair(index: int) -> dict[str, str | int]:
 
 def write_model(folder: pathlib.Path) -> pathlib.Path:
     """Write a BERT of one small layer, and its tokenizer."""
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
-
+    transformers: Any = importlib.import_module("transformers")
     folder.mkdir()
-    torch.manual_seed(0)
-    config = BertConfig(
+    transformers.set_seed(0)
+    config = transformers.BertConfig(
         vocab_size=len(SPECIAL) + len(WORDS),
         hidden_size=16,
         intermediate_size=16,
@@ -68,13 +69,7 @@ def write_model(folder: pathlib.Path) -> pathlib.Path:
         num_attention_heads=2,
         max_position_embeddings=64,
     )
-    BertForSequenceClassification(config).save_pretrained(folder)
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join([*SPECIAL, *WORDS]) + "\n")
-    BertTokenizer.from_pretrained(folder, do_lower_case=False).save_pretrained(folder)
+    transformers.BertTokenizer.from_pretrained(folder, do_lower_case=False).save_pretrained(folder)
     return folder
-
-
-if __name__ == "__main__":
-    import sys
-
-    write(pathlib.Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Run one of Accelerate's test scripts, and write which lines of its ``main`` raised.
+"""Run test scripts of Accelerate, and write which lines of their ``main`` raised.
 
 Run under Accelerate by ``python``, and under accelfn by ``python -m accelfn.compat``. A line that raises
 doesn't end the script, so that one difference doesn't hide the next one.
@@ -46,28 +46,37 @@ def is_main(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
 
 
-def main() -> None:
-    name, folder, *arguments = sys.argv[1:]
+def run(name: str, arguments: list[str]) -> dict[str, Any]:
+    """Run a script as ``__main__``, and return what its lines did."""
     spec = importlib.util.find_spec(f"accelerate.test_utils.scripts.{name}")
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(pathlib.Path(spec.origin).read_text())
-    tree.body = [Lines().generic_visit(node) if is_main(node) else node for node in tree.body]
-    failed: dict[str, str] = {}
+    for node in filter(is_main, tree.body):
+        Lines().generic_visit(node)
+    failed: dict[str, list[str]] = {}
     passed: list[str] = []
 
     def note(line: str, error: BaseException) -> None:
         traceback.print_exception(error)
-        text = f"{type(error).__name__}: {error}".strip()
-        failed[line] = text.splitlines()[0]
+        failed.setdefault(line, []).append(type(error).__name__)
 
-    vars(sys.modules["__main__"]).update(_FAILED=FAILED, _failed=note, _passed=passed.append)
     sys.argv = [spec.origin, *arguments]
-    exec(compile(ast.fix_missing_locations(tree), spec.origin, "exec"), vars(sys.modules["__main__"]))
-    files = [str(getattr(one, "__file__", None)) for one in accelerate_modules()]
-    report = {"failed": failed, "passed": passed, "files": sorted(files)}
+    space = {"__name__": "__main__", "__file__": spec.origin}
+    try:
+        code = compile(ast.fix_missing_locations(tree), spec.origin, "exec")
+        exec(code, {**space, "_FAILED": FAILED, "_failed": note, "_passed": passed.append})
+    except ImportError as error:
+        note("import", error)
+    return {"failed": failed, "passed": passed}
+
+
+def main() -> None:
+    folder, scripts = sys.argv[1:]
+    reports = [(name, run(name, arguments)) for name, *arguments in json.loads(scripts)]
+    files = sorted({str(getattr(one, "__file__", None)) for one in accelerate_modules()})
     rank = os.environ.get("RANK", "0")
-    (pathlib.Path(folder) / f"{name}-{rank}.json").write_text(json.dumps(report))
+    (pathlib.Path(folder) / f"reports-{rank}.json").write_text(json.dumps([reports, files]))
 
 
 def accelerate_modules() -> list[Any]:

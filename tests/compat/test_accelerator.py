@@ -162,6 +162,7 @@ def on_two_ranks(ctx: af.Context) -> dict[str, Any]:
         "gathered": operations.gather_object([rank, "a"]),
         "broadcast": (same, tensor.item(), operations.broadcast_object_list(listed), listed),
         "mean": operations.reduce(torch.tensor(float(rank))).item(),
+        "copied": operations.copy_tensor_to_devices(None if rank else torch.tensor([5.0])).tolist(),
         "padded": operations.pad_across_processes(torch.ones(rank + 1)).tolist(),
         "ended": ended,
         "world": (ctx.num_processes, str(accelerator.distributed_type)),
@@ -182,6 +183,7 @@ def test_two_ranks_work_together() -> None:
             "gathered": [0, "a", 1, "a"],
             "broadcast": (True, 1.0, [0], [0]),
             "mean": 0.5,
+            "copied": [5.0],
             "ended": [[0, 1, 2, 3], [4]],
             "world": (2, "MULTI_CPU"),
             "wrapped": True,
@@ -198,3 +200,15 @@ def in_rank() -> str:
 def test_a_launched_function_has_the_alias_if_the_program_has() -> None:
     said = debug_launcher(in_rank, num_processes=1)
     assert "compat" not in said[0], "it isn't installed here"
+
+
+def test_two_loaders_are_named_by_their_order_in_checkpoints(tmp_path: pathlib.Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _, loader = prepared(accelerator)
+    other = accelerator.prepare(Loader(list(range(5))))
+    accelerator.save_state(tmp_path / "saved")
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(tmp_path / "saved")
+    assert model.weight.item() != 0
+    assert [accelerator.loaders.name_of(one) for one in (loader, other)] == ["loader", "loader_1"]

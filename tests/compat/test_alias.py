@@ -131,3 +131,24 @@ print(Trainer.__name__, get_peft_model.__name__, accelerate.__file__)
         "get_peft_model",
         str(ROOT / "accelfn/compat/accelerate/__init__.py"),
     ]
+
+
+def test_the_peers_tests_are_its_own_files_if_it_is_installed() -> None:
+    code = """
+import sys
+import accelfn.compat
+accelfn.compat.install()
+import accelerate.state
+from accelerate.test_utils import training
+assert "site-packages" in training.__file__
+assert training.DistributedType is accelerate.state.DistributedType
+from importlib.metadata import metadata
+assert "huggingface" in metadata("accelerate")["Home-page"]
+sys.path[:] = [path for path in sys.path if "site-packages" not in path]
+del sys.modules["accelerate.test_utils"], accelerate.test_utils
+try:
+    import accelerate.test_utils
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert "accelerate.test_utils" in run(code)

@@ -18,6 +18,7 @@ from accelfn.compat.__main__ import Command, parse
 from accelfn.errors import ConfigurationError
 
 peer: Any = pytest.importorskip("accelerate.utils")
+fsdp: Any = pytest.importorskip("accelerate.utils.fsdp_utils")
 VERSIONS = ["1.0", "1.0.0", "1.0.dev0", "1.0rc1", "1.0.post1", "2.10.1+cpu", "2.9", "10.0"]
 
 
@@ -142,3 +143,13 @@ def test_a_deepspeed_configuration_can_be_asked() -> None:
 )
 def test_the_command_line(line: str, expected: object) -> None:
     assert parse(line.split()) == expected
+
+
+def test_parameters_of_modules_by_name_or_as_they_are() -> None:
+    first, inner = nn.Linear(1, 1), nn.Linear(1, 1)
+    model = nn.Sequential(first, nn.Sequential(inner, nn.ReLU()))
+    for modules in (None, [first], r"0|1\.0", r"1\.", "1"):
+        theirs = fsdp.get_parameters_from_modules(modules, model, "cpu")
+        assert helpers.get_parameters_from_modules(modules, model, "cpu") == theirs
+    meta = helpers.get_parameters_from_modules([inner], model, "meta")
+    assert {parameter.device.type for parameter in meta} == {"meta"}

@@ -3,6 +3,7 @@
 # torch leaves these partly untyped.
 # pyright: reportUnknownMemberType=false
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,3 +158,75 @@ def test_ranks_share_one_shuffled_order() -> None:
     joined = [index for pair in zip(first, second, strict=True) for batch in pair for index in batch]
     assert sorted(joined[:9]) == list(range(9))
     assert joined[9:] == joined[:3]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_generator_of_ones_own_shuffles_every_pass_as_it_did(num_workers: int) -> None:
+    generator = torch.Generator()
+    plain = Loader(list(range(8)), batch_size=4, shuffle=True, generator=generator, num_workers=num_workers)
+    loader = Accelerator(cpu=True).prepare(plain)
+
+    def passes(one: Any) -> list[list[int]]:
+        generator.manual_seed(42)
+        return [[index for batch in one for index in batch.tolist()] for _ in range(3)]
+
+    assert passes(loader) == passes(plain)
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dataset", [Numbers(), list(range(12))], ids=["stream", "map"])
+def test_the_state_of_a_stateful_loader_is_that_of_the_batch_it_yielded(dataset: Any) -> None:
+    pytest.importorskip("torchdata")
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True)
+    accelerator.dataloader_config = config
+    assert accelerator.dataloader_config.use_stateful_dataloader
+    loader = accelerator.prepare(Loader(dataset, batch_size=2))
+    state: Any = None
+    for number, _ in enumerate(loader):
+        if number == 1:
+            state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+    for _ in loader:
+        break
+    loader.load_state_dict(loader.state_dict())
+    assert next(iter(loader)).tolist() == [2, 3], "a loop that was left reads no batch twice, and loses none"
+
+
+def uneven(ctx: af.Context) -> dict[str, Any]:
+    config = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    asked = accelerator.prepare(Loader(list(range(5)), batch_size=2))
+    read = [batch.tolist() for batch in asked]
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    loader, stream = accelerator.prepare(Loader(list(range(3))), Loader(Numbers()))
+    joined: list[float] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for batch in loader:
+                model(batch.float().unsqueeze(1)).sum().backward()
+                joined.append(batch.item())
+    del stream
+    return {
+        "asked": read,
+        "joined": joined,
+        "even": (loader.batch_sampler.even_batches, accelerator.even_batches),
+        "warned": [str(one.message).partition(":")[0] for one in caught],
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_read_their_own_numbers_of_batches_where_a_program_asks_for_it() -> None:
+    first, second = af.testing.run_ranks(uneven, 2, "processes", cpu=True)
+    assert (first.pop("asked"), second.pop("asked")) == ([[0, 1], [4]], [[2, 3]])
+    assert (first.pop("joined"), second.pop("joined")) == ([0, 2], [1])
+    assert first == second == {"even": (True, True), "warned": ["join_uneven_inputs"]}

@@ -8,6 +8,7 @@ import torch
 
 from accelfn.compat.accelerator import Accelerator
 from accelfn.compat.current import current
+from accelfn.compat.records import TorchDynamoPlugin
 from accelfn.compat.states import AcceleratorState, GradientState, PartialState, is_initialized
 from accelfn.errors import ConfigurationError
 
@@ -54,10 +55,31 @@ def test_the_newest_accelerator_is_current_and_isnt_kept_alive() -> None:
     second = Accelerator(cpu=True)
     assert (first.gradient_state.num_steps, GradientState().num_steps) == (3, 1)
     del second
-    assert current().accelerator is first
+    assert current().accelerator is first, "the newest one that is alive"
     assert (GradientState().num_steps, GradientState().sync_gradients) == (3, True)
     del first
     assert current().accelerator is None
+
+
+def test_options_outlive_an_accelerator_that_isnt_kept() -> None:
+    plugin = TorchDynamoPlugin(backend="aot_eager")
+    Accelerator(cpu=True, mixed_precision="bf16", dynamo_plugin=plugin)
+    assert current().accelerator is None
+    state = AcceleratorState()
+    assert (state.initialized, state.mixed_precision, state.dynamo_plugin) == (True, "bf16", plugin)
+    assert current().context.mixed_precision == "bf16"
+    AcceleratorState._reset_state()
+    with pytest.raises(ConfigurationError, match="Make an Accelerator first"):
+        AcceleratorState()
+
+
+def test_every_operation_is_checked_from_when_a_program_asks_for_it() -> None:
+    state = PartialState(cpu=True)
+    assert (state.debug, current().context.debug) == (False, False)
+    state.debug = True
+    assert (state.debug, current().context.debug, Accelerator(cpu=True).state.debug) == (True, True, True)
+    state.debug = False
+    assert (state.debug, current().context.debug) == (False, False)
 
 
 def test_a_program_can_close_its_own_window() -> None:

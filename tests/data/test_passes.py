@@ -20,6 +20,7 @@ from accelfn.data import (
     restore_loader,
     skip_first_batches,
 )
+from accelfn.data.loader import passes_of
 from accelfn.testing import run_ranks
 from tests.data.sources import numbers
 
@@ -237,3 +238,23 @@ def test_a_generator_that_is_seeded_after_prepare_seeds_the_order() -> None:
     loader = prepare_data_loader(Context(), numbers(12, shuffle=True, generator=generator))
     generator.manual_seed(8)
     assert samples(loader) == order(12, 0, 8)
+
+
+def test_a_loop_that_reads_ahead_can_keep_the_state_of_what_it_yielded() -> None:
+    loader = prepare_data_loader(Context(), numbers(6, 1))
+    passes, batches = passes_of(loader), iter(loader)
+    next(batches)
+    passes.hold()
+    next(batches)
+    assert loader_state(loader).consumed == 1
+    passes.release()
+    assert loader_state(loader).consumed == 2
+    passes.hold()
+    assert len([*batches]) == 4
+    held = loader_state(loader)
+    assert (held.epoch, held.consumed) == (0, 2), "also after the end of the pass"
+    restore_loader(loader, held)
+    assert samples(loader) == [2, 3, 4, 5]
+    passes.hold()
+    next(iter(loader))
+    assert loader_state(loader).epoch == 2, "until the next pass"

@@ -1,6 +1,7 @@
 """Memory."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+import collections.abc
 import typing
 
 from accelfn.training import (
@@ -11,7 +12,7 @@ from accelfn.training import (
 import accelfn.training as _training
 from accelfn.compat.missing import refuse as _refuse
 
-should_reduce_batch_size = _training.is_out_of_memory
+should_reduce_batch_size: collections.abc.Callable[..., bool] = _training.is_out_of_memory
 
 
 def __getattr__(name: str) -> typing.NoReturn:

@@ -1,6 +1,7 @@
 """Trees of tensors, on one rank and across ranks."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+import collections.abc
 import typing
 
 from accelfn.compat.operations import (
@@ -38,8 +39,8 @@ import accelfn.tree as _tree
 import accelfn.parallel.engines as _engines
 from accelfn.compat.missing import refuse as _refuse
 
-get_data_structure = _tree.tree_structure
-GatheredParameters = _engines.gathered_parameters
+get_data_structure: collections.abc.Callable[..., typing.Any] = _tree.tree_structure
+GatheredParameters: collections.abc.Callable[..., typing.Any] = _engines.gathered_parameters
 
 
 def __getattr__(name: str) -> typing.NoReturn:
