@@ -319,6 +319,6 @@ def test_a_picture_has_a_bar_of_what_is_there_and_one_for_each_axis() -> None:
     sizes = [budget.parameters, gradients, budget.optimizer, budget.gathered, activations]
     sizes += [budget.moved["dp_shard"], budget.moved["tp"]]
     assert len(bars) == len(sizes)
-    scale = bars[0] / cast("int", sizes[0])
+    scale = bars[0] / sizes[0]
     for bar, size in zip(bars, sizes, strict=True):
-        assert bar == pytest.approx(scale * cast("int", size), abs=0.3)  # rounded, and so is the scale
+        assert bar == pytest.approx(scale * size, abs=0.3)  # rounded, and so is the scale
