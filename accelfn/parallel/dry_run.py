@@ -375,13 +375,14 @@ class _Traffic(TorchDispatchMode):
             axis, size = self.axes[args[-1]]
             kind = _kind_of(func._schema.name.partition("::")[2])
             self.count((axis, kind), calls=1, received=_received(kind, args[0].nbytes, size))
+        elif (name := func._schema.name).startswith("aten::_scaled_dot_product_"):
+            # Torch's table has neither the CPU's kernel nor fewer heads of keys than of queries.
+            is_backward = name.endswith("backward")
+            query, key, value = args[1:4] if is_backward else args[:3]
+            self.count(None, flops=_attention_flops(query, key, value, backward=is_backward))
         elif func._overloadpacket in flop_counter.flop_registry:
             count = flop_counter.flop_registry[func._overloadpacket]
-            flops = count(*args, **(kwargs or {}), out_val=result)
-            self.count(None, flops=flops)
-        elif "_flash_attention_for_cpu" in (name := func._schema.name):
-            query, key, value = args[1:4] if name.endswith("backward") else args[:3]
-            self.count(None, flops=_attention_flops(query, key, value, backward=name.endswith("backward")))
+            self.count(None, flops=count(*args, **(kwargs or {}), out_val=result))
         return result
 
     def attend_in_ring(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import accelfn as af
 from accelfn import Cluster, Context, FullyShardedDataParallelPlugin, Link, ParallelismConfig
@@ -129,6 +130,19 @@ def test_operations_are_those_of_matrix_products() -> None:
     assert 0.5 < stage.forward_flops / whole.forward_flops < 0.6  # the slowest one has the logits
     assert stage.bubble == 1 / 5
     assert stage.idle_s == pytest.approx((stage.compute_s + stage.exposed_s) / 4)
+
+
+def test_operations_of_attention_are_those_of_its_products() -> None:
+    class Attend(nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    sizes = (2, 8, 64, 16), (2, 4, 64, 16), (2, 4, 64, 16)
+    query, key, value = (torch.empty(size, device="meta", requires_grad=True) for size in sizes)
+    traffic = plan_traffic(Context(), Attend(), batch=(query, key, value))
+    product = 2 * (2 * 8) * 64 * 64 * 16
+    assert traffic.forward_flops == 2 * product
+    assert traffic.backward_flops == 5 * product  # one of them once more
 
 
 def step(*exchanges: Exchange, size: int = 16, seconds: float = 1.0) -> Traffic:
