@@ -1,7 +1,7 @@
 """accelfn under the names of Hugging Face Accelerate."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 import accelfn.compat.alias as _alias
 from accelfn.compat.accelerator import (
@@ -75,5 +75,5 @@ from accelfn.compat.missing import refuse as _refuse
 __version__ = _alias.VERSION
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

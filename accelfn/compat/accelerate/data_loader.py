@@ -1,7 +1,7 @@
 """Loaders."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 from accelfn.compat.loaders import (
     BatchSamplerShard as BatchSamplerShard,
@@ -20,5 +20,5 @@ SkipBatchSampler = _loader.Skipped
 SkipDataLoader = _loader.Skipped
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

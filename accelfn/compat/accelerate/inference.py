@@ -1,6 +1,6 @@
 """Pipelines for inference."""
 
-import typing
+import typing as _typing
 
 from accelfn.bigmodel import (
     prepare_pippy as prepare_pippy,
@@ -8,5 +8,5 @@ from accelfn.bigmodel import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

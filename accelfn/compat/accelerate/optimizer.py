@@ -1,6 +1,6 @@
 """Prepared optimizers."""
 
-import typing
+import typing as _typing
 
 from accelfn.accelerator import (
     AcceleratedOptimizer as AcceleratedOptimizer,
@@ -8,5 +8,5 @@ from accelfn.accelerator import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

@@ -1,7 +1,7 @@
 """The configuration of launches."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 from accelfn.compat.commands import (
     default_config_file as default_config_file,
@@ -10,5 +10,5 @@ from accelfn.compat.commands import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

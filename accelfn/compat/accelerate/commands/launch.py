@@ -1,13 +1,13 @@
 """Start a script on several processes."""
 
-import collections.abc
-import typing
+import collections.abc as _abc
+import typing as _typing
 
 import accelfn.compat.commands as _commands
 from accelfn.compat.missing import refuse as _refuse
 
-main: collections.abc.Callable[..., typing.Any] = _commands.launch_main
+main: _abc.Callable[..., _typing.Any] = _commands.launch_main
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

@@ -1,279 +1,25 @@
 """Everything below, and the records."""
 
-# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+# ruff: noqa: F403, I001 -- the names of the modules below are those of this one
+import typing as _typing
 
+from accelfn.compat.accelerate.utils.bnb import *
+from accelfn.compat.accelerate.utils.constants import *
+from accelfn.compat.accelerate.utils.dataclasses import *
+from accelfn.compat.accelerate.utils.deepspeed import *
+from accelfn.compat.accelerate.utils.environment import *
+from accelfn.compat.accelerate.utils.fsdp_utils import *
+from accelfn.compat.accelerate.utils.imports import *
+from accelfn.compat.accelerate.utils.megatron_lm import *
+from accelfn.compat.accelerate.utils.memory import *
+from accelfn.compat.accelerate.utils.modeling import *
+from accelfn.compat.accelerate.utils.offload import *
+from accelfn.compat.accelerate.utils.operations import *
+from accelfn.compat.accelerate.utils.other import *
+from accelfn.compat.accelerate.utils.random import *
+from accelfn.compat.accelerate.utils.versions import *
 from accelfn.compat.records import (
-    AORecipeKwargs as AORecipeKwargs,
-    AutocastKwargs as AutocastKwargs,
-    BnbQuantizationConfig as BnbQuantizationConfig,
-    DataLoaderConfiguration as DataLoaderConfiguration,
-    DeepSpeedPlugin as DeepSpeedPlugin,
-    DistributedDataParallelKwargs as DistributedDataParallelKwargs,
-    FP8RecipeKwargs as FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
-    GradScalerKwargs as GradScalerKwargs,
-    GradientAccumulationPlugin as GradientAccumulationPlugin,
-    InitProcessGroupKwargs as InitProcessGroupKwargs,
-    KwargsHandler as KwargsHandler,
-    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
-    MegatronLMPlugin as MegatronLMPlugin,
     ParallelismConfig as ParallelismConfig,
-    ProfileKwargs as ProfileKwargs,
-    ProjectConfiguration as ProjectConfiguration,
-    TERecipeKwargs as TERecipeKwargs,
-    TorchContextParallelConfig as TorchContextParallelConfig,
-    TorchDynamoPlugin as TorchDynamoPlugin,
-    TorchTensorParallelConfig as TorchTensorParallelConfig,
-)
-from accelfn.context.config import (
-    DDPCommunicationHookType as DDPCommunicationHookType,
-    DistributedType as DistributedType,
-    DynamoBackend as DynamoBackend,
-    LoggerType as LoggerType,
-    PrecisionType as PrecisionType,
-    RNGType as RNGType,
-)
-from accelfn.compat.accelerate.utils.dataclasses import (
-    FP8BackendType as FP8BackendType,
-)
-from accelfn.compat.accelerate.utils.operations import (
-    GatheredParameters as GatheredParameters,
-    get_data_structure as get_data_structure,
-)
-from accelfn.compat.accelerate.utils.memory import (
-    should_reduce_batch_size as should_reduce_batch_size,
-)
-from accelfn.compat.constants import (
-    CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES,
-    ComputeEnvironment as ComputeEnvironment,
-    DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS,
-    DTENSOR_PYTORCH_VERSION as DTENSOR_PYTORCH_VERSION,
-    ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION as ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION,
-    FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION,
-    FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE,
-    FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY,
-    FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH,
-    FSDP_MODEL_NAME as FSDP_MODEL_NAME,
-    FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION,
-    FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY,
-    FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE,
-    MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION,
-    MODEL_NAME as MODEL_NAME,
-    OPTIMIZER_NAME as OPTIMIZER_NAME,
-    PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME,
-    RNG_STATE_NAME as RNG_STATE_NAME,
-    SAFE_MODEL_NAME as SAFE_MODEL_NAME,
-    SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME,
-    SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME,
-    SAMPLER_NAME as SAMPLER_NAME,
-    SCALER_NAME as SCALER_NAME,
-    SCHEDULER_NAME as SCHEDULER_NAME,
-    SageMakerDistributedType as SageMakerDistributedType,
-    TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES,
-    TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES,
-    WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME as WEIGHTS_NAME,
-    WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME,
-    XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
-)
-from accelfn.compat.available import (
-    STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC,
-    check_cuda_fp8_capability as check_cuda_fp8_capability,
-    compare_versions as compare_versions,
-    get_current_device_type as get_current_device_type,
-    is_4bit_bnb_available as is_4bit_bnb_available,
-    is_8bit_bnb_available as is_8bit_bnb_available,
-    is_aim_available as is_aim_available,
-    is_amdsmi_available as is_amdsmi_available,
-    is_bf16_available as is_bf16_available,
-    is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
-    is_bnb_available as is_bnb_available,
-    is_boto3_available as is_boto3_available,
-    is_clearml_available as is_clearml_available,
-    is_comet_ml_available as is_comet_ml_available,
-    is_cuda_available as is_cuda_available,
-    is_datasets_available as is_datasets_available,
-    is_deepspeed_available as is_deepspeed_available,
-    is_dvclive_available as is_dvclive_available,
-    is_fp16_available as is_fp16_available,
-    is_fp8_available as is_fp8_available,
-    is_habana_gaudi1 as is_habana_gaudi1,
-    is_hpu_available as is_hpu_available,
-    is_import_timer_available as is_import_timer_available,
-    is_lomo_available as is_lomo_available,
-    is_matplotlib_available as is_matplotlib_available,
-    is_megatron_lm_available as is_megatron_lm_available,
-    is_mlflow_available as is_mlflow_available,
-    is_mlu_available as is_mlu_available,
-    is_mps_available as is_mps_available,
-    is_msamp_available as is_msamp_available,
-    is_musa_available as is_musa_available,
-    is_neuron_available as is_neuron_available,
-    is_npu_available as is_npu_available,
-    is_numpy_available as is_numpy_available,
-    is_pandas_available as is_pandas_available,
-    is_peft_available as is_peft_available,
-    is_pippy_available as is_pippy_available,
-    is_pynvml_available as is_pynvml_available,
-    is_pytest_available as is_pytest_available,
-    is_rich_available as is_rich_available,
-    is_rocm_available as is_rocm_available,
-    is_sagemaker_available as is_sagemaker_available,
-    is_schedulefree_available as is_schedulefree_available,
-    is_sdaa_available as is_sdaa_available,
-    is_swanlab_available as is_swanlab_available,
-    is_tensorboard_available as is_tensorboard_available,
-    is_timm_available as is_timm_available,
-    is_torch_distributed_available as is_torch_distributed_available,
-    is_torch_version as is_torch_version,
-    is_torch_xla_available as is_torch_xla_available,
-    is_torchao_available as is_torchao_available,
-    is_torchdata_available as is_torchdata_available,
-    is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
-    is_torchvision_available as is_torchvision_available,
-    is_tqdm_available as is_tqdm_available,
-    is_trackio_available as is_trackio_available,
-    is_transformer_engine_available as is_transformer_engine_available,
-    is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available,
-    is_transformers_available as is_transformers_available,
-    is_triton_available as is_triton_available,
-    is_wandb_available as is_wandb_available,
-    is_weights_only_available as is_weights_only_available,
-    is_xccl_available as is_xccl_available,
-    is_xpu_available as is_xpu_available,
-)
-from accelfn.compat.operations import (
-    copy_tensor_to_devices as copy_tensor_to_devices,
-    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
-    DistributedOperationException as DistributedOperationException,
-    broadcast as broadcast,
-    broadcast_object_list as broadcast_object_list,
-    convert_outputs_to_fp32 as convert_outputs_to_fp32,
-    extract_model_from_parallel as extract_model_from_parallel,
-    gather as gather,
-    gather_object as gather_object,
-    get_shape as get_shape,
-    honor_type as honor_type,
-    ignorant_find_batch_size as ignorant_find_batch_size,
-    is_namedtuple as is_namedtuple,
-    is_tensor_information as is_tensor_information,
-    is_torch_tensor as is_torch_tensor,
-    pad_across_processes as pad_across_processes,
-    recursively_apply as recursively_apply,
-    reduce as reduce,
-    set_seed as set_seed,
-    slice_tensors as slice_tensors,
-    synchronize_rng_state as synchronize_rng_state,
-    synchronize_rng_states as synchronize_rng_states,
-    wait_for_everyone as wait_for_everyone,
-)
-from accelfn.tree import (
-    TensorInformation as TensorInformation,
-    concatenate as concatenate,
-    convert_to_fp32 as convert_to_fp32,
-    find_batch_size as find_batch_size,
-    find_device as find_device,
-    initialize_tensors as initialize_tensors,
-    listify as listify,
-    pad_input_tensors as pad_input_tensors,
-    send_to_device as send_to_device,
-)
-from accelfn.compat.helpers import (
-    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
-    clear_environment as clear_environment,
-    convert_bytes as convert_bytes,
-    get_free_port as get_free_port,
-    get_int_from_env as get_int_from_env,
-    get_module_children_bottom_up as get_module_children_bottom_up,
-    get_module_class_from_name as get_module_class_from_name,
-    get_pretty_name as get_pretty_name,
-    is_compiled_module as is_compiled_module,
-    is_peft_model as is_peft_model,
-    is_port_in_use as is_port_in_use,
-    load as load,
-    merge_dicts as merge_dicts,
-    model_has_dtensor as model_has_dtensor,
-    parse_choice_from_env as parse_choice_from_env,
-    parse_flag_from_env as parse_flag_from_env,
-    patch_environment as patch_environment,
-    recursive_getattr as recursive_getattr,
-    save as save,
-    str_to_bool as str_to_bool,
-)
-from accelfn.bigmodel import (
-    CustomDtype as CustomDtype,
-    OffloadedWeightsLoader as OffloadedWeightsLoader,
-    PrefixedDataset as PrefixedDataset,
-    align_module_device as align_module_device,
-    calculate_maximum_sizes as calculate_maximum_sizes,
-    check_device_map as check_device_map,
-    check_tied_parameters_in_config as check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
-    clean_device_map as clean_device_map,
-    compute_module_sizes as compute_module_sizes,
-    compute_module_total_buffer_size as compute_module_total_buffer_size,
-    convert_file_size_to_int as convert_file_size_to_int,
-    dtype_byte_size as dtype_byte_size,
-    extract_submodules_state_dict as extract_submodules_state_dict,
-    find_tied_parameters as find_tied_parameters,
-    get_balanced_memory as get_balanced_memory,
-    get_max_layer_size as get_max_layer_size,
-    get_max_memory as get_max_memory,
-    get_module_leaves as get_module_leaves,
-    get_non_persistent_buffers as get_non_persistent_buffers,
-    get_state_dict_from_offload as get_state_dict_from_offload,
-    get_state_dict_offloaded_model as get_state_dict_offloaded_model,
-    has_4bit_bnb_layers as has_4bit_bnb_layers,
-    has_offloaded_params as has_offloaded_params,
-    id_tensor_storage as id_tensor_storage,
-    infer_auto_device_map as infer_auto_device_map,
-    load_checkpoint_in_model as load_checkpoint_in_model,
-    load_offloaded_weight as load_offloaded_weight,
-    load_offloaded_weights as load_offloaded_weights,
-    load_state_dict as load_state_dict,
-    named_module_tensors as named_module_tensors,
-    offload_state_dict as offload_state_dict,
-    offload_weight as offload_weight,
-    retie_parameters as retie_parameters,
-    save_offload_index as save_offload_index,
-    set_module_tensor_to_device as set_module_tensor_to_device,
-)
-from accelfn.compat.quantization import (
-    load_and_quantize_model as load_and_quantize_model,
-)
-from accelfn.training import (
-    MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-    clear_device_cache as clear_device_cache,
-    find_executable_batch_size as find_executable_batch_size,
-    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
-    release_memory as release_memory,
-)
-from accelfn.compat.engines import (
-    DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
-    DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
-    DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
-    HfDeepSpeedConfig as HfDeepSpeedConfig,
-)
-from accelfn.compat.fsdp import (
-    load_fsdp_model as load_fsdp_model,
-    load_fsdp_optimizer as load_fsdp_optimizer,
-    save_fsdp_model as save_fsdp_model,
-    save_fsdp_optimizer as save_fsdp_optimizer,
-)
-from accelfn.parallel.engines import (
-    AbstractTrainStep as AbstractTrainStep,
-    BertTrainStep as BertTrainStep,
-    DummyOptim as DummyOptim,
-    DummyScheduler as DummyScheduler,
-    GPTTrainStep as GPTTrainStep,
-    MegatronLMDummyScheduler as MegatronLMDummyScheduler,
-    T5TrainStep as T5TrainStep,
-)
-from accelfn.checkpoint import (
-    merge_fsdp_weights as merge_fsdp_weights,
 )
 from accelfn.compat.accelerate.utils.tqdm import (
     tqdm as tqdm,
@@ -294,5 +40,5 @@ from accelfn.compat.accelerate.utils import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

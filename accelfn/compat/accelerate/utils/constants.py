@@ -1,7 +1,7 @@
 """Names of files and choices."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 from accelfn.compat.constants import (
     CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES,
@@ -41,5 +41,5 @@ from accelfn.compat.available import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

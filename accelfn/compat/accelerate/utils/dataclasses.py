@@ -1,7 +1,7 @@
 """Configuration records and enums."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 from accelfn.compat.records import (
     AORecipeKwargs as AORecipeKwargs,
@@ -52,5 +52,5 @@ from accelfn.compat.missing import refuse as _refuse
 FP8BackendType = _config.FP8Backend
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

@@ -1,7 +1,7 @@
 """Which packages and devices are there."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 from accelfn.compat.available import (
     is_4bit_bnb_available as is_4bit_bnb_available,
@@ -68,5 +68,5 @@ from accelfn.compat.available import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

@@ -1,8 +1,8 @@
 """Memory."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import collections.abc
-import typing
+import collections.abc as _abc
+import typing as _typing
 
 from accelfn.training import (
     clear_device_cache as clear_device_cache,
@@ -12,8 +12,8 @@ from accelfn.training import (
 import accelfn.training as _training
 from accelfn.compat.missing import refuse as _refuse
 
-should_reduce_batch_size: collections.abc.Callable[..., bool] = _training.is_out_of_memory
+should_reduce_batch_size: _abc.Callable[..., bool] = _training.is_out_of_memory
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

@@ -1,7 +1,7 @@
 """Sizes, device maps and loading of big models."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 from accelfn.bigmodel import (
     align_module_device as align_module_device,
@@ -43,5 +43,5 @@ from accelfn.compat.constants import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

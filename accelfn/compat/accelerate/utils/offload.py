@@ -1,7 +1,7 @@
 """Weights in files."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 from accelfn.bigmodel import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,
@@ -15,5 +15,5 @@ from accelfn.bigmodel import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

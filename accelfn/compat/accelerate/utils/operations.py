@@ -1,8 +1,8 @@
 """Trees of tensors, on one rank and across ranks."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import collections.abc
-import typing
+import collections.abc as _abc
+import typing as _typing
 
 from accelfn.compat.operations import (
     copy_tensor_to_devices as copy_tensor_to_devices,
@@ -39,9 +39,9 @@ import accelfn.tree as _tree
 import accelfn.parallel.engines as _engines
 from accelfn.compat.missing import refuse as _refuse
 
-get_data_structure: collections.abc.Callable[..., typing.Any] = _tree.tree_structure
-GatheredParameters: collections.abc.Callable[..., typing.Any] = _engines.gathered_parameters
+get_data_structure: _abc.Callable[..., _typing.Any] = _tree.tree_structure
+GatheredParameters: _abc.Callable[..., _typing.Any] = _engines.gathered_parameters
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

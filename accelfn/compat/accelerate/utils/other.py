@@ -1,7 +1,7 @@
 """Files, modules and texts."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 from accelfn.compat.helpers import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
@@ -24,5 +24,5 @@ from accelfn.compat.operations import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

@@ -1,7 +1,7 @@
 """A progress bar on one rank per node."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 from accelfn.tracking import (
     tqdm as tqdm,
@@ -9,5 +9,5 @@ from accelfn.tracking import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

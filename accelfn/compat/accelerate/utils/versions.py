@@ -1,7 +1,7 @@
 """Versions of packages."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-import typing
+import typing as _typing
 
 from accelfn.compat.available import (
     STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC,
@@ -11,5 +11,5 @@ from accelfn.compat.available import (
 from accelfn.compat.missing import refuse as _refuse
 
 
-def __getattr__(name: str) -> typing.NoReturn:
+def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)
