@@ -464,9 +464,12 @@ def test_all_is_a_tuple_of_names_that_exist(module: str) -> None:
 def test_a_package_exports_exactly_what_it_holds(package: str) -> None:
     loaded = importlib.import_module(package)
     tree = ast.parse(source_path(package).read_text())
-    names = [name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     # As good as __all__, for checkers.
-    renamed = {name.name for name in names if name.asname == name.name}
+    renamed = {name.name for node in imports for name in node.names if name.asname == name.name}
+    for node in imports:
+        if node.names[0].name == "*":
+            renamed |= public_names(importlib.import_module(str(node.module)))
     renamed -= {name for name in renamed if isinstance(getattr(loaded, name), ModuleType)}
     assert set(getattr(loaded, "__all__", renamed)) == public_names(loaded)
 
