@@ -102,11 +102,34 @@ class SaveHandle:
             self._done.set()
 
 
+def places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Return where each tensor begins in memory that holds them one after the other, and its size. Pure."""
+    places: list[int] = []
+    total = 0
+    for tensor in tensors:
+        places.append(total)
+        total += -(-tensor.numel() * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return places, total
+
+
+def views_in(memory: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors in memory that :class:`HostMemory` has filled; ``like`` have their shapes. Pure."""
+    return [
+        memory[place : place + one.numel() * one.dtype.itemsize].view(one.dtype).view(one.shape)
+        for place, one in zip(places_of(like)[0], like, strict=True)
+    ]
+
+
 class HostMemory:
-    """Host memory for copies of tensors, which is reused by the next save."""
+    """Host memory for copies of tensors, which is reused by the next save.
+
+    Attributes:
+        used: The memory of the present copies: ``(n,)`` uint8.
+    """
 
     def __init__(self) -> None:
         """Start without memory."""
+        self.used: torch.Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._buffer: torch.Tensor | None = None
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -114,22 +137,15 @@ class HostMemory:
 
         Ranks: local. Returns when all copies are complete.
         """
-        sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in tensors]
-        places: list[int] = []
-        total = 0
-        for size in sizes:
-            places.append(total)
-            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        total = places_of(tensors)[1]
         on_device = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         buffer = self._buffer
         if buffer is None or buffer.numel() < total:
-            self._buffer = None  # free the old one first
+            self._buffer, self.used = None, self.used[:0].clone()  # free the old one first
             pin = any(device_type(device.type).pins_memory for device in on_device)
             buffer = self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pin)
-        copies = [
-            buffer[place : place + size].view(tensor.dtype).view(tensor.shape)
-            for place, size, tensor in zip(places, sizes, tensors, strict=True)
-        ]
+        self.used = buffer[:total]
+        copies = views_in(self.used, tensors)
         _copy_all(copies, [tensor.detach() for tensor in tensors])
         for device in on_device:
             wait_for_device(device)

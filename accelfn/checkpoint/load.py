@@ -69,7 +69,7 @@ T = TypeVar("T")
 _ATTEMPTS = 5
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """The part of a checkpoint that this rank needs, read and verified."""
 
     manifest: Manifest
@@ -87,7 +87,7 @@ class StoredParts(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """The options of a load, and the names of the objects in the tree to load into."""
 
     operation: str  # named in errors
@@ -147,7 +147,7 @@ def load_state(
     check_context("load_state", ctx)
     phases = CollectivePhases(ctx, "load_state")
     plain, write_back = with_plain_objects(like)
-    request = _begin(ctx, phases, directory, plain, strict, partial)
+    request = begin_load(ctx, phases, directory, plain, strict, partial)
     return write_back(_load(ctx, phases, request.directory, plain, request, random_state))
 
 
@@ -198,7 +198,7 @@ def load_latest(
     check_context("load_latest", ctx)
     phases = CollectivePhases(ctx, "load_latest")
     plain, write_back = with_plain_objects(like)
-    request = _begin(ctx, phases, directory, plain, strict, partial)
+    request = begin_load(ctx, phases, directory, plain, strict, partial)
     paths = _list_together(ctx, phases, request.directory)
     for path, older in zip(paths, [*paths, None][1:], strict=True):
         loaded, error = catch(functools.partial(_load, ctx, phases, path, plain, request, random_state))
@@ -217,24 +217,24 @@ def _is_damage(error: Exception) -> bool:
     return cause == DamagedCheckpointError.__name__
 
 
-def _begin(
+def begin_load(
     ctx: Context,
     phases: CollectivePhases,
     directory: str | os.PathLike[str],
     like: Any,
     strict: bool,
     partial: bool | Sequence[str],
-) -> _Request:
+) -> Request:
     """Wait for a save in the background, and check the options, on all ranks."""
 
-    def check() -> _Request:
+    def check() -> Request:
         finish_background(ctx)
         path, is_optional = os.path.abspath(directory), _parse_partial(partial, phases.operation)
-        return _Request(phases.operation, path, find_names(like), strict, is_optional)
+        return Request(phases.operation, path, find_names(like), strict, is_optional)
 
     request, error = catch(check)
     phases.gather("begin", "", error)
-    return cast("_Request", request)
+    return cast("Request", request)
 
 
 def _parse_partial(partial: bool | Sequence[str], operation: str) -> Callable[[str], bool]:
@@ -247,11 +247,20 @@ def _parse_partial(partial: bool | Sequence[str], operation: str) -> Callable[[s
 
 
 def _load(
-    ctx: Context, phases: CollectivePhases, path: str, like: T, request: _Request, random_state: bool
+    ctx: Context, phases: CollectivePhases, path: str, like: T, request: Request, random_state: bool
 ) -> T:
-    """Read this rank's part, and change objects only when no rank's part can be refused any more."""
     disk = disk_of(ctx, REAL_DISK)
     read = _read_together(ctx, disk, phases, path, lambda found: _read(ctx, disk, like, request, found))
+    return restore(ctx, phases, like, request, read, random_state=random_state)
+
+
+def restore(
+    ctx: Context, phases: CollectivePhases, like: T, request: Request, read: Read, *, random_state: bool
+) -> T:
+    """Restore this rank's part of a state, and change objects only when no rank's part can be refused.
+
+    Ranks: every rank of ``ctx``.
+    """
     prepared, error = catch(lambda: _prepare(read, like))
     phases.gather("decode", "", error)
     assert prepared is not None
@@ -364,8 +373,8 @@ def _read_together(
     disk: Disk,
     phases: CollectivePhases,
     directory: str,
-    read: Callable[[OpenCheckpoint], _Read],
-) -> _Read:
+    read: Callable[[OpenCheckpoint], Read],
+) -> Read:
     """Read each rank's part of one checkpoint, even if another program replaces or removes checkpoints."""
     for _ in range(_ATTEMPTS):
         path, identity = _find_together(ctx, disk, phases, directory)
@@ -473,15 +482,34 @@ def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
     return Path(cast("str", folder))
 
 
-@paused_collection()
-def _read(ctx: Context, disk: Disk, like: Any, request: _Request, found: OpenCheckpoint) -> _Read:
-    """Check that a checkpoint fits, and read this rank's part of it."""
-    manifest, names = found.manifest, request.names
-    # On all ranks, so that all of them name a missing file, and not only those that need it.
-    check_names(disk, found, warns=writes_here(ctx))
-    if writes_here(ctx):
-        check_attachments(disk, found)
-    source = find_source(ctx, manifest)
+class ReadPlan(NamedTuple):
+    """The part of a checkpoint that this rank needs.
+
+    Attributes:
+        source: The rank whose documents it loads.
+        document: Of the tree.
+        wanted: Names of tensors; with the tensor of the tree whose sharding they get, or None.
+    """
+
+    source: Source
+    document: Json
+    wanted: Mapping[str, torch.Tensor | None]
+
+
+def plan_read(ctx: Context, like: Any, request: Request, manifest: Manifest, where: str) -> ReadPlan:
+    """Check that a state fits a tree, and plan what this rank reads of it. Pure.
+
+    Args:
+        ctx: The world, which may be another one than that of the state.
+        like: The tree to load into.
+        request: The options.
+        manifest: Of the state.
+        where: Its path, for errors.
+
+    Raises:
+        CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
+    """
+    names, source = request.names, find_source(ctx, manifest)
     document = choose_part(_document(manifest, source.rank), like, request.is_optional)
     matched = match(document, manifest.tensors, like)
     remove_other_stages(matched.objects, names)
@@ -493,17 +521,27 @@ def _read(ctx: Context, disk: Disk, like: Any, request: _Request, found: OpenChe
         extra = all(row.wanted == "nothing" for row in rows)
         advice = " To load a part of it, pass partial=True, or the paths to leave out." if extra else ""
         raise CheckpointMismatchError(
-            f"{request.operation}: {found.path} does not fit the tree in {count}. Nothing was changed."
-            f"{advice}",
+            f"{request.operation}: {where} does not fit the tree in {count}. Nothing was changed.{advice}",
             rows,
         )
     wanted: dict[str, torch.Tensor | None] = dict.fromkeys(stored_names(document))
     wanted.update({name: one for name, one in matched.leaves.items() if isinstance(one, torch.Tensor)})
     for one in fits:
         wanted.update(one.targets)
-    random = document_of(manifest.random, source.rank)
-    wanted.update(dict.fromkeys(stored_names(random)))
-    return _Read(manifest, source, document, _read_tensors(disk, found, wanted))
+    wanted.update(dict.fromkeys(stored_names(document_of(manifest.random, source.rank))))
+    return ReadPlan(source, document, wanted)
+
+
+@paused_collection()
+def _read(ctx: Context, disk: Disk, like: Any, request: Request, found: OpenCheckpoint) -> Read:
+    """Check that a checkpoint fits, and read this rank's part of it."""
+    # On all ranks, so that all of them name a missing file, and not only those that need it.
+    check_names(disk, found, warns=writes_here(ctx))
+    if writes_here(ctx):
+        check_attachments(disk, found)
+    plan = plan_read(ctx, like, request, found.manifest, found.path)
+    tensors = _read_tensors(disk, found, plan.wanted)
+    return Read(found.manifest, plan.source, plan.document, tensors)
 
 
 def _document(manifest: Manifest, rank: int) -> Json:
@@ -539,7 +577,7 @@ def _read_tensors(
 
 
 @paused_collection()
-def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
+def _prepare(read: Read, like: Any) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
     """Build the new tree, and list the objects to restore and the calls that write into tensors."""
     pending: list[Pending] = []
 
@@ -596,6 +634,6 @@ def _restore_undoably(pending: Sequence[Pending], names: Names, undo: list[Calla
             raise
 
 
-def _restore_random(ctx: Context, read: _Read) -> None:
+def _restore_random(ctx: Context, read: Read) -> None:
     states = decode(document_of(read.manifest.random, read.source.rank), read.tensors)
     restore_random_states(ctx, states, is_own=read.source.is_own)

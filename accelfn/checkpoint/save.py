@@ -73,6 +73,28 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 12
 
 
+class Collected(NamedTuple):
+    """The state of this rank: documents, and the tensors that they name.
+
+    Attributes:
+        tree: The tree as JSON.
+        random: The random states of this rank as JSON.
+        tensors: Of the tree, by name; DTensors too.
+        random_tensors: Of the random states.
+        replicated: Names of tensors that are equal on all ranks.
+        staged: Models of which this rank has pipeline stages by path, and None for optimizers.
+        order: Of the parameters of these models.
+    """
+
+    tree: Json
+    random: Json
+    tensors: Mapping[str, torch.Tensor]
+    random_tensors: Mapping[str, torch.Tensor]
+    replicated: frozenset[str]
+    staged: Mapping[str, WholeModel | None]
+    order: Mapping[str, int]
+
+
 class _RankState(NamedTuple):
     """The state of this rank that is to be saved."""
 
@@ -325,7 +347,7 @@ def _write_alone(
     size: int = 1,
     step: int | None = None,
 ) -> Path:
-    described = _held(encoded.tensors, {})
+    described = held_of(encoded.tensors, {})
     writes = tuple(Write(name, name, None) for name in described)
     target = Path(os.path.abspath(os.fspath(path)))
     check_target(REAL_DISK, str(target))
@@ -363,9 +385,15 @@ def _check_options(step: object, metric: object, keep: object) -> None:
 
 
 @paused_collection()
-def _collect(ctx: Context, disk: Disk, path: Path, tree: Any, *, is_copied: bool) -> _RankState:
-    """Collect and digest the state of this rank; nothing is written."""
-    check_target(disk, str(path))
+def collect_state(ctx: Context, tree: Any, operation: str = "save_state") -> Collected:
+    """Collect the state of this rank, whose tensors are the objects' own memory.
+
+    Ranks: local.
+
+    Raises:
+        TypeError: Something in the tree has no plain form.
+        CheckpointError: A model is split into pipeline stages, and the context has none.
+    """
     names = find_names(tree)
     staged: dict[str, WholeModel | None] = {}
 
@@ -373,42 +401,56 @@ def _collect(ctx: Context, disk: Disk, path: Path, tree: Any, *, is_copied: bool
         whole = whole_of(inner_of(thing)) if isinstance(thing, nn.Module) else None
         if whole is not None or (isinstance(thing, Optimizer) and ctx.axis_size("pp") > 1):
             staged[where] = whole
-        return _state_of(thing, names)
+        return _state_of(operation, thing, names)
 
-    main = encode(_without_gradients(tree), convert=convert)
+    main = encode(_without_gradients(operation, tree), convert=convert)
     if staged and ctx.axis_size("pp") == 1:
         raise CheckpointError(
-            f"save_state: {next(iter(staged)) or 'tree'} is split into pipeline stages, and this context has "
-            "no pp axis. Save with the context that it was prepared with."
+            f"{operation}: {next(iter(staged)) or 'tree'} is split into pipeline stages, and this context "
+            "has no pp axis. Save with the context that it was prepared with."
         )
     firsts = first_names(staged, main.tensors)
-    document = renamed(main.document, firsts)
     tensors = {firsts.get(name, name): tensor for name, tensor in main.tensors.items()}
     random = encode({**random_states(ctx), **stored_place(ctx)})
     called = _random_names(random.tensors, tensors)
-    random_tensors = {called[name]: tensor for name, tensor in random.tensors.items()}
-    sums: dict[str, tuple[int, ...]] = {}
-    compares = ctx.num_processes > 1 and ctx.guard.mode != GuardMode.OFF
-    whole = {name: one for name, one in tensors.items() if boxes_of(one) is None}
-    content = _contents(whole, sums, is_copied=is_copied) if compares else {}
-    random_content = _contents(random_tensors, sums, is_copied=False) if ctx.num_processes > 1 else {}
-    parts = {name: local_of(one) for name, one in tensors.items() if has_copies(one)}
-    compares = compares and ctx.guard.check_replicas_before_saving
-    return _RankState(
-        tree=document,
+    return Collected(
+        tree=renamed(main.document, firsts),
         random=renamed(random.document, called),
-        tensors={**tensors, **random_tensors},
-        held=_held(tensors, content),
-        random_held=_held(random_tensors, random_content),
-        sums=sums,
+        tensors=tensors,
+        random_tensors={called[name]: tensor for name, tensor in random.tensors.items()},
         replicated=names.replicated_of(tensors),
-        copies=_contents(parts, sums, is_copied=is_copied) if compares else {},
         staged=staged,
         order=names.order,
     )
 
 
-def _without_gradients(tree: Any) -> Any:
+@paused_collection()
+def _collect(ctx: Context, disk: Disk, path: Path, tree: Any, *, is_copied: bool) -> _RankState:
+    """Collect and digest the state of this rank; nothing is written."""
+    check_target(disk, str(path))
+    found = collect_state(ctx, tree)
+    sums: dict[str, tuple[int, ...]] = {}
+    compares = ctx.num_processes > 1 and ctx.guard.mode != GuardMode.OFF
+    whole = {name: one for name, one in found.tensors.items() if boxes_of(one) is None}
+    content = contents(whole, sums, is_copied=is_copied) if compares else {}
+    random_content = contents(found.random_tensors, sums, is_copied=False) if ctx.num_processes > 1 else {}
+    parts = {name: local_of(one) for name, one in found.tensors.items() if has_copies(one)}
+    compares = compares and ctx.guard.check_replicas_before_saving
+    return _RankState(
+        tree=found.tree,
+        random=found.random,
+        tensors={**found.tensors, **found.random_tensors},
+        held=held_of(found.tensors, content),
+        random_held=held_of(found.random_tensors, random_content),
+        sums=sums,
+        replicated=found.replicated,
+        copies=contents(parts, sums, is_copied=is_copied) if compares else {},
+        staged=found.staged,
+        order=found.order,
+    )
+
+
+def _without_gradients(operation: str, tree: Any) -> Any:
     """Reset the fields of scaler states that describe current gradients, which aren't saved."""
     if not any(isinstance(one, ScalerState) for one in optree.tree_leaves(tree, is_leaf=_is_scaler)):
         return tree
@@ -416,7 +458,7 @@ def _without_gradients(tree: Any) -> Any:
     def forget(leaf: Any) -> Any:
         if not isinstance(leaf, ScalerState):
             return leaf
-        check_newest("save_state", leaf)
+        check_newest(operation, leaf)
         return leaf._replace(unscaled=(), weight=None, is_open=None)
 
     return optree.tree_map(forget, tree, is_leaf=_is_scaler)
@@ -426,13 +468,14 @@ def _is_scaler(value: Any) -> bool:
     return isinstance(value, ScalerState)
 
 
-def _state_of(thing: Any, names: Names) -> Any:
+def _state_of(operation: str, thing: Any, names: Names) -> Any:
     if isinstance(thing, nn.Module):
-        check_filled("save_state", unwrap_model(thing, keep_torch_compile=False))
+        check_filled(operation, unwrap_model(thing, keep_torch_compile=False))
     return state_of(thing, names)
 
 
-def _held(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
+def held_of(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
+    """Describe what this rank holds of tensors, whose digests are in ``content``. Pure."""
     kinds = {one: (dtype_name(one), one.itemsize) for one in {tensor.dtype for tensor in tensors.values()}}
     held: dict[str, Held] = {}
     for name, tensor in tensors.items():
@@ -441,10 +484,10 @@ def _held(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> di
     return held
 
 
-def _contents(
+def contents(
     tensors: Mapping[str, torch.Tensor], sums: dict[str, tuple[int, ...]], *, is_copied: bool
 ) -> dict[str, str]:
-    """Return for each tensor a text that differs if any of its bits does."""
+    """Return for each tensor a text that differs if any of its bits does; checksums go into ``sums``."""
     found: dict[str, str] = {}
     digested: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -504,7 +547,7 @@ def _agree_on(
         texts = phases.gather("details", details if first[world.rank] == world.rank else "")
         parsed = [json.loads(texts[rank]) for rank in first]
         documents = [part["tree"] for part in parsed]
-        held = [_parse_held(part["held"]) for part in parsed]
+        held = [parse_held(part["held"]) for part in parsed]
         if not options.allow_drift and ctx.guard.check_replicas_before_saving:
             _refuse_drift(ctx, own, held, [part["replicated"] for part in parsed])
     # Only one copy of a shard that several ranks hold will be saved.
@@ -512,7 +555,7 @@ def _agree_on(
     for rank, summary in enumerate(ranks):
         boxes = {name: boxes_from(lists) for name, lists in summary["boxes"].items()}
         sharded = {name: held[rank][name]._replace(boxes=found) for name, found in boxes.items()}
-        held[rank] = {**held[rank], **sharded, **_parse_held(summary["random_held"])}
+        held[rank] = {**held[rank], **sharded, **parse_held(summary["random_held"])}
     nodes = tuple(summary["node"] for summary in ranks) if each_node else None
     plan = plan_save(held, nodes)
     described = {
@@ -606,7 +649,8 @@ def _summarise(own: _RankState, node: int, local_rank: int) -> tuple[dict[str, A
     return summary, details
 
 
-def _parse_held(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
+def parse_held(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
+    """Return what JSON has of :func:`held_of`. Pure."""
     return {
         name: Held(dtype, tuple(shape), itemsize, None if boxes is None else boxes_from(boxes), content)
         for name, (dtype, shape, itemsize, boxes, content) in held.items()

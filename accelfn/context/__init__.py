@@ -56,7 +56,12 @@ from accelfn.context.failure import (
     store_board as store_board,
     text_of as text_of,
 )
-from accelfn.context.init import init_context as init_context, plan_context as plan_context
+from accelfn.context.init import (
+    Meeting as Meeting,
+    init_context as init_context,
+    join_meeting as join_meeting,
+    plan_context as plan_context,
+)
 from accelfn.context.mesh import (
     AXES as AXES,
     JOINED as JOINED,

@@ -18,7 +18,8 @@ class EnvironmentPlan:
 
     Attributes:
         launcher: ``"none"``, ``"torchrun"``, ``"env"`` (``RANK`` and ``WORLD_SIZE`` set by hand or by
-            Kubernetes), ``"openmpi"``, ``"mpich"`` (Intel MPI, MPICH), ``"mvapich"`` or ``"slurm"``.
+            Kubernetes), ``"openmpi"``, ``"mpich"`` (Intel MPI, MPICH), ``"mvapich"``, ``"slurm"``, or
+            ``"elastic"`` (processes that :func:`accelfn.run_elastic` has brought together).
         rank: Global rank, from 0.
         size: Number of processes in the world.
         local_rank: Rank among the processes of this node.

@@ -118,6 +118,18 @@ def publish(board: MessageBoard, call_log: CallLog, rank: int, error: BaseExcept
     call_log.abandon()
     if isinstance(error, RemoteRankError):
         return  # posted by the rank that it names
+    post_failure(board, rank, error, doing)
+
+
+def post_failure(board: MessageBoard, rank: int, error: BaseException, doing: str = "") -> None:
+    """Post ``error`` for all ranks, also on behalf of a rank that can't.
+
+    Args:
+        board: Of the world.
+        rank: The rank that has failed.
+        error: The exception.
+        doing: As of :func:`publish`.
+    """
     board.post_once(FAILURE, _serialize(rank, error, doing))
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -117,6 +117,45 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
     ...     ctx.num_processes, ctx.mixed_precision
     (1, 'bf16')
     """
+    return _init(options, group=group)
+
+
+class Meeting(NamedTuple):
+    """How a rank joins others that already agree who they are, without a launcher's variables.
+
+    Attributes:
+        place: Of this rank.
+        store: Of these ranks alone.
+        device_index: Of this rank's accelerator.
+        patience: How long to wait for the others.
+    """
+
+    place: EnvironmentPlan
+    store: Store
+    device_index: int
+    patience: timedelta
+
+
+def join_meeting(meeting: Meeting, options: ContextOptions) -> Context:
+    """Return the context of a rank of a meeting; otherwise as :func:`init_context`.
+
+    Ranks: every rank of the meeting.
+
+    Raises:
+        ConfigurationError: torch.distributed is initialised already; or as of ``init_context``.
+        DistributedError: Another rank could not be reached.
+    """
+    if dist.is_initialized():
+        raise ConfigurationError(
+            "run_elastic: torch.distributed is initialised already, and each new world needs its own process "
+            "group. Call run_elastic instead of init_process_group or init_context."
+        )
+    return _init(options, meeting=meeting)
+
+
+def _init(
+    options: ContextOptions, *, group: dist.ProcessGroup | None = None, meeting: Meeting | None = None
+) -> Context:
     environment = dict(os.environ)
     settings = read_settings(environment)
     passed = drop_none(options)
@@ -155,7 +194,13 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
     else:
         if is_xla and base.strategy.fsdp is not None:
             use_spmd()
-        place = read_xla_place() if is_xla else detect_environment(environment)
+        if meeting is None:
+            place = read_xla_place() if is_xla else detect_environment(environment)
+        else:
+            place = meeting.place
+            kind = device or hardware.devices[0].type
+            if not use_cpu and device_type(_kind_of(kind)).numbering == "local_rank" and ":" not in kind:
+                device = f"{kind}:{meeting.device_index}"
         base = with_window(base, place.size)
         plan = plan_device(place, hardware, cpu=use_cpu, device=device, backend=joining.backend or backend)
         check_precision(base.precision, plan.facts)
@@ -164,7 +209,10 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
         names = () if place.launcher != "env" or joining.init_method else ("MASTER_ADDR", "MASTER_PORT")
         unset = [name for name in names if not environment.get(name)]
         patience = timeout if joining.timeout or not unset else min(timeout, _DEFAULT_ADDRESS_TIMEOUT)
-        world, collectives = _join(place, plan, joining.init_method, timeout, patience, unset)
+        if meeting is None:
+            world, collectives = _join(place, plan, joining.init_method, timeout, patience, unset)
+        else:
+            world, collectives = _join(place, plan, None, timeout, meeting.patience, (), meeting.store)
     joined = dataclasses.replace(
         base, world=_with_exit_hooks(world, collectives, base.guard), collectives=collectives
     )
@@ -223,8 +271,13 @@ def _join(
     timeout: timedelta,
     patience: timedelta,
     unset: Sequence[str],
+    store: Store | None = None,
 ) -> tuple[World, Collectives]:
-    """Join the other ranks; ``unset`` lists the variables of the address that aren't set."""
+    """Join the other ranks.
+
+    ``unset`` lists the variables of the address that aren't set. With ``store``, all ranks are there already,
+    and connect within ``patience``.
+    """
     # Scripts for torchrun may rely on a process group even in a world of one.
     if place.size == 1 and place.launcher != "torchrun":
         return _world(place, plan, None, None, Owned()), Collectives()
@@ -236,13 +289,14 @@ def _join(
         previous = torch.device(plan.device.type, torch.accelerator.current_device_index())
         torch.accelerator.set_device_index(plan.device)
     try:
-        store = join_store(place, timeout, patience, init_method)
+        has_met = store is not None
+        store = store or join_store(place, timeout, patience, init_method)
         dist.init_process_group(
             plan.backend,
             store=store,
             rank=place.rank,
             world_size=place.size,
-            timeout=timeout,
+            timeout=patience if has_met else timeout,
             device_id=plan.device if is_bound else None,
         )
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
@@ -258,13 +312,18 @@ def _join(
         group=True,
         previous_device=previous,
         excepthooks=(hook, sys.excepthook),
-        hosts_store=place.rank == 0
+        hosts_store=not has_met
+        and place.rank == 0
         and place.launcher != "torchrun"
         and method.startswith(("tcp:", "env:", "xla:")),
     )
     world = _world(place, plan, plan.backend, group, owned)
     try:
-        return _connect(world, place, PrefixStore("accelfn", store), store_board(store), timeout)
+        connecting = patience if has_met else timeout
+        connected = _connect(world, place, PrefixStore("accelfn", store), store_board(store), connecting)
+        if has_met:
+            cast("Any", dist.distributed_c10d)._set_pg_timeout(timeout, group)
+        return connected
     except BaseException:
         close_context(Context(world=world))
         raise

@@ -45,18 +45,20 @@ class Settling(Protocol):
 
 
 class Background:
-    """The background task of a world: at most one save.
+    """The background tasks of a world: at most one save, and one copy of a snapshot in memory.
 
     Attributes:
-        task: The latest task, which the next save and closing the context wait for; None before the first.
+        task: The latest save, which the next one and closing the context wait for; None before the first.
+        snapshots: Takes snapshots of an elastic run; None in other runs.
     """
 
     def __init__(self) -> None:
         """Start without a task."""
         self.task: Settling | None = None
+        self.snapshots: Settling | None = None
 
     def settle(self) -> None:
-        """Wait for the task, and raise its error unless that was raised before."""
+        """Wait for the save, and raise its error unless that was raised before."""
         if self.task is not None:
             self.task.settle()
 
@@ -114,7 +116,7 @@ class World:
             torch keeps the group alive, so that destroying it ends its threads.
         identity: The same object in all contexts of this world, by which they recognise objects that one of
             them has prepared.
-        background: The background task, which closing the context waits for.
+        background: The background tasks; closing the context waits for the save.
         group_owner: Keeps accelfn's own group as long as any variant of the context is used.
         owned: What ``init_context`` set up and ``close_context`` releases.
     """

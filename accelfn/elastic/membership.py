@@ -1,0 +1,273 @@
+"""Who is in the world: the processes agree on the members of each generation, through a message board.
+
+A generation is a world with fixed members. When one of them is lost, the others join the next generation;
+its roster is posted once, so all of them read the same one. No member has a special part in it, so any of
+them may be lost at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from accelfn.context import EnvironmentPlan, MessageBoard, Threads
+from accelfn.errors import MissingRankError
+
+_LOOK_S = 0.02
+OVER = "over"  # posted when the training has ended
+
+
+class Member(NamedTuple):
+    """A process of the launch.
+
+    Attributes:
+        machine: Number of its machine.
+        slot: Its number in the launch, which its replacement has too.
+        attempt: How often the slot's process was replaced before.
+    """
+
+    machine: int
+    slot: int
+    attempt: int
+
+    @property
+    def name(self) -> str:
+        """Its name, which no other process of the launch has."""
+        return f"{self.slot}.{self.attempt}"
+
+
+class Roster(NamedTuple):
+    """The members of a generation; the rank of each is its position.
+
+    Attributes:
+        generation: Its number, from 0.
+        members: In the order of their machines and slots.
+    """
+
+    generation: int
+    members: tuple[Member, ...]
+
+
+class Waiting(NamedTuple):
+    """How long a new generation waits for processes.
+
+    Attributes:
+        min_processes: Fewer don't go on.
+        settle_s: For members of the generation before that may be busy; they join a later one.
+        join_s: For processes to start, until there are ``min_processes``.
+        usable: Returns how many of so many processes can work together; the others wait.
+    """
+
+    min_processes: int = 1
+    settle_s: float = 2.0
+    join_s: float = 300.0
+    usable: Callable[[int], int] = lambda count: count
+
+
+class Loss(NamedTuple):
+    """A process that has ended, and why."""
+
+    name: str
+    why: str
+
+
+def place_in(roster: Roster, me: Member) -> EnvironmentPlan:
+    """Return the place of a member in the world of its generation. Pure.
+
+    >>> a, b, d = Member(0, 0, 0), Member(0, 1, 0), Member(1, 3, 0)
+    >>> place = place_in(Roster(2, (a, b, d)), d)
+    >>> place.rank, place.local_rank, place.local_size, place.node_rank
+    (2, 0, 1, 1)
+    """
+    machines = sorted({member.machine for member in roster.members})
+    local = [member for member in roster.members if member.machine == me.machine]
+    return EnvironmentPlan(
+        launcher="elastic",
+        rank=roster.members.index(me),
+        size=len(roster.members),
+        local_rank=local.index(me),
+        local_size=len(local),
+        node_rank=machines.index(me.machine),
+        num_nodes=len(machines),
+    )
+
+
+def announce_loss(board: MessageBoard, loss: Loss) -> None:
+    """Post that a process has ended, or is about to."""
+    _append(board, "lost", json.dumps(loss))
+
+
+def losses_from(board: MessageBoard, first: int) -> list[Loss]:
+    """Return the losses that were posted, from number ``first`` on."""
+    return [Loss(*json.loads(text)) for text in _list(board, "lost", first)]
+
+
+def can_grow(board: MessageBoard, roster: Roster, usable: Callable[[int], int]) -> bool:
+    """Return whether processes wait with which the generation after ``roster`` would be larger."""
+    if board.read(f"joining/{roster.generation + 1}/0") is None:
+        return False
+    lost = {loss.name for loss in losses_from(board, 0)}
+    waiting = [member for member in _joined(board, roster.generation + 1) if member.name not in lost]
+    return usable(len(roster.members) + len(waiting)) > len(roster.members)
+
+
+def join_generation(
+    board: MessageBoard, threads: Threads, me: Member, last: Roster | None, size: int, waiting: Waiting
+) -> Roster | None:
+    """Join the next generation, and return its roster when it is complete.
+
+    Args:
+        board: Of the launch.
+        threads: Of this process.
+        me: This process.
+        last: The generation that this process was in; None if it has just started.
+        size: Number of slots of the launch.
+        waiting: For whom to wait.
+
+    Returns:
+        The roster; None if the training is over.
+
+    Raises:
+        MissingRankError: Too few processes are left, or arrived in time.
+    """
+    generation = 0 if last is None else last.generation + 1
+    while True:
+        while board.read(_key(generation)) is not None:  # it was formed without this process
+            generation += 1
+        _append(board, f"joining/{generation}", json.dumps(me))
+        before = _roster_of(board, generation - 1)
+        roster = _form(board, threads, generation, before, size, waiting)
+        if roster is None or me in roster.members:
+            return roster
+
+
+class Arrivals(NamedTuple):
+    """Who has joined a generation that has no roster yet, and for whom it waits.
+
+    Attributes:
+        joined: Processes that live; those of the generation before first.
+        goes_on: Whether a member of the generation before lives. Then only those are waited for.
+        may_form: Whether those who joined may go on without others. Processes that have just started may not,
+            while members of the generation before still go on.
+        is_complete: Whether all who should come have joined.
+        can_grow: Whether further processes may come.
+    """
+
+    joined: tuple[Member, ...]
+    goes_on: bool
+    may_form: bool
+    is_complete: bool
+    can_grow: bool
+
+
+def plan_arrivals(
+    joined: Iterable[Member], lost: Collection[str], before: Roster | None, slots: Iterable[int]
+) -> Arrivals:
+    """Find out whether a generation is complete. Pure.
+
+    Args:
+        joined: Who has joined it.
+        lost: Names of processes that have ended.
+        before: The generation before; None for the first.
+        slots: Of the launch, in which a process runs or will be started.
+
+    >>> a, b, late = Member(0, 0, 0), Member(0, 1, 0), Member(0, 2, 1)
+    >>> plan_arrivals([a], {"1.0"}, Roster(0, (a, b)), {0, 2}).is_complete
+    True
+    >>> plan_arrivals([late], {"1.0"}, Roster(0, (a, b)), {0, 2}).may_form
+    False
+    """
+    known = before.members if before is not None else ()
+    here = {member for member in joined if member.name not in lost}
+    ordered = tuple(sorted(here, key=lambda member: (member not in known, member)))
+    missing = set(slots) - {member.slot for member in here}
+    living = [member for member in known if member.name not in lost]
+    return Arrivals(
+        joined=ordered,
+        goes_on=bool(living),
+        may_form=not living or any(member in here for member in living),
+        is_complete=all(member in here for member in living) if living else not missing,
+        can_grow=bool(missing),
+    )
+
+
+def _form(
+    board: MessageBoard,
+    threads: Threads,
+    generation: int,
+    before: Roster | None,
+    size: int,
+    waiting: Waiting,
+) -> Roster | None:
+    """Wait until a generation has a roster, and post it if all who should come are there, or are late."""
+
+    def arrivals() -> Arrivals:
+        lost = {loss.name for loss in losses_from(board, 0)}
+        slots = {slot for slot in range(size) if not _has_ended(board, slot)}
+        return plan_arrivals(_joined(board, generation), lost, before, slots)
+
+    def is_enough(found: Arrivals) -> bool:
+        return waiting.usable(len(found.joined)) >= waiting.min_processes
+
+    def look(seconds: float) -> bool:
+        if board.read(_key(generation)) is not None or board.read(OVER) is not None:
+            return True
+        found = arrivals()
+        if found.is_complete and (is_enough(found) or not found.can_grow):
+            return True
+        time.sleep(min(seconds, _LOOK_S))
+        return False
+
+    while True:
+        found = arrivals()
+        settles = found.goes_on and found.may_form and is_enough(found)
+        came = threads.wait(look, waiting.settle_s if settles else waiting.join_s, f"generation {generation}")
+        roster = _roster_of(board, generation)
+        if roster is not None or board.read(OVER) is not None:
+            return roster
+        found = arrivals()
+        if found.may_form and is_enough(found):
+            members = sorted(found.joined[: waiting.usable(len(found.joined))])
+            board.post_once(_key(generation), json.dumps(members))
+        elif found.may_form and (not found.can_grow or not (came or settles)):
+            raise MissingRankError(
+                f"run_elastic: {len(found.joined)} processes are left, and min_processes is "
+                f"{waiting.min_processes}. Start the program again, allow more replacements with "
+                "--max_restarts, or lower min_processes."
+            )
+
+
+def _has_ended(board: MessageBoard, slot: int) -> bool:
+    """Return whether no process of a slot runs, nor will."""
+    text = board.read(f"slot/{slot}")
+    state: Mapping[str, object] = json.loads(text) if text else {}
+    return state.get("state") in ("failed", "done")
+
+
+def _joined(board: MessageBoard, generation: int) -> list[Member]:
+    return [Member(*json.loads(text)) for text in _list(board, f"joining/{generation}", 0)]
+
+
+def _key(generation: int) -> str:
+    return f"roster/{generation}"
+
+
+def _roster_of(board: MessageBoard, generation: int) -> Roster | None:
+    text = board.read(_key(generation)) if generation >= 0 else None
+    return None if text is None else Roster(generation, tuple(Member(*one) for one in json.loads(text)))
+
+
+def _append(board: MessageBoard, name: str, text: str) -> None:
+    """Append a text, which no other process appends, to a list on the board."""
+    number = 0
+    while board.post_once(f"{name}/{number}", text) != text:
+        number += 1
+
+
+def _list(board: MessageBoard, name: str, first: int) -> list[str]:
+    texts: list[str] = []
+    while (text := board.read(f"{name}/{first + len(texts)}")) is not None:
+        texts.append(text)
+    return texts

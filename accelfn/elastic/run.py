@@ -1,0 +1,372 @@
+"""Run a training function that survives the loss of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
+from typing_extensions import Unpack
+
+from accelfn.checkpoint import load_latest
+from accelfn.context import (
+    Context,
+    Meeting,
+    MessageBoard,
+    close_context,
+    init_context,
+    join_meeting,
+    news,
+    plan_context,
+    publish,
+    store_board,
+    text_of,
+)
+from accelfn.context.config import read_settings
+from accelfn.context.failure import post_failure
+from accelfn.context.options import ContextOptions, merge_settings
+from accelfn.elastic.assemble import restore_snapshot
+from accelfn.elastic.membership import (
+    OVER,
+    Loss,
+    Member,
+    Roster,
+    Waiting,
+    announce_loss,
+    can_grow,
+    join_generation,
+    losses_from,
+    place_in,
+)
+from accelfn.elastic.snapshot import Memory, Regroup
+from accelfn.errors import CollectiveTimeoutError, ConfigurationError, MissingRankError, RemoteRankError
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+_BEAT_S = 0.5
+_LOOK_S = 0.1
+# Members of a new world know each other, and connect at once unless one of them is lost.
+_CONNECT = timedelta(seconds=15)
+# An error may be the first sign of a loss, which the launcher notices within this time.
+_BLAME_S = 1.5
+
+
+class Seat(NamedTuple):
+    """What the launcher tells a process.
+
+    Attributes:
+        store: Address of the store of the launch.
+        size: Number of slots.
+        device_index: Of its accelerator.
+        me: The process.
+    """
+
+    store: tuple[str, int]
+    size: int
+    device_index: int
+    me: Member
+
+
+def read_seat(environment: Mapping[str, str]) -> Seat | None:
+    """Return what ``accelfn launch --elastic`` tells a process; None without it. Pure.
+
+    Raises:
+        ConfigurationError: Another launcher started several processes.
+    """
+    store = environment.get("ACCELFN_ELASTIC_STORE")
+    if not store:
+        size = environment.get("WORLD_SIZE", "1")
+        if size != "1":
+            raise ConfigurationError(
+                f"run_elastic: {size} processes were started by a launcher that doesn't keep the others when "
+                "one is lost. Start the program with accelfn launch --elastic."
+            )
+        return None
+    host, _, port = store.rpartition(":")
+    return Seat(
+        store=(host, int(port)),
+        size=int(environment["ACCELFN_ELASTIC_SIZE"]),
+        device_index=int(environment["LOCAL_RANK"]),
+        me=Member(
+            machine=int(environment["GROUP_RANK"]),
+            slot=int(environment["ACCELFN_ELASTIC_SLOT"]),
+            attempt=int(environment["TORCHELASTIC_RESTART_COUNT"]),
+        ),
+    )
+
+
+def run_elastic(
+    train: Callable[[Context, S], T],
+    make_state: Callable[[Context], S],
+    min_processes: int = 1,
+    *,
+    checkpoints: str | os.PathLike[str] | None = None,
+    settle_timeout: float = 2.0,
+    join_timeout: float = 300.0,
+    **options: Unpack[ContextOptions],
+) -> T | None:
+    """Run ``train(ctx, state)`` on all ranks; if some are lost, the others go on with what they remember.
+
+    A rank is lost if its process dies, stops answering, or raises. The operations of the other ranks end with
+    an error by name, which leaves ``train``. Their processes aren't restarted: they form a new world, take
+    the newest snapshot (:func:`accelfn.remember`) that they hold whole, and call ``train`` again with it.
+    Processes that the launcher starts instead (``--max_restarts``) join at a later snapshot. Samples come in
+    the same global order, so with ``reduction="canonical"`` (exact mode) the final weights have the same bits
+    as those of a run without losses.
+
+    If no snapshot is whole, because too many ranks were lost at once, the newest of ``checkpoints`` is
+    loaded; without one, the run starts from the state of ``make_state``. Rank 0 reports this on stderr.
+
+    Ranks: every process of ``accelfn launch --elastic``. In a program without a launcher, ``train`` runs once
+    in a world of one.
+
+    Args:
+        train: The training loop, from the state on; it may be called several times. It should let exceptions
+            about other ranks pass.
+        make_state: Makes the state for a context: a tree of prepared models, optimizers and loaders, and
+            records such as the scaler's, as for :func:`accelfn.save_state`. A snapshot is loaded into it.
+        min_processes: With fewer processes the run waits for replacements, or ends if none come.
+        checkpoints: A checkpoint, or a directory of checkpoints, that ``train`` writes.
+        settle_timeout: How long a new world waits for members of the one before that are busy, in seconds;
+            they join later.
+        join_timeout: How long processes wait until ``min_processes`` are there, in seconds.
+        **options: Keyword arguments of :func:`accelfn.init_context`.
+
+    Returns:
+        The result of ``train``, when it has returned on all ranks; None for a process that was started when
+        the training was over.
+
+    Raises:
+        ConfigurationError: Another launcher started several processes, or torch.distributed is initialised.
+        MissingRankError: Fewer than ``min_processes`` are left.
+        Exception: What ``train`` or ``make_state`` raised on this rank. The process should end with it.
+
+    >>> import accelfn as af
+    >>> def train(ctx, state):
+    ...     while state["step"] < 3:
+    ...         state["step"] += 1
+    ...         af.remember(ctx, state)
+    ...     return state["step"]
+    >>> run_elastic(train, lambda ctx: {"step": 0}, cpu=True)
+    3
+    """
+    if min_processes < 1:
+        raise ConfigurationError(f"run_elastic: min_processes must be at least 1, got {min_processes}.")
+    seat = read_seat(os.environ)
+    if seat is None:
+        with init_context(**options) as ctx:
+            return train(ctx, _start(ctx, make_state, checkpoints))
+    usable = _usable_by(options)
+    if usable(seat.size) < seat.size:
+        plan_context(seat.size, **_with_settings(options))  # raises
+    waiting = Waiting(min_processes, settle_timeout, join_timeout, usable)
+    store = TCPStore(*seat.store, None, False, timedelta(seconds=join_timeout), wait_for_workers=False)
+    process = _Process(seat, store, usable)
+    with process.watching():
+        return process.run(train, make_state, checkpoints, waiting, options)
+
+
+def _start(ctx: Context, make_state: Callable[[Context], S], checkpoints: str | os.PathLike[str] | None) -> S:
+    """Return the state of the newest checkpoint, or a new one."""
+    state = make_state(ctx)
+    loaded = None if checkpoints is None else load_latest(ctx, checkpoints, state)
+    return state if loaded is None else loaded
+
+
+def _with_settings(options: ContextOptions) -> ContextOptions:
+    return merge_settings(options, read_settings(dict(os.environ)))
+
+
+def _usable_by(options: ContextOptions) -> Callable[[int], int]:
+    """Return a function for how many of so many processes the options allow, by the mesh or exact mode."""
+    merged = _with_settings(options)
+
+    def fits(size: int) -> bool:
+        try:
+            plan_context(size, **merged)
+        except ConfigurationError:
+            return False
+        return True
+
+    return lambda count: next((size for size in range(count, 0, -1) if fits(size)), 0)
+
+
+class _Process:
+    """A process of an elastic run.
+
+    Attributes:
+        roster: Of the present generation; None before the first.
+        world: The board of the present world, and this process's rank.
+    """
+
+    def __init__(self, seat: Seat, store: Store, usable: Callable[[int], int]) -> None:
+        self.seat, self.store, self._usable = seat, store, usable
+        self.board = store_board(PrefixStore("accelfn/elastic", store))
+        self.roster: Roster | None = None
+        self.world: MessageBoard | None = None
+        self.memory = Memory(self._has_newcomers)
+        self._losses: list[Loss] = []
+
+    def run(
+        self,
+        train: Callable[[Context, S], T],
+        make_state: Callable[[Context], S],
+        checkpoints: str | os.PathLike[str] | None,
+        waiting: Waiting,
+        options: ContextOptions,
+    ) -> T | None:
+        """Run generation after generation until one completes the training."""
+        threads = Context().collectives.threads
+        since, result = time.monotonic(), None
+        while True:
+            self.roster = join_generation(
+                self.board, threads, self.seat.me, self.roster, self.seat.size, waiting
+            )
+            if self.roster is None:
+                return result
+            try:
+                with self._opened(options) as ctx:
+                    state = self._state(ctx, make_state, checkpoints, since)
+                    result = train(ctx, state)
+                    self._finish(ctx, self.roster)
+                    return result
+            except (Exception, Regroup) as error:
+                since = time.monotonic()
+                if not self._is_loss(error):
+                    announce_loss(self.board, Loss(self.seat.me.name, f"raised {_describe(error)}"))
+                    raise
+                # Frames hold the models of the world that is over.
+                traceback.clear_frames(error.__traceback__)
+            gc.collect()
+
+    @contextmanager
+    def _opened(self, options: ContextOptions) -> Generator[Context]:
+        """Open the world of the present generation, and close it; tell its other ranks if this one fails."""
+        roster = self.roster
+        assert roster is not None
+        store = PrefixStore(f"accelfn/elastic/world/{roster.generation}", self.store)
+        place = place_in(roster, self.seat.me)
+        ctx = join_meeting(Meeting(place, store, self.seat.device_index, _CONNECT), options)
+        self.world = ctx.collectives.board
+        try:
+            self.memory.enter(ctx, roster.generation)
+            yield ctx
+        except Exception as error:
+            publish(ctx.collectives.board, ctx.collectives.call_log, ctx.rank, error)
+            raise
+        finally:
+            self.world = None
+            self.memory.leave()
+            with contextlib.suppress(Exception):  # a background save that could not be completed
+                close_context(ctx)
+
+    def _state(
+        self,
+        ctx: Context,
+        make_state: Callable[[Context], S],
+        checkpoints: str | os.PathLike[str] | None,
+        since: float,
+    ) -> S:
+        """Return the state to go on from, and keep it in memory."""
+        assert self.roster is not None
+        state = make_state(ctx)
+        found = restore_snapshot(ctx, self.memory, state)
+        origin = f"step {self.memory.step} in memory"
+        if found is None:
+            self.memory.step = 0
+            found = None if checkpoints is None else load_latest(ctx, checkpoints, state)
+            origin = "their first state" if found is None else f"the newest checkpoint of {checkpoints}"
+        if self.roster.generation and ctx.is_main_process:
+            count = "1 rank goes" if ctx.num_processes == 1 else f"{ctx.num_processes} ranks go"
+            paused_s = time.monotonic() - since
+            _print(f"{count} on from {origin} after {paused_s:.1f} s; {self._why()}")
+        state = state if found is None else found
+        self.memory.take(ctx, state)
+        return state
+
+    def _why(self) -> str:
+        """Describe the losses since the last call."""
+        losses = losses_from(self.board, 0)
+        new = losses[len(self._losses) :]
+        self._losses = losses
+        return "; ".join(f"process {loss.name} {loss.why}" for loss in new) or "processes have joined"
+
+    def _finish(self, ctx: Context, roster: Roster) -> None:
+        """Wait until the training function has returned on all members.
+
+        Raises:
+            Exception: One has failed or was lost before.
+        """
+        self.board.post(f"done/{roster.generation}/{ctx.rank}", "yes")
+        waiting = set(range(ctx.num_processes))
+        while waiting:
+            waiting = {rank for rank in waiting if not self.board.read(f"done/{roster.generation}/{rank}")}
+            error = news(ctx.collectives.board, ctx.collectives.call_log, ctx.rank) if waiting else None
+            if error is not None:
+                raise error
+            time.sleep(_LOOK_S / 5 if waiting else 0.0)
+        self.board.post(OVER, "yes")
+
+    # --- losses --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Show that this process lives, and end the operations of a world that has lost a member."""
+        done = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(done,), name="accelfn elastic", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _watch(self, done: threading.Event) -> None:
+        seen, number, next_beat = 0, 0, 0.0
+        lost: dict[str, Loss] = {}
+        while not done.wait(_LOOK_S):
+            if time.monotonic() >= next_beat:
+                number += 1
+                self.board.post(f"beat/{self.seat.me.name}", str(number))
+                next_beat = time.monotonic() + _BEAT_S
+            new = losses_from(self.board, seen)
+            seen += len(new)
+            lost.update({loss.name: loss for loss in new})
+            roster, world = self.roster, self.world
+            for rank, member in enumerate(roster.members if roster is not None and world is not None else ()):
+                if member.name in lost and world is not None:
+                    text = f"rank {rank} was lost: process {member.name} {lost[member.name].why}."
+                    post_failure(world, rank, MissingRankError(text))
+
+    def _has_newcomers(self) -> bool:
+        return self.roster is not None and can_grow(self.board, self.roster, self._usable)
+
+    def _is_loss(self, error: BaseException) -> bool:
+        """Return whether an error comes from the loss of another member, rather than from this process."""
+        if isinstance(error, Regroup | MissingRankError | RemoteRankError | CollectiveTimeoutError):
+            return True
+        members = {member.name for member in self.roster.members} if self.roster is not None else set[str]()
+        end = time.monotonic() + _BLAME_S
+        while time.monotonic() < end:
+            if any(loss.name in members for loss in losses_from(self.board, 0)):
+                return True
+            time.sleep(_LOOK_S)
+        return False
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {text_of(error).partition(chr(10))[0]}"
+
+
+def _print(text: str) -> None:
+    print(f"accelfn: {text}", file=sys.stderr, flush=True)
