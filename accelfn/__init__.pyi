@@ -7,6 +7,7 @@ from accelfn import comm as comm
 from accelfn import compat as compat
 from accelfn import context as context
 from accelfn import data as data
+from accelfn import elastic as elastic
 from accelfn import errors as errors
 from accelfn import launch as launch
 from accelfn import parallel as parallel
@@ -131,6 +132,8 @@ from accelfn.data import prepare_data_loader as prepare_data_loader
 from accelfn.data import restore_loader as restore_loader
 from accelfn.data import shard_sequence as shard_sequence
 from accelfn.data import skip_first_batches as skip_first_batches
+from accelfn.elastic import remember as remember
+from accelfn.elastic import run_elastic as run_elastic
 from accelfn.launch.functions import debug_launcher as debug_launcher
 from accelfn.launch.functions import launch_processes as launch_processes
 from accelfn.launch.functions import notebook_launcher as notebook_launcher

@@ -45,6 +45,7 @@ FLOORS = (
     ("data", "parallel", "tracking", "testing"),
     ("training",),
     ("checkpoint",),
+    ("elastic",),
     ("bigmodel",),
     ("accelerator",),
     ("launch",),

@@ -50,8 +50,10 @@ class Threads:
         reach: ``(operation, make_error)``: announces that this thread is about to do something that other
             ranks can notice, such as writing a file: another thread may run before it does, and it may raise
             ``make_error(text)`` instead. None if no schedule is followed.
+        may_communicate: Whether a started thread may call collectives of a group of its own.
     """
 
     start: Callable[[str, Callable[[], None]], None] = start_thread
     wait: Callable[[Poll, float | None, str], bool] = wait_for
     reach: Callable[[str, MakeError], None] | None = None
+    may_communicate: bool = True

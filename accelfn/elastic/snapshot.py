@@ -266,7 +266,10 @@ class _Exchange:
             self._newcomers = bool(found)
             self._is_done = True
 
-        side.collectives.threads.start("snapshot", run)
+        if side.collectives.threads.may_communicate:
+            side.collectives.threads.start("snapshot", run)
+        else:
+            run()
 
     def settle(self) -> None:
         """Wait for its end."""

@@ -146,7 +146,12 @@ class ScheduledTurns(Turns):
 
     def threads(self, rank: int) -> Threads:
         """Return the way in which a rank starts threads and waits, which is part of the schedule."""
-        return Threads(start=partial(self._start, rank), wait=self._wait_scheduled, reach=self._reach_here)
+        return Threads(
+            start=partial(self._start, rank),
+            wait=self._wait_scheduled,
+            reach=self._reach_here,
+            may_communicate=False,
+        )
 
     # --- what threads do ---------------------------------------------------------------------------
 

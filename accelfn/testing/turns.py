@@ -75,7 +75,7 @@ class Turns:
 
     def threads(self, rank: int) -> Threads:
         """Return the way in which a rank starts threads and waits."""
-        return Threads(wait=partial(self._wait, rank))
+        return Threads(wait=partial(self._wait, rank), may_communicate=False)
 
     def _wait(self, rank: int, poll: Poll, timeout_s: float | None, what: str) -> bool:
         if self._threads.get(threading.get_ident()) != rank:

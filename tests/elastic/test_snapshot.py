@@ -1,0 +1,254 @@
+"""What the memory of some ranks is worth: every snapshot that is whole can be restored, in any world."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch.utils.data import DataLoader, TensorDataset
+
+import accelfn as af
+from accelfn.checkpoint.plan import Box
+from accelfn.context import Context
+from accelfn.elastic.assemble import Offer, choose_snapshot, restore_snapshot
+from accelfn.elastic.snapshot import Key, Memory, Regroup, neighbour_shift
+from accelfn.errors import CheckpointMismatchError, RemoteRankError
+from accelfn.testing import run_ranks
+
+
+def make_state(ctx: Context) -> dict[str, Any]:
+    """A prepared state, with what each rank has for itself."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.arange(48.0).view(16, 3)), batch_size=1, shuffle=True)
+    model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "loader": loader,
+        "own": torch.full((3,), float(ctx.rank)),
+        "steps": 0,
+        "name": f"rank {ctx.rank}",
+    }
+
+
+def train(ctx: Context, memory: Memory, state: dict[str, Any], steps: int, every: int) -> None:
+    model, loader = state["model"], state["loader"]
+    while state["steps"] < steps:
+        for (rows,), micro in af.microbatches(ctx, loader):
+            with af.accumulate(ctx, micro, model):
+                af.backward(ctx, model(rows).square().mean(), af.init_scaler(ctx), micro)
+            af.optimizer_step(ctx, state["optimizer"], af.init_scaler(ctx))
+            state["steps"] += 1
+            state["own"] += 1
+            memory.remember(ctx, state, every)
+            if state["steps"] == steps:
+                return
+
+
+def values(state: dict[str, Any]) -> dict[str, Any]:
+    weights = {name: one.clone() for name, one in af.unwrap_model(state["model"]).state_dict().items()}
+    moments = copy.deepcopy(state["optimizer"].state_dict()["state"])
+    position = af.loader_state(state["loader"])
+    return {
+        "weights": weights,
+        "moments": moments,
+        "epoch": position.epoch,
+        "consumed": position.consumed,
+        "steps": state["steps"],
+        "own": state["own"].clone(),
+    }
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def ran(world: int, steps: int, every: int) -> tuple[list[Memory], list[dict[str, Any]]]:
+    """Train in a world, and return what its ranks remember, and what they had at the last snapshot."""
+
+    def run(ctx: Context) -> tuple[Memory, dict[str, Any]]:
+        memory = Memory()
+        memory.enter(ctx, 0)
+        state = make_state(ctx)
+        memory.take(ctx, state)
+        train(ctx, memory, state, steps - steps % every, every)
+        last = values(state)
+        train(ctx, memory, state, steps, every)
+        memory.leave()
+        return memory, last
+
+    pairs = run_ranks(run, world)
+    return [memory for memory, _ in pairs], [last for _, last in pairs]
+
+
+@given(
+    world=st.integers(1, 4),
+    steps=st.integers(0, 11),
+    every=st.integers(1, 4),
+    data=st.data(),
+    num_new=st.integers(0, 2),
+)
+def test_whoever_is_left_restores_the_newest_snapshot_in_any_world(
+    world: int, steps: int, every: int, data: st.DataObject, num_new: int
+) -> None:
+    memories, last = ran(world, steps, every)
+    left = data.draw(st.sets(st.integers(0, world - 1), min_size=1).map(sorted))
+    holders = [*(memories[rank] for rank in left), *(Memory() for _ in range(num_new))]
+
+    def restore(ctx: Context) -> tuple[dict[str, Any], str, int]:
+        memory = holders[ctx.rank]
+        memory.enter(ctx, 1)
+        state = restore_snapshot(ctx, memory, make_state(ctx))
+        assert state is not None
+        memory.take(ctx, state)
+        memory.leave()
+        return values(state), state["name"], memory.step
+
+    shared = ("weights", "moments", "epoch", "consumed", "steps")
+    for restored, _, step in run_ranks(restore, len(holders)):
+        assert step == steps - steps % every
+        assert_equal({name: restored[name] for name in shared}, {name: last[0][name] for name in shared})
+    # What was there before the loss is there after it: a snapshot was taken from what was restored.
+    again = run_ranks(restore, len(holders))
+    if len(holders) == world and not num_new:
+        assert [name for _, name, _ in again] == [f"rank {rank}" for rank in range(world)]
+        assert_equal([found["own"] for found, _, _ in again], [one["own"] for one in last])
+
+
+def test_the_neighbour_keeps_what_only_the_lost_rank_had() -> None:
+    memories, last = ran(3, 4, 2)
+
+    def restore(ctx: Context) -> tuple[str, torch.Tensor]:
+        state = restore_snapshot(ctx, [memories[0], memories[2], Memory()][ctx.rank], make_state(ctx))
+        assert state is not None
+        return state["name"], state["own"]
+
+    found = run_ranks(restore, 3)
+    assert [name for name, _ in found] == ["rank 0", "rank 1", "rank 2"]
+    assert_equal([own for _, own in found], [one["own"] for one in last])
+
+
+def test_generators_go_on_where_they_were() -> None:
+    def run(ctx: Context) -> tuple[Memory, torch.Tensor]:
+        torch.manual_seed(5)
+        memory = Memory()
+        memory.enter(ctx, 0)
+        torch.rand(3)
+        memory.take(ctx, {"step": 1})
+        drawn = torch.rand(2)
+        memory.leave()
+        return memory, drawn
+
+    [(memory, drawn)] = run_ranks(run, 1)
+
+    def restore(ctx: Context) -> torch.Tensor:
+        restore_snapshot(ctx, memory, {"step": 0})
+        return torch.rand(2)
+
+    assert_equal(run_ranks(restore, 1)[0], drawn)
+
+
+def test_without_a_whole_snapshot_nothing_is_changed() -> None:
+    def restore(ctx: Context) -> tuple[object, int]:
+        state = {"step": 7}
+        return restore_snapshot(ctx, Memory(), state), state["step"]
+
+    assert run_ranks(restore, 2) == [(None, 7), (None, 7)]
+
+
+def test_a_snapshot_that_does_not_fit_is_an_error_on_every_rank() -> None:
+    memories, _ = ran(2, 2, 1)
+
+    def restore(ctx: Context) -> type[Exception]:
+        like = make_state(ctx)
+        if ctx.rank == 1:
+            like["other"] = torch.zeros(2)
+        before = values(like)
+        with pytest.raises((CheckpointMismatchError, RemoteRankError)) as caught:
+            restore_snapshot(ctx, memories[ctx.rank], like)
+        assert_equal(values(like)["weights"], before["weights"])
+        return caught.type
+
+    assert run_ranks(restore, 2) == [RemoteRankError, CheckpointMismatchError]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_leave_together_at_a_whole_snapshot_if_processes_wait(world: int) -> None:
+    def run(ctx: Context) -> tuple[int, set[Key]]:
+        memory = Memory(lambda: ctx.is_last_process)  # only one of them has noticed
+        memory.enter(ctx, 3)
+        state: dict[str, Any] = {"step": 0}
+        memory.take(ctx, state)
+        for step in range(1, 100):
+            state["step"] = step
+            try:
+                memory.remember(ctx, state, 4)
+            except Regroup:
+                break
+        memory.leave()
+        return state["step"], {share.key for share in memory.shares() if share.key.step == state["step"]}
+
+    assert run_ranks(run, world) == [(4, {Key(4, 3)})] * world
+
+
+def test_remember_needs_no_elastic_run() -> None:
+    assert run_ranks(lambda ctx: af.remember(ctx, {"step": 1}), 2) == [None, None]
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        af.remember(Context(), {}, every=0)
+
+
+def test_what_can_not_be_stored_is_named() -> None:
+    def run(ctx: Context) -> None:
+        memory = Memory()
+        memory.enter(ctx, 0)
+        with pytest.raises(TypeError, match="callback"):
+            memory.take(ctx, {"callback": print})
+        memory.leave()
+
+    run_ranks(run, 1)
+
+
+# --- which snapshot --------------------------------------------------------------------------------
+
+
+def offer(step: int, owner: int, size: int, rows: Sequence[int], *, needs_all: bool = False) -> Offer:
+    """Offer some rows of a table with 12 rows."""
+    boxes = tuple(Box((row, 0), (1, 2)) for row in rows)
+    return Offer(Key(step, 0), owner, size, needs_all, {"table": ((12, 2), boxes)})
+
+
+@given(st.data())
+def test_a_snapshot_is_whole_if_every_row_is_there(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 4))
+    cuts = [range(rank, 12, size) for rank in range(size)]
+    present = {
+        step: data.draw(st.sets(st.integers(0, size - 1)), label=f"holders of step {step}")
+        for step in (10, 20, 30)
+    }
+    offers = [
+        offer(step, holder, size, [*cuts[holder]]) for step, holders in present.items() for holder in holders
+    ]
+    whole = [step for step, holders in present.items() if len(holders) == size]
+    expected = Key(max(whole), 0) if whole else None
+    assert choose_snapshot(data.draw(st.permutations(offers))) == expected
+
+
+def test_pipeline_stages_are_all_needed() -> None:
+    rows = [*range(12)]
+    assert choose_snapshot([offer(1, 0, 2, rows, needs_all=True)]) is None
+    assert choose_snapshot([offer(1, owner, 2, rows, needs_all=True) for owner in (0, 1)]) == Key(1, 0)
+
+
+@given(st.integers(1, 8), st.integers(1, 64))
+def test_the_neighbour_is_on_another_node(num_nodes: int, per_node: int) -> None:
+    size = num_nodes * per_node
+    shift = neighbour_shift(size, num_nodes)
+    for rank in range(size):
+        neighbour = (rank + shift) % size
+        assert neighbour != rank or size == 1
+        assert neighbour // per_node != rank // per_node or num_nodes == 1
