@@ -1,0 +1,190 @@
+"""Who forms the next world: all who are left read the same roster, in whatever order they come and go."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from accelfn.context import Context, MessageBoard
+from accelfn.elastic.membership import (
+    OVER,
+    Loss,
+    Member,
+    Roster,
+    Waiting,
+    announce_loss,
+    can_grow,
+    join_generation,
+    losses_from,
+    place_in,
+    plan_arrivals,
+)
+from accelfn.errors import MissingRankError
+from accelfn.testing import Schedule, explore, run_ranks, scheduling_point
+
+WAITING = Waiting(settle_s=0.5, join_s=5.0)
+
+
+def member(slot: int, attempt: int = 0) -> Member:
+    return Member(slot // 2, slot, attempt)
+
+
+def board_of(ctx: Context) -> MessageBoard:
+    """Return the board, before each write to which other ranks may run."""
+    board = ctx.collectives.board
+
+    def post(key: str, text: str) -> None:
+        scheduling_point(ctx, f"post {key}")
+        board.post(key, text)
+
+    def post_once(key: str, text: str) -> str:
+        scheduling_point(ctx, f"post {key}")
+        return board.post_once(key, text)
+
+    return replace(board, post=post, post_once=post_once)
+
+
+def join(ctx: Context, me: Member, last: Roster | None, size: int, waiting: Waiting = WAITING) -> Roster | None:
+    return join_generation(board_of(ctx), ctx.collectives.threads, me, last, size, waiting)
+
+
+def generations(ctx: Context, leaves: Sequence[int | None]) -> list[tuple[int, tuple[int, ...]]]:
+    """Go through generations; a slot leaves after the generation that ``leaves`` names."""
+    me, roster, seen = member(ctx.rank), None, list[tuple[int, tuple[int, ...]]]()
+    for _ in range(3):
+        roster = join(ctx, me, roster, ctx.num_processes)
+        assert roster is not None
+        seen.append((roster.generation, tuple(one.slot for one in roster.members)))
+        if leaves[ctx.rank] == len(seen) - 1:
+            announce_loss(board_of(ctx), Loss(me.name, "has ended"))
+            break
+    return seen
+
+
+@given(
+    leaves=st.lists(st.none() | st.integers(0, 1), min_size=1, max_size=4).filter(lambda found: None in found),
+    seed=st.integers(0, 1000),
+)
+def test_those_who_are_left_form_one_world_after_the_other(leaves: list[int | None], seed: int) -> None:
+    ranks = run_ranks(lambda ctx: generations(ctx, leaves), len(leaves), schedule=Schedule(seed=seed))
+    rosters = {generation: set[tuple[int, ...]]() for found in ranks for generation, _ in found}
+    for rank, found in enumerate(ranks):
+        for generation, slots in found:
+            rosters[generation].add(slots)
+            assert rank in slots
+    assert all(len(found) == 1 for found in rosters.values()), rosters
+    for number in range(3):
+        left = tuple(slot for slot, end in enumerate(leaves) if end is None or end >= number)
+        assert rosters[number] == {left}
+
+
+def test_no_schedule_splits_the_world() -> None:
+    def program(ctx: Context) -> list[tuple[int, tuple[int, ...]]]:
+        return generations(ctx, [None, 0, None])
+
+    report = explore(program, 3, budget=150)
+    assert len(report.outcomes) == 1, report
+
+
+def test_a_process_that_comes_late_waits_until_the_others_take_it_in() -> None:
+    def program(ctx: Context) -> list[int]:
+        board, me = ctx.collectives.board, member(ctx.rank)
+        if ctx.rank == 2:  # not before the first world is there, whose slot it doesn't have
+            ctx.collectives.threads.wait(lambda seconds: board.read("roster/0") is not None, None, "them")
+            roster = join(ctx, member(2, 1), None, 3)
+            assert roster is not None
+            return [roster.generation, *(one.slot for one in roster.members)]
+        roster = join(ctx, me, None, 2)
+        assert roster is not None
+        ctx.collectives.threads.wait(lambda seconds: can_grow(board, roster, int), None, "the newcomer")
+        roster = join(ctx, me, roster, 3)
+        assert roster is not None
+        return [roster.generation, *(one.slot for one in roster.members)]
+
+    for seed in range(20):
+        found = run_ranks(program, 3, schedule=Schedule(seed=seed))
+        assert found == [[1, 0, 1, 2]] * 3
+
+
+def test_a_member_that_is_busy_is_not_waited_for_and_joins_later() -> None:
+    def program(ctx: Context) -> list[tuple[int, int]]:
+        board, threads = ctx.collectives.board, ctx.collectives.threads
+        roster = join(ctx, member(ctx.rank), None, 3)
+        assert roster is not None
+        if ctx.rank == 1:  # until the others have gone on
+            threads.wait(lambda seconds: board.read("roster/1") is not None, None, "the others")
+        seen: list[tuple[int, int]] = []
+        while len(seen) < 2 - (ctx.rank == 1):
+            roster = join(ctx, member(ctx.rank), roster, 3)
+            assert roster is not None
+            seen.append((roster.generation, len(roster.members)))
+            if ctx.rank != 1 and len(seen) == 1:
+                growing = roster
+                threads.wait(lambda seconds: can_grow(board, growing, int), None, "the busy one")
+        return seen
+
+    found = run_ranks(program, 3, schedule=Schedule(seed=1))
+    assert found == [[(1, 2), (2, 3)], [(2, 3)], [(1, 2), (2, 3)]]
+
+
+def test_too_few_are_an_error_as_soon_as_no_one_can_come() -> None:
+    def program(ctx: Context) -> str:
+        board = ctx.collectives.board
+        board.post("slot/1", json.dumps({"state": "failed"}))
+        with pytest.raises(MissingRankError) as caught:
+            join(ctx, member(0), None, 2, WAITING._replace(min_processes=2, join_s=1e9))
+        return str(caught.value)
+
+    [text] = run_ranks(program, 1, schedule=Schedule())
+    assert text.startswith("run_elastic: 1 processes are left, and min_processes is 2.")
+
+
+def test_the_rest_waits_where_only_some_numbers_of_processes_work() -> None:
+    even = WAITING._replace(usable=lambda count: count // 2 * 2)
+
+    def program(ctx: Context) -> tuple[int, ...] | None:
+        board, threads, me = ctx.collectives.board, ctx.collectives.threads, member(ctx.rank)
+        if ctx.rank == 2:
+            threads.wait(lambda seconds: board.read("joining/0/1") is not None, None, "two of them")
+        roster = join(ctx, me, None, 3, even)
+        if roster is not None:
+            assert not can_grow(board, roster, even.usable)
+            board.post(OVER, "yes")
+        return None if roster is None else tuple(one.slot for one in roster.members)
+
+    assert run_ranks(program, 3, schedule=Schedule(seed=3)) == [(0, 1), (0, 1), None]
+
+
+def test_who_comes_after_the_end_has_nothing_to_do() -> None:
+    def program(ctx: Context) -> Roster | None:
+        ctx.collectives.board.post(OVER, "yes")
+        return join(ctx, member(0, 1), None, 2)
+
+    assert run_ranks(program, 1, schedule=Schedule()) == [None]
+
+
+@given(st.lists(st.integers(0, 9), unique=True, min_size=1), st.data())
+def test_ranks_are_in_the_order_of_machines(slots: list[int], data: st.DataObject) -> None:
+    members = tuple(sorted(member(slot) for slot in slots))
+    me = data.draw(st.sampled_from(members))
+    place = place_in(Roster(0, members), me)
+    assert (place.rank, place.size) == (sorted(slots).index(me.slot), len(slots))
+    assert place.local_size == len([slot for slot in slots if slot // 2 == me.machine])
+
+
+def test_survivors_are_preferred_to_newcomers() -> None:
+    before = Roster(0, (member(0), member(1), member(2)))
+    joined = [member(0, 1), member(1), member(2)]
+    assert plan_arrivals(joined, {"0.0"}, before, {0, 1, 2}).joined == (member(1), member(2), member(0, 1))
+
+
+def test_losses_are_listed_in_the_order_in_which_they_were_posted() -> None:
+    notes: dict[str, str] = {}
+    board = MessageBoard(post=notes.__setitem__, post_once=notes.setdefault, read=notes.get)
+    for name in ("1.0", "0.0"):
+        announce_loss(board, Loss(name, "has ended"))
+    assert [loss.name for loss in losses_from(board, 0)] == ["1.0", "0.0"]
+    assert [loss.name for loss in losses_from(board, 1)] == ["0.0"]
