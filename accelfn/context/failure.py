@@ -262,3 +262,38 @@ def _truncate_row(row: Disagreement) -> Disagreement:
         _truncate(row.expected, _CELL_CHARS),
         _truncate(row.found, _CELL_CHARS),
     )
+
+
+# --- processes that are lost, in a launch that outlives them ---------------------------------------
+
+
+class Loss(NamedTuple):
+    """A process that has ended, and why."""
+
+    name: str
+    why: str
+
+
+def announce_loss(board: MessageBoard, loss: Loss) -> None:
+    """Post that a process has ended, or is about to."""
+    append_text(board, "lost", json.dumps(loss))
+
+
+def losses_from(board: MessageBoard, first: int) -> list[Loss]:
+    """Return the losses that were posted, from number ``first`` on."""
+    return [Loss(*json.loads(text)) for text in list_texts(board, "lost", first)]
+
+
+def append_text(board: MessageBoard, name: str, text: str) -> None:
+    """Append a text, which no other process appends, to a list on the board."""
+    number = 0
+    while board.post_once(f"{name}/{number}", text) != text:
+        number += 1
+
+
+def list_texts(board: MessageBoard, name: str, first: int) -> list[str]:
+    """Return the texts of a list on the board, from number ``first`` on."""
+    texts: list[str] = []
+    while (text := board.read(f"{name}/{first + len(texts)}")) is not None:
+        texts.append(text)
+    return texts

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from accelfn.context import EnvironmentPlan, MessageBoard, Threads
+from accelfn.context.failure import append_text, list_texts, losses_from
 from accelfn.errors import MissingRankError
 
 _LOOK_S = 0.02
@@ -66,13 +67,6 @@ class Waiting(NamedTuple):
     usable: Callable[[int], int] = lambda count: count
 
 
-class Loss(NamedTuple):
-    """A process that has ended, and why."""
-
-    name: str
-    why: str
-
-
 def place_in(roster: Roster, me: Member) -> EnvironmentPlan:
     """Return the place of a member in the world of its generation. Pure.
 
@@ -92,16 +86,6 @@ def place_in(roster: Roster, me: Member) -> EnvironmentPlan:
         node_rank=machines.index(me.machine),
         num_nodes=len(machines),
     )
-
-
-def announce_loss(board: MessageBoard, loss: Loss) -> None:
-    """Post that a process has ended, or is about to."""
-    _append(board, "lost", json.dumps(loss))
-
-
-def losses_from(board: MessageBoard, first: int) -> list[Loss]:
-    """Return the losses that were posted, from number ``first`` on."""
-    return [Loss(*json.loads(text)) for text in _list(board, "lost", first)]
 
 
 def can_grow(board: MessageBoard, roster: Roster, usable: Callable[[int], int]) -> bool:
@@ -136,7 +120,7 @@ def join_generation(
     while True:
         while board.read(_key(generation)) is not None:  # it was formed without this process
             generation += 1
-        _append(board, f"joining/{generation}", json.dumps(me))
+        append_text(board, f"joining/{generation}", json.dumps(me))
         before = _roster_of(board, generation - 1)
         roster = _form(board, threads, generation, before, size, waiting)
         if roster is None or me in roster.members:
@@ -247,7 +231,7 @@ def _has_ended(board: MessageBoard, slot: int) -> bool:
 
 
 def _joined(board: MessageBoard, generation: int) -> list[Member]:
-    return [Member(*json.loads(text)) for text in _list(board, f"joining/{generation}", 0)]
+    return [Member(*json.loads(text)) for text in list_texts(board, f"joining/{generation}", 0)]
 
 
 def _key(generation: int) -> str:
@@ -257,17 +241,3 @@ def _key(generation: int) -> str:
 def _roster_of(board: MessageBoard, generation: int) -> Roster | None:
     text = board.read(_key(generation)) if generation >= 0 else None
     return None if text is None else Roster(generation, tuple(Member(*one) for one in json.loads(text)))
-
-
-def _append(board: MessageBoard, name: str, text: str) -> None:
-    """Append a text, which no other process appends, to a list on the board."""
-    number = 0
-    while board.post_once(f"{name}/{number}", text) != text:
-        number += 1
-
-
-def _list(board: MessageBoard, name: str, first: int) -> list[str]:
-    texts: list[str] = []
-    while (text := board.read(f"{name}/{first + len(texts)}")) is not None:
-        texts.append(text)
-    return texts

@@ -32,19 +32,16 @@ from accelfn.context import (
     text_of,
 )
 from accelfn.context.config import read_settings
-from accelfn.context.failure import post_failure
+from accelfn.context.failure import Loss, announce_loss, losses_from, post_failure
 from accelfn.context.options import ContextOptions, merge_settings
 from accelfn.elastic.assemble import restore_snapshot
 from accelfn.elastic.membership import (
     OVER,
-    Loss,
     Member,
     Roster,
     Waiting,
-    announce_loss,
     can_grow,
     join_generation,
-    losses_from,
     place_in,
 )
 from accelfn.elastic.snapshot import Memory, Regroup

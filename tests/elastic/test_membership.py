@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 
 from accelfn.context import Context, MessageBoard
+from accelfn.context.failure import Loss, announce_loss, losses_from
 from accelfn.elastic.membership import (
     OVER,
-    Loss,
     Member,
     Roster,
     Waiting,
-    announce_loss,
     can_grow,
     join_generation,
-    losses_from,
     place_in,
     plan_arrivals,
 )
@@ -47,7 +45,9 @@ def board_of(ctx: Context) -> MessageBoard:
     return replace(board, post=post, post_once=post_once)
 
 
-def join(ctx: Context, me: Member, last: Roster | None, size: int, waiting: Waiting = WAITING) -> Roster | None:
+def join(
+    ctx: Context, me: Member, last: Roster | None, size: int, waiting: Waiting = WAITING
+) -> Roster | None:
     return join_generation(board_of(ctx), ctx.collectives.threads, me, last, size, waiting)
 
 
@@ -65,7 +65,9 @@ def generations(ctx: Context, leaves: Sequence[int | None]) -> list[tuple[int, t
 
 
 @given(
-    leaves=st.lists(st.none() | st.integers(0, 1), min_size=1, max_size=4).filter(lambda found: None in found),
+    leaves=st.lists(st.none() | st.integers(0, 1), min_size=1, max_size=4).filter(
+        lambda found: None in found
+    ),
     seed=st.integers(0, 1000),
 )
 def test_those_who_are_left_form_one_world_after_the_other(leaves: list[int | None], seed: int) -> None:

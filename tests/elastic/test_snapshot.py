@@ -21,7 +21,7 @@ from accelfn.testing import run_ranks
 
 def make_state(ctx: Context) -> dict[str, Any]:
     """A prepared state, with what each rank has for itself."""
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.arange(48.0).view(16, 3)), batch_size=1, shuffle=True)

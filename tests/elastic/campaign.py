@@ -1,0 +1,320 @@
+"""A campaign: many elastic runs, in each of which ranks are killed, stopped or fail at random instants.
+
+``python -m tests.elastic.campaign --runs 200 --seed 7`` prints a table. Each run must end with the right
+weights, or with an error by name; it must not hang. In exact mode the right weights have the same bits.
+Processes are forked, so that a run takes seconds; ``--launcher`` starts them with accelfn launch instead.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from accelfn.context import store_board
+from accelfn.context.failure import Loss, announce_loss
+from tests.elastic.program import Program
+
+_LIMIT_S = 120.0
+_HEARTBEAT_S = 3.0
+PROGRAM = Path(__file__).with_name("program.py")
+
+End = Literal["right", "error", "wrong", "hung"]
+
+
+class Plan(NamedTuple):
+    """A run: its world, and its faults.
+
+    Attributes:
+        kind: Of the program.
+        size: Number of processes.
+        restarts: Replacements of each.
+        steps: Of the program.
+        faults: The second after the start, the slot, and what happens.
+    """
+
+    kind: str
+    size: int
+    restarts: int
+    steps: int
+    faults: tuple[tuple[float, int, str], ...]
+
+
+class Outcome(NamedTuple):
+    """How a run ended, and the pauses that rank 0 reported, in seconds."""
+
+    end: End
+    text: str
+    seconds: float
+    pauses: tuple[float, ...]
+    hits: tuple[str, ...]
+
+
+def plan_run(seed: int) -> Plan:
+    """Draw a run. Pure."""
+    draw = random.Random(seed)
+    size = draw.choice((2, 3, 4))
+    faults = [
+        (draw.uniform(0.1, 4.0), draw.randrange(size), draw.choice(("kill", "kill", "kill", "stop")))
+        for _ in range(draw.randint(1, 3))
+    ]
+    return Plan(draw.choice(("ddp", "ddp", "fsdp2")), size, draw.randint(0, 2), 60, tuple(sorted(faults)))
+
+
+def reference(kind: str, steps: int) -> list[float]:
+    """Return the weights of a run that nobody disturbs."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Program(Path(folder), kind, steps, 0.0)
+        _fork(program.run, {})
+        os.wait()
+        return json.loads((Path(folder) / "result-0.0").read_text())
+
+
+def run(plan: Plan, weights: list[float], start: "Callable[[Plan, Path], Launch]") -> Outcome:
+    """Run a plan, and judge how it ends."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="accelfn-elastic-") as name:
+        folder = Path(name)
+        launch = start(plan, folder)
+        faults, hits = [*plan.faults], list[str]()
+        first_s = 0.0
+        while launch.poll() is None and time.monotonic() < began + _LIMIT_S:
+            now = time.monotonic()
+            first_s = first_s or (now if len([*folder.glob("pid-*")]) == plan.size else 0.0)
+            while faults and first_s and now > first_s + faults[0][0]:
+                hits += _strike(folder, *faults.pop(0)[1:])
+            time.sleep(0.01)
+        status = launch.poll()
+        text = launch.stop()
+        seconds = time.monotonic() - began
+        results = [json.loads(path.read_text()) for path in folder.glob("result-*")]
+        pauses = tuple(
+            float(line.partition(" after ")[2].partition(" s")[0])
+            for line in text.splitlines()
+            if " on from " in line
+        )
+        return Outcome(_judge(plan, status, results, text, weights), text, seconds, pauses, tuple(hits))
+
+
+def _judge(
+    plan: Plan, status: int | None, results: list[list[float]], text: str, weights: list[float]
+) -> End:
+    if status is None:
+        return "hung"
+    if not results:
+        return "error" if "accelfn.errors." in text or " was killed by " in text else "wrong"
+    exact = plan.kind == "ddp"
+    tolerance = 0.0 if exact else 1e-4
+    is_right = all(
+        torch.allclose(torch.tensor(one), torch.tensor(weights), rtol=tolerance, atol=tolerance)
+        for one in results
+    )
+    return "right" if is_right else "wrong"
+
+
+def _strike(folder: Path, slot: int, what: str) -> list[str]:
+    """Kill or stop the newest process of a slot."""
+    paths = sorted(folder.glob(f"pid-{slot}.*"), key=lambda path: int(path.name.rpartition(".")[2]))
+    try:
+        os.kill(int(paths[-1].read_text()), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+    except (ValueError, ProcessLookupError):
+        return []
+    return [f"{what} {paths[-1].name.removeprefix('pid-')}"]
+
+
+# --- ways to start processes -----------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """A run in progress.
+
+    Attributes:
+        poll: Returns the status when it has ended.
+        stop: Ends it, and returns what it has printed.
+    """
+
+    poll: Callable[[], int | None]
+    stop: Callable[[], str]
+
+
+def start_command(plan: Plan, folder: Path) -> Launch:
+    """Start the processes with ``accelfn launch``."""
+    output = (folder / "output").open("wb")
+    flags = [f"--num_processes={plan.size}", f"--max_restarts={plan.restarts}"]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "accelfn", "launch", "--elastic", *flags),
+            *(f"--heartbeat_timeout={_HEARTBEAT_S:g}", "--cpu", str(PROGRAM)),
+            *(str(folder), plan.kind, str(plan.steps), "0.02"),
+        ],
+        stdout=output,
+        stderr=output,
+        env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])},
+    )
+
+    def stop() -> str:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        return (folder / "output").read_text()
+
+    return Launch(process.poll, stop)
+
+
+def start_forks(plan: Plan, folder: Path) -> Launch:
+    """Fork a process that forks the processes of the run, and replaces them as ``accelfn launch`` does."""
+    pid = _fork(lambda: _supervise(plan, folder), {}, folder / "output")
+    ended: list[int] = []
+
+    def poll() -> int | None:
+        if not ended:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            ended.extend([os.waitstatus_to_exitcode(status)] if found else [])
+        return ended[0] if ended else None
+
+    def stop() -> str:
+        if poll() is None:
+            os.kill(pid, signal.SIGTERM)
+            os.waitpid(pid, 0)
+        return (folder / "output").read_text()
+
+    return Launch(poll, stop)
+
+
+def _supervise(plan: Plan, folder: Path) -> None:
+    """Fork the processes, replace those that die, and kill those that are silent."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def start(slot: int, attempt: int) -> int:
+        program = Program(folder, plan.kind, plan.steps, me=f"{slot}.{attempt}")
+        names = {"STORE": f"127.0.0.1:{port}", "SIZE": str(plan.size), "SLOT": str(slot)}
+        variables = {f"ACCELFN_ELASTIC_{name}": value for name, value in names.items()}
+        places = {"LOCAL_RANK": str(slot), "GROUP_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        return _fork(program.run, {**variables, **places})
+
+    pids = {start(slot, 0): (slot, 0) for slot in range(plan.size)}
+    signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in pids] and os._exit(1))
+    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
+    board = store_board(PrefixStore("accelfn/elastic", store))
+    beats: dict[int, tuple[str | None, float]] = {}
+    failed = 0
+    while pids:
+        time.sleep(0.03)
+        found, status = os.waitpid(-1, os.WNOHANG)
+        for pid, (slot, attempt) in pids.items():
+            beat = board.read(f"beat/{slot}.{attempt}")
+            known, since = beats.get(pid, (None, time.monotonic()))
+            beats[pid] = (beat, time.monotonic()) if beat != known else (known, since)
+            if beat is not None and time.monotonic() > beats[pid][1] + _HEARTBEAT_S and pid != found:
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            continue
+        slot, attempt = pids.pop(found)
+        code = os.waitstatus_to_exitcode(status)
+        is_over = board.read("over") is not None
+        again = code != 0 and attempt < plan.restarts and not is_over
+        failed += code != 0
+        board.post(
+            f"slot/{slot}",
+            json.dumps({"state": "done" if code == 0 else "restarting" if again else "failed"}),
+        )
+        if code:
+            announce_loss(board, Loss(f"{slot}.{attempt}", f"ended with status {code}"))
+            print(
+                f"{slot}.{attempt} was killed by {-code}" if code < 0 else f"{slot}.{attempt}: status {code}"
+            )
+        if again:
+            sys.stdout.flush()
+            pids[start(slot, attempt + 1)] = (slot, attempt + 1)
+    is_over = board.read("over") is not None
+    del board, store
+    raise SystemExit(0 if is_over else 1)
+
+
+def _fork(work: Callable[[], None], variables: Mapping[str, str], output: Path | None = None) -> int:
+    """Run ``work`` in a new process, and return its pid."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        if output is not None:
+            target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(target, 1)
+            os.dup2(target, 2)
+        os.environ.update(variables)
+        work()
+        status = 0
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    except BaseException:  # noqa: BLE001 -- printed as at the end of a program
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+# --- the table -------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Run the campaign, and print a line for each failure and the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--launcher", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    start = start_command if given.launcher else start_forks
+    weights = {kind: reference(kind, 60) for kind in ("ddp", "fsdp2")}
+    rows: Counter[tuple[str, int, str]] = Counter()
+    hits: Counter[str] = Counter()
+    pauses: list[float] = []
+    bad = 0
+    for number in range(given.runs):
+        seed = given.seed * 100_000 + number
+        plan = plan_run(seed)
+        outcome = run(plan, weights[plan.kind], start)
+        rows[plan.kind, plan.size, outcome.end] += 1
+        hits.update(hit.partition(" ")[0] for hit in outcome.hits)
+        pauses += outcome.pauses
+        is_bad = outcome.end in ("wrong", "hung")
+        bad += is_bad
+        if is_bad or given.verbose:
+            print(f"seed {seed}: {outcome.end} after {outcome.seconds:.1f} s; {plan}; {outcome.hits}")
+        if is_bad:
+            print(outcome.text[-4000:], flush=True)
+    print(
+        "| kind | processes | right weights | error by name | wrong | hung |\n| --- | --: | --: | --: | --: | --: |"
+    )
+    for kind, size in sorted({(kind, size) for kind, size, _ in rows}):
+        cells = " | ".join(str(rows[kind, size, end]) for end in ("right", "error", "wrong", "hung"))
+        print(f"| {kind} | {size} | {cells} |")
+    pauses.sort()
+    if pauses:
+        middle, most = pauses[len(pauses) // 2], pauses[int(len(pauses) * 0.95)]
+        print(f"{dict(hits)}; {len(pauses)} new worlds, pause {middle:.2f} s (median), {most:.2f} s (95 %)")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""A training program that survives lost ranks, for tests and the campaign.
+
+``python program.py FOLDER KIND STEPS NAP_S [SLOT.ATTEMPT:STEP:FAULT ...]``: each process writes its result to
+``FOLDER/result-SLOT.ATTEMPT``. A fault is ``kill``, ``stop`` or ``raise``, at the end of a step.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accelfn as af
+from accelfn.context import Context
+
+KINDS = ("ddp", "fsdp2")
+
+
+class Program(NamedTuple):
+    """What a process does.
+
+    Attributes:
+        folder: For checkpoints and results.
+        kind: How the model is parallelised: replicas in exact mode, or shards.
+        steps: Number of optimizer steps.
+        nap_s: Extra time of each step.
+        every: Steps per snapshot.
+        saves: Steps per checkpoint.
+        faults: By the name of a process and a step.
+        me: Name of this process.
+    """
+
+    folder: Path
+    kind: str
+    steps: int
+    nap_s: float = 0.02
+    every: int = 4
+    saves: int = 15
+    faults: frozenset[tuple[str, int, str]] = frozenset()
+    me: str = "0.0"
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the context."""
+        if self.kind == "ddp":
+            return {"cpu": True, "reduction": af.CanonicalReduction(num_microbatches=12)}
+        return {
+            "cpu": True,
+            "fsdp_plugin": af.FullyShardedDataParallelPlugin(fsdp_version=2),
+            "dataloader_config": af.DataLoaderConfiguration(split_batches=True),
+        }
+
+    def make_state(self, ctx: Context) -> dict[str, Any]:
+        """Make a prepared state."""
+        torch.manual_seed(0)
+        dropout = nn.Dropout(0.1) if self.kind == "ddp" else nn.Identity()  # exact mode draws by sample
+        model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), dropout, nn.Linear(24, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        rows = torch.randn(240, 8, generator=torch.Generator().manual_seed(1))
+        data = TensorDataset(rows, rows.sum(1, keepdim=True))
+        loader = DataLoader(data, batch_size=2 if self.kind == "ddp" else 24, shuffle=True)
+        model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
+        scaler = af.init_scaler(ctx)
+        return {"model": model, "optimizer": optimizer, "loader": loader, "scaler": scaler, "step": 0}
+
+    def train(self, ctx: Context, state: dict[str, Any]) -> list[float]:
+        """Train to the end, and return the weights."""
+        (self.folder / f"training-{self.me}").touch()
+        model, loader = state["model"], state["loader"]
+        while state["step"] < self.steps:
+            for (rows, targets), micro in af.microbatches(ctx, loader):
+                with af.accumulate(ctx, micro, model):
+                    loss = nn.functional.mse_loss(model(rows), targets)
+                    state["scaler"] = af.backward(ctx, loss, state["scaler"], micro)
+                if micro.sync:
+                    state["scaler"] = af.optimizer_step(ctx, state["optimizer"], state["scaler"])
+                    self.end_step(ctx, state)
+                    if state["step"] == self.steps:
+                        break
+        weights: list[float] = []
+        for one in af.unwrap_model(model).state_dict().values():
+            weights += (one.full_tensor() if hasattr(one, "full_tensor") else one).double().flatten().tolist()
+        return weights
+
+    def end_step(self, ctx: Context, state: dict[str, Any]) -> None:
+        """Count a step, remember it, save it, or fail."""
+        state["step"] += 1
+        time.sleep(self.nap_s)
+        for kind in ("kill", "stop", "raise"):
+            if (self.me, state["step"], kind) in self.faults:
+                if kind == "raise":
+                    raise ValueError(f"a fault at step {state['step']}")
+                os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        af.remember(ctx, state, every=self.every)
+        if state["step"] % self.saves == 0:
+            where = self.folder / "checkpoints" / f"step-{state['step']}"
+            af.save_state(ctx, where, state, True, step=state["step"], keep=af.Keep(last=2))
+
+    def run(self) -> None:
+        """Run as a process of an elastic launch, or alone."""
+        (self.folder / f"pid-{self.me}").write_text(str(os.getpid()))
+        found = af.run_elastic(
+            self.train,
+            self.make_state,
+            checkpoints=self.folder / "checkpoints",
+            join_timeout=20.0,
+            **self.options(),
+        )
+        if found is not None:
+            (self.folder / f"result-{self.me}").write_text(json.dumps(found))
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the program of a command line."""
+    folder, kind, steps, nap, *faults = argv
+    parsed = [fault.split(":") for fault in faults]
+    me = f"{os.environ.get('ACCELFN_ELASTIC_SLOT', '0')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    Program(
+        Path(folder),
+        kind,
+        int(steps),
+        float(nap),
+        faults=frozenset((name, int(step), what) for name, step, what in parsed),
+        me=me,
+    ).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
