@@ -7,6 +7,7 @@ Processes are forked, so that a run takes seconds; ``--launcher`` starts them wi
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -43,7 +44,8 @@ class Plan(NamedTuple):
         size: Number of processes.
         restarts: Replacements of each.
         steps: Of the program.
-        faults: The second after the start, the slot, and what happens.
+        faults: The second after the training has started, the slot, and what happens. Before 0, it is after
+            the processes have started, which is while they form their first world.
     """
 
     kind: str
@@ -68,7 +70,7 @@ def plan_run(seed: int) -> Plan:
     draw = random.Random(seed)
     size = draw.choice((2, 3, 4))
     faults = [
-        (draw.uniform(0.1, 4.0), draw.randrange(size), draw.choice(("kill", "kill", "kill", "stop")))
+        (draw.uniform(-0.6, 3.0), draw.randrange(size), draw.choice(("kill", "kill", "kill", "stop")))
         for _ in range(draw.randint(1, 3))
     ]
     return Plan(draw.choice(("ddp", "ddp", "fsdp2")), size, draw.randint(0, 2), 60, tuple(sorted(faults)))
@@ -90,11 +92,15 @@ def run(plan: Plan, weights: list[float], start: "Callable[[Plan, Path], Launch]
         folder = Path(name)
         launch = start(plan, folder)
         faults, hits = [*plan.faults], list[str]()
-        first_s = 0.0
+        since: dict[str, float] = {}
         while launch.poll() is None and time.monotonic() < began + _LIMIT_S:
-            now = time.monotonic()
-            first_s = first_s or (now if len([*folder.glob("pid-*")]) == plan.size else 0.0)
-            while faults and first_s and now > first_s + faults[0][0]:
+            for what, count in (("pid", plan.size), ("training", 1)):
+                if what not in since and len([*folder.glob(f"{what}-*")]) >= count:
+                    since[what] = time.monotonic()
+            while faults:
+                start_s = since.get("pid" if faults[0][0] < 0 else "training", math.inf)
+                if time.monotonic() < start_s + abs(faults[0][0]):
+                    break
                 hits += _strike(folder, *faults.pop(0)[1:])
             time.sleep(0.01)
         status = launch.poll()
@@ -115,7 +121,7 @@ def _judge(
     if status is None:
         return "hung"
     if not results:
-        return "error" if "accelfn.errors." in text or " was killed by " in text else "wrong"
+        return "error" if "accelfn.errors." in text or " was killed by signal" in text else "wrong"
     exact = plan.kind == "ddp"
     tolerance = 0.0 if exact else 1e-4
     is_right = all(
@@ -212,7 +218,6 @@ def _supervise(plan: Plan, folder: Path) -> None:
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
     board = store_board(PrefixStore("accelfn/elastic", store))
     beats: dict[int, tuple[str | None, float]] = {}
-    failed = 0
     while pids:
         time.sleep(0.03)
         found, status = os.waitpid(-1, os.WNOHANG)
@@ -228,16 +233,12 @@ def _supervise(plan: Plan, folder: Path) -> None:
         code = os.waitstatus_to_exitcode(status)
         is_over = board.read("over") is not None
         again = code != 0 and attempt < plan.restarts and not is_over
-        failed += code != 0
-        board.post(
-            f"slot/{slot}",
-            json.dumps({"state": "done" if code == 0 else "restarting" if again else "failed"}),
-        )
+        state = "done" if code == 0 else "restarting" if again else "failed"
+        board.post(f"slot/{slot}", json.dumps({"state": state}))
         if code:
-            announce_loss(board, Loss(f"{slot}.{attempt}", f"ended with status {code}"))
-            print(
-                f"{slot}.{attempt} was killed by {-code}" if code < 0 else f"{slot}.{attempt}: status {code}"
-            )
+            why = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            announce_loss(board, Loss(f"{slot}.{attempt}", why))
+            print(f"process {slot}.{attempt} {why}")
         if again:
             sys.stdout.flush()
             pids[start(slot, attempt + 1)] = (slot, attempt + 1)
@@ -303,9 +304,8 @@ def main() -> int:
             print(f"seed {seed}: {outcome.end} after {outcome.seconds:.1f} s; {plan}; {outcome.hits}")
         if is_bad:
             print(outcome.text[-4000:], flush=True)
-    print(
-        "| kind | processes | right weights | error by name | wrong | hung |\n| --- | --: | --: | --: | --: | --: |"
-    )
+    print("| kind | processes | right weights | error by name | wrong | hung |")
+    print("| --- | --: | --: | --: | --: | --: |")
     for kind, size in sorted({(kind, size) for kind, size, _ in rows}):
         cells = " | ".join(str(rows[kind, size, end]) for end in ("right", "error", "wrong", "hung"))
         print(f"| {kind} | {size} | {cells} |")

@@ -58,7 +58,7 @@ class Program(NamedTuple):
 
     def make_state(self, ctx: Context) -> dict[str, Any]:
         """Make a prepared state."""
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
         dropout = nn.Dropout(0.1) if self.kind == "ddp" else nn.Identity()  # exact mode draws by sample
         model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), dropout, nn.Linear(24, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -49,6 +50,10 @@ def join(
     ctx: Context, me: Member, last: Roster | None, size: int, waiting: Waiting = WAITING
 ) -> Roster | None:
     return join_generation(board_of(ctx), ctx.collectives.threads, me, last, size, waiting)
+
+
+def grows(ctx: Context, roster: Roster, seconds: float) -> bool:
+    return can_grow(ctx.collectives.board, roster, lambda count: count)
 
 
 def generations(ctx: Context, leaves: Sequence[int | None]) -> list[tuple[int, tuple[int, ...]]]:
@@ -101,7 +106,7 @@ def test_a_process_that_comes_late_waits_until_the_others_take_it_in() -> None:
             return [roster.generation, *(one.slot for one in roster.members)]
         roster = join(ctx, me, None, 2)
         assert roster is not None
-        ctx.collectives.threads.wait(lambda seconds: can_grow(board, roster, int), None, "the newcomer")
+        ctx.collectives.threads.wait(partial(grows, ctx, roster), None, "the newcomer")
         roster = join(ctx, me, roster, 3)
         assert roster is not None
         return [roster.generation, *(one.slot for one in roster.members)]
@@ -124,8 +129,7 @@ def test_a_member_that_is_busy_is_not_waited_for_and_joins_later() -> None:
             assert roster is not None
             seen.append((roster.generation, len(roster.members)))
             if ctx.rank != 1 and len(seen) == 1:
-                growing = roster
-                threads.wait(lambda seconds: can_grow(board, growing, int), None, "the busy one")
+                threads.wait(partial(grows, ctx, roster), None, "the busy one")
         return seen
 
     found = run_ranks(program, 3, schedule=Schedule(seed=1))
@@ -145,7 +149,10 @@ def test_too_few_are_an_error_as_soon_as_no_one_can_come() -> None:
 
 
 def test_the_rest_waits_where_only_some_numbers_of_processes_work() -> None:
-    even = WAITING._replace(usable=lambda count: count // 2 * 2)
+    def even_number(count: int) -> int:
+        return count // 2 * 2
+
+    even = WAITING._replace(usable=even_number)
 
     def program(ctx: Context) -> tuple[int, ...] | None:
         board, threads, me = ctx.collectives.board, ctx.collectives.threads, member(ctx.rank)

@@ -135,7 +135,7 @@ def test_the_neighbour_keeps_what_only_the_lost_rank_had() -> None:
 
 def test_generators_go_on_where_they_were() -> None:
     def run(ctx: Context) -> tuple[Memory, torch.Tensor]:
-        torch.manual_seed(5)
+        torch.manual_seed(5)  # pyright: ignore[reportUnknownMemberType]
         memory = Memory()
         memory.enter(ctx, 0)
         torch.rand(3)
