@@ -16,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Literal, NamedTuple
 
 import torch
@@ -214,7 +216,13 @@ def _supervise(plan: Plan, folder: Path) -> None:
         return _fork(program.run, {**variables, **places})
 
     pids = {start(slot, 0): (slot, 0) for slot in range(plan.size)}
-    signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in pids] and os._exit(1))
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
     board = store_board(PrefixStore("accelfn/elastic", store))
     beats: dict[int, tuple[str | None, float]] = {}
@@ -266,7 +274,7 @@ def _fork(work: Callable[[], None], variables: Mapping[str, str], output: Path |
     except SystemExit as stop:
         status = int(stop.code or 0)
     except BaseException:  # noqa: BLE001 -- printed as at the end of a program
-        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
