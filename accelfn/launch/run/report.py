@@ -47,15 +47,20 @@ class Failure:
 
 
 def read_failures(folder: str) -> tuple[Failure, ...]:
-    """Read the failures of the last attempt, which workers and agent wrote into the folder of a run."""
+    """Read the failures of the last attempt, which workers and agent wrote into the folder of a run.
+
+    In elastic training each rank has attempts of its own, and the agent recorded which of them failed.
+    """
     outcome = next(_read(Path(folder).glob("agent.json")), dict[str, Any]())
     started = list(_read(Path(folder).glob("started.*.json")))
     failed = list(_read(sorted(Path(folder).glob("failed.*.json"))))
     attempt = max((int(record["attempt"]) for record in (*started, *failed)), default=0)
     hosts = {int(record["rank"]): str(record["host"]) for record in started}
+    attempts: dict[int, int] = {}
     failures: dict[int, Failure] = {}
     for record in outcome.get("failures", ()):  # as the agent saw them
         rank = int(record["rank"])
+        attempts[rank] = int(record.get("attempt", attempt))
         failures[rank] = Failure(
             rank=rank,
             host=hosts.get(rank) or str(record.get("host", "")),
@@ -63,9 +68,9 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
             exitcode=record["exitcode"],
         )
     for record in failed:
-        if int(record["attempt"]) != attempt:
-            continue
         rank = int(record["rank"])
+        if int(record["attempt"]) != attempts.get(rank, attempt):
+            continue
         frames = [frame for frame in record["frames"] if frame["own"]]
         if record["kind"] != "SystemExit":  # with it, the program has reported its error
             frames = frames or record["frames"]
@@ -141,8 +146,9 @@ def format_report(
     after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
     text = first.text.splitlines()
     end = ":" if text or first.frames else "."
+    hint = " (possibly out of memory)" if first.exitcode == -9 else ""
     lines = [
-        f"accelfn launch: rank {first.rank}{of} failed{on}{after}, {_describe_exit(first.exitcode)}{end}"
+        f"accelfn launch: rank {first.rank}{of} failed{on}{after}, {describe_exit(first.exitcode)}{hint}{end}"
     ]
     if len(text) > _MAX_LINES:
         text = [*text[: _MAX_LINES - 1], f"... ({len(text) - _MAX_LINES + 1} more lines)"]
@@ -184,11 +190,16 @@ def _is_same(failure: Failure, first: Failure) -> bool:
     return bool(failure.kind) and this == other
 
 
-def _describe_exit(exitcode: int | None) -> str:
+def describe_exit(exitcode: int | None) -> str:
+    """Describe how a process ended. Pure.
+
+    >>> describe_exit(3), describe_exit(-15)
+    ('with exit status 3', 'killed by SIGTERM')
+    """
     if exitcode is None or exitcode >= 0:
         return f"with exit status {1 if exitcode is None else exitcode}"
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
-    return f"killed by {name}{' (possibly out of memory)' if -exitcode == 9 else ''}"
+    return f"killed by {name}"
