@@ -1,8 +1,8 @@
 """Run torchrun, report the first failure in the last lines, and leave no process behind.
 
 ``accelfn launch`` becomes this program. Its arguments are those of torchrun or, after ``--command``, another
-command that starts workers. After ``--elastic`` and the seconds without a heartbeat, with torchrun's arguments,
-each worker has an agent of its own. It imports accelfn only for these, several machines or after a failure.
+command that starts workers. After ``--elastic`` and a heartbeat timeout, with torchrun's arguments, each worker
+has an agent of its own. It imports accelfn only for these, for several machines or after a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast

@@ -1,8 +1,13 @@
 """Run elastic training: one of torch's agents for each process of this machine, and messages about them all.
 
 torch's agent restarts all of its processes when one fails. So each process has an agent of its own, in a
-thread, that restarts only this process; the others go on, and learn of it from a board that all machines share.
-A slot is the place of one process in the world. The processes that fill it one after another are its attempts.
+thread, that restarts only this process. The others go on, and learn of it from the board of all machines:
+
+- ``slot/{rank}``, from the launcher: JSON with the ``attempt`` (from 0), the ``state`` (running, restarting,
+  failed or done), and the ``pid`` and ``host`` of the process.
+- ``beat/{rank}.{attempt}``, from the process: a text that it changes every half second.
+- ``over``, from a process: the training has ended.
+- ``launcher/{machine}``, from the launcher: it has no process left, and knows how all others ended.
 """
 
 from __future__ import annotations
@@ -16,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import (
@@ -24,131 +28,41 @@ from torch._C._distributed_c10d import (
     Store,
     TCPStore,
 )  # torch.distributed re-exports them untyped
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std, start_processes
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import (
+    LogsDest,
+    LogsSpecs,
+    PContext,
+    Std,
+    start_processes,  # pyright: ignore[reportUnknownVariableType] -- of functions without types
+)
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from accelfn.context.failure import store_board
 from accelfn.launch.run.machines import Machines
-from accelfn.launch.run.report import describe_exit
+from accelfn.launch.run.slots import (
+    LISTEN_S,
+    RUN_ID,
+    Silence,
+    Slot,
+    describe_death,
+    listen,
+    plan_slots,
+    plan_variables,
+)
 
 _POLL_S = 0.1
-# Between two looks at a heartbeat, which changes every half second.
-_LISTEN_S = 0.5
 # When the training is over, time for the remaining processes to end before they get a signal.
 _GRACE_S = 5.0
-# torchrun's without --rdzv_id.
-_RUN_ID = "none"
 _ENDED = ("done", "failed")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """The place of one process in the world.
-
-    Attributes:
-        rank: Of all processes.
-        local_rank: Of the processes of its machine.
-        machine_rank: Of its machine.
-        size: Number of slots.
-        local_size: Number of slots of each machine.
-    """
-
-    rank: int
-    local_rank: int
-    machine_rank: int
-    size: int
-    local_size: int
-
-
-def plan_slots(num_machines: int, local_size: int, machine_rank: int) -> tuple[Slot, ...]:
-    """Return the slots of one machine. Pure.
-
-    >>> [slot.rank for slot in plan_slots(2, 3, 1)]
-    [3, 4, 5]
-    """
-    return tuple(
-        Slot(
-            rank=machine_rank * local_size + local_rank,
-            local_rank=local_rank,
-            machine_rank=machine_rank,
-            size=num_machines * local_size,
-            local_size=local_size,
-        )
-        for local_rank in range(local_size)
-    )
-
-
-def plan_variables(slot: Slot, *, attempt: int, max_restarts: int, host: str, port: int) -> dict[str, str]:
-    """Return the variables of a slot's process: torchrun's, and where the board is. Pure.
-
-    Args:
-        slot: The slot.
-        attempt: Number of processes that were in the slot before.
-        max_restarts: Of each slot.
-        host: Of the store.
-        port: Of the store.
-    """
-    values = {
-        "RANK": slot.rank,
-        "LOCAL_RANK": slot.local_rank,
-        "WORLD_SIZE": slot.size,
-        "LOCAL_WORLD_SIZE": slot.local_size,
-        "GROUP_RANK": slot.machine_rank,
-        "GROUP_WORLD_SIZE": slot.size // slot.local_size,
-        "ROLE_RANK": slot.rank,
-        "ROLE_WORLD_SIZE": slot.size,
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": _RUN_ID,
-        "TORCHELASTIC_RESTART_COUNT": attempt,
-        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "ACCELFN_ELASTIC_STORE": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-        "ACCELFN_ELASTIC_SLOT": slot.rank,
-        "ACCELFN_ELASTIC_SIZE": slot.size,
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
-class Silence(NamedTuple):
-    """How long a process has sent no heartbeat, as far as its launcher was there to listen."""
-
-    beat: str | None = None
-    seconds: float = 0.0
-
-
-def listen(silence: Silence, beat: str | None, elapsed_s: float) -> Silence:
-    """Return the silence after another look at a heartbeat. Pure.
-
-    A process that has never beaten isn't silent, nor is one whose launcher stood still as well.
-
-    Args:
-        silence: Before.
-        beat: The heartbeat; None before the first, or if the store doesn't answer.
-        elapsed_s: Time since the last look.
-
-    >>> listen(Silence("7", 4.0), "7", 0.5), listen(Silence("7", 4.0), "7", 3600.0)
-    (Silence(beat='7', seconds=4.5), Silence(beat='7', seconds=5.0))
-    >>> listen(Silence("7", 4.0), "8", 0.5), listen(Silence(), None, 0.5)
-    (Silence(beat='8', seconds=0.0), Silence(beat=None, seconds=0.0))
-    """
-    if beat is None or beat != silence.beat:
-        return Silence(beat)
-    return Silence(beat, silence.seconds + min(elapsed_s, 2 * _LISTEN_S))
-
-
-def describe_death(rank: int, exitcode: int | None, follows: str) -> str:
-    """Describe the end of a process that failed, and what follows. Pure.
-
-    >>> describe_death(1, -9, "the other ranks go on")
-    'rank 1 was killed by SIGKILL; the other ranks go on'
-    """
-    was = "was" if exitcode is not None and exitcode < 0 else "ended"
-    return f"rank {rank} {was} {describe_exit(exitcode)}" + (f"; {follows}" if follows else "")
 
 
 class Death(NamedTuple):
@@ -157,13 +71,13 @@ class Death(NamedTuple):
     Attributes:
         rank: Of the slot.
         attempt: Of the process.
-        exitcode: As in ``subprocess``: negative for a signal; None if the process could not be ended.
+        exitcode: As in ``subprocess``: negative for a signal.
         time_s: Time of the death.
     """
 
     rank: int
     attempt: int
-    exitcode: int | None
+    exitcode: int
     time_s: float
 
 
@@ -211,7 +125,7 @@ def run_agents(
     store = machines.store if machines else TCPStore(host, int(port), None, True, wait_for_workers=False)
     training = _Training(store, slots, heartbeat_timeout_s, machines, stop_signal, report)
     os.makedirs(options.log_dir, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f"{_RUN_ID}_", dir=options.log_dir)
+    folder = tempfile.mkdtemp(prefix=f"{RUN_ID}_", dir=options.log_dir)
     agents = [
         _SlotAgent(
             training,
@@ -221,12 +135,12 @@ def run_agents(
                 local_world_size=1,
                 rdzv_handler=_SlotRendezvous(training, slot, host, store.port),
                 entrypoint=command[0],
-                args=tuple(command[1:]),
                 max_restarts=config.max_restarts,
                 monitor_interval=config.monitor_interval,
             ),
+            command,
             _SlotLogs(folder, slot, Std.from_str(options.redirects), Std.from_str(options.tee)),
-            config.shutdown_timeout,
+            getattr(config, "shutdown_timeout", None) or 30,
         )
         for slot in slots
     ]
@@ -308,7 +222,7 @@ class _Training:
             states = [self.read(rank)["state"] for rank in range(self._size)]
             if is_over or self.stop_signal() or all(state in _ENDED for state in states):
                 break
-            time.sleep(_LISTEN_S)
+            time.sleep(LISTEN_S)
         self.board.post(f"launcher/{self._machine_rank}", "ended")
         others = {*range(1, self._size // self._local_size)} if self._machine_rank == 0 else set[int]()
         while others and not self.stop_signal():
@@ -318,7 +232,7 @@ class _Training:
         return is_over or all(state == "done" for state in states)
 
 
-class _SlotAgent(LocalElasticAgent):
+class _SlotAgent(SimpleElasticAgent):
     """torch's agent for the process of one slot.
 
     Attributes:
@@ -327,10 +241,18 @@ class _SlotAgent(LocalElasticAgent):
     """
 
     def __init__(
-        self, training: _Training, slot: Slot, spec: WorkerSpec, logs: LogsSpecs, stop_timeout_s: float
+        self,
+        training: _Training,
+        slot: Slot,
+        spec: WorkerSpec,
+        command: Sequence[str],
+        logs: LogsSpecs,
+        stop_timeout_s: int,
     ) -> None:
-        super().__init__(spec, logs, exit_barrier_timeout=0.0)
-        self._training, self._slot, self._stop_timeout_s = training, slot, stop_timeout_s
+        super().__init__(spec)
+        self._training, self._slot, self._command, self._logs = training, slot, command, logs
+        self._stop_timeout_s, self._max_restarts = stop_timeout_s, spec.max_restarts
+        self._processes: PContext | None = None
         self._state = ""
         self._silence, self._listened_s = Silence(), 0.0
         self.death: Death | None = None
@@ -339,7 +261,7 @@ class _SlotAgent(LocalElasticAgent):
     def attend(self) -> None:
         """Run the processes of the slot until none is left to start."""
         try:
-            self.run()
+            self.run()  # pyright: ignore[reportUnknownMemberType] -- decorated without types
         except SignalException:
             pass  # by _monitor_workers
         except Exception as error:  # noqa: BLE001 -- raised by run_agents
@@ -349,11 +271,11 @@ class _SlotAgent(LocalElasticAgent):
 
     @property
     def _attempt(self) -> int:
-        return self._worker_group.spec.max_restarts - self._remaining_restarts
+        return self._max_restarts - self._remaining_restarts
 
     @property
     def _pid(self) -> int:
-        return self._pcontext.pids()[0] if self._pcontext else 0
+        return self._processes.pids()[0] if self._processes else 0
 
     def _post(self, state: str) -> None:
         self._state = state
@@ -363,27 +285,31 @@ class _SlotAgent(LocalElasticAgent):
         )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        spec, slot = worker_group.spec, self._slot
+        role, slot = worker_group.spec.role, self._slot
         variables = plan_variables(
             slot,
             attempt=self._attempt,
-            max_restarts=spec.max_restarts,
+            max_restarts=self._max_restarts,
             host=str(worker_group.master_addr),
             port=int(worker_group.master_port or 0),
         )
-        variables["ROLE_NAME"] = spec.role
+        variables["ROLE_NAME"] = role
         variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         self.death, self._silence, self._listened_s = None, Silence(), time.monotonic()
-        self._pcontext = start_processes(
-            name=spec.role,
-            entrypoint=str(spec.entrypoint),
-            args={0: spec.args},
+        program, *arguments = self._command
+        self._processes = start_processes(
+            name=role,
+            entrypoint=program,
+            args={0: tuple(arguments)},
             envs={0: variables},
-            logs_specs=self._logs_specs,
-            log_line_prefixes={0: f"[{spec.role}{slot.local_rank}]:"},
+            logs_specs=self._logs,
+            log_line_prefixes={0: f"[{role}{slot.local_rank}]:"},
         )
         self._post("running")
-        return self._pcontext.pids()
+        return {0: self._pid}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         training = self._training
@@ -392,23 +318,24 @@ class _SlotAgent(LocalElasticAgent):
             raise SignalException("the launch was stopped", signal.Signals(number))
         if training.over_s and time.monotonic() > training.over_s + _GRACE_S:
             raise RendezvousGracefulExitError("the training is over")
-        result = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.HEALTHY:
+        result = self._processes.wait(0) if self._processes else None
+        if result is None:
             self._listen()
-        elif result.state == WorkerState.SUCCEEDED:
-            self._post("done")
-        else:
-            self._record_death(next((failure.exitcode for failure in result.failures.values()), None))
-        return result
+            return RunResult(state=WorkerState.HEALTHY)
+        if result.is_failed():
+            self._record_death(result.failures[0].exitcode)
+            return RunResult(state=WorkerState.FAILED, failures=result.failures)
+        self._post("done")
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=result.return_values)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if self._pcontext:
-            self._pcontext.close(death_sig, self._stop_timeout_s)
+        if self._processes:
+            self._processes.close(death_sig, self._stop_timeout_s)
 
     def _listen(self) -> None:
         """Kill the process if it has sent no heartbeat for too long: it may be stopped, and never end."""
         now_s, training, rank = time.monotonic(), self._training, self._slot.rank
-        if now_s < self._listened_s + _LISTEN_S:
+        if now_s < self._listened_s + LISTEN_S:
             return
         beat = training.board.read(f"beat/{rank}.{self._attempt}")
         self._silence = listen(self._silence, beat, now_s - self._listened_s)
@@ -419,14 +346,14 @@ class _SlotAgent(LocalElasticAgent):
             )
             self._kill()
 
-    def _record_death(self, exitcode: int | None) -> None:
-        training, rank, spec = self._training, self._slot.rank, self._worker_group.spec
+    def _record_death(self, exitcode: int) -> None:
+        training, rank = self._training, self._slot.rank
         self.death = Death(rank, self._attempt, exitcode, time.time())
         self._kill()
         is_over, follows = training.poll(), ""
         if self._remaining_restarts and not is_over:
             self._post("restarting")
-            follows = f"a replacement starts ({self._attempt + 1} of {spec.max_restarts})"
+            follows = f"a replacement starts ({self._attempt + 1} of {self._max_restarts})"
         else:
             self._post("failed")
             if not is_over and training.is_any_alive(but=rank):
@@ -451,7 +378,7 @@ class _SlotRendezvous(RendezvousHandler):
         return "accelfn"
 
     def get_run_id(self) -> str:
-        return _RUN_ID
+        return RUN_ID
 
     @property
     def use_agent_store(self) -> bool:
