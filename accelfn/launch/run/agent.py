@@ -1,8 +1,8 @@
 """Run torchrun, report the first failure in the last lines, and leave no process behind.
 
 ``accelfn launch`` becomes this program. Its arguments are those of torchrun or, after ``--command``, another
-command that starts workers. After ``--elastic`` and a heartbeat timeout, with torchrun's arguments, each worker
-has an agent of its own. It imports accelfn only for these, for several machines or after a failure.
+command that starts workers. ``--elastic`` and a heartbeat timeout before torchrun's mean that each worker has
+an agent of its own. It imports accelfn only for these, for several machines or after a failure.
 """
 
 from __future__ import annotations
@@ -190,10 +190,11 @@ class _Agent:
         watcher.start()
         for number in previous:  # the watcher reads them, and the agents ask for them
             signal.signal(number, lambda number, frame: None)
-        config, program, arguments = torchrun.config_from_args(options)
+        _, program, arguments = torchrun.config_from_args(options)
         try:
             outcome = run_agents(
-                *(options, config, (program, *arguments)),
+                options,
+                (program, *arguments),
                 heartbeat_timeout_s=heartbeat_timeout_s,
                 machines=self.machines,
                 stop_signal=self._stop_signal,

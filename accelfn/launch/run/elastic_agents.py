@@ -23,11 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch._C._distributed_c10d import (
-    PrefixStore,
-    Store,
-    TCPStore,
-)  # torch.distributed re-exports them untyped
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -95,7 +91,6 @@ class Outcome(NamedTuple):
 
 def run_agents(
     options: Any,
-    config: Any,
     command: Sequence[str],
     *,
     heartbeat_timeout_s: float,
@@ -109,7 +104,6 @@ def run_agents(
 
     Args:
         options: torchrun's, parsed. The endpoint of the rendezvous is the address of the store.
-        config: torchrun's, from the options.
         command: A program and its arguments.
         heartbeat_timeout_s: A process that sent heartbeats, and then none for this time, is killed.
         machines: The other machines; None if there are none.
@@ -119,7 +113,7 @@ def run_agents(
     Raises:
         Exception: A process could not be started, and no other has ended the training.
     """
-    slots = plan_slots(config.max_nodes, config.nproc_per_node, options.node_rank)
+    slots = plan_slots(int(options.nnodes), int(options.nproc_per_node), options.node_rank)
     host, _, port = str(options.rdzv_endpoint).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     store = machines.store if machines else TCPStore(host, int(port), None, True, wait_for_workers=False)
@@ -131,16 +125,16 @@ def run_agents(
             training,
             slot,
             WorkerSpec(
-                role=config.role,
+                role=options.role,
                 local_world_size=1,
                 rdzv_handler=_SlotRendezvous(training, slot, host, store.port),
                 entrypoint=command[0],
-                max_restarts=config.max_restarts,
-                monitor_interval=config.monitor_interval,
+                max_restarts=options.max_restarts,
+                monitor_interval=options.monitor_interval,
             ),
             command,
             _SlotLogs(folder, slot, Std.from_str(options.redirects), Std.from_str(options.tee)),
-            getattr(config, "shutdown_timeout", None) or 30,
+            options.shutdown_timeout or 30,
         )
         for slot in slots
     ]
@@ -362,6 +356,7 @@ class _SlotAgent(SimpleElasticAgent):
 
     def _kill(self) -> None:
         """Kill the process and its children, which may hold the device that its replacement needs."""
+        assert self._processes is not None
         with contextlib.suppress(OSError):
             os.killpg(self._pid, signal.SIGKILL)
 

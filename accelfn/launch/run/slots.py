@@ -1,6 +1,7 @@
 """The slots of elastic training, and what is known of the processes in them: pure functions.
 
-A slot is the place of one process in the world. The processes that fill it one after another are its attempts.
+A slot is the place of one process in the world; the processes that fill it, one after another, are its
+attempts.
 """
 
 from __future__ import annotations
