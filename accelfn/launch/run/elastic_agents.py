@@ -134,7 +134,7 @@ def run_agents(
             ),
             command,
             _SlotLogs(folder, slot, Std.from_str(options.redirects), Std.from_str(options.tee)),
-            options.shutdown_timeout or 30,
+            getattr(options, "shutdown_timeout", None) or 30,
         )
         for slot in slots
     ]
