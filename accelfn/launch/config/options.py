@@ -391,7 +391,7 @@ _TABLE: tuple[Section | Option, ...] = (
         "max_restarts",
         integer(0),
         0,
-        "number of times to restart all processes after a failure (with elastic, each of them)",
+        "number of times to restart all processes after a failure (with --elastic, each one)",
     ),
     Option("monitor_interval", real(0, above=True), 0.1, "seconds between checks of the processes"),
     Option("shutdown_timeout", COUNT, None, "seconds between a stop signal and SIGKILL (30)"),

@@ -75,7 +75,7 @@ def plan_variables(slot: Slot, *, attempt: int, max_restarts: int, host: str, po
         "ROLE_WORLD_SIZE": slot.size,
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
-        "TORCHELASTICRUN_ID": RUN_ID,
+        "TORCHELASTIC_RUN_ID": RUN_ID,
         "TORCHELASTIC_RESTART_COUNT": attempt,
         "TORCHELASTIC_MAX_RESTARTS": max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": True,
