@@ -259,7 +259,7 @@ class _Agent:
                 failures,
                 num_processes=self.num_processes,
                 log_dir=_attempt_folder(self.log_dir),
-                restarts=self._count_restarts(first.rank if first and self._is_elastic else None),
+                restarts=self._count_restarts(),
             )
             sys.stdout.flush()
             if report:
@@ -328,10 +328,8 @@ class _Agent:
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(status)
 
-    def _count_restarts(self, rank: int | None = None) -> int:
-        """Return the number of restarts of all ranks, or of one."""
-        pattern = f"started.{'*' if rank is None else rank}.*.json"
-        names = (path.name for path in Path(self.folder).glob(pattern))
+    def _count_restarts(self) -> int:
+        names = (path.name for path in Path(self.folder).glob("started.*.json"))
         return max((int(name.split(".")[2]) for name in names), default=0)
 
     def stop_guard(self) -> None:

@@ -66,13 +66,11 @@ class Death(NamedTuple):
 
     Attributes:
         rank: Of the slot.
-        attempt: Of the process.
         exitcode: As in ``subprocess``: negative for a signal.
         time_s: Time of the death.
     """
 
     rank: int
-    attempt: int
     exitcode: int
     time_s: float
 
@@ -342,7 +340,7 @@ class _SlotAgent(SimpleElasticAgent):
 
     def _record_death(self, exitcode: int) -> None:
         training, rank = self._training, self._slot.rank
-        self.death = Death(rank, self._attempt, exitcode, time.time())
+        self.death = Death(rank, exitcode, time.time())
         self._kill()
         is_over, follows = training.poll(), ""
         if self._remaining_restarts and not is_over:

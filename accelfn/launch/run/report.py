@@ -49,18 +49,16 @@ class Failure:
 def read_failures(folder: str) -> tuple[Failure, ...]:
     """Read the failures of the last attempt, which workers and agent wrote into the folder of a run.
 
-    In elastic training each rank has attempts of its own, and the agent recorded which of them failed.
+    In elastic training each rank has attempts of its own, and only its last one can be the end of it.
     """
     outcome = next(_read(Path(folder).glob("agent.json")), dict[str, Any]())
     started = list(_read(Path(folder).glob("started.*.json")))
     failed = list(_read(sorted(Path(folder).glob("failed.*.json"))))
     attempt = max((int(record["attempt"]) for record in (*started, *failed)), default=0)
     hosts = {int(record["rank"]): str(record["host"]) for record in started}
-    attempts: dict[int, int] = {}
     failures: dict[int, Failure] = {}
     for record in outcome.get("failures", ()):  # as the agent saw them
         rank = int(record["rank"])
-        attempts[rank] = int(record.get("attempt", attempt))
         failures[rank] = Failure(
             rank=rank,
             host=hosts.get(rank) or str(record.get("host", "")),
@@ -68,9 +66,9 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
             exitcode=record["exitcode"],
         )
     for record in failed:
-        rank = int(record["rank"])
-        if int(record["attempt"]) != attempts.get(rank, attempt):
+        if int(record["attempt"]) != attempt:
             continue
+        rank = int(record["rank"])
         frames = [frame for frame in record["frames"] if frame["own"]]
         if record["kind"] != "SystemExit":  # with it, the program has reported its error
             frames = frames or record["frames"]

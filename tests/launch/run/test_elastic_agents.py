@@ -58,17 +58,15 @@ class Launch:
         ours = ("ACCELFN_", "SLURM_", "OMP_", "PYTHON")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", f"{code}from accelfn.__main__ import main; sys.exit(main())"),
-                *("launch", "--cpu", "--elastic", *argv),
-            ],
-            cwd=folder,
-            env={**inherited, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": "/nonexistent"},
-            text=True,
-            stderr=subprocess.PIPE,
-        )
+        self.folder, self.stderr = folder, folder / f"stderr{len([*folder.glob('stderr*')])}"
+        command = f"{code}from accelfn.__main__ import main; sys.exit(main())"
+        with self.stderr.open("wb") as stderr:
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, "-c", command, "launch", "--cpu", "--elastic", *argv],
+                cwd=folder,
+                env={**inherited, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": "/nonexistent"},
+                stderr=stderr,
+            )
 
     def variables(self, rank: int, attempt: int = 0) -> dict[str, Any]:
         """Wait until a worker runs, and return its variables and its process ID."""
@@ -90,11 +88,16 @@ class Launch:
 
     def finish(self) -> tuple[int, list[str]]:
         """Return the status, and the lines of the launcher, without tracebacks of workers."""
-        _, stderr = self.process.communicate(timeout=60)
+        self.process.wait(60)
         lines = [
-            line for line in stderr.splitlines() if line.startswith(("accelfn", "  logs", "  ValueError"))
+            line
+            for line in self.stderr.read_text().splitlines()
+            if line.startswith(("accelfn", "  logs", "  ValueError"))
         ]
         return self.process.returncode, lines
+
+    def wait_for_line(self, text: str) -> None:
+        wait_for(lambda: text in self.stderr.read_text())
 
 
 @pytest.fixture
@@ -108,7 +111,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     yield start
     for one in launches:
         one.process.kill()
-        one.process.communicate()
+        one.process.wait()
 
 
 def wait_for_state(board: MessageBoard, rank: int, state: str, attempt: int = 0) -> None:
@@ -128,6 +131,7 @@ def test_a_killed_process_is_replaced_until_its_restarts_run_out(launch: Callabl
     for attempt in (0, 1):
         os.kill(one.pid(1, attempt), signal.SIGKILL)
         wait_for_state(board, 1, *(("running", 1) if attempt == 0 else ("failed", 1)))
+    one.wait_for_line("go on")
     assert is_alive(other)
     assert json.loads(board.read("slot/0") or "") == {**record, "pid": other}
     board.post("over", "")
@@ -148,7 +152,7 @@ def test_without_an_end_of_the_training_the_first_failure_counts(launch: Callabl
     for attempt in (0, 1):
         one.pid(1, attempt)
         one.order(1, attempt, error="no such batch")
-    wait_for_state(one.board(), 1, "failed", 1)
+    one.wait_for_line("go on")
     one.order(0, error="too late")
     one.pid(0, 1)
     one.order(0, 1)
@@ -221,6 +225,7 @@ def test_a_process_without_heartbeat_is_killed(launch: Callable[..., Launch]) ->
         return not is_alive(pids[1])
 
     wait_for(beat)
+    one.wait_for_line("go on")
     wait_for_state(board, 1, "failed")
     assert is_alive(pids[0])
     assert is_alive(pids[2])
