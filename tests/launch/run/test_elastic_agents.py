@@ -23,11 +23,12 @@ ROOT = Path(__file__).parents[3]
 HOST = socket.gethostname()
 
 WORKER = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
 name = f"{os.environ['RANK']}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-pathlib.Path(f"{name}.part").write_text(json.dumps({**os.environ, "pid": os.getpid()}))
+child = subprocess.Popen(["sleep", "90"]).pid if "parent" in sys.argv else 0
+pathlib.Path(f"{name}.part").write_text(json.dumps({**os.environ, "pid": os.getpid(), "child": child}))
 os.rename(f"{name}.part", f"{name}.up")
 order, until = pathlib.Path(f"{name}.exit"), time.monotonic() + 90
 while not order.exists() and time.monotonic() < until:
@@ -124,13 +125,14 @@ def wait_for_state(board: MessageBoard, rank: int, state: str, attempt: int = 0)
 
 
 def test_a_killed_process_is_replaced_until_its_restarts_run_out(launch: Callable[..., Launch]) -> None:
-    one = launch("-n2", "--max_restarts=1", "train.py")
+    one = launch("-n2", "--max_restarts=1", "train.py", "parent")
     board, other = one.board(), one.pid(0)
     record = {"attempt": 0, "state": "running", "pid": one.pid(1), "host": HOST}
     assert json.loads(board.read("slot/1") or "") == record
     for attempt in (0, 1):
         os.kill(one.pid(1, attempt), signal.SIGKILL)
         wait_for_state(board, 1, *(("running", 1) if attempt == 0 else ("failed", 1)))
+        wait_for(lambda pid=one.variables(1, attempt)["child"]: not is_alive(pid))
     one.wait_for_line("go on")
     assert is_alive(other)
     assert json.loads(board.read("slot/0") or "") == {**record, "pid": other}
@@ -281,6 +283,8 @@ def test_machines_share_the_board(launch: Callable[..., Launch]) -> None:
     first.order(1, 1)
     wait_for_state(board, 1, "done", 1)
     board.post("over", "")
+    with pytest.raises(subprocess.TimeoutExpired):  # it hosts the store that the other still needs
+        first.process.wait(1.5)
     for rank, attempt in ((2, 0), (3, 1)):
         second.order(rank, attempt)
     assert second.finish() == (
