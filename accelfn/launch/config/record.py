@@ -37,6 +37,7 @@ must divide: got 3 processes on 2 machines. Use 2 or 4 processes.
             if not (value is None and option.default is None) and not option.kind.holds(value):
                 raise ConfigurationError(f"LaunchConfig.{name} must be {option.kind.accepts}, got {value!r}.")
         _check_choices(self)
+        _check_elastic(self)
         _check_devices(self)
         _check_machines(self)
         _check_mesh(self)
@@ -128,6 +129,30 @@ def _check_choices(config: LaunchConfig) -> None:
         raise ConfigurationError(
             "--fsdp_activation_checkpointing_offload needs --fsdp_version 2 and "
             "--fsdp_activation_checkpointing. Pass both, or leave it out."
+        )
+
+
+# Options of other ways to start processes, and what needs one agent for all processes of a machine.
+_NOT_ELASTIC = (
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "preflight", "enable_cpu_affinity"),
+    *("tpu", "mpirun_hostfile", "compute_environment"),
+)
+
+
+def _check_elastic(config: LaunchConfig) -> None:
+    """Refuse, with ``elastic``, whatever else would start or connect the processes."""
+    if not config.elastic:
+        return
+    changed = changed_values(config)
+    conflicts = [
+        f"--{'no_' if changed[name] is False else ''}{name}" for name in _NOT_ELASTIC if name in changed
+    ]
+    if deepspeed_launcher(config) is not None:
+        conflicts.append("--deepspeed_hostfile")
+    if conflicts:
+        raise ConfigurationError(
+            f"--elastic starts and connects each process by itself, which {' and '.join(conflicts)} would "
+            "change. Leave one or the other out."
         )
 
 

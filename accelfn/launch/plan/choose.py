@@ -145,6 +145,7 @@ def _needs_agent(config: LaunchConfig) -> bool:
         or config.main_process_port is not None
         or any((config.rdzv_backend, config.rdzv_endpoint, config.rdzv_id, config.rdzv_conf))
         or config.main_process_ip is not None
+        or config.elastic
         or bool(elastic_options(config))
         or config.enable_cpu_affinity
         or config.use_deepspeed  # which needs a process group
@@ -236,8 +237,16 @@ def _plan_rendezvous(config: LaunchConfig, script: Script) -> Mapping[str, Any]:
         "machine_rank": config.machine_rank,
         "compare": tuple(compare),
         "timeout_s": config.preflight_timeout,
-        "may_return": config.max_restarts > 0,
+        **_plan_contact(config),
     }
+
+
+def _plan_contact(config: LaunchConfig) -> dict[str, Any]:
+    """Return which messages of another machine stop this one, and when a silent machine is lost."""
+    if config.elastic:
+        return {"stops_on": (), "silent_s": config.heartbeat_timeout}
+    # With restarts, another machine can take the place of one that was stopped or lost.
+    return {"stops_on": ("failed",) if config.max_restarts else ("failed", "stopped", "lost")}
 
 
 def plan_variables(

@@ -108,7 +108,10 @@ def elastic_options(config: LaunchConfig) -> list[str]:
 
 
 def plan_torchrun(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
-    """Build the torchrun command. ``config.num_processes`` must be set. Pure."""
+    """Build the command of torchrun, or of an agent for each process if ``config.elastic``. Pure.
+
+    ``config.num_processes`` must be set.
+    """
     assert config.num_processes is not None
     rendezvous, hosts_port = _plan_rendezvous(config)
     flags = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in elastic_options(config)]
@@ -116,6 +119,7 @@ def plan_torchrun(config: LaunchConfig, script: Script, machine: Machine) -> Lau
     argv = (
         machine.python,
         AGENT,
+        *(("--elastic", f"{config.heartbeat_timeout:g}") if config.elastic else ()),
         f"--nnodes={config.num_machines}",
         f"--nproc-per-node={config.num_processes // config.num_machines}",
         *rendezvous,
@@ -131,7 +135,8 @@ def plan_torchrun(config: LaunchConfig, script: Script, machine: Machine) -> Lau
     )
     # A store that is shared between attempts contains the addresses of the previous attempt. Ranks that read
     # those hang: torch 2.13 does so in one of three restarts.
-    variables = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),) if config.max_restarts else ()
+    has_attempts = config.max_restarts and not config.elastic
+    variables = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),) if has_attempts else ()
     return LaunchPlan(way="torchrun", argv=argv, env_changes=variables, hosts_port=hosts_port)
 
 
@@ -160,10 +165,10 @@ def _plan_rendezvous(config: LaunchConfig) -> tuple[tuple[str, ...], int | None]
     host, port = endpoint_of(config)
     pinned = (config.rdzv_endpoint or config.main_process_ip) is not None or bool(config.main_process_port)
     several = config.num_machines > 1
-    # A static rendezvous can't be repeated for another attempt.
-    is_static = (several or pinned) and not config.max_restarts
+    # A static rendezvous can't be repeated for another attempt. Elastic agents have no rendezvous.
+    is_static = config.elastic or ((several or pinned) and not config.max_restarts)
     backend = config.rdzv_backend or ("static" if is_static else "c10d")
-    if not (several or pinned or backend == "static"):
+    if not (several or pinned or config.rdzv_backend == "static"):
         port = 0  # torchrun picks a free port, so that concurrent launches don't collide
     machine_rank = config.machine_rank if several else 0
     conf = config.rdzv_conf

@@ -1,7 +1,8 @@
 """Run torchrun, report the first failure in the last lines, and leave no process behind.
 
 ``accelfn launch`` becomes this program. Its arguments are those of torchrun or, after ``--command``, another
-command that starts workers. It imports accelfn only for several machines or after a failure.
+command that starts workers. ``--elastic`` and a heartbeat timeout before torchrun's mean that each worker has
+an agent of its own. It imports accelfn only for these, for several machines or after a failure.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Run torchrun or another command, and wait for it.
 
     Args:
-        argv: torchrun's arguments, or ``--command`` and a command.
+        argv: torchrun's arguments, also after ``--elastic`` and a number, or ``--command`` and a command.
 
     Returns:
         The exit status of the first failed process, 128 and more for a signal; 2 if machines differ. If all
@@ -81,6 +82,7 @@ class _Agent:
         self._is_quiet = bool(os.environ.pop("ACCELFN_AGENT_QUIET", ""))
         self._rendezvous = os.environ.pop("ACCELFN_AGENT_RENDEZVOUS", "")
         self._stop_timeout_s = 45.0
+        self._is_elastic = False
         self._num_restarts, self._stopped_s, self._ended_s, self._reason_s = 0, 0.0, 0.0, 0.0
         self._is_done = threading.Event()
         self._guard_pid, self._guard = _start_guard(folder, owner=self.caller if has_caller else 0)
@@ -98,6 +100,8 @@ class _Agent:
             if argv[:1] == ["--command"]:
                 watcher.start()
                 status = self._run_command(argv[1:])
+            elif argv[:1] == ["--elastic"]:
+                status = self._run_elastic(argv[2:], float(argv[1]), watcher)
             else:
                 status = self._run_torchrun(argv, watcher)
         except _MachinesError as error:
@@ -124,7 +128,12 @@ class _Agent:
         status = child.wait()
         return 128 - status if status < 0 else status
 
-    def _run_torchrun(self, argv: Sequence[str], watcher: threading.Thread) -> int:
+    def _load_torchrun(self, argv: Sequence[str]) -> tuple[Any, Any, dict[int, Any]]:
+        """Import torchrun, parse its arguments, and meet the other machines.
+
+        Returns:
+            The module, its options, and the handlers of the stop signals, which end this process until then.
+        """
         # While torch is imported there is nothing to stop, and an interrupt would print a traceback.
         previous = {number: signal.signal(number, self._exit) for number in _stop_signals()}
         has_cpp_level = "TORCH_CPP_LOG_LEVEL" in os.environ
@@ -133,12 +142,10 @@ class _Agent:
             logging.disable(logging.ERROR)
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         from torch.distributed import run as torchrun
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         if not has_cpp_level:
             os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # not for the scripts
-        options = cast("Any", torchrun).parse_args(list(argv))
+        options: Any = cast("Any", torchrun).parse_args(list(argv))
         self.log_dir = options.log_dir
         if options.log_dir is None:
             options.log_dir = os.path.join(self.folder, "torchrun")  # torchrun's default isn't removed
@@ -148,11 +155,18 @@ class _Agent:
         options.signals_to_handle = ",".join(signal.Signals(number).name for number in previous)
         if self._rendezvous:
             self._join_machines()
+        return torchrun, options, previous
+
+    def _run_torchrun(self, argv: Sequence[str], watcher: threading.Thread) -> int:
+        torchrun, options, previous = self._load_torchrun(argv)
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
         watcher.start()
         for number, handler in previous.items():
             signal.signal(number, handler)
         try:
-            cast("Callable[[Any], None]", torchrun.run)(options)  # pyright: ignore[reportUnknownMemberType]
+            torchrun.run(options)
         except ChildFailedError as error:
             host = socket.gethostname()
             failures = [
@@ -167,6 +181,37 @@ class _Agent:
             self._write({"error": f"{type(error).__name__}: {error}", "time_s": time.time()})
             return 1
         return 0
+
+    def _run_elastic(self, argv: Sequence[str], heartbeat_timeout_s: float, watcher: threading.Thread) -> int:
+        torchrun, options, previous = self._load_torchrun(argv)
+        from accelfn.launch.run.elastic_agents import run_agents
+
+        self._is_elastic = True
+        watcher.start()
+        for number in previous:  # the watcher reads them, and the agents ask for them
+            signal.signal(number, lambda number, frame: None)
+        _, program, arguments = torchrun.config_from_args(options)
+        try:
+            outcome = run_agents(
+                options,
+                (program, *arguments),
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                machines=self.machines,
+                stop_signal=self._stop_signal,
+                report=_print,
+            )
+        except Exception as error:  # noqa: BLE001 -- reported at the end
+            self._write({"error": f"{type(error).__name__}: {error}", "time_s": time.time()})
+            return 1
+        if outcome.succeeded:
+            return 0
+        host = socket.gethostname()
+        self._write({"failures": [{**death._asdict(), "host": host} for death in outcome.deaths]})
+        return 1
+
+    def _stop_signal(self) -> int:
+        """Return the signal that stops the processes; 0 while there is none."""
+        return (*self.stops, signal.SIGTERM)[0] if self._stopped_s else 0
 
     def _join_machines(self) -> None:
         from accelfn.errors import ConfigurationError
@@ -239,7 +284,7 @@ class _Agent:
             if self.has_caller and os.getppid() != self.caller and not self.stops:
                 os.kill(os.getpid(), signal.SIGTERM)
             num_restarts = self._count_restarts()
-            if num_restarts > self._num_restarts:
+            if num_restarts > self._num_restarts and not self._is_elastic:
                 self._num_restarts = num_restarts
                 _print(f"restarted all processes after a failure or a change of machines ({num_restarts})")
             if self.machines is not None:
@@ -263,8 +308,11 @@ class _Agent:
             return
         if self.reason is None:
             reason = machines.stop_reason()
-            # The host of the store may have finished normally, and this machine may be about to.
-            may_finish = self._ended_s or not machines.is_disconnected_for(_GRACE_S)
+            # The host of the store may have finished normally, and this machine may be about to. In elastic
+            # training the host waits for the others.
+            may_finish = (self._ended_s and not self._is_elastic) or not machines.is_disconnected_for(
+                _GRACE_S
+            )
             if reason is None or ("sender" not in reason and may_finish):
                 return
             self.reason, self._reason_s = reason, now_s

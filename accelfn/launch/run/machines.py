@@ -29,8 +29,6 @@ _ANSWER_S = 60.0
 _PROGRESS_S = 4.0
 # After a mismatch, wait this long for machines that start late, and until all have read it.
 _LATE_S = 1.5
-# A machine without a heartbeat for this time is lost.
-_SILENT_S = 30.0
 # After a failure, wait this long for the reports of other machines.
 _REPORTS_S = 2.0
 _MAX_FAILURES = 16
@@ -44,7 +42,8 @@ def join_machines(
     machine_rank: int | None,
     compare: Sequence[tuple[str, str]],
     timeout_s: float,
-    may_return: bool = False,
+    stops_on: Sequence[str] = ("failed", "stopped", "lost"),
+    silent_s: float = 30.0,
 ) -> Machines:
     """Connect to the other machines, and compare settings. Effect: opens sockets.
 
@@ -55,7 +54,8 @@ def join_machines(
         machine_rank: Rank of this machine; None if ranks are assigned later.
         compare: Names and values that must be equal on all machines.
         timeout_s: How long to wait for the other machines.
-        may_return: Whether a stopped or lost machine can be replaced while the others wait.
+        stops_on: The ends of another machine for which this one must stop too.
+        silent_s: A machine without a heartbeat for this time is lost.
 
     Raises:
         ConfigurationError: The address can't be resolved or reached, its port is in use, a machine is
@@ -101,7 +101,10 @@ def join_machines(
     if mismatch:
         raise ConfigurationError(mismatch)
     return Machines(
-        store, index, _name(this), num_machines, is_host=server is not None, may_return=may_return
+        *(store, index, this, num_machines),
+        is_host=server is not None,
+        stops_on=tuple(stops_on),
+        silent_s=silent_s,
     )
 
 
@@ -224,13 +227,26 @@ def _name(machine: Mapping[str, Any]) -> str:
 
 
 class Machines:
-    """The other machines of a launch, with the last message of each."""
+    """The other machines of a launch, with the last message of each.
+
+    Attributes:
+        store: The store that all machines share.
+    """
 
     def __init__(
-        self, store: TCPStore, index: int, name: str, count: int, *, is_host: bool, may_return: bool
+        self,
+        store: TCPStore,
+        index: int,
+        this: Mapping[str, Any],
+        count: int,
+        *,
+        is_host: bool,
+        stops_on: tuple[str, ...],
+        silent_s: float,
     ) -> None:
-        self._store, self._index, self._name, self._count = store, index, name, count
-        self._is_host, self._may_return = is_host, may_return
+        self.store: TCPStore = store
+        self._index, self._this, self._count = index, this, count
+        self._is_host, self._stops_on, self._silent_s = is_host, stops_on, silent_s
         self._num_read = 0
         self._messages: dict[int, dict[str, Any]] = {}
         self._heartbeats: dict[int, tuple[int, float]] = {}
@@ -240,22 +256,21 @@ class Machines:
         """Report to the others how this machine ended: ``"failed"``, ``"stopped"`` or ``"done"``."""
         now_s = time.time()  # sent as ages, because the clocks of machines differ
         ages = [{**asdict(failure), "time_s": now_s - failure.time_s} for failure in failures[:_MAX_FAILURES]]
-        self._post(
-            {"sender": self._index, "name": self._name, "state": state, "status": status, "failures": ages}
-        )
+        self._post(self._index, self._this, {"state": state, "status": status, "failures": ages})
 
-    def _post(self, message: Mapping[str, Any]) -> None:
+    def _post(self, sender: int, machine: Mapping[str, Any], message: Mapping[str, Any]) -> None:
+        sent = {"sender": sender, "machine_rank": machine["machine_rank"], "name": _name(machine), **message}
         with contextlib.suppress(RuntimeError):  # the host of the store has ended
-            number = self._store.add("accelfn/messages", 1)
-            self._store.set(f"accelfn/message/{number}", json.dumps(message))
+            number = self.store.add("accelfn/messages", 1)
+            self.store.set(f"accelfn/message/{number}", json.dumps(sent))
 
     def poll(self) -> None:
         """Read new messages, and send a heartbeat."""
         try:
-            self._store.add(f"accelfn/heartbeat/{self._index}", 1)
+            self.store.add(f"accelfn/heartbeat/{self._index}", 1)
             self._disconnected_s = 0.0
-            for number in range(self._num_read + 1, self._store.add("accelfn/messages", 0) + 1):
-                message = json.loads(self._store.get(f"accelfn/message/{number}"))
+            for number in range(self._num_read + 1, self.store.add("accelfn/messages", 0) + 1):
+                message = json.loads(self.store.get(f"accelfn/message/{number}"))
                 self._num_read = number
                 if message["sender"] != self._index:
                     self._messages[message["sender"]] = {**message, "received_s": time.time()}
@@ -268,22 +283,22 @@ class Machines:
         """Post a message for each machine without a heartbeat: its agent was killed, or it is down."""
         now_s = time.monotonic()
         for other in {*range(self._count)} - {self._index, *self._messages}:
-            count = self._store.add(f"accelfn/heartbeat/{other}", 0)
+            count = self.store.add(f"accelfn/heartbeat/{other}", 0)
             last, since_s = self._heartbeats.get(other, (-1, now_s))
             self._heartbeats[other] = (count, since_s if count == last else now_s)
-            if now_s - self._heartbeats[other][1] > _SILENT_S:
-                name = _name(json.loads(self._store.get(f"accelfn/machine/{other}")))
-                self._post({"sender": other, "name": name, "state": "lost", "status": 1, "failures": []})
+            if now_s - self._heartbeats[other][1] > self._silent_s:
+                machine = json.loads(self.store.get(f"accelfn/machine/{other}"))
+                self._post(other, machine, {"state": "lost", "status": 1, "failures": []})
 
     def stop_reason(self) -> dict[str, Any] | None:
         """Return the message for which this machine must stop, with a description in ``text``, or None."""
-        if self._disconnected_s and not self._messages:
+        # Unless some end stops this machine, the host of the store doesn't end before the others.
+        if self._disconnected_s and not (self._messages and self._stops_on):
             return {
                 "status": 1,
                 "text": "the machine that hosts the rendezvous is down, or its agent was killed",
             }
-        states = ("failed",) if self._may_return else ("failed", "stopped", "lost")
-        message = next((message for message in self._messages.values() if message["state"] in states), None)
+        message = next((each for each in self._messages.values() if each["state"] in self._stops_on), None)
         if message is None:
             return None
         cause = next((f": {each['text']}" for each in message["failures"] if each["rank"] is None), "")
@@ -293,6 +308,11 @@ class Machines:
             "lost": f"the launcher on {message['name']} was killed, or the machine is down",
         }
         return {**message, "text": texts[message["state"]]}
+
+    def lost(self) -> dict[int, str]:
+        """Return rank and name of each machine without a heartbeat."""
+        messages = [message for message in [*self._messages.values()] if message["state"] == "lost"]
+        return {int(message["machine_rank"]): str(message["name"]) for message in messages}
 
     def is_disconnected_for(self, seconds: float) -> bool:
         """Return whether the store has been unreachable for this time."""

@@ -47,7 +47,10 @@ class Failure:
 
 
 def read_failures(folder: str) -> tuple[Failure, ...]:
-    """Read the failures of the last attempt, which workers and agent wrote into the folder of a run."""
+    """Read the failures of the last attempt, which workers and agent wrote into the folder of a run.
+
+    In elastic training each rank has attempts of its own, and only its last one can be the end of it.
+    """
     outcome = next(_read(Path(folder).glob("agent.json")), dict[str, Any]())
     started = list(_read(Path(folder).glob("started.*.json")))
     failed = list(_read(sorted(Path(folder).glob("failed.*.json"))))
@@ -141,8 +144,9 @@ def format_report(
     after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
     text = first.text.splitlines()
     end = ":" if text or first.frames else "."
+    hint = " (possibly out of memory)" if first.exitcode == -9 else ""
     lines = [
-        f"accelfn launch: rank {first.rank}{of} failed{on}{after}, {_describe_exit(first.exitcode)}{end}"
+        f"accelfn launch: rank {first.rank}{of} failed{on}{after}, {describe_exit(first.exitcode)}{hint}{end}"
     ]
     if len(text) > _MAX_LINES:
         text = [*text[: _MAX_LINES - 1], f"... ({len(text) - _MAX_LINES + 1} more lines)"]
@@ -184,11 +188,16 @@ def _is_same(failure: Failure, first: Failure) -> bool:
     return bool(failure.kind) and this == other
 
 
-def _describe_exit(exitcode: int | None) -> str:
+def describe_exit(exitcode: int | None) -> str:
+    """Describe how a process ended. Pure.
+
+    >>> describe_exit(3), describe_exit(-15)
+    ('with exit status 3', 'killed by SIGTERM')
+    """
     if exitcode is None or exitcode >= 0:
         return f"with exit status {1 if exitcode is None else exitcode}"
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
-    return f"killed by {name}{' (possibly out of memory)' if -exitcode == 9 else ''}"
+    return f"killed by {name}"

@@ -49,7 +49,7 @@ def samples(option: Option) -> tuple[str, str]:
         return "2", "1"
     if option.name == "zero_stage":
         return "3", "1"
-    return ("0.5", "0.25") if "number" in kind.accepts and "whole" not in kind.accepts else ("2", "3")
+    return ("0.5", "0.25") if kind.can_read("0.25") else ("2", "3")
 
 
 def beside(option: Option) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The launch plan is a pure function: flags in, torchrun's command line and variables out."""
 
+import dataclasses
 import os
 import subprocess
 from collections.abc import Callable
@@ -122,6 +123,44 @@ def test_torchrun_understands_the_plan(flags: tuple[str, ...], expected: dict[st
     read = read_with_torchrun(plan_of(*flags, "train.py", "--x"))
     assert {name: read[name] for name in expected} == expected
     assert (read["training_script"], read["training_script_args"]) == (WORKER, ["train.py", "--x"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), {"nnodes": "1", "nproc_per_node": "1", "rdzv_endpoint": "127.0.0.1:0", "node_rank": 0}),
+        (
+            ("--main_process_port=77", "--max_restarts=3"),
+            {"rdzv_endpoint": "127.0.0.1:77", "max_restarts": 3},
+        ),
+        ((*TWO_MACHINES, "--machine_rank=1"), {"rdzv_endpoint": "10.0.0.1:29500", "node_rank": 1}),
+    ],
+)
+def test_elastic_agents_read_torchruns_options(flags: tuple[str, ...], expected: dict[str, object]) -> None:
+    plan = plan_of("--elastic", "--heartbeat_timeout=2.5", *flags, "train.py", "--elastic")
+    assert plan.argv[:4] == ("python", AGENT, "--elastic", "2.5")
+    read = read_with_torchrun(dataclasses.replace(plan, argv=("python", AGENT, *plan.argv[4:])))
+    assert {name: read[name] for name in expected} == expected
+    assert read["training_script_args"] == ["train.py", "--elastic"]
+    contact = plan.rendezvous or {"stops_on": (), "silent_s": 2.5}
+    assert (contact["stops_on"], contact["silent_s"]) == ((), 2.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--rdzv_id=7", "--no_preflight"), "--rdzv_id and --no_preflight"),
+        (("--rdzv_backend=c10d",), "--rdzv_backend"),
+        (("--mpirun_hostfile=hosts",), "--mpirun_hostfile"),
+        (("--use_deepspeed", "--deepspeed_hostfile=hosts"), "--deepspeed_hostfile"),
+        (("--tpu",), "--tpu"),
+        (("--compute_environment=AMAZON_SAGEMAKER",), "--compute_environment"),
+        (("--enable_cpu_affinity",), "--enable_cpu_affinity"),
+    ],
+)
+def test_other_ways_to_start_processes_are_not_elastic(flags: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"by itself, which {named} would change"):
+        plan_of("--elastic", *flags, "train.py")
 
 
 @pytest.mark.parametrize(

@@ -99,15 +99,17 @@ FAILED = Failure(
 )
 
 
-@pytest.mark.parametrize(("state", "may_return"), [("failed", True), ("stopped", False), ("done", False)])
-def test_each_machine_reads_how_the_others_end(state: str, may_return: bool) -> None:
+@pytest.mark.parametrize(
+    ("state", "stops_on"), [("failed", ["failed"]), ("stopped", ["stopped"]), ("done", [])]
+)
+def test_each_machine_reads_how_the_others_end(state: str, stops_on: list[str]) -> None:
     def act(index: int, joined: Machines) -> tuple[Any, tuple[Failure, ...]]:
         if index == 1:
             joined.report(state, status=7, failures=[FAILED] if state == "failed" else ())
         joined.wait_for_reports()
         return joined.stop_reason(), joined.failures()
 
-    (reason, failures), _ = meet(0, 1, then=act, may_return=may_return)
+    (reason, failures), _ = meet(0, 1, then=act, stops_on=stops_on)
     if state == "done":
         assert reason is None
     else:
@@ -118,15 +120,14 @@ def test_each_machine_reads_how_the_others_end(state: str, may_return: bool) -> 
     )
 
 
-def test_a_machine_without_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SILENT_S", 0.5)
-
+def test_a_machine_without_heartbeat_is_lost() -> None:
     def act(index: int, joined: Machines) -> Any:
         until_s = time.monotonic() + 20
         while index == 0 and joined.stop_reason() is None and time.monotonic() < until_s:
             joined.poll()
             time.sleep(0.05)
-        return joined.stop_reason()
+        return joined.stop_reason(), joined.lost()
 
-    reason, _ = meet(0, 1, then=act)
+    (reason, lost), _ = meet(0, 1, then=act, silent_s=0.5)
     assert "was killed, or the machine is down" in reason["text"]
+    assert lost == {1: f"machine 1 ({socket.gethostname()})"}
