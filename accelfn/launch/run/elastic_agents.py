@@ -5,6 +5,8 @@ thread, that restarts only this process. The others go on, and learn of it from 
 
 - ``slot/{rank}``, from the launcher: JSON with the ``attempt`` (from 0), the ``state`` (running, restarting,
   failed or done), and the ``pid`` and ``host`` of the process.
+- ``lost/{number}``, from the launcher: JSON with the name, ``{rank}.{attempt}``, of a process that failed,
+  and why; in the order in which they did (:func:`accelfn.context.failure.announce_loss`).
 - ``beat/{rank}.{attempt}``, from the process: a text that it changes every half second.
 - ``over``, from a process: the training has ended.
 - ``launcher/{machine}``, from the launcher: it has no process left, and knows how all others ended.
@@ -42,7 +44,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
-from accelfn.context.failure import store_board
+from accelfn.context.failure import Loss, announce_loss, store_board
 from accelfn.launch.run.machines import Machines
 from accelfn.launch.run.slots import (
     LISTEN_S,
@@ -50,6 +52,7 @@ from accelfn.launch.run.slots import (
     Silence,
     Slot,
     describe_death,
+    describe_end,
     listen,
     plan_slots,
     plan_variables,
@@ -186,6 +189,8 @@ class _Training:
                 record = self.read(rank)
                 if record["state"] not in _ENDED:
                     self.post(rank, {**record, "state": "failed"})
+                    loss = Loss(f"{rank}.{record['attempt']}", "was on a machine that is down")
+                    announce_loss(self.board, loss)
             self.report(f"the launcher on {lost[machine_rank]} was killed, or the machine is down")
         return bool(self.over_s)
 
@@ -342,6 +347,7 @@ class _SlotAgent(SimpleElasticAgent):
         training, rank = self._training, self._slot.rank
         self.death = Death(rank, exitcode, time.time())
         self._kill()
+        announce_loss(training.board, Loss(f"{rank}.{self._attempt}", describe_end(exitcode)))
         is_over, follows = training.poll(), ""
         if self._remaining_restarts and not is_over:
             self._post("restarting")

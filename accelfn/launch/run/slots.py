@@ -119,5 +119,13 @@ def describe_death(rank: int, exitcode: int, follows: str) -> str:
     >>> describe_death(1, -9, "the other ranks go on")
     'rank 1 was killed by SIGKILL; the other ranks go on'
     """
-    was = "was" if exitcode < 0 else "ended"
-    return f"rank {rank} {was} {describe_exit(exitcode)}" + (f"; {follows}" if follows else "")
+    return f"rank {rank} {describe_end(exitcode)}" + (f"; {follows}" if follows else "")
+
+
+def describe_end(exitcode: int) -> str:
+    """Describe how a process failed. Pure.
+
+    >>> describe_end(-9)
+    'was killed by SIGKILL'
+    """
+    return f"{'was' if exitcode < 0 else 'ended'} {describe_exit(exitcode)}"
