@@ -31,6 +31,7 @@ from accelfn.context import store_board
 from accelfn.context.failure import Loss, announce_loss
 from tests.elastic.program import Program
 
+STEPS = 40
 _LIMIT_S = 120.0
 _HEARTBEAT_S = 3.0
 PROGRAM = Path(__file__).with_name("program.py")
@@ -72,10 +73,10 @@ def plan_run(seed: int) -> Plan:
     draw = random.Random(seed)
     size = draw.choice((2, 3, 4))
     faults = [
-        (draw.uniform(-0.6, 3.0), draw.randrange(size), draw.choice(("kill", "kill", "kill", "stop")))
+        (draw.uniform(-0.5, 2.0), draw.randrange(size), draw.choice(("kill", "kill", "kill", "stop")))
         for _ in range(draw.randint(1, 3))
     ]
-    return Plan(draw.choice(("ddp", "ddp", "fsdp2")), size, draw.randint(0, 2), 60, tuple(sorted(faults)))
+    return Plan(draw.choice(("ddp", "ddp", "fsdp2")), size, draw.randint(0, 2), STEPS, tuple(sorted(faults)))
 
 
 def reference(kind: str, steps: int) -> list[float]:
@@ -294,7 +295,7 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     start = start_command if given.launcher else start_forks
-    weights = {kind: reference(kind, 60) for kind in ("ddp", "fsdp2")}
+    weights = {kind: reference(kind, STEPS) for kind in ("ddp", "fsdp2")}
     rows: Counter[tuple[str, int, str]] = Counter()
     hits: Counter[str] = Counter()
     pauses: list[float] = []
