@@ -49,13 +49,15 @@ class Plan(NamedTuple):
         steps: Of the program.
         faults: The second after the training has started, the slot, and what happens. Before 0, it is after
             the processes have started, which is while they form their first world.
+        at_steps: Faults that a process makes itself, as of :class:`~tests.elastic.program.Program`.
     """
 
     kind: str
     size: int
     restarts: int
     steps: int
-    faults: tuple[tuple[float, int, str], ...]
+    faults: tuple[tuple[float, int, str], ...] = ()
+    at_steps: frozenset[tuple[str, int, str]] = frozenset()
 
 
 class Outcome(NamedTuple):
@@ -83,8 +85,7 @@ def reference(kind: str, steps: int) -> list[float]:
     """Return the weights of a run that nobody disturbs."""
     with tempfile.TemporaryDirectory() as folder:
         program = Program(Path(folder), kind, steps, 0.0)
-        _fork(program.run, {})
-        os.wait()
+        os.waitpid(_fork(program.run, {}), 0)
         return json.loads((Path(folder) / "result-0.0").read_text())
 
 
@@ -161,18 +162,19 @@ class Launch(NamedTuple):
 
 def start_command(plan: Plan, folder: Path) -> Launch:
     """Start the processes with ``accelfn launch``."""
-    output = (folder / "output").open("wb")
     flags = [f"--num_processes={plan.size}", f"--max_restarts={plan.restarts}"]
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "accelfn", "launch", "--elastic", *flags),
-            *(f"--heartbeat_timeout={_HEARTBEAT_S:g}", "--cpu", str(PROGRAM)),
-            *(str(folder), plan.kind, str(plan.steps), "0.02"),
-        ],
-        stdout=output,
-        stderr=output,
-        env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])},
-    )
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "accelfn", "launch", "--elastic", *flags),
+                *(f"--heartbeat_timeout={_HEARTBEAT_S:g}", "--cpu", str(PROGRAM)),
+                *(str(folder), plan.kind, str(plan.steps), "0.02"),
+                *(":".join(map(str, fault)) for fault in plan.at_steps),
+            ],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])},
+        )
 
     def stop() -> str:
         if process.poll() is None:
@@ -210,7 +212,7 @@ def _supervise(plan: Plan, folder: Path) -> None:
         port = probe.getsockname()[1]
 
     def start(slot: int, attempt: int) -> int:
-        program = Program(folder, plan.kind, plan.steps, me=f"{slot}.{attempt}")
+        program = Program(folder, plan.kind, plan.steps, faults=plan.at_steps, me=f"{slot}.{attempt}")
         names = {"STORE": f"127.0.0.1:{port}", "SIZE": str(plan.size), "SLOT": str(slot)}
         variables = {f"ACCELFN_ELASTIC_{name}": value for name, value in names.items()}
         places = {"LOCAL_RANK": str(slot), "GROUP_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
@@ -269,6 +271,8 @@ def _fork(work: Callable[[], None], variables: Mapping[str, str], output: Path |
             target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(target, 1)
             os.dup2(target, 2)
+            # pytest has replaced the objects.
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
         os.environ.update(variables)
         work()
         status = 0

@@ -1,0 +1,148 @@
+"""Elastic runs of real processes: whoever is lost, the weights are those of a run that nobody disturbed."""
+
+from pathlib import Path
+
+import pytest
+
+import accelfn as af
+from accelfn.context import Context
+from accelfn.elastic.run import read_seat
+from accelfn.errors import ConfigurationError
+from tests.elastic.campaign import Plan, plan_run, reference, run, start_command, start_forks
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, list[float]]:
+    return {kind: reference(kind, STEPS) for kind in ("ddp", "fsdp2")}
+
+
+def at(*faults: str) -> frozenset[tuple[str, int, str]]:
+    return frozenset((name, int(step), what) for name, step, what in (one.split(":") for one in faults))
+
+
+PLANS = {
+    "killed": Plan("ddp", 2, 0, STEPS, at_steps=at("1.0:10:kill")),
+    "raised": Plan("ddp", 2, 0, STEPS, at_steps=at("0.0:10:raise")),
+    "replaced": Plan("ddp", 2, 1, STEPS, at_steps=at("1.0:5:kill")),
+    "two at once": Plan("ddp", 3, 0, STEPS, at_steps=at("0.0:10:kill", "2.0:10:kill")),
+    "one after the other": Plan("ddp", 3, 0, STEPS, at_steps=at("0.0:7:kill", "2.0:14:kill")),
+    "shards": Plan("fsdp2", 2, 0, STEPS, at_steps=at("1.0:10:kill")),
+}
+
+
+# The others are like these, and are run by CI alone.
+QUICK = ("killed", "replaced", "shards")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, plan in PLANS.items()
+    ],
+)
+def test_what_is_left_goes_on_in_memory(plan: Plan, weights: dict[str, list[float]]) -> None:
+    outcome = run(plan, weights[plan.kind], start_forks)
+    assert outcome.end == "right", outcome.text
+    assert " on from step " in outcome.text, outcome.text
+    assert " in memory after " in outcome.text, outcome.text
+
+
+def test_a_rank_that_is_stopped_is_lost(weights: dict[str, list[float]]) -> None:
+    plan = Plan("ddp", 2, 0, STEPS, at_steps=at("1.0:10:stop"))
+    outcome = run(plan, weights["ddp"], start_forks)
+    assert outcome.end == "right", outcome.text
+    assert "process 1.0 was killed by signal 9" in outcome.text
+
+
+def test_when_all_are_lost_the_newest_checkpoint_is_loaded(weights: dict[str, list[float]]) -> None:
+    plan = Plan("ddp", 2, 1, STEPS, at_steps=at("0.0:20:kill", "1.0:20:kill"))
+    outcome = run(plan, weights["ddp"], start_forks)
+    assert outcome.end == "right", outcome.text
+    assert "on from the newest checkpoint of" in outcome.text, outcome.text
+
+
+def test_shards_of_a_lost_rank_and_its_neighbour_come_from_the_checkpoint(
+    weights: dict[str, list[float]],
+) -> None:
+    plan = Plan("fsdp2", 3, 0, STEPS, at_steps=at("1.0:20:kill", "2.0:20:kill"))
+    outcome = run(plan, weights["fsdp2"], start_forks)
+    assert outcome.end == "right", outcome.text
+    assert "1 rank goes on from the newest checkpoint of" in outcome.text, outcome.text
+
+
+def test_a_fault_that_every_rank_has_ends_the_run_by_name(weights: dict[str, list[float]]) -> None:
+    plan = Plan("ddp", 2, 0, STEPS, at_steps=at("0.0:10:raise", "1.0:10:raise"))
+    outcome = run(plan, weights["ddp"], start_forks)
+    assert "ValueError: a fault at step 10" in outcome.text
+    assert outcome.end == "wrong"  # no result, and no error of accelfn's
+
+
+def test_the_launcher_replaces_what_is_lost(weights: dict[str, list[float]]) -> None:
+    plan = Plan("ddp", 2, 1, STEPS, at_steps=at("1.0:10:kill"))
+    outcome = run(plan, weights["ddp"], start_command)
+    assert outcome.end == "right", outcome.text
+    assert "rank 1 was killed by SIGKILL; a replacement starts (1 of 1)" in outcome.text
+    assert "on from step 8 in memory" in outcome.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("start", [start_forks, start_command])
+def test_some_runs_of_the_campaign(start: object, weights: dict[str, list[float]]) -> None:
+    count = 12 if start is start_forks else 4
+    for seed in range(count):
+        plan = plan_run(seed)._replace(steps=STEPS)
+        outcome = run(plan, weights[plan.kind], start_forks if start is start_forks else start_command)
+        assert outcome.end in ("right", "error"), f"seed {seed}: {outcome.end}\n{outcome.text}"
+
+
+# --- without a launcher ----------------------------------------------------------------------------
+
+
+def test_alone_it_runs_once_and_resumes_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    def train(ctx: Context, state: dict[str, int]) -> tuple[int, int]:
+        first = state["step"]
+        for step in range(first, first + 3):
+            state["step"] = step + 1
+            af.remember(ctx, state)
+        af.save_state(ctx, tmp_path / f"step-{state['step']}", state, step=state["step"])
+        return first, state["step"]
+
+    def start() -> object:
+        return af.run_elastic(train, lambda ctx: {"step": 0}, checkpoints=tmp_path, cpu=True)
+
+    assert [start(), start()] == [(0, 3), (3, 6)]
+
+
+def test_what_train_raises_alone_is_raised() -> None:
+    def train(ctx: Context, state: object) -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        af.run_elastic(train, lambda ctx: 0, cpu=True)
+
+
+def test_other_launchers_and_worlds_without_processes_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="Start the program with accelfn launch --elastic"):
+        read_seat({"RANK": "0", "WORLD_SIZE": "2"})
+    assert read_seat({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    with pytest.raises(ConfigurationError, match="min_processes must be at least 1, got 0"):
+        af.run_elastic(lambda ctx, state: None, lambda ctx: 0, min_processes=0)
+
+
+def test_a_seat_is_read_from_the_variables_of_the_launcher() -> None:
+    seat = read_seat(
+        {
+            "ACCELFN_ELASTIC_STORE": "10.0.0.1:29500",
+            "ACCELFN_ELASTIC_SIZE": "4",
+            "ACCELFN_ELASTIC_SLOT": "3",
+            "LOCAL_RANK": "1",
+            "GROUP_RANK": "1",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+        }
+    )
+    assert seat is not None
+    assert (seat.store, seat.size, seat.device_index, seat.me.name) == (("10.0.0.1", 29500), 4, 1, "3.2")
