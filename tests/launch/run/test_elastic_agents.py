@@ -89,7 +89,7 @@ class Launch:
 
     def finish(self) -> tuple[int, list[str]]:
         """Return the status, and the lines of the launcher, without tracebacks of workers."""
-        self.process.wait(60)
+        self.process.wait(30)  # less than the time after which the launcher stops waiting for its agents
         lines = [
             line
             for line in self.stderr.read_text().splitlines()
@@ -132,7 +132,8 @@ def test_a_killed_process_is_replaced_until_its_restarts_run_out(launch: Callabl
     for attempt in (0, 1):
         os.kill(one.pid(1, attempt), signal.SIGKILL)
         wait_for_state(board, 1, *(("running", 1) if attempt == 0 else ("failed", 1)))
-        wait_for(lambda pid=one.variables(1, attempt)["child"]: not is_alive(pid))
+        child = int(one.variables(1, attempt)["child"])
+        wait_for(lambda child=child: not is_alive(child))
     one.wait_for_line("go on")
     assert is_alive(other)
     assert json.loads(board.read("slot/0") or "") == {**record, "pid": other}
@@ -211,6 +212,7 @@ def test_processes_that_go_on_after_the_end_are_stopped(launch: Callable[..., La
     os.kill(pids[2], signal.SIGKILL)
     os.kill(pids[1], signal.SIGSTOP)
     assert one.finish() == (0, ["accelfn launch: rank 2 was killed by SIGKILL."])
+    assert not (one.folder / "2.1.up").exists()
     assert not any(map(is_alive, pids))
 
 
