@@ -45,7 +45,13 @@ from accelfn.elastic.membership import (
     place_in,
 )
 from accelfn.elastic.snapshot import Memory, Regroup
-from accelfn.errors import CollectiveTimeoutError, ConfigurationError, MissingRankError, RemoteRankError
+from accelfn.errors import (
+    CollectiveTimeoutError,
+    ConfigurationError,
+    MissingRankError,
+    NotAvailableError,
+    RemoteRankError,
+)
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -91,7 +97,7 @@ def read_seat(environment: Mapping[str, str]) -> Seat | None:
         return None
     host, _, port = store.rpartition(":")
     return Seat(
-        store=(host, int(port)),
+        store=(host.strip("[]"), int(port)),
         size=int(environment["ACCELFN_ELASTIC_SIZE"]),
         device_index=int(environment["LOCAL_RANK"]),
         me=Member(
@@ -144,7 +150,9 @@ def run_elastic(
         the training was over.
 
     Raises:
-        ConfigurationError: Another launcher started several processes, or torch.distributed is initialised.
+        ConfigurationError: Another launcher started several processes, or torch.distributed is initialised;
+            or as of ``init_context``, for the number of processes that was started.
+        NotAvailableError: An engine such as DeepSpeed trains.
         MissingRankError: Fewer than ``min_processes`` are left.
         Exception: What ``train`` or ``make_state`` raised on this rank. The process should end with it.
 
@@ -163,9 +171,13 @@ def run_elastic(
     if seat is None:
         with init_context(**options) as ctx:
             return train(ctx, _start(ctx, make_state, checkpoints))
+    planned = plan_context(seat.size, **_with_settings(options))
+    if planned.strategy.engine is not None:
+        raise NotAvailableError(
+            f"run_elastic: {planned.strategy.engine} keeps state outside of torch's objects, which can't be "
+            "remembered. Use replicas or FSDP2, or resume from checkpoints with accelfn launch --max_restarts."
+        )
     usable = _usable_by(options)
-    if usable(seat.size) < seat.size:
-        plan_context(seat.size, **_with_settings(options))  # raises
     waiting = Waiting(min_processes, settle_timeout, join_timeout, usable)
     store = TCPStore(*seat.store, None, False, timedelta(seconds=join_timeout), wait_for_workers=False)
     process = _Process(seat, store, usable)
