@@ -175,7 +175,7 @@ def run_elastic(
     if planned.strategy.engine is not None:
         raise NotAvailableError(
             f"run_elastic: {planned.strategy.engine} keeps state outside of torch's objects, which can't be "
-            "remembered. Use replicas or FSDP2, or resume from checkpoints with accelfn launch --max_restarts."
+            "remembered. Use replicas or FSDP2, or checkpoints and accelfn launch --max_restarts."
         )
     usable = _usable_by(options)
     waiting = Waiting(min_processes, settle_timeout, join_timeout, usable)

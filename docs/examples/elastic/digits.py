@@ -28,7 +28,13 @@ def make_state(ctx: af.Context) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
-    return {"model": model, "optimizer": optimizer, "loader": loader, "scaler": af.init_scaler(ctx), "step": 0}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "loader": loader,
+        "scaler": af.init_scaler(ctx),
+        "step": 0,
+    }
 
 
 def train(ctx: af.Context, state: dict[str, Any], steps: int, kill: tuple[str, int] | None) -> str:
