@@ -21,7 +21,7 @@ import accelfn as af
 
 
 def make_state(ctx: af.Context) -> dict[str, Any]:
-    torch.manual_seed(0)
+    af.set_seed(0)
     data, labels = load_digits(return_X_y=True)
     images, targets = torch.tensor(data[:1728], dtype=torch.float32) / 16, torch.tensor(labels[:1728])
     loader = DataLoader(TensorDataset(images, targets), batch_size=12, shuffle=True)  # 24 steps per epoch
