@@ -34,6 +34,7 @@ from tests.elastic.program import Program
 STEPS = 40
 _LIMIT_S = 120.0
 _HEARTBEAT_S = 3.0
+_GRACE_S = 5.0  # for processes that run when the training is over
 PROGRAM = Path(__file__).with_name("program.py")
 
 End = Literal["right", "error", "wrong", "hung"]
@@ -136,13 +137,16 @@ def _judge(
 
 
 def _strike(folder: Path, slot: int, what: str) -> list[str]:
-    """Kill or stop the newest process of a slot."""
+    """Kill or stop the newest process of a slot; one that doesn't train yet is killed in any case."""
     paths = sorted(folder.glob(f"pid-{slot}.*"), key=lambda path: int(path.name.rpartition(".")[2]))
+    name = paths[-1].name.removeprefix("pid-")
+    if not (folder / f"training-{name}").exists():
+        what = "kill"  # the launcher listens for heartbeats from the first one on
     try:
         os.kill(int(paths[-1].read_text()), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
     except (ValueError, ProcessLookupError):
         return []
-    return [f"{what} {paths[-1].name.removeprefix('pid-')}"]
+    return [f"{what} {name}"]
 
 
 # --- ways to start processes -----------------------------------------------------------------------
@@ -229,6 +233,7 @@ def _supervise(plan: Plan, folder: Path) -> None:
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
     board = store_board(PrefixStore("accelfn/elastic", store))
     beats: dict[int, tuple[str | None, float]] = {}
+    over_s = 0.0
     while pids:
         time.sleep(0.03)
         found, status = os.waitpid(-1, os.WNOHANG)
@@ -236,6 +241,10 @@ def _supervise(plan: Plan, folder: Path) -> None:
             beat = board.read(f"beat/{slot}.{attempt}")
             known, since = beats.get(pid, (None, time.monotonic()))
             beats[pid] = (beat, time.monotonic()) if beat != known else (known, since)
+            over_s = over_s or (time.monotonic() if board.read("over") is not None else 0.0)
+            is_late = over_s and time.monotonic() > over_s + _GRACE_S
+            if is_late and pid != found:
+                os.kill(pid, signal.SIGKILL)
             if beat is not None and time.monotonic() > beats[pid][1] + _HEARTBEAT_S and pid != found:
                 os.kill(pid, signal.SIGKILL)
         if not found:
