@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, cast
 
 import torch
@@ -314,9 +314,11 @@ def open_tensor_file(
             listed = ", ".join(map(repr, sorted(odd)[:5]))
             _damaged(path, name, f"it hasn't the tensors that the manifest says: {listed}")
         for key, (tensor, dtype, piece, *_) in expected.items():
-            entry, form = entries[key], None
-            with suppress(ValueError):  # this torch has no such dtype
+            entry = entries[key]
+            try:
                 form = stored_form(dtype_from_name(dtype), piece.shape)
+            except ValueError:  # this torch has no such dtype
+                form = None
             if form != entry[:2] or len(piece.crc32) != -(-(entry.stop - entry.start) // CHUNK_BYTES):
                 _damaged(
                     path,
@@ -424,9 +426,10 @@ def _rows_for(box: Box) -> torch.Tensor:
     """Allocate memory for the rows that contain a box."""
     rows = box.piece.shape if not box.shape else (box.shape[0], *box.piece.shape[1:])
     dtype: torch.dtype = getattr(torch, box.dtype)
-    # torch warns about new tensors of complex32, and not about views.
-    plain = torch.float32 if dtype == torch.complex32 else dtype
-    return torch.empty(rows, dtype=plain, device="cpu").view(dtype).view(rows)
+    if dtype != torch.complex32:
+        return torch.empty(rows, dtype=dtype, device="cpu")
+    # torch warns about new tensors of this dtype, and not about views.
+    return torch.empty(rows, dtype=torch.float32, device="cpu").view(dtype)
 
 
 def _slice_box(box: Box, rows: torch.Tensor) -> torch.Tensor:

@@ -266,8 +266,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
     {'w': tensor([0, 1, 2]), 'step': 7}
     """
     with paused_collection():
-        encoded = encode(tree, namespace=namespace)
-    return _write_alone(path, encoded)
+        return _write_alone(path, encode(tree, namespace=namespace))
 
 
 class _Alone(NamedTuple):
@@ -433,12 +432,16 @@ def _state_of(thing: Any, names: Names) -> Any:
 
 
 def _held(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
-    kinds = {one: (dtype_name(one), one.itemsize) for one in {tensor.dtype for tensor in tensors.values()}}
-    held: dict[str, Held] = {}
-    for name, tensor in tensors.items():
-        dtype, itemsize = kinds[tensor.dtype]
-        held[name] = Held(dtype, tuple(tensor.shape), itemsize, boxes_of(tensor), content.get(name, ""))
-    return held
+    return {
+        name: Held(
+            dtype_name(tensor.dtype),
+            tuple(tensor.shape),
+            tensor.itemsize,
+            boxes_of(tensor),
+            content.get(name, ""),
+        )
+        for name, tensor in tensors.items()
+    }
 
 
 def _contents(

@@ -233,15 +233,15 @@ def _manifest(job: Job, results: Sequence[str]) -> Manifest:
         found = {key: (name, sums) for name, _, _, by_key in written for key, sums in by_key.items()}
         used: set[str] = set()
         for write in job.plan.writes[rank]:
-            known = pieces.setdefault(write.stored, {})
-            if write.box in known:
+            stored, _, box = write
+            known = pieces.setdefault(stored, {})
+            if box in known:
                 continue
-            one = job.described[write.stored]
-            box = write.box or all_of(one.shape)
+            offset, shape = box or all_of(job.described[stored].shape)
             key = entry_key(write, job.described)
             file, sums = found[key]
             used.add(file)
-            known[write.box] = Piece(file, key, box.offset, box.shape, tuple(sums))
+            known[box] = Piece(file, key, offset, shape, tuple(sums))
         at = None if job.nodes is None else job.nodes[rank]
         for name, size, header_crc32, _ in written:
             if name in used or at == node:
