@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -141,10 +141,17 @@ def begin_job(job: Job, phases: Phases, disk: Disk) -> Begun:
     return Begun(save, begun[job.main][0])
 
 
-@paused_collection()
 def write_job(job: Job, phases: Phases, disk: Disk, begun: Begun | None = None) -> Path:
     """Write this rank's part, and commit when all ranks have written theirs."""
-    save, suffix = begun or begin_job(job, phases, disk)
+    begun = begun or begin_job(job, phases, disk)
+    commit_job(job, phases, disk, begun)
+    return end_job(job, phases, disk, begun)
+
+
+@paused_collection()
+def commit_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> None:
+    """Write this rank's part, and swap the manifest when all ranks have written theirs."""
+    save, suffix = begun
     each_node = job.nodes is not None
     try:
         written, error = catch(lambda: _write_all(job, disk, save, suffix))
@@ -163,6 +170,11 @@ def write_job(job: Job, phases: Phases, disk: Disk, begun: Begun | None = None) 
         if save is not None:
             abandon(disk, save)
         raise
+
+
+def end_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> Path:
+    """Remove what the new checkpoint replaces, which must be durable on all ranks, and release the lock."""
+    save, _ = begun
     if save is not None:
         end_save(disk, save)
     if job.keep is not None:
@@ -172,6 +184,26 @@ def write_job(job: Job, phases: Phases, disk: Disk, begun: Begun | None = None) 
             _, error = catch(lambda: prune_checkpoints(parent, keep, saved=saved, disk=disk))
         phases.gather("prune", "", error)
     return job.directory
+
+
+def end_deferred(job: Job, phases: Phases, disk: Disk, begun: Begun, sync_all: Callable[[], None]) -> Path:
+    """Make a committed checkpoint durable on all ranks, and end its job; after an error everything stays.
+
+    Args:
+        job: The job, in a directory that had no checkpoint.
+        phases: To end.
+        disk: To write to.
+        begun: The save, whose lock is released.
+        sync_all: Syncs what this rank has written.
+    """
+    _, error = catch(sync_all)
+    try:
+        phases.gather("durable", "", error)
+    except BaseException:
+        if begun.save is not None and begun.save.release is not None:
+            begun.save.release()
+        raise
+    return end_job(job, phases, disk, begun)
 
 
 def _write_tensors(job: Job, disk: Disk, suffix: str) -> list[Any]:
