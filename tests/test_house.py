@@ -411,8 +411,9 @@ def public_names(module: ModuleType) -> set[str]:
     """Name what a reader finds in a module: no submodules, nothing private, no `annotations`."""
     return {
         name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType | __future__._Feature)  # pyright: ignore[reportPrivateUsage]
+        for name in dir(module)  # also those that are imported on first use
+        if not name.startswith("_")
+        and not isinstance(getattr(module, name), ModuleType | __future__._Feature)  # pyright: ignore[reportPrivateUsage]
     }
 
 
@@ -421,8 +422,8 @@ def own_public_names(module: ModuleType) -> set[str]:
     return {
         name
         for name in public_names(module)
-        if isinstance(vars(module)[name], type | types.FunctionType)  # a type variable is neither
-        and vars(module)[name].__module__ == module.__name__
+        if isinstance(getattr(module, name), type | types.FunctionType)  # a type variable is neither
+        and getattr(module, name).__module__ == module.__name__
     }
 
 

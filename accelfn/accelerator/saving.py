@@ -23,6 +23,7 @@ from accelfn.accelerator.properties import Holdings, Hooks
 from accelfn.accelerator.proxies import unwrap
 from accelfn.accelerator.registry import WeakRegistry, name_all
 from accelfn.checkpoint.background import CollectivePhases
+from accelfn.checkpoint.save import Durability
 from accelfn.comm import catch
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
@@ -132,6 +133,7 @@ class Saving(Holdings):
         metric: float | None = None,
         keep: checkpoint.Keep | None = None,
         allow_drift: bool = False,
+        durability: Durability = "immediate",
         **save_model_func_kwargs: Any,
     ) -> Path: ...
     @overload
@@ -145,6 +147,7 @@ class Saving(Holdings):
         metric: float | None = None,
         keep: checkpoint.Keep | None = None,
         allow_drift: bool = False,
+        durability: Durability = "immediate",
         **save_model_func_kwargs: Any,
     ) -> checkpoint.SaveHandle: ...
     def save_state(
@@ -157,6 +160,7 @@ class Saving(Holdings):
         metric: float | None = None,
         keep: checkpoint.Keep | None = None,
         allow_drift: bool = False,
+        durability: Durability = "immediate",
         **save_model_func_kwargs: Any,
     ) -> Path | checkpoint.SaveHandle:
         """Save all prepared and registered objects as one checkpoint; see :func:`accelfn.save_state`.
@@ -174,6 +178,7 @@ class Saving(Holdings):
             metric: Your metric, to keep the best checkpoints.
             keep: Which other checkpoints stay; overrides ``total_limit``.
             allow_drift: Save replicas of a model that differ between ranks, each rank's own.
+            durability: ``"deferred"`` doesn't wait for the disk.
             **save_model_func_kwargs: Not supported: an error that names them.
 
         Returns:
@@ -215,6 +220,7 @@ class Saving(Holdings):
                 keep=keep,
                 files=files,
                 allow_drift=allow_drift,
+                durability=durability,
             )
         self._next_number = number + 1
         return saved

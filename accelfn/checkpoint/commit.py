@@ -11,6 +11,10 @@ So at every instant ``manifest.json`` names a complete set of durable files. One
 lock of a directory. Under the lock, files with names of ours that no manifest names were left by a save that
 was killed, and are removed.
 
+A deferred save, in a directory that was empty, does all of this without waiting for the disk. It syncs what
+it has written in the background, and holds the lock meanwhile. Only then are older checkpoints removed, from
+other directories: a power cut before that may damage the new one, which its checksums show, and no other.
+
 Where each node has its own disk, a save keeps the old manifest as ``manifest.previous.json``, with its
 files, until all nodes have committed: after a crash between their renames, all still have the old checkpoint.
 """

@@ -1,7 +1,7 @@
 """Write tensors to safetensors files with checksums, and read and verify them.
 
-The bytes are written in slices directly from the tensors' memory while a second thread hashes each slice, so
-the checksums cost little.
+The bytes are written from the tensors' memory, in slices that are still in the cache from hashing them, so
+checksums cost little.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, cast
 
 import torch
@@ -29,8 +29,10 @@ from accelfn.checkpoint.manifest import CHUNK_BYTES, Manifest, Piece, StoredFile
 from accelfn.errors import DamagedCheckpointError
 from accelfn.tree.digest import split_flat
 
-# Bytes written at a time: a divisor of CHUNK_BYTES.
+# Bytes taken from a tensor at a time: a divisor of CHUNK_BYTES.
 _SLICE_BYTES = 1 << 24
+# Bytes hashed at a time: few enough to be still in the cache when they are written, or after they were read.
+_CACHED_BYTES = 1 << 20
 # Smaller tensors are collected in a buffer, so that thousands of them don't need a system call each.
 _SMALL_BYTES = 1 << 18
 # Elements of a non-contiguous tensor copied at a time: the index of each needs eight bytes meanwhile.
@@ -114,8 +116,7 @@ def write_tensors(
     with naming(path):
         descriptor = disk.create(path)
         try:
-            with ThreadPoolExecutor(1, "accelfn-checksum") as helper:
-                end = _write_slices(disk, descriptor, head, places, by_key, found, helper)
+            end = _write_slices(disk, descriptor, head, places, by_key, found)
             disk.sync(descriptor)
         finally:
             disk.close(descriptor)
@@ -150,7 +151,6 @@ def _write_slices(
     places: Mapping[str, Entry],
     by_key: Mapping[str, NewEntry],
     found: dict[str, tuple[int, ...]],
-    helper: ThreadPoolExecutor,
 ) -> int:
     """Write the header and all tensors in their order; put the checksums into ``found``."""
     end = started = 0
@@ -187,12 +187,11 @@ def _write_slices(
                     flush()
             else:
                 flush()
-                # crc32 releases the GIL, so it runs while the kernel copies the slice.
-                hashed = helper.submit(zlib.crc32, part, sums[-1]) if entry.crc32 is None else None
-                try:
-                    put(part)
-                finally:  # also after an error: the memory may be freed after this
-                    sums[-1] = hashed.result() if hashed is not None else 0
+                for start in range(0, len(part), _CACHED_BYTES):
+                    piece = part[start : start + _CACHED_BYTES]
+                    if entry.crc32 is None:
+                        sums[-1] = zlib.crc32(piece, sums[-1])
+                    put(piece)
             done += len(part)
         del source  # before the next one comes
         found[key] = tuple(sums) if entry.crc32 is None else entry.crc32
@@ -226,8 +225,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
-# Bytes read at a time: few enough to be still in the cache when they are hashed.
-_READ_BYTES = 1 << 20
+# Bytes read at a time.
+_READ_BYTES = _CACHED_BYTES
 # The least work for a thread; less is done without one.
 _BATCH_BYTES = 1 << 22
 _MAX_THREADS = 4
@@ -314,9 +313,11 @@ def open_tensor_file(
             listed = ", ".join(map(repr, sorted(odd)[:5]))
             _damaged(path, name, f"it hasn't the tensors that the manifest says: {listed}")
         for key, (tensor, dtype, piece, *_) in expected.items():
-            entry, form = entries[key], None
-            with suppress(ValueError):  # this torch has no such dtype
+            entry = entries[key]
+            try:
                 form = stored_form(dtype_from_name(dtype), piece.shape)
+            except ValueError:  # this torch has no such dtype
+                form = None
             if form != entry[:2] or len(piece.crc32) != -(-(entry.stop - entry.start) // CHUNK_BYTES):
                 _damaged(
                     path,
@@ -424,9 +425,10 @@ def _rows_for(box: Box) -> torch.Tensor:
     """Allocate memory for the rows that contain a box."""
     rows = box.piece.shape if not box.shape else (box.shape[0], *box.piece.shape[1:])
     dtype: torch.dtype = getattr(torch, box.dtype)
-    # torch warns about new tensors of complex32, and not about views.
-    plain = torch.float32 if dtype == torch.complex32 else dtype
-    return torch.empty(rows, dtype=plain, device="cpu").view(dtype).view(rows)
+    if dtype != torch.complex32:
+        return torch.empty(rows, dtype=dtype, device="cpu")
+    # torch warns about new tensors of this dtype, and not about views.
+    return torch.empty(rows, dtype=torch.float32, device="cpu").view(dtype)
 
 
 def _slice_box(box: Box, rows: torch.Tensor) -> torch.Tensor:

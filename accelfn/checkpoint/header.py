@@ -79,9 +79,14 @@ def storage_order(forms: Iterable[Form]) -> list[Form]:
     Args:
         forms: Name, safetensors dtype and shape of each.
     """
+    return [form for *_, form, _ in _in_order(forms)]
+
+
+def _in_order(forms: Iterable[Form]) -> list[tuple[bool, int, str, Form, int | None]]:
+    """Sort tensors as :func:`storage_order`; return by what each is sorted, then itself, and its size."""
+    sized = ((form, _size(form[1], form[2])) for form in forms)
     return sorted(
-        forms,
-        key=lambda form: ((_size(form[1], form[2]) or 0) % _ALIGNMENT != 0, -_BITS.get(form[1], 0), form[0]),
+        ((size or 0) % _ALIGNMENT != 0, -_BITS.get(form[1], 0), form[0], form, size) for form, size in sized
     )
 
 
@@ -107,8 +112,7 @@ def format_header(
     places: dict[str, Entry] = {}
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
-    for key, dtype, shape in storage_order(forms):
-        size = _size(dtype, shape)
+    for _, _, _, (key, dtype, shape), size in _in_order(forms):
         if size is None or key in places or key == "__metadata__":
             raise ValueError(
                 f"{key!r} can't be stored as {dtype!r} {list(shape)}: it needs a unique name, a dtype of "
@@ -125,7 +129,7 @@ def format_header(
         places[key] = Entry(dtype, tuple(shape), start, start + size)
         fields[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
         start += size
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, check_circular=False).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
@@ -197,13 +201,15 @@ def check_safetensors_header(head: bytes, file_size: int, place: str = "the file
 
 def _moved(entries: Iterable[tuple[str, Entry]], by: int) -> dict[str, Entry]:
     """Shift entries from offsets after the header to offsets in the file."""
-    return {key: one._replace(start=one.start + by, stop=one.stop + by) for key, one in entries}
+    return {key: Entry(dtype, shape, start + by, stop + by) for key, (dtype, shape, start, stop) in entries}
 
 
 def _entry(key: str, fields: Any, place: str) -> Entry:
     try:
         dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
-        whole = all(type(number) is int and 0 <= number <= _MAX_BYTES for number in (*shape, start, stop))
+        whole = True
+        for number in (*shape, start, stop):  # a generator would take twice as long
+            whole = whole and type(number) is int and 0 <= number <= _MAX_BYTES
         if whole and len(fields) == 3 and stop - start == _size(dtype, shape):
             return Entry(dtype, tuple(shape), start, stop)
     except (TypeError, KeyError, ValueError):

@@ -324,7 +324,7 @@ def join_overlaps(
     Returns:
         The complete tensor on the CPU; for a sharded ``target`` one sharded like it, on its device.
     """
-    if target is None and len(parts) == 1:
+    if target is None and len(parts) == 1:  # the usual tensor
         return parts[0]
     cut: Any = target if hasattr(target, "__create_chunk_list__") else None
     shape = stored.shape if cut is None else tuple(local_of(cut).shape)

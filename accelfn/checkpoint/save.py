@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args, overload
 
 import optree
 import torch
@@ -29,7 +29,7 @@ from accelfn.checkpoint.background import (
 )
 from accelfn.checkpoint.by_rank import join_documents, renamed, stored_place
 from accelfn.checkpoint.commit import check_target
-from accelfn.checkpoint.disk import REAL_DISK, Disk
+from accelfn.checkpoint.disk import REAL_DISK, Disk, deferring
 from accelfn.checkpoint.document.encode import Encoded, encode
 from accelfn.checkpoint.files import memory_of
 from accelfn.checkpoint.header import dtype_name
@@ -54,7 +54,7 @@ from accelfn.checkpoint.plan import (
 from accelfn.checkpoint.random_state import random_states
 from accelfn.checkpoint.scheduled_disk import disk_of
 from accelfn.checkpoint.stages import first_names, join_stages
-from accelfn.checkpoint.write import Job, begin_job, entry_key, write_job
+from accelfn.checkpoint.write import Job, begin_job, commit_job, end_deferred, entry_key, write_job
 from accelfn.comm import catch, check_replicas
 from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
@@ -71,6 +71,9 @@ from accelfn.tree.digest import digest_tensors
 _COMPARED_WHOLE = 1 << 20
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 12
+
+
+Durability: TypeAlias = Literal["immediate", "deferred"]
 
 
 class Collected(NamedTuple):
@@ -118,6 +121,7 @@ class _Options(NamedTuple):
     keep: Keep | None
     asynchronous: bool
     allow_drift: bool
+    durability: Durability
 
 
 @overload
@@ -132,6 +136,7 @@ def save_state(
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
     allow_drift: bool = False,
+    durability: Durability = "immediate",
 ) -> Path: ...
 @overload
 def save_state(
@@ -145,6 +150,7 @@ def save_state(
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
     allow_drift: bool = False,
+    durability: Durability = "immediate",
 ) -> SaveHandle: ...
 @overload
 def save_state(
@@ -158,6 +164,7 @@ def save_state(
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
     allow_drift: bool = False,
+    durability: Durability = "immediate",
 ) -> Path | SaveHandle: ...
 def save_state(
     ctx: Context,
@@ -170,6 +177,7 @@ def save_state(
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
     allow_drift: bool = False,
+    durability: Durability = "immediate",
 ) -> Path | SaveHandle:
     """Save the state of a run as one checkpoint, so that no crash can lose it.
 
@@ -202,13 +210,21 @@ def save_state(
         allow_drift: Save the parameters of a replicated model, and the states of their optimizers, even if
             they differ between ranks: each rank's are saved, and loaded again. For replicas that are meant to
             differ, as with local SGD.
+        durability: ``"immediate"`` waits until the checkpoint is on the disk. ``"deferred"`` returns when it
+            is committed: every program sees it, and it survives the end of this program, however it ends.
+            A thread then waits for the disk; the next save or load and the end of the context wait for the
+            thread, and raise its error. If the power is cut before, this checkpoint may be lost or damaged:
+            that is detected, and :func:`accelfn.load_latest` loads the one before, since ``keep`` removes
+            nothing until the new one is on the disk. A checkpoint that replaces another one in its directory
+            is on the disk when this returns, with either: save each to a directory of its own.
 
     Returns:
         The checkpoint's path; with ``asynchronous`` a handle, whose ``result()`` returns it.
 
     Raises:
         TypeError: Something in the tree has no plain form: all such leaves, by path.
-        ValueError: A tensor has no data.
+        ValueError: A tensor has no data; or ``durability`` has another value, or is deferred for a save in
+            the background, which never waits for the disk.
         CheckpointError: Ranks hold different shards of a tensor; there are links among ``files``; the
             directory holds files but no checkpoint; or another program saves to it at the moment.
         OSError: It can't be written, such as for lack of space or rights. Or it is committed, and older ones
@@ -230,23 +246,41 @@ def save_state(
     def collect() -> _RankState:
         finish_background(ctx)
         _check_options(step, metric, keep)
+        _check_durability(durability, asynchronous=asynchronous)
         return _collect(ctx, disk, path, plain, is_copied=asynchronous)
 
     own, error = catch(collect)
     folder = os.path.abspath(files) if files is not None and writes_here(ctx) else None
     phases = CollectivePhases(ctx, "save_state")
-    options = _Options(step, metric, keep, asynchronous, allow_drift)
+    options = _Options(step, metric, keep, asynchronous, allow_drift, durability)
     job, error = catch(lambda: _agree_on(ctx, phases, path, own, error, options, folder))
     if job is None:
         raise cast("Exception", error)
+    board = _board(ctx)
     if not asynchronous:
-        return write_job(job, phases, disk)
+        begun = begin_job(job, phases, disk)
+        if durability == "immediate" or begun.suffix:  # in a directory that was empty, nothing is replaced
+            return write_job(job, phases, disk, begun)
+        unsynced, sync_all = deferring(disk)
+        commit_job(job, phases, unsynced, begun)
+        begin_background(
+            ctx, path, partial(end_deferred, job._replace(entries=()), board, disk, begun, sync_all)
+        )
+        return path
     tensors = [tensor for _, tensor, _ in job.entries]
     copies, error = catch(lambda: copies_in_background(ctx, tensors))
     phases.gather("copy", "", error)
     # The caller goes on, so its files are moved now.
     begun = begin_job(job, phases, disk) if job.any_files else None
-    board = BoardPhases(
+    copied = zip(job.entries, copies or (), strict=True)
+    entries = tuple((key, copy, sums) for (key, _, sums), copy in copied)
+    work = partial(write_job, job._replace(entries=entries), board, disk, begun)
+    return begin_background(ctx, path, work)
+
+
+def _board(ctx: Context) -> BoardPhases:
+    """Return the phases of what is done in the background."""
+    return BoardPhases(
         board=ctx.collectives.board,
         rank=ctx.rank,
         size=ctx.num_processes,
@@ -256,10 +290,6 @@ def save_state(
         patience_s=ctx.guard.long_timeout_s,
         is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.call_log, ctx.rank),
     )
-    copied = zip(job.entries, copies or (), strict=True)
-    entries = tuple((key, copy, sums) for (key, _, sums), copy in copied)
-    work = partial(write_job, job._replace(entries=entries), board, disk, begun)
-    return begin_background(ctx, path, work)
 
 
 def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -> Path:
@@ -288,8 +318,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
     {'w': tensor([0, 1, 2]), 'step': 7}
     """
     with paused_collection():
-        encoded = encode(tree, namespace=namespace)
-    return _write_alone(path, encoded)
+        return _write_alone(path, encode(tree, namespace=namespace))
 
 
 class _Alone(NamedTuple):
@@ -384,6 +413,21 @@ def _check_options(step: object, metric: object, keep: object) -> None:
         raise TypeError(f"save_state: keep must be a Keep such as Keep(last=3), or None, got {keep!r}.")
 
 
+def _check_durability(durability: object, *, asynchronous: bool) -> None:
+    """Check the option ``durability``.
+
+    Raises:
+        ValueError: It has another value, or doesn't fit a save in the background.
+    """
+    if durability not in get_args(Durability):
+        raise ValueError(f'save_state: durability must be "immediate" or "deferred", got {durability!r}.')
+    if asynchronous and durability == "deferred":
+        raise ValueError(
+            'save_state: durability="deferred" is for saves that the program waits for. One with '
+            "asynchronous=True waits for the disk in the background: leave durability out."
+        )
+
+
 @paused_collection()
 def collect_state(ctx: Context, tree: Any, operation: str = "save_state") -> Collected:
     """Collect the state of this rank, whose tensors are the objects' own memory.
@@ -476,12 +520,16 @@ def _state_of(operation: str, thing: Any, names: Names) -> Any:
 
 def held_of(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
     """Describe what this rank holds of tensors, whose digests are in ``content``. Pure."""
-    kinds = {one: (dtype_name(one), one.itemsize) for one in {tensor.dtype for tensor in tensors.values()}}
-    held: dict[str, Held] = {}
-    for name, tensor in tensors.items():
-        dtype, itemsize = kinds[tensor.dtype]
-        held[name] = Held(dtype, tuple(tensor.shape), itemsize, boxes_of(tensor), content.get(name, ""))
-    return held
+    return {
+        name: Held(
+            dtype_name(tensor.dtype),
+            tuple(tensor.shape),
+            tensor.itemsize,
+            boxes_of(tensor),
+            content.get(name, ""),
+        )
+        for name, tensor in tensors.items()
+    }
 
 
 def contents(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -141,10 +141,17 @@ def begin_job(job: Job, phases: Phases, disk: Disk) -> Begun:
     return Begun(save, begun[job.main][0])
 
 
-@paused_collection()
 def write_job(job: Job, phases: Phases, disk: Disk, begun: Begun | None = None) -> Path:
     """Write this rank's part, and commit when all ranks have written theirs."""
-    save, suffix = begun or begin_job(job, phases, disk)
+    begun = begun or begin_job(job, phases, disk)
+    commit_job(job, phases, disk, begun)
+    return end_job(job, phases, disk, begun)
+
+
+@paused_collection()
+def commit_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> None:
+    """Write this rank's part, and swap the manifest when all ranks have written theirs."""
+    save, suffix = begun
     each_node = job.nodes is not None
     try:
         written, error = catch(lambda: _write_all(job, disk, save, suffix))
@@ -163,6 +170,11 @@ def write_job(job: Job, phases: Phases, disk: Disk, begun: Begun | None = None) 
         if save is not None:
             abandon(disk, save)
         raise
+
+
+def end_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> Path:
+    """Remove what the new checkpoint replaces, which must be durable on all ranks, and release the lock."""
+    save, _ = begun
     if save is not None:
         end_save(disk, save)
     if job.keep is not None:
@@ -172,6 +184,26 @@ def write_job(job: Job, phases: Phases, disk: Disk, begun: Begun | None = None) 
             _, error = catch(lambda: prune_checkpoints(parent, keep, saved=saved, disk=disk))
         phases.gather("prune", "", error)
     return job.directory
+
+
+def end_deferred(job: Job, phases: Phases, disk: Disk, begun: Begun, sync_all: Callable[[], None]) -> Path:
+    """Make a committed checkpoint durable on all ranks, and end its job; after an error everything stays.
+
+    Args:
+        job: The job, in a directory that had no checkpoint.
+        phases: To end.
+        disk: To write to.
+        begun: The save, whose lock is released.
+        sync_all: Syncs what this rank has written.
+    """
+    _, error = catch(sync_all)
+    try:
+        phases.gather("durable", "", error)
+    except BaseException:
+        if begun.save is not None and begun.save.release is not None:
+            begun.save.release()
+        raise
+    return end_job(job, phases, disk, begun)
 
 
 def _write_tensors(job: Job, disk: Disk, suffix: str) -> list[Any]:
@@ -233,15 +265,15 @@ def _manifest(job: Job, results: Sequence[str]) -> Manifest:
         found = {key: (name, sums) for name, _, _, by_key in written for key, sums in by_key.items()}
         used: set[str] = set()
         for write in job.plan.writes[rank]:
-            known = pieces.setdefault(write.stored, {})
-            if write.box in known:
+            stored, _, box = write
+            known = pieces.setdefault(stored, {})
+            if box in known:
                 continue
-            one = job.described[write.stored]
-            box = write.box or all_of(one.shape)
+            offset, shape = box or all_of(job.described[stored].shape)
             key = entry_key(write, job.described)
             file, sums = found[key]
             used.add(file)
-            known[write.box] = Piece(file, key, box.offset, box.shape, tuple(sums))
+            known[box] = Piece(file, key, offset, shape, tuple(sums))
         at = None if job.nodes is None else job.nodes[rank]
         for name, size, header_crc32, _ in written:
             if name in used or at == node:

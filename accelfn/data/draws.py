@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _random
 import ctypes
 import hashlib
 import random
+import struct
 import sys
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
@@ -17,7 +19,7 @@ __all__ = ("Generators", "isolate_generators", "read_isolated", "seed_from")
 
 T = TypeVar("T")
 
-# numpy's mt19937_state: 624 words of 32 bits and a position.
+# The Mersenne twister of Python and of numpy: 624 words of 32 bits and a position.
 _MT19937_BYTES = 4 * 624 + 4
 
 
@@ -30,6 +32,39 @@ def seed_from(key: tuple[int, ...]) -> None:
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(seed >> 32)
+
+
+def _own_memory() -> ctypes.Array[ctypes.c_char] | None:
+    """Return the memory of Python's global generator; None if this Python keeps it in another way."""
+    generator: Any = cast("Any", random.random).__self__
+    layout = f"i{_MT19937_BYTES // 4 - 1}I"  # position and words, after the object's header
+    start = object.__basicsize__
+    if _random.Random.__basicsize__ < start + _MT19937_BYTES:
+        return None
+    memory = (ctypes.c_char * _MT19937_BYTES).from_address(id(generator) + start)
+    position, *words = struct.unpack(layout, memory)
+    return memory if random.getstate()[1] == (*words, position) else None
+
+
+class _PythonGenerator:
+    """Saves and restores Python's global generator around each batch.
+
+    ``getstate`` builds 625 integers, which takes longer than reading a small batch, so the generator's memory
+    is copied. The second of a pair of normal numbers is an attribute.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Any = cast("Any", random.random).__self__
+        self._memory = _own_memory()
+
+    def save(self) -> Any:
+        return random.getstate() if self._memory is None else (self._memory.raw, self._generator.gauss_next)
+
+    def restore(self, state: Any) -> None:
+        if self._memory is None:
+            random.setstate(state)
+        else:
+            self._memory.raw, self._generator.gauss_next = state
 
 
 class _NumpyGenerator:
@@ -49,8 +84,8 @@ class _NumpyGenerator:
         numpy = sys.modules.get("numpy.random")
         if numpy is None:
             return None
-        address = _address_of(numpy)
-        current = None if address is None else ctypes.string_at(address, _MT19937_BYTES)
+        memory = _memory_of(numpy)
+        current = None if memory is None else memory.raw
         if current is not None and current == self._restored:
             return current
         state = numpy.get_state(legacy=False)
@@ -61,15 +96,17 @@ class _NumpyGenerator:
         if isinstance(state, bytes):
             numpy = sys.modules["numpy.random"]
             numpy.seed(0)  # drops a normal number that was cached meanwhile
-            ctypes.memmove(cast("int", _address_of(numpy)), state, _MT19937_BYTES)
+            cast("ctypes.Array[ctypes.c_char]", _memory_of(numpy)).raw = state
             self._restored = state
         elif state is not None:
             sys.modules["numpy.random"].set_state(state)
 
 
-def _address_of(numpy: Any) -> int | None:
+def _memory_of(numpy: Any) -> ctypes.Array[ctypes.c_char] | None:
     generator = numpy.get_bit_generator()
-    return generator.ctypes.state_address if type(generator) is numpy.MT19937 else None
+    if type(generator) is not numpy.MT19937:
+        return None
+    return (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address)
 
 
 class Generators:
@@ -77,16 +114,17 @@ class Generators:
 
     def __init__(self) -> None:
         """Save nothing yet."""
+        self._python = _PythonGenerator()
         self._numpy = _NumpyGenerator()
 
     def save(self) -> tuple[Any, ...]:
         """Return the states of the generators."""
-        return random.getstate(), torch.default_generator.get_state(), self._numpy.save()
+        return self._python.save(), torch.default_generator.get_state(), self._numpy.save()
 
     def restore(self, states: tuple[Any, ...]) -> None:
         """Set the generators to ``states``."""
         python_state, torch_state, numpy_state = states
-        random.setstate(python_state)
+        self._python.restore(python_state)
         torch.default_generator.set_state(torch_state)
         self._numpy.restore(numpy_state)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -333,6 +332,8 @@ def is_port_free(port: int) -> bool:
 
 def _versions() -> list[tuple[str, str]]:
     """Return versions to compare between machines, without importing the packages."""
+    import importlib.metadata  # takes a fifth of the time of a launch, and one machine doesn't need it
+
     versions = {"accelfn": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     versions["torch"] = importlib.metadata.version("torch").partition("+")[0]
     return [(f"the version of {name}", version) for name, version in versions.items()]

@@ -310,7 +310,7 @@ def _step(
     if not scales:
         for item in optimizers:
             cast("Any", item).step()
-        return scaler_state._replace(unscaled=(), weight=None)
+        return ScalerState(*scaler_state[:4])
     _step_if_finite(optimizers, scaler_state.found_inf)
     return update_scaler(ctx, scaler_state)
 

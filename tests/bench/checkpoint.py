@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.checkpoint.background import finish_background
 from accelfn.context import Context
 from tests.bench.timing import Timing
 
@@ -77,7 +78,10 @@ def saving(rounds: int, folder: Path) -> None:
     def fresh(name: str) -> Path:
         return folder / f"{name}-{next(numbers)}"
 
+    ctx = Context()
+
     def tidy() -> None:
+        finish_background(ctx)
         for old in folder.iterdir():
             shutil.rmtree(old) if old.is_dir() else old.unlink()
 
@@ -92,7 +96,10 @@ def saving(rounds: int, folder: Path) -> None:
 
     times = in_turn(
         {
-            "accelfn, save_state": lambda: af.save_state(Context(), fresh("ours"), training.tree),
+            "accelfn, save_state": lambda: af.save_state(ctx, fresh("ours"), training.tree),
+            "accelfn, save_state, deferred": lambda: af.save_state(
+                ctx, fresh("deferred"), training.tree, durability="deferred"
+            ),
             "Accelerate, save_state": lambda: peer.save_state(str(fresh("theirs"))),
             "torch.save": lambda: torch.save(state, fresh("torch")),
             "plain write": write_plainly,
@@ -104,7 +111,6 @@ def saving(rounds: int, folder: Path) -> None:
     print_against("accelfn, save_state", times)
     del prepared
 
-    ctx = Context()
     stalls: list[float] = []
     for _ in range(rounds + 1):
         start = time.perf_counter()

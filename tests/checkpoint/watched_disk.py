@@ -57,8 +57,11 @@ def watched(watcher: Watcher) -> Disk:
         return REAL_DISK.open_folder(path)
 
     def open_file(folder: Folder, name: str) -> int:
-        watcher("open_file", os.path.join(folder.path, name))
-        return REAL_DISK.open_file(folder, name)
+        path = os.path.join(folder.path, name)
+        watcher("open_file", path)
+        descriptor = REAL_DISK.open_file(folder, name)
+        paths[descriptor] = path
+        return descriptor
 
     return replace(
         REAL_DISK,

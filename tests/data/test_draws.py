@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelfn import Context, DataLoaderConfiguration
-from accelfn.data import loader_state, prepare_data_loader, restore_loader
+from accelfn.data import draws, loader_state, prepare_data_loader, restore_loader
 from accelfn.testing import run_ranks
 
 SEEDED = DataLoaderConfiguration(data_seed=3)
@@ -193,3 +193,17 @@ def test_data_that_was_sharded_already_draws_from_the_programs_own_generators() 
 
     prepared = prepare_data_loader(Context(), SOURCES["shuffled"](), "already_sharded")
     assert run(prepared) == run(SOURCES["shuffled"]())
+
+
+@pytest.mark.parametrize("knows_layout", [True, False])
+def test_a_second_normal_number_is_still_the_next_after_a_batch(
+    knows_layout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not knows_layout:  # as in a Python that keeps its generator in another way
+        monkeypatch.setattr(draws, "_own_memory", lambda: None)
+    random.seed(5)
+    expected = [random.gauss(0, 1) for _ in range(4)]
+    random.seed(5)
+    loader = prepare_data_loader(Context(), SOURCES["map"]())
+    first = random.gauss(0, 1)  # draws two, and keeps the second
+    assert [first, *(random.gauss(0, 1) for _ in zip(loader, range(3), strict=False))] == expected

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from accelfn import launch
 from accelfn.launch.main import main
 from accelfn.launch.plan.commands import AGENT
 
@@ -101,6 +102,30 @@ print(json.dumps([statuses, heavy]))
         check=True,
     )
     assert json.loads(done.stdout.splitlines()[-1]) == [[status for _, status in ANSWERS], []]
+
+
+def test_a_command_loads_only_its_own_modules() -> None:
+    probe = """
+import sys
+from accelfn.launch.main import main
+main(["launch", "--cpu", "--dry_run", "train.py"])
+print(sorted({"accelfn.launch.migrate", "accelfn.launch.runs", "importlib.metadata"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", probe],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", launch.__all__)
+def test_each_public_name_of_the_package_is_there(name: str) -> None:
+    assert getattr(launch, name).__name__ == name
+    assert name in dir(launch)
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,8 @@ class _Encoder:
             node["stride"] = stride
         if value.requires_grad:
             node["requires_grad"] = True
-        if isinstance(value, torch.nn.Parameter):  # also a DTensor that is a parameter
+        # Also a DTensor that is a parameter. The test of this class is slow: it is written in Python.
+        if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
             node["parameter"] = True
         return node
 
