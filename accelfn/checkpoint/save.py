@@ -58,7 +58,7 @@ from accelfn.checkpoint.write import Job, begin_job, commit_job, end_deferred, e
 from accelfn.comm import catch, check_replicas
 from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
-from accelfn.errors import CheckpointError, ReplicaDriftError
+from accelfn.errors import CheckpointError, MissingRankError, ReplicaDriftError
 from accelfn.parallel.engines import with_plain_objects
 from accelfn.parallel.parameters import WholeModel, check_filled, whole_of
 from accelfn.training import ScalerState, unwrap_model
@@ -288,7 +288,19 @@ def _board(ctx: Context) -> BoardPhases:
         threads=ctx.collectives.threads,
         number=str(ctx.collectives.call_log.number),
         patience_s=ctx.guard.long_timeout_s,
-        is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.call_log, ctx.rank),
+        is_hopeless=lambda: _why_hopeless(ctx),
+    )
+
+
+def _why_hopeless(ctx: Context) -> Exception | None:
+    """Return why a background save can't be completed: a rank has failed or is lost; None otherwise."""
+    collectives = ctx.collectives
+    error = news(collectives.board, collectives.call_log, ctx.rank)
+    lost = collectives.lost_rank() if error is None else None
+    if lost is None:
+        return error
+    return MissingRankError(
+        f"save_state: the process of rank {lost} has ended during a background save. Look at its output."
     )
 
 

@@ -618,7 +618,8 @@ def _unavailable_collectives() -> Collectives:
     calls: dict[str, Any] = {
         item.name: _raise_unavailable for item in fields(Collectives) if callable(item.default)
     }
-    del calls["translate_error"]  # which doesn't communicate
+    for name in ("translate_error", "lost_rank"):  # which don't communicate
+        del calls[name]
     calls["split"] = _split_unavailable
     return Collectives(**calls)
 

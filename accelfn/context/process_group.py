@@ -109,12 +109,19 @@ def process_group_collectives(
     control_group = group if control is None else cast("dist.ProcessGroup", weakref.proxy(control))
     carries_cpu = control is None or carries_cpu_tensors(group)
     shared: SharedRows | None = None
+
+    def has_ended(other: int) -> bool:
+        return shared is not None and shared.has_ended(other)
+
+    def lost_rank() -> int | None:
+        return next((other for other in range(size) if other != rank and has_ended(other)), None)
+
     monitor = PeerMonitor(
         board=board,
         call_log=call_log,
         rank=rank,
         size=size,
-        has_ended=lambda other: shared is not None and shared.has_ended(other),
+        has_ended=has_ended,
     )
     chunk = chunk_bytes(size)
 
@@ -265,6 +272,7 @@ def process_group_collectives(
         finish=finish_for_torch,
         translate_error=lambda error: _translate(error, monitor),
         split=split,
+        lost_rank=lost_rank,
         chunk=chunk,
         board=board,
         call_log=call_log,

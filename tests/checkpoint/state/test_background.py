@@ -1,6 +1,7 @@
 """Saves in the background: what goes wrong reaches every rank, and in time."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import accelfn as af
 from accelfn.checkpoint.background import HostMemory, SaveHandle
 from accelfn.context import Context, Poll, Threads
-from accelfn.errors import RemoteRankError
+from accelfn.errors import MissingRankError, RemoteRankError
 from accelfn.testing import run_ranks
 
 
@@ -82,3 +83,23 @@ def test_an_error_that_one_rank_asked_for_reaches_all_at_the_next_call(
         next_call(ctx)
 
     run_ranks(run, 2, on="processes")
+
+
+def test_a_rank_that_dies_during_the_save_is_an_error_of_the_others_at_once(tmp_path: Path) -> None:
+    def die(descriptor: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run(ctx: Context) -> None:
+        af.save_state(ctx, tmp_path / "at", {"x": torch.zeros(2)})
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank == 1:
+                patch.setattr(os, "fsync", die)
+            handle = af.save_state(ctx, tmp_path / "at", {"x": torch.arange(2) + ctx.rank}, True)
+            with pytest.raises(MissingRankError, match="the process of rank 1 has ended during a background"):
+                handle.result(30)
+        (tmp_path / "noticed").touch()
+
+    with pytest.raises(MissingRankError):
+        run_ranks(run, 2, on="processes")
+    assert (tmp_path / "noticed").exists()
+    assert af.load_tree(tmp_path / "at")["x"].tolist() == [0, 0]
