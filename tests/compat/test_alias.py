@@ -197,3 +197,20 @@ assert not isinstance(DataLoader([1]), DataLoaderAdapter)
 print(type(get_sampler(loader)).__name__)
 """
     assert run(code) == "SequentialSampler\n"
+
+
+def test_a_traceback_begins_at_the_program(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "broken.py").write_text("def fail():\n    1 / 0\nfail()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "accelfn.compat", "broken.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].endswith('broken.py", line 3, in <module>')
+    assert "accelfn" not in done.stderr
+    assert lines[-1] == "ZeroDivisionError: division by zero"
