@@ -107,6 +107,7 @@ print(json.dumps([statuses, heavy]))
     ("argv", "message"),
     [
         (["launhc"], "got 'launhc'. Did you mean launch?"),
+        (["plan-ranks"], "got 'plan-ranks'. Did you mean plan-memory?"),
         (["--versoin"], "unknown flag --versoin. Did you mean --version?"),
         (["config", "defualt"], "got 'defualt'. Did you mean default?"),
         (["config", "default", "--overwite"], "unknown flag --overwite. Did you mean --overwrite?"),
