@@ -4,10 +4,28 @@ import pathlib
 
 from accelfn.launch.command_line import ACTIONS
 from accelfn.launch.config import OPTIONS, Option
+from accelfn.launch.main import COMMANDS
 
 __all__ = ("PAGE", "make_page")
 
 PAGE = pathlib.Path(__file__).parent / "pages" / "reference" / "cli.md"
+
+#: The guide of each other command, whose `--help` lists its flags.
+GUIDES = {
+    "config": "config",
+    "env": "self-test",
+    "test": "self-test",
+    "data-plan": "data",
+    "estimate-memory": "estimate",
+    "checkpoint": "checkpoint-command",
+    "plan-memory": "plan-ranks",
+    "runs": "tracking",
+    "merge-weights": "small-commands",
+    "to-fsdp2": "small-commands",
+    "migrate": "from-accelerate",
+    "tpu-config": "small-commands",
+    "completion": "launch",
+}
 
 HEAD = """# accelfn launch: all flags
 
@@ -41,6 +59,10 @@ def make_page() -> str:
             lines += ["", f"## {title}", "", "| Flag | | Default | Variable | In a file | Exported as |"]
             lines.append("| --- | --- | --- | --- | --- | --- |")
         lines.append(_row(option))
+    lines += ["", "## The other commands", "", "| Command | |", "| --- | --- |"]
+    for name, (_, about) in COMMANDS.items():
+        if name in GUIDES:
+            lines.append(f"| [`accelfn {name}`](../guide/{GUIDES[name]}.md) | {about} |")
     return "\n".join(lines) + "\n"
 
 

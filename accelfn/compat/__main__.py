@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 from accelfn.compat.alias import Arithmetic, child_variables, install
@@ -19,6 +20,9 @@ Run a program with `import accelerate` giving accelfn, in it and in the Python p
 
   --arithmetic  whose arithmetic Accelerators have: Accelerate's (the default), where a scheduler steps once
                 per rank and a short last window is divided by the length of a full one; or accelfn's"""
+
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 class Command(NamedTuple):
@@ -74,6 +78,7 @@ def main(argv: Sequence[str]) -> None:
         print(_USAGE if not command else f"{_USAGE}\n\naccelfn.compat: {command}.", file=sys.stderr)
         raise SystemExit(2 if command else 0)
     install(command.arithmetic)
+    sys.excepthook = _begin_at_script(sys.excepthook)
     os.environ.update(child_variables(os.environ))
     safe = bool(getattr(sys.flags, "safe_path", False))
     if command.is_module:
@@ -90,6 +95,21 @@ def main(argv: Sequence[str]) -> None:
         # In place of this directory, which `python -m` has put there.
         sys.path[0] = str(path.resolve().parent)
     _run_file(path)
+
+
+def _begin_at_script(hook: _Hook) -> _Hook:
+    """Return a hook for uncaught exceptions whose tracebacks begin at the program, as without this module."""
+    own = main.__code__.co_filename
+
+    def print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        frames = [trace]
+        while (last := frames[-1]) is not None:
+            frames.append(last.tb_next)
+        ours = [one.tb_next for one in frames if one is not None and one.tb_frame.f_code.co_filename == own]
+        begin = ours[-1] if ours else trace
+        hook(kind, error.with_traceback(begin), begin)
+
+    return print_exception
 
 
 def _run_file(path: Path) -> None:

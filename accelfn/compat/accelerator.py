@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -17,10 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler
 import accelfn.accelerator as shim
 import accelfn.comm as comm
 import accelfn.training as training
+from accelfn.accelerator.properties import Hooks
 from accelfn.accelerator.proxies import AccumulateBlock, is_loader_of
 from accelfn.accelerator.registry import WeakRegistry
 from accelfn.compat.alias import find_alias
 from accelfn.compat.current import current
+from accelfn.compat.handlers import Handlers
 from accelfn.compat.loaders import BatchSamplerShard, DataLoaderShard, prepare_loader
 from accelfn.compat.operations import gather_object
 from accelfn.compat.records import ParallelismConfig, ProjectConfiguration, freeze
@@ -31,10 +34,17 @@ from accelfn.context import Context, ContextOptions
 from accelfn.context.config import DataLoaderConfiguration, DynamoBackend
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError
+from accelfn.launch.config.options import suggest
 from accelfn.tree import flatten, slice_tensors
 
 _PLUGINS = (
     *("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "dynamo_plugin"),
+)
+_INSTEAD = MappingProxyType(
+    {
+        "deepspeed_ulysses_dl_adapter": " Ranks share sequences with ParallelismConfig(sp_size=...), and "
+        "loaders yield their parts with DataLoaderConfiguration(sequence={...}).",
+    }
 )
 _ARITHMETIC = (
     "accelfn.compat: this program has Accelerate's arithmetic: for each step of an optimizer its scheduler "
@@ -44,7 +54,7 @@ _ARITHMETIC = (
 )
 
 
-class Accelerator(shim.Accelerator):
+class Accelerator(Handlers, shim.Accelerator):  # pyright: ignore[reportIncompatibleVariableOverride]
     """The shim's :class:`accelfn.Accelerator`, as programs written for Accelerate know it.
 
     It becomes the current one of the process. Options are records that may be changed before; loaders keep
@@ -110,13 +120,14 @@ class Accelerator(shim.Accelerator):
         alias = find_alias()
         self.compat = "accelerate" if alias is None or alias.arithmetic == "accelerate" else None
         self.plugins: dict[str, Any] = {name: arguments[name] for name in _PLUGINS}
+        self.handlers: list[Any] = [*(kwargs_handlers or ())]
         current().adopt(self)
         if self.compat is not None and (self.num_processes > 1 or self.gradient_accumulation_steps > 1):
             self._say_arithmetic()
 
     def _say_arithmetic(self) -> None:
         if "arithmetic" not in current().notes and self.is_main_process:
-            warnings.warn(_ARITHMETIC, stacklevel=4)
+            warnings.warn(_ARITHMETIC, stacklevel=3)  # at the line that makes the Accelerator
         current().notes |= {"arithmetic"}
 
     # --- views -----------------------------------------------------------------------------------
@@ -144,6 +155,24 @@ class Accelerator(shim.Accelerator):
     @dataloader_config.setter
     def dataloader_config(self, config: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.context = self.context.replace(dataloader_config=freeze(config))
+
+    @property
+    def flag_tensor(self) -> torch.Tensor | None:
+        """One if this rank has set its trigger; None if not."""
+        return torch.tensor(1, device=self.device) if self._trigger.is_set else None
+
+    @property
+    def _save_model_state_pre_hook(self) -> Hooks:
+        return self._save_hooks
+
+    @property
+    def _load_model_state_pre_hook(self) -> Hooks:
+        return self._load_hooks
+
+    def __getattr__(self, name: str) -> Any:
+        near = suggest(name, [one for one in dir(self) if not one.startswith("_")])
+        hint = _INSTEAD.get(name) or ("" if near is None else f" Did you mean {near}?")
+        raise AttributeError(f"Accelerator has no attribute {name!r} under accelfn.{hint}")
 
     @property
     def _models(self) -> list[nn.Module]:
@@ -232,6 +261,34 @@ class Accelerator(shim.Accelerator):
         """Compute gradients of a loss, divided by the length of a window."""
         kwargs.pop("scale_wrt_gas", None)  # an engine's: the loss isn't divided twice here
         super().backward(loss, *args, **kwargs)
+
+    def _is_open(self) -> bool:
+        """Return whether a program may change what an open window has so far: with Accelerate's arithmetic.
+
+        Gradients at a loss scale are refused there too, since they would be divided in each batch.
+        """
+        is_scaled = self.context.precision.scales_loss or self._scaling.state.weight is not None
+        return not (self.sync_gradients or self.compat is None or is_scaled or self.context.strategy.engine)
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Divide gradients by the loss scale; see :func:`accelfn.unscale_gradients`."""
+        if not self._is_open():
+            super().unscale_gradients(optimizer)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Bound the norm of gradients; in an open window that of this rank's own gradients so far."""
+        if self._is_open():
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Bound each entry of gradients; in an open window of this rank's own gradients so far."""
+        if self._is_open():
+            nn.utils.clip_grad_value_(parameters, clip_value)
+        else:
+            super().clip_grad_value_(parameters, clip_value)
 
     @contextmanager
     def join_uneven_inputs(

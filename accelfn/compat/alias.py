@@ -24,6 +24,17 @@ VERSION = "1.15.0"
 _ALIAS, _MIRROR = "accelerate", "accelfn.compat.accelerate"
 # Test scripts and what they share: programs that use Accelerate, not a part of it.
 _TESTS = "accelerate.test_utils"
+# What to do about modules that aren't here.
+_INSTEAD = (
+    (
+        f"{_TESTS}.",
+        "To run Accelerate's own test files over accelfn, pip install accelerate.",
+    ),
+    ("accelerate.commands.", "Use the commands of accelfn, which `accelfn --help` lists."),
+)
+_ELSEWHERE = (
+    "See 'Programs written for Accelerate' in its documentation, or run the program without accelfn.compat."
+)
 
 
 class _MirrorLoader(Loader):
@@ -95,10 +106,10 @@ class Alias(DistributionFinder):
         mirror = _MIRROR + fullname.removeprefix(_ALIAS)
         found = find_spec(mirror)
         if found is None:
+            hint = next((text for prefix, text in _INSTEAD if f"{fullname}.".startswith(prefix)), _ELSEWHERE)
             raise ModuleNotFoundError(
                 f"no module {fullname!r}: accelfn stands in for Accelerate {VERSION} here, and has nothing "
-                "under this name. See 'Programs written for Accelerate' in its documentation, or run the "
-                "program without accelfn.compat.",
+                f"under this name. {hint}",
                 name=fullname,
             )
         spec = ModuleSpec(

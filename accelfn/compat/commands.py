@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
+import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelfn.launch.config.files import find_config_file
+from accelfn.compat.alias import find_alias
+from accelfn.errors import ConfigurationError
+from accelfn.launch.command_line import CommandParser, add_launch_flags, parse_flags
+from accelfn.launch.config.files import find_config_file, format_config
+from accelfn.launch.config.options import OPTIONS, read_value
+from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config_command import default_values
 from accelfn.launch.launch import load_config
+from accelfn.launch.output import write_text
+from accelfn.launch.plan.machine import read_machine
 
 default_config_file: str = find_config_file(None, {}, sys.platform, str(Path.home()))[0]
 
@@ -35,8 +47,110 @@ def load_config_from_file(config_file: str | None) -> LaunchValues:
     return LaunchValues({} if file is None else dict(file.values))
 
 
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | bool:
+    """Write a configuration for all devices of this machine, as ``accelfn config default`` does.
+
+    Args:
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
+        save_location: The file; by default the one that ``accelfn launch`` reads.
+
+    Returns:
+        Its path; False, after a line that says so, if it exists already: then it stays as it is.
+
+    Raises:
+        ConfigurationError: The precision is unknown.
+    """
+    given = None if save_location is None else str(save_location)
+    path = Path(find_config_file(given, os.environ, sys.platform, str(Path.home()))[0])
+    if path.exists():
+        print(f"{path} exists, and stays as it is. To change it: accelfn config.")
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = default_values(read_machine(os.environ), mixed_precision.lower())
+    write_text(str(path), format_config(LaunchConfig(**values), str(path), frozenset(values)))
+    return path
+
+
 def launch_main() -> None:
     """Run ``accelfn launch --compat`` with this process's arguments."""
     from accelfn.launch.main import main
 
     sys.exit(main(["launch", "--compat", *sys.argv[1:]]))
+
+
+class LaunchParser(CommandParser):
+    """The parser of ``accelfn launch``, whose result has Accelerate's names.
+
+    Each option is an attribute, None if it isn't given; so are ``config_file``, ``training_script`` and
+    ``training_script_args``.
+    """
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse a command line up to its script; what follows is the script's."""
+        found = argparse.Namespace() if namespace is None else namespace
+        try:
+            parsed = parse_flags(sys.argv[1:] if args is None else args)
+            for name, option in OPTIONS.items():
+                given = parsed.flags.get(name)
+                setattr(found, name, None if given is None else read_value(option, given.text))
+        except (ConfigurationError, ValueError) as error:
+            self.error(str(error))
+        if "help" in parsed.actions:
+            self.print_help()
+            self.exit()
+        found.config_file = parsed.actions.get("config_file")
+        if parsed.script is None:
+            self.error("no script given.")
+        found.training_script = parsed.script
+        found.training_script_args = [*parsed.script_args]
+        return found, []
+
+
+def launch_command_parser() -> LaunchParser:
+    """Build the parser of a launch, for :func:`launch_command`."""
+    parser = LaunchParser(
+        prog="accelfn launch",
+        usage="accelfn launch [flags] script [arguments of the script]",
+        description="Start a script on one or more processes and machines.",
+        add_help=False,
+    )
+    add_launch_flags(parser)
+    return parser
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Run a script by ``accelfn launch --compat``, and wait for its end.
+
+    Args:
+        args: What the parser has returned. Its attributes may have been changed.
+
+    Raises:
+        SystemExit: The launch has failed; with its status.
+    """
+    alias = find_alias()
+    values = {**vars(args), "compat": True}
+    if alias is not None and values.get("compat_arithmetic") is None:
+        values["compat_arithmetic"] = alias.arithmetic
+    flags = _flags(values)
+    command = [sys.executable, "-m", "accelfn", "launch", *flags, "--", args.training_script]
+    child = subprocess.Popen([*command, *map(str, args.training_script_args)])
+    while child.poll() is None:
+        with contextlib.suppress(KeyboardInterrupt):  # the launch gets it too, and ends its ranks
+            child.wait()
+    if child.returncode:
+        raise SystemExit(child.returncode)
+
+
+def _flags(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the flags of ``accelfn launch`` for the options that have a value."""
+    if values.get("config_file") is not None:
+        yield f"--config_file={values['config_file']}"
+    for name, option in OPTIONS.items():
+        value = values.get(name)
+        if value is not None:
+            text = option.kind.write(value)
+            yield from (f"--{name}={one}" for one in (text.split("\n") if option.kind.repeats else [text]))

@@ -52,3 +52,12 @@ class SageMakerDistributedType(StringEnum):
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
     MODEL_PARALLEL = "MODEL_PARALLEL"
+
+
+class FP8BackendType(StringEnum):
+    """Engine of 8-bit matrix products."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"

@@ -113,6 +113,11 @@ class BatchSamplerShard(BatchSampler):
                 cast("Any", thing).set_epoch(epoch)
 
 
+def get_sampler(dataloader: Any) -> Any:
+    """Return the sampler of a loader, also of its batch sampler."""
+    return sampler_of(dataloader)
+
+
 class DataLoaderShard(AcceleratedDataLoader[T]):
     """A prepared loader, under Accelerate's name; of map-style data and of data that one rank reads alone.
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NoReturn
 
+from accelfn.launch.config.options import suggest
+
 _INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "Pass fsdp_plugin to Accelerator, and save by save_state, save_model or get_state_dict.": """
@@ -26,6 +28,23 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
             PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs
             prepare_simple_launcher_cmd_env prepare_tpu
         """,
+        "Start a script by launch_command(launch_command_parser().parse_args([...])).": """
+            deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher tpu_launcher
+            tpu_pod_launcher
+        """,
+        "Write the file by write_basic_config or `accelfn config`; load_config_from_file reads it.": """
+            BaseConfig ClusterConfig SageMakerConfig config_command_parser default_command_parser
+            default_config_command default_json_config_file default_yaml_config_file get_config_parser
+            update_command_parser
+        """,
+        "Use the command `accelfn estimate-memory`.": """
+            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command
+            estimate_command_parser estimate_training_usage gather_data verify_on_hub
+        """,
+        "Use argparse.ArgumentParser.": """
+            CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter
+        """,
+        "Use threading.local().": "ThreadLocalSharedDict",
         "Use accelfn.checkpoint.": """
             load_accelerator_state load_custom_state save_accelerator_state save_custom_state
         """,
@@ -49,10 +68,12 @@ def refuse(module: str, name: str) -> NoReturn:
     """
     place = "accelerate" + module.removeprefix("accelfn.compat.accelerate")
     hints = (hint for hint, names in _INSTEAD.items() if name in names.split())
-    hint = next(hints, "See 'Programs written for Accelerate' in accelfn's documentation.")
+    near = suggest(name, [one for one in vars(sys.modules[module]) if not one.startswith("_")])
+    hint = "See 'Programs written for Accelerate' in accelfn's documentation."
+    hint = next(hints, hint if near is None else f"Did you mean {near}?")
     text = f"{place} has no {name!r} here, since accelfn stands in for Accelerate. {hint}"
     caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     is_import = caller.f_code.co_code[caller.f_lasti] == opcode.opmap["IMPORT_FROM"]
     if is_import and not name.startswith("__"):
         raise ImportError(text, name=place)
-    raise AttributeError(text, name=name, obj=sys.modules.get(module))
+    raise AttributeError(text)  # without the module, of whose names Python would suggest another one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -186,11 +187,29 @@ def slice_tensors(
     return tree.slice_tensors(data, tensor_slice)
 
 
+class ConvertOutputsToFp32:
+    """A function whose results are in float32.
+
+    Attributes:
+        model_forward: The function that it calls.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        """Call ``model_forward``, whose name and docstring it has."""
+        self.model_forward: Callable[..., Any] = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the function returns, with floating-point tensors in float32."""
+        return tree.convert_to_fp32(self.model_forward(*args, **kwargs))
+
+
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose results are in float32."""
+    converted = ConvertOutputsToFp32(model_forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return tree.convert_to_fp32(model_forward(*args, **kwargs))
+        return converted(*args, **kwargs)
 
     forward.__wrapped__ = model_forward  # pyright: ignore[reportFunctionMemberAccess]
     return forward

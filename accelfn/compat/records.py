@@ -28,7 +28,7 @@ class KwargsHandler:
 
 
 class MutableRecord(KwargsHandler):
-    """A record whose fields can be set at any time.
+    """A dataclass whose fields can be set at any time.
 
     Nothing is checked before :meth:`freeze`, which an ``Accelerator`` calls: None means the default there.
 
@@ -40,23 +40,36 @@ class MutableRecord(KwargsHandler):
     record: ClassVar[Any]  # accelfn's record
     order: ClassVar[tuple[str, ...]] = ()  # of the positional arguments, if it isn't the record's
     ignored: ClassVar[tuple[str, ...]] = ()  # fields without effect here
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __dataclass_params__: ClassVar[Any]
+
+    def __init_subclass__(cls) -> None:
+        """Give a subclass the fields of its record, in the order of the positional arguments."""
+        super().__init_subclass__()
+        if "record" in vars(cls):
+            # The decorator would look for the module, which is there only with the alias.
+            made: Any = dataclasses.make_dataclass("Ignored", [(name, Any, None) for name in cls.ignored])
+            known = {item.name: item for item in (*fields(cls.record), *fields(made))}
+            named = {name: known[name] for name in dict.fromkeys((*cls.order, *known))}
+            cls.__dataclass_fields__ = named
+            cls.__dataclass_params__ = made.__dataclass_params__
 
     def __init__(self, *args: Any, **values: Any) -> None:
         """Set fields, by position or by name."""
         kind = type(self)
-        names = [item.name for item in fields(kind.record)]
+        names = [item.name for item in fields(self)]
         order = [*(kind.order or names)]
         if len(args) > len(order):
             raise TypeError(f"{kind.__name__} takes at most {len(order)} arguments, got {len(args)}.")
         given = dict(zip(order, args, strict=False))
         twice = given.keys() & values.keys()
-        unknown = values.keys() - {*names, *kind.ignored}
+        unknown = values.keys() - {*names}
         if twice or unknown:
             raise TypeError(
                 f"{kind.__name__}: {'two values for' if twice else 'unknown field'} "
                 f"{', '.join(sorted(twice or unknown))}. Its fields are {', '.join(names)}."
             )
-        for item in fields(kind.record):
+        for item in fields(self):
             setattr(self, item.name, _default_of(item))
         for name, value in {**given, **values}.items():
             if value is not None or name in kind.ignored:
@@ -89,8 +102,8 @@ class MutableRecord(KwargsHandler):
         raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        known = {item.name for item in fields(type(self).record)}
-        if name not in {*known, *type(self).ignored}:  # it would have no effect
+        known = {item.name for item in fields(self)}
+        if name not in known:  # it would have no effect
             raise AttributeError(
                 f"{type(self).__name__} has no field {name!r}. Its fields are {', '.join(sorted(known))}."
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -206,10 +206,11 @@ class PartialState:
             torch.distributed.destroy_process_group(group)
 
     def __repr__(self) -> str:
+        backend = "" if self.backend is None else f"  Backend: {self.backend}"
         return (
-            f"Distributed environment: {self.distributed_type}\nNum processes: {self.num_processes}\n"
-            f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\n"
-            f"Device: {self.device}\n"
+            f"Distributed environment: DistributedType.{self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -298,6 +299,13 @@ class AcceleratorState(PartialState):
         accelerator = current().accelerator
         return None if accelerator is None else accelerator.torch_device_mesh
 
+    @property
+    def deepspeed_plugins(self) -> Mapping[str, Any] | None:
+        """The program's plugins by name; None without one."""
+        plugins = self._plugin("deepspeed_plugin")
+        is_named = plugins is None or isinstance(plugins, Mapping)
+        return cast("Any", plugins) if is_named else {"default": plugins}
+
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Return one of several plugins by name."""
         return self._context.strategy.deepspeed_plugins[name]
@@ -307,6 +315,9 @@ class AcceleratorState(PartialState):
         accelerator = current().accelerator
         if accelerator is not None:
             accelerator.select_deepspeed_plugin(name)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
     def _plugin(self, name: str) -> Any:
         accelerator, options = current().accelerator, current().options

@@ -193,7 +193,9 @@ class CommandParser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         names = [str(choice) for choice in action.choices]
-        close = suggest(str(value), names)
+        first = str(value).partition("-")[0]
+        of_family = (name for name in names if name.startswith(f"{first}-"))
+        close = suggest(str(value), names) or next(of_family, None)
         if any("," in name for name in names):
             names = [repr(name) for name in names]
         hint = f" Did you mean {close}?" if close else ""

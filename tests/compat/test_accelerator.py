@@ -3,7 +3,10 @@
 # torch leaves these partly untyped.
 # pyright: reportUnknownMemberType=false
 
+import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -16,11 +19,19 @@ from accelfn.compat import operations
 from accelfn.compat.accelerator import Accelerator
 from accelfn.compat.current import current
 from accelfn.compat.launchers import debug_launcher
-from accelfn.compat.records import GradientAccumulationPlugin, ProjectConfiguration
+from accelfn.compat.records import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 from accelfn.compat.trackers import register_tracker_class
+from accelfn.context.config import LoggerType
 from accelfn.errors import ConfigurationError
 from accelfn.tracking import GeneralTracker
 
+ROOT = pathlib.Path(__file__).parents[2]
 Loader: Any = DataLoader  # of lists, which torch reads and its types refuse
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -71,8 +82,9 @@ def test_metrics_are_cut_at_the_end_of_a_loader() -> None:
 
 def test_arithmetic_is_said_once(recwarn: pytest.WarningsRecorder) -> None:
     current().notes = frozenset()
-    with pytest.warns(UserWarning, match="this program has Accelerate's arithmetic"):
+    with pytest.warns(UserWarning, match="this program has Accelerate's arithmetic") as said:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert said[0].filename == __file__, "the line that makes it"
     assert accelerator.compat == "accelerate"
     recwarn.clear()
     Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -111,6 +123,117 @@ def test_no_sync_takes_the_model_by_name_and_scale_is_the_engines() -> None:
         accelerator.backward(model(torch.ones(1, 1)).sum(), scale_wrt_gas=False)
     assert accelerator.scaler is None
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is model
+
+
+# Run by both: each batch is clipped, also where its window stays open.
+CLIPS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = DataLoader(torch.arange(42).float().reshape(14, 3) / 14)
+model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
+said = []
+for row in rows:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(row).square().sum())
+        accelerator.unscale_gradients()
+        said.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        accelerator.clip_grad_value_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+weights = torch.cat([one.detach().flatten() for one in model.parameters()])
+accelerator.print(accelerator.gather(torch.cat([torch.tensor(said), weights])).tolist())
+"""
+
+
+def run_clips(tmp_path: pathlib.Path, *command: str) -> str:
+    file = tmp_path / "clips.py"
+    file.write_text(CLIPS)
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command, str(file)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_open_window_is_clipped_as_the_peer_clips_it(processes: int, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("accelerate")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    theirs = run_clips(tmp_path, *(torchrun if processes > 1 else ()))
+    own = run_clips(tmp_path, *(torchrun if processes > 1 else ()), "-m", "accelfn.compat")
+    assert own == theirs
+
+
+def test_an_open_window_is_clipped_with_accelerates_arithmetic_only() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, _, loader = prepared(accelerator)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum() * 0 + model.bias.sum() * 8)
+            accelerator.unscale_gradients()
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            accelerator.clip_grad_value_(model.parameters(), 0.5)
+            assert (norm.item(), model.bias.grad) == (4.0, torch.tensor([0.5]))
+            accelerator.compat = None
+            with pytest.raises(ConfigurationError, match="under `if accelerator"):
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        break
+
+
+def test_options_are_there_under_the_peers_names() -> None:
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ddp], log_with=LoggerType.JSONL, project_dir="x")
+    peer: Any = pytest.importorskip("accelerate")
+    theirs = peer.Accelerator(cpu=True)
+    names = ("autocast", "scaler", "init", "profile", "fp8_recipe", "te_recipe", "ao_recipe", "msamp_recipe")
+    values = ("fp8_enabled", "has_fp8_handler", "delayed_fp8_autocast", "flag_tensor", "rng_types")
+    for name in (*(f"{one}_handler" for one in names), *values):
+        assert getattr(accelerator, name) == getattr(theirs, name), name
+    assert accelerator.ddp_handler is ddp
+    assert accelerator.fp8_backend.value == theirs.fp8_backend.value
+    assert accelerator.log_with == [LoggerType.JSONL]
+    handle = accelerator.register_save_state_pre_hook(print)
+    assert [*accelerator._save_model_state_pre_hook.values()] == [print]  # pyright: ignore[reportPrivateUsage]
+    handle.remove()
+    assert not accelerator._load_model_state_pre_hook  # pyright: ignore[reportPrivateUsage]
+    accelerator.set_trigger()
+    assert accelerator.flag_tensor == 1
+    assert accelerator.state.deepspeed_plugins is None
+
+
+def test_a_handler_that_is_set_is_used_from_then_on() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    assert not accelerator.context.precision.autocast.enabled
+    assert accelerator.autocast_handler == AutocastKwargs(enabled=False)
+    accelerator.init_handler = InitProcessGroupKwargs()
+    accelerator.ddp_handler = None
+    assert accelerator.handlers == [AutocastKwargs(enabled=False), InitProcessGroupKwargs()]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("backwrd", "Did you mean backward?"),
+        ("deepspeed_ulysses_dl_adapter", "sp_size"),
+        ("quux", r"fn\.$"),
+    ],
+)
+def test_an_attribute_that_isnt_there_names_a_near_one(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=hint):
+        getattr(Accelerator(cpu=True), name)
 
 
 def test_options_that_moved_are_refused() -> None:

@@ -60,7 +60,13 @@ assert pickle.loads(pickle.dumps(accelerate.utils.ProjectConfiguration("here")))
 assert accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2).compat is None
 for name, error in (("import accelerate.nothing", "accelerate.nothing"),
                     ("from accelerate.utils import save_everything", "save_everything"),
-                    ("from accelerate.utils import PrepareForLaunch", "accelfn launch")):
+                    ("from accelerate.utils import PrepareForLaunch", "accelfn launch"),
+                    ("from accelerate.utils import set_sed", "Did you mean set_seed?"),
+                    ("from accelerate.state import ThreadLocalSharedDict", "Use threading.local()"),
+                    ("from accelerate.commands.utils import CustomArgumentParser", "argparse.ArgumentParser"),
+                    ("from accelerate.commands.estimate import gather_data", "accelfn estimate-memory"),
+                    ("from accelerate.commands.config.config_args import ClusterConfig", "accelfn config"),
+                    ("import accelerate.commands.tpu", "accelfn --help")):
     try:
         exec(name)
     except ImportError as raised:
@@ -151,4 +157,60 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 """
-    assert "accelerate.test_utils" in run(code)
+    assert "To run Accelerate's own test files over accelfn, pip install accelerate" in run(code)
+
+
+def test_names_that_programs_import_are_there() -> None:
+    code = """
+import accelfn.compat
+accelfn.compat.install()
+from accelerate.accelerator import AcceleratedOptimizer
+from accelerate.commands.config import config_args, default_config_file
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.default import write_basic_config
+from accelerate.commands.estimate import calculate_maximum_sizes
+from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.data_loader import DataLoaderAdapter, DataLoaderStateMixin, IterableDatasetShard, get_sampler
+from accelerate.hooks import named_module_tensors, set_module_tensor_to_device
+from accelerate.state import SharedDict
+from accelerate.utils import prepare_nothing_at_all
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert "no 'prepare_nothing_at_all' here" in done.stderr, "the others are there"
+
+
+def test_loaders_are_what_programs_ask_for() -> None:
+    code = """
+import accelfn.compat
+accelfn.compat.install()
+from torch.utils.data import DataLoader, SequentialSampler
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
+loader = Accelerator(cpu=True).prepare(DataLoader([1, 2, 3]))
+assert isinstance(loader, DataLoaderAdapter) and isinstance(loader, DataLoaderStateMixin)
+assert not isinstance(DataLoader([1]), DataLoaderAdapter)
+print(type(get_sampler(loader)).__name__)
+"""
+    assert run(code) == "SequentialSampler\n"
+
+
+def test_a_traceback_begins_at_the_program(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "broken.py").write_text("def fail():\n    1 / 0\nfail()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "accelfn.compat", "broken.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].endswith('broken.py", line 3, in <module>')
+    assert "accelfn" not in done.stderr
+    assert lines[-1] == "ZeroDivisionError: division by zero"

@@ -153,3 +153,14 @@ def test_parameters_of_modules_by_name_or_as_they_are() -> None:
         assert helpers.get_parameters_from_modules(modules, model, "cpu") == theirs
     meta = helpers.get_parameters_from_modules([inner], model, "meta")
     assert {parameter.device.type for parameter in meta} == {"meta"}
+
+
+def test_results_are_converted_to_float32() -> None:
+    def forward(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a tree."""
+        return {"y": x.bfloat16()}
+
+    wrapped = operations.ConvertOutputsToFp32(forward)
+    assert wrapped(torch.ones(1))["y"].dtype == torch.float32
+    assert (wrapped.model_forward, wrapped.__doc__) == (forward, forward.__doc__)
+    assert operations.convert_outputs_to_fp32(forward)(torch.ones(1))["y"].dtype == torch.float32

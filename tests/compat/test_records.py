@@ -31,6 +31,31 @@ def test_fields_and_their_order_are_the_peers(record: type[MutableRecord]) -> No
         assert [*(record.order or own)][: len(theirs)] == theirs
 
 
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_a_record_is_a_dataclass_with_the_peers_fields_first(record: type[MutableRecord]) -> None:
+    own = record()
+    assert dataclasses.is_dataclass(own)
+    theirs = [field.name for field in dataclasses.fields(getattr(peer, record.__name__))]
+    found = dataclasses.asdict(own)
+    assert found.keys() == vars(own).keys()
+    if record.__name__ != "MegatronLMPlugin":
+        assert [*found][: len(theirs)] == theirs
+    assert dataclasses.replace(own) == own
+
+
+def test_a_record_is_replaced_and_can_be_inherited_from() -> None:
+    config = dataclasses.replace(DataLoaderConfiguration(data_seed=5), split_batches=True)
+    assert (config.data_seed, config.split_batches) == (5, True)
+    assert {field.name for field in dataclasses.fields(config)} >= {"data_seed", "split_batches"}
+
+    @dataclasses.dataclass
+    class Mine(DataLoaderConfiguration):
+        pass
+
+    mine: Any = Mine
+    assert dataclasses.asdict(mine(data_seed=3))["data_seed"] == 3
+
+
 def test_none_is_the_default_and_fields_can_be_set_afterwards() -> None:
     config = DataLoaderConfiguration(True, None, even_batches=None)
     assert (config.split_batches, config.even_batches) == (True, True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from accelfn.launch.main import main
+from accelfn.launch.migrate import plan_migration
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pages" / "guide" / "from-accelerate.md").read_text()
 
@@ -40,3 +41,19 @@ def test_the_refusals_of_the_page_are_those_of_the_command(
         f"$ accelfn migrate train.py\n{capsys.readouterr().err}"
         == block("text", "What the command understands")[0]
     )
+
+
+def test_a_function_that_trains_becomes_what_the_page_shows() -> None:
+    function, call = block("diff", "What the command understands")
+
+    def side(text: str, sign: str) -> str:
+        return "".join(line[1:] for line in text.splitlines(keepends=True) if line[0] in (sign, " "))
+
+    source = (
+        f"from accelerate import Accelerator\n{side(function, '-')}accelerator = Accelerator()\n"
+        "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+        f"for epoch in range(3):\n{side(call, '-')}"
+    )
+    after = plan_migration(source).text
+    assert side(function, "+") in after
+    assert after.endswith(side(call, "+"))

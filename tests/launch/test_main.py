@@ -132,6 +132,7 @@ def test_each_public_name_of_the_package_is_there(name: str) -> None:
     ("argv", "message"),
     [
         (["launhc"], "got 'launhc'. Did you mean launch?"),
+        (["plan-ranks"], "got 'plan-ranks'. Did you mean plan-memory?"),
         (["--versoin"], "unknown flag --versoin. Did you mean --version?"),
         (["config", "defualt"], "got 'defualt'. Did you mean default?"),
         (["config", "default", "--overwite"], "unknown flag --overwite. Did you mean --overwrite?"),

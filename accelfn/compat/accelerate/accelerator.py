@@ -6,6 +6,10 @@ import typing as _typing
 from accelfn.compat.accelerator import (
     Accelerator as Accelerator,
 )
+from accelfn.accelerator import (
+    AcceleratedOptimizer as AcceleratedOptimizer,
+    AcceleratedScheduler as AcceleratedScheduler,
+)
 from accelfn.compat.records import (
     AORecipeKwargs as AORecipeKwargs,
     AutocastKwargs as AutocastKwargs,

@@ -9,6 +9,10 @@ from accelfn.compat.loaders import (
     DataLoaderShard as DataLoaderShard,
     SeedableRandomSampler as SeedableRandomSampler,
     prepare_data_loader as prepare_data_loader,
+    get_sampler as get_sampler,
+)
+from accelfn.compat.streams import (
+    IterableDatasetShard as IterableDatasetShard,
 )
 from accelfn.data import (
     skip_first_batches as skip_first_batches,
@@ -16,6 +20,9 @@ from accelfn.data import (
 import accelfn.data.loader as _loader
 from accelfn.compat.missing import refuse as _refuse
 
+# For `isinstance`, as the bases of prepared loaders.
+DataLoaderAdapter = DataLoaderShard
+DataLoaderStateMixin = DataLoaderShard
 SkipBatchSampler = _loader.Skipped
 SkipDataLoader = _loader.Skipped
 

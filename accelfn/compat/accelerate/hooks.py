@@ -16,6 +16,8 @@ from accelfn.bigmodel import (
     attach_execution_device_hook as attach_execution_device_hook,
     remove_hook_from_module as remove_hook_from_module,
     remove_hook_from_submodules as remove_hook_from_submodules,
+    named_module_tensors as named_module_tensors,
+    set_module_tensor_to_device as set_module_tensor_to_device,
 )
 from accelfn.compat.missing import refuse as _refuse
 

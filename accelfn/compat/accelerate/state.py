@@ -15,6 +15,9 @@ from accelfn.context.config import (
 )
 from accelfn.compat.missing import refuse as _refuse
 
+# What a state of a program's own may share among its instances.
+SharedDict = dict
+
 
 def __getattr__(name: str) -> _typing.NoReturn:
     _refuse(__name__, name)

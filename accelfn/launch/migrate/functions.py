@@ -6,7 +6,9 @@ import ast
 
 from accelfn.launch.migrate import names
 from accelfn.launch.migrate.members import Members
+from accelfn.launch.migrate.passing import pass_scaler
 from accelfn.launch.migrate.program import Edit
+from accelfn.launch.migrate.shuffle import find_shuffle
 from accelfn.launch.migrate.training import TrainingLoop, rewrite_training_loop
 from accelfn.launch.migrate.variables import LoaderLoop
 
@@ -39,6 +41,9 @@ class ToFunctions(Members):
         self._rename_variables()
         for loop in self.micros:
             self._rewrite_loop(loop)
+        shuffle = find_shuffle(self.rewrite, self.variables)
+        if shuffle is not None:
+            self.rewrite.note(shuffle, _ORDER)
         for one in training:
             rewrite_training_loop(self.rewrite, self.variables, one)
         self._rewrite_left_steps()
@@ -54,7 +59,6 @@ class ToFunctions(Members):
         self.rewrite.replace(call.func, "af.init_context")
         self.introduced["ctx"] = call
         self.introduced["af"] = call
-        self.rewrite.note(call, _ORDER)
 
     def _rename_variables(self) -> None:
         """Rename the variables of the Accelerator, and refuse uses of it as a value."""
@@ -135,28 +139,20 @@ class ToFunctions(Members):
 
     def _rewrite_loop(self, loop: LoaderLoop) -> None:
         batch = self.program.text(loop.batch)
-        if isinstance(loop.batch, ast.Tuple) and not self._has_parentheses(loop.batch):
+        if isinstance(loop.batch, ast.Tuple) and not self.program.has_parentheses(loop.batch):
             batch = f"({batch})"
         micro = self.micros[loop]
         is_counted = loop.batch is not loop.node.target
         self.rewrite.replace(loop.batch, f"({batch}, {micro})" if is_counted else f"{batch}, {micro}")
         if (
             not is_counted
-            and self._has_parentheses(loop.node.target)
+            and self.program.has_parentheses(loop.node.target)
             and not isinstance(loop.batch, ast.Tuple)
         ):
             self.rewrite.refuse(loop.node, "Write the loop's variable without parentheses.")
         self.rewrite.replace(loop.loader, f"af.microbatches(ctx, {loop.loader.id})")
         if loop.bar is not None:
             self.rewrite.append(loop.bar, f"total=len({loop.loader.id})")
-
-    def _has_parentheses(self, node: ast.expr) -> bool:
-        text = self.program.text(node)
-        if not isinstance(node, ast.Tuple):
-            return self.program.source[: self.program.start(node)].rstrip().endswith("(")
-        return text.startswith("(") and (
-            not node.elts or self.program.start(node.elts[0]) > self.program.start(node)
-        )
 
     def _find_training(self) -> list[TrainingLoop]:
         """Find the loops with a backward pass, and give their functions a scaler state."""
@@ -223,33 +219,47 @@ class ToFunctions(Members):
         )
 
     def _add_scaler(self, loop: LoaderLoop) -> bool:
-        """Make a scaler state after the objects of a loop were prepared."""
+        """Have a scaler state at a loop: made after what it uses was prepared, here or in the caller."""
         scope = self.program.scope(loop.node)
-        around = [loop.node, *self.program.above(loop.node)]
+        if self.scalers.get(scope) is scope or self._make_scaler(loop.node):
+            return True  # a function's loops go on with one state
+        if isinstance(scope, ast.FunctionDef) and scope not in self.scalers:
+            calls = self.variables.calls_of(scope)
+            if calls and all(self._make_scaler(self.program.statement(call)) for call in calls):
+                pass_scaler(self.rewrite, self.variables, scope)
+                self.scalers[scope] = scope
+                return True
+        self.rewrite.refuse(
+            loop.node,
+            "Prepare the model and the loop's loader in the same function, before it; or in the one function "
+            "that calls it with them.",
+        )
+        return False
+
+    def _make_scaler(self, node: ast.stmt) -> bool:
+        """Make a scaler state after the objects that a statement uses were prepared."""
+        scope = self.program.scope(node)
+        around = [node, *self.program.above(node)]
         blocks = [self.program.block(one) for one in around if isinstance(one, ast.stmt) and one is not scope]
         before = [
             statement
             for statement in self.variables.prepares
             if self.program.scope(statement) is scope
-            and statement.lineno < loop.node.lineno
+            and statement.lineno < node.lineno
             and any(self.program.block(statement) is block for block in blocks)
             and isinstance(statement.value, ast.Call)
         ]
-        if scope in self.scalers and self.scalers[scope] in before:
-            return True  # both loops go on with one state
-        if not before or scope in self.scalers:
-            self.rewrite.refuse(
-                loop.node, "Prepare the model and the loop's loader in the same function, before it."
-            )
+        if scope in self.scalers:
+            return self.scalers[scope] in before
+        if not before:
             return False
         last = max(before, key=lambda one: one.lineno)
         if not self.program.is_alone(last):
             self.rewrite.refuse(last, "Write one statement a line.")
-            return False
         end = self.program.line_end(self.program.end(last))
         line = f"{self.program.indentation(last)}scaler = af.init_scaler(ctx){self.program.newline(end - 1)}"
         self.rewrite.statements.append(Edit(end, end, line))
-        self.introduced["scaler"] = loop.node
+        self.introduced["scaler"] = node
         self.scalers[scope] = last
         return True
 

@@ -16,6 +16,7 @@ _LINE = 90
 _NEEDS_LOOP = (
     "Use it in a `for` loop over a prepared loader, in the same function: it needs the batch's place."
 )
+_NOT_LOGGED = "accelerator.log is left out: it does nothing, since the program never calls init_trackers."
 _NEEDS_SCALER = "Use it in the function that prepares and trains: it needs the state of the loss scale."
 
 
@@ -188,7 +189,14 @@ class Members:
         keys = [self.rewrite.scopes.of(one) for one in call.args]
         scope = self.program.scope(node)
         statement = self.program.statement(call)
-        if scope not in self.scalers or call.keywords or None in keys or not isinstance(statement, ast.Expr):
+        is_passed = self.scalers.get(scope) is scope
+        if (
+            scope not in self.scalers
+            or is_passed
+            or call.keywords
+            or None in keys
+            or not isinstance(statement, ast.Expr)
+        ):
             self.rewrite.refuse(call, "Pass variables, in the function that prepares and trains.")
             return
         self.rewrite.delete_lines(statement)
@@ -242,9 +250,17 @@ class Members:
             self.rewrite.insert(self.program.end(call), '["scaler"]')
 
     def _checks_directory(self, node: ast.Attribute, call: ast.Call) -> bool:
-        if len(call.args) != 1 or call.keywords:
+        named = [one for one in call.keywords if one.arg in ("output_dir", "input_dir")]
+        if len(call.args) + len(named) != 1 or len(named) != len(call.keywords):
             self.rewrite.refuse(call, "Pass the directory alone, as the first argument.")
             return False
+        scope = self.program.scope(node)
+        if self.scalers.get(scope) is scope:
+            self.rewrite.refuse(call, "Call it in the function that prepares: it saves what that prepares.")
+            return False
+        for keyword in named:
+            start = self.program.start(keyword)
+            self.rewrite.edits.append(Edit(start, self.program.start(keyword.value), ""))
         return self._has_scaler(node)
 
     # --- trackers and the end --------------------------------------------------------------------
@@ -284,7 +300,15 @@ class Members:
         )
 
     def _rewrite_log(self, node: ast.Attribute, call: ast.Call) -> None:
-        if not self._has_trackers(node):
+        statement = self.program.statement(call)
+        is_statement = isinstance(statement, ast.Expr) and statement.value is call
+        if is_statement and all(one.node.attr != "init_trackers" for one in self.variables.members):
+            self.rewrite.note(call, _NOT_LOGGED)
+            if len(self.program.block(statement)) > 1:
+                self.rewrite.delete_lines(statement)
+            else:
+                self.rewrite.statements.append(Edit(self.program.start(call), self.program.end(call), "pass"))
+        elif not self._has_trackers(node):
             self.rewrite.refuse(call, "Call it in the function that calls init_trackers.")
         elif len(call.args) > 2:
             self.rewrite.refuse(call, "Name the arguments after step.")

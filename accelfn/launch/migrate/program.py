@@ -120,10 +120,19 @@ class Program:
         start = self.start(statement)
         return self.source[self.line_start(start) : start]
 
-    def is_alone(self, statement: ast.AST) -> bool:
-        """Return whether no other statement is on the lines of a statement."""
-        rest = self.source[self.end(statement) : self.line_end(self.end(statement))].strip()
-        return not self.indentation(statement).strip() and (not rest or rest.startswith("#"))
+    def on_line(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the statements of a block that share lines with one of them, in order, with itself."""
+        last = statement.end_lineno or 0
+        block = self.block(statement)
+        return [one for one in block if one.lineno <= last and (one.end_lineno or 0) >= statement.lineno]
+
+    def is_alone(self, statement: ast.stmt, *others: ast.stmt) -> bool:
+        """Return whether no other statement but ``others`` is on the lines of a statement."""
+        line = self.on_line(statement)
+        if any(one is not statement and one not in others for one in line):
+            return False
+        rest = self.source[self.end(line[-1]) : self.line_end(self.end(line[-1]))].strip()
+        return not self.indentation(line[0]).strip() and (not rest or rest.startswith("#"))
 
     def is_located(self, node: ast.expr) -> bool:
         """Return whether a node is where the tree says; before Python 3.12 f-strings may move it."""
@@ -134,6 +143,13 @@ class Program:
         except SyntaxError:
             return False
         return ast.unparse(found) == ast.unparse(node)
+
+    def has_parentheses(self, node: ast.expr) -> bool:
+        """Return whether a tuple is in parentheses of its own, or another expression begins after one."""
+        if not isinstance(node, ast.Tuple):
+            return self.source[: self.start(node)].rstrip().endswith("(")
+        begin = self.start(node)
+        return self.source.startswith("(", begin) and (not node.elts or self.start(node.elts[0]) > begin)
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes around a node, innermost first."""

@@ -37,7 +37,8 @@ class Rewrite:
 
     def refuse(self, node: ast.AST, remedy: str, construct: str | None = None) -> None:
         """Note something that isn't understood."""
-        text = self.program.text(node).partition("\n")[0].strip() if construct is None else construct
+        line = self.program.text(node).partition("\n")[0].strip().removesuffix(":")
+        text = line if construct is None else construct
         self.refusals.append(Remark(getattr(node, "lineno", 1), text[:80], remedy))
 
     def note(self, node: ast.AST, text: str) -> None:
@@ -57,12 +58,22 @@ class Rewrite:
         self.edits.append(Edit(offset, offset, text))
 
     def delete_lines(self, statement: ast.stmt) -> None:
-        """Delete a statement with its lines."""
-        if not self.program.is_alone(statement):
-            self.refuse(statement, "Write one statement a line.")
-            return
-        start = self.program.line_start(self.program.start(statement))
-        self.statements.append(Edit(start, self.program.line_end(self.program.end(statement)), ""))
+        """Delete a statement, with its lines if nothing else is on them."""
+        program = self.program
+        start, end = program.start(statement), program.end(statement)
+        if program.is_alone(statement):
+            start, end = program.line_start(start), program.line_end(end)
+        else:
+            line = program.on_line(statement)
+            at = line.index(statement)
+            if at:
+                start = program.end(line[at - 1])
+            elif len(line) > 1:
+                end = program.start(line[1])
+            else:
+                self.refuse(statement, "Write one statement a line.")
+                return
+        self.statements.append(Edit(start, end, ""))
 
     def rendered(self, node: ast.AST) -> str:
         """Return the source of a node after the edits inside of it."""
@@ -96,6 +107,15 @@ class Rewrite:
         """Insert a last argument into a call that has some already."""
         last: ast.AST = max((*call.args, *call.keywords), key=self.program.end)
         self.insert(self.program.after_argument(call, last), f", {text}")
+
+    def add_item(self, node: ast.expr, text: str) -> None:
+        """Write a second item after an expression, which becomes one item if it is a tuple."""
+        start, end = self.program.start(node), self.program.end(node)
+        if isinstance(node, ast.Tuple) and not self.program.has_parentheses(node):
+            self.insert(start, "(")
+            self.insert(end, f"), {text}")
+        else:
+            self.insert(end, f", {text}")
 
     # --- what both levels do ---------------------------------------------------------------------
 

@@ -273,7 +273,7 @@ def _write_step(
 ) -> None:
     """Replace a step; after the ``accumulate`` block if nothing else follows in it."""
     program = rewrite.program
-    if not program.is_alone(step):
+    if not program.is_alone(step, *group) or program.on_line(step)[0] is not step:
         rewrite.refuse(step, "Write one statement a line.")
         return
     start, end = program.start(step), program.end(step)

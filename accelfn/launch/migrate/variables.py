@@ -110,6 +110,18 @@ class Variables:
         named = {one.arg: one for one in (*positional, *arguments.kwonlyargs)}
         return next((named.get(one.arg or "") for one in call.keywords if one.value is argument), None)
 
+    def calls_of(self, function: ast.FunctionDef) -> list[ast.Call]:
+        """Return the program's calls of one of its functions."""
+        name = Key(self._program.scope(function), function.name)
+        return [call for call in self._calls.get(function.name, ()) if self._scopes.of(call.func) == name]
+
+    def other_uses_of(self, function: ast.FunctionDef) -> list[ast.Name]:
+        """Return the uses of a function's name that aren't calls of it."""
+        name = Key(self._program.scope(function), function.name)
+        called = {call.func for call in self.calls_of(function)}
+        names = (node for node in self._program.nodes if isinstance(node, ast.Name) and node not in called)
+        return [node for node in names if node.id == function.name and self._scopes.of(node) == name]
+
     # --- following -------------------------------------------------------------------------------
 
     def _add_constructor(self, call: ast.Call) -> None:
@@ -125,13 +137,19 @@ class Variables:
                 call, "Assign the Accelerator to a variable, not to an attribute or an argument."
             )
         elif self.kinds or len(self._scopes.bound[key]) > 1:
-            self._rewrite.refuse(call, "Make one Accelerator, in one place: a program needs one context.")
+            is_conditional = any(isinstance(above, ast.If) for above in self._program.above(call))
+            self._rewrite.refuse(
+                call,
+                "It is made under a condition. Make it always, with arguments that depend on the condition."
+                if is_conditional
+                else "Make one Accelerator, in one place: a program needs one context.",
+            )
         else:
             self.kinds[key] = "accelerator"
 
     def _follow(self, node: ast.AST) -> None:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and node not in self.prepares:
-            if self._is_prepared(node.value):
+            if self.is_prepared(node.value):
                 target = node.targets[0]
                 parts = target.elts if isinstance(target, ast.Tuple) else [target]
                 keys = [self._scopes.of(part) for part in parts]
@@ -142,16 +160,18 @@ class Variables:
                         self.kinds.setdefault(key, "prepared")
         elif isinstance(node, ast.arg):
             key = self._scopes.of(node)
-            kinds: set[Kind | None] = {self.kind(given) for given in self._given(node)}
+            kinds: set[Kind | None] = {self.kind(given) for given in self.given(node)}
             if key is not None and key not in self.kinds and len(kinds) == 1:
                 kind = kinds.pop()
                 if kind is not None:
                     self.kinds[key] = kind
 
-    def _is_prepared(self, value: ast.expr) -> bool:
+    def is_prepared(self, value: ast.expr) -> bool:
         """Return whether an expression is of prepared objects: from a call, or another variable of one."""
         if isinstance(value, ast.Name):
             return self.is_kind(value, "prepared")
+        if isinstance(value, ast.IfExp):
+            return self.is_prepared(value.body) and self.is_prepared(value.orelse)
         if not isinstance(value, ast.Call):
             return False
         if isinstance(value.func, ast.Attribute) and self.is_kind(value.func.value, "accelerator"):
@@ -160,7 +180,7 @@ class Variables:
             use.node is value.func and use.name == "skip_first_batches" for use in self._rewrite.imports.uses
         )
 
-    def _given(self, parameter: ast.arg) -> Iterator[ast.expr]:
+    def given(self, parameter: ast.arg) -> Iterator[ast.expr]:
         """Yield what the program's calls pass for a parameter."""
         function = self._program.parents[self._program.parents[parameter]]
         if not isinstance(function, ast.FunctionDef):

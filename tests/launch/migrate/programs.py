@@ -216,6 +216,56 @@ main()
 """
 
 
+#: A loop in a function of its own, which its caller prepares for, as most examples have it.
+IN_A_FUNCTION = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+
+
+def train_one_epoch(model, loader, optimizer, accelerator, epoch):
+    total = 0.0
+    for step, (inputs, targets) in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step(); optimizer.zero_grad()
+        accelerator.print(loss.item())
+        total += loss.item()
+    return total
+
+
+def evaluate(model, loader, accelerator):
+    for inputs, targets in loader:
+        found, true = accelerator.gather_for_metrics((model(inputs), targets))
+        accelerator.print(len(found), nn.functional.mse_loss(found, true).item())
+
+
+def main():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    x = torch.linspace(-1, 1, 64).unsqueeze(1)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_loader = DataLoader(TensorDataset(x, 3 * x + 1), batch_size=8)
+    test_loader = DataLoader(TensorDataset(x, 3 * x + 1), batch_size=10)
+    model, optimizer, train_loader, test_loader = accelerator.prepare(
+        model, optimizer, train_loader, test_loader
+    )
+    for epoch in range(2):
+        total = train_one_epoch(model, train_loader, optimizer, accelerator, epoch)
+        accelerator.print(epoch, total)
+        evaluate(model, test_loader, accelerator)
+        accelerator.log({"total": total})
+
+
+main()
+"""
+
+
 def framed(body: str, *, head: str = "", constructor: str = "Accelerator()") -> str:
     """Return a training program around the body of the loop over its loader."""
     return (

@@ -13,6 +13,7 @@ from tests.launch.migrate.programs import (
     BY_HAND,
     CORE_TRAINING,
     CORE_TRAINING_PREPARED,
+    IN_A_FUNCTION,
     QUICK_TOUR,
     WINDOWS,
 )
@@ -47,6 +48,8 @@ CASES: dict[str, tuple[str, Level]] = {
     "core_training_functions": (CORE_TRAINING_PREPARED, "functions"),
     "by_hand_functions": (BY_HAND, "functions"),
     "by_hand_shim": (BY_HAND, "shim"),
+    "in_a_function_functions": (IN_A_FUNCTION, "functions"),
+    "in_a_function_shim": (IN_A_FUNCTION, "shim"),
     "windows_functions": (WINDOWS, "functions"),
     "windows_shim": (WINDOWS, "shim"),
 }
@@ -77,7 +80,9 @@ def write(folder: Path) -> dict[str, tuple[Path, Path]]:
     return files
 
 
-@pytest.mark.parametrize("program", [QUICK_TOUR, BY_HAND], ids=["quick_tour", "by_hand"])
+@pytest.mark.parametrize(
+    "program", [QUICK_TOUR, BY_HAND, IN_A_FUNCTION], ids=["tour", "by_hand", "in_a_function"]
+)
 def test_both_levels_print_the_same_losses(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed: list[str] = []
     levels: tuple[Level, Level] = ("functions", "shim")

@@ -33,7 +33,6 @@ from accelfn.context.config import (
     PrecisionType as PrecisionType,
     RNGType as RNGType,
 )
-import accelfn.context.config as _config
 from accelfn.bigmodel import (
     CustomDtype as CustomDtype,
 )
@@ -45,11 +44,10 @@ from accelfn.compat.helpers import (
 )
 from accelfn.compat.constants import (
     ComputeEnvironment as ComputeEnvironment,
+    FP8BackendType as FP8BackendType,
     SageMakerDistributedType as SageMakerDistributedType,
 )
 from accelfn.compat.missing import refuse as _refuse
-
-FP8BackendType = _config.FP8Backend
 
 
 def __getattr__(name: str) -> _typing.NoReturn:

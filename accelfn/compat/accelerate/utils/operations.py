@@ -23,6 +23,7 @@ from accelfn.compat.operations import (
     recursively_apply as recursively_apply,
     reduce as reduce,
     slice_tensors as slice_tensors,
+    ConvertOutputsToFp32 as ConvertOutputsToFp32,
 )
 from accelfn.tree import (
     TensorInformation as TensorInformation,

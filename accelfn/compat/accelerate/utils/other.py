@@ -3,6 +3,9 @@
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 import typing as _typing
 
+from accelfn.compat.commands import (
+    write_basic_config as write_basic_config,
+)
 from accelfn.compat.helpers import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
     convert_bytes as convert_bytes,

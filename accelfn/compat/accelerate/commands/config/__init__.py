@@ -7,6 +7,10 @@ from accelfn.compat.commands import (
     default_config_file as default_config_file,
     load_config_from_file as load_config_from_file,
 )
+from accelfn.compat.accelerate.commands.config import (
+    config_args as config_args,
+    default as default,
+)
 from accelfn.compat.missing import refuse as _refuse
 
 

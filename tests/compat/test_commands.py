@@ -1,0 +1,99 @@
+"""What programs import of Accelerate's command line."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from accelfn.compat.commands import launch_command_parser, load_config_from_file, write_basic_config
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPT = """
+import sys
+import accelerate
+state = accelerate.PartialState()
+if state.is_main_process:
+    print(state.num_processes, accelerate.Accelerator(cpu=True).compat, sys.argv[1:])
+    sys.exit(int(sys.argv[-1]))
+"""
+# As trl's command line does it.
+PROGRAM = """
+import sys
+import accelfn.compat
+accelfn.compat.install("accelfn")
+from accelerate.commands.launch import launch_command, launch_command_parser
+args = launch_command_parser().parse_args(["--cpu", sys.argv[1], "--lr", "1"])
+args.num_processes = 2
+args.training_script_args.append(sys.argv[2])
+launch_command(args)
+print("afterwards")
+"""
+
+
+def launch(tmp_path: pathlib.Path, status: int) -> "subprocess.CompletedProcess[str]":
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "script.py"), str(status)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELFN_CONFIG": ""},
+        timeout=100,
+    )
+
+
+def test_a_parser_has_accelerates_names() -> None:
+    args = launch_command_parser().parse_args(["--num-processes=2", "--cpu", "a.py", "--lr", "1"])
+    assert (args.num_processes, args.cpu, args.multi_gpu, args.mixed_precision) == (2, True, None, None)
+    assert (args.training_script, args.training_script_args) == ("a.py", ["--lr", "1"])
+    assert args.config_file is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num_procs=2", "a.py"], "Did you mean --num_processes?"),
+        (["--num_processes=two", "a.py"], "it must be an integer"),
+        (["--cpu"], "no script given"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_its_error(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        launch_command_parser().parse_args(argv)
+    assert message in capsys.readouterr().err
+
+
+def test_help_lists_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        launch_command_parser().parse_args(["--help"])
+    assert "--mixed_precision" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_script_is_launched_on_ranks_with_the_alias(tmp_path: pathlib.Path) -> None:
+    done = launch(tmp_path, 0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2 None ['--lr', '1', '0']\nafterwards\n"
+
+
+@pytest.mark.slow
+def test_a_failed_launch_ends_the_program(tmp_path: pathlib.Path) -> None:
+    done = launch(tmp_path, 3)
+    assert done.returncode != 0
+    assert "afterwards" not in done.stdout
+
+
+def test_a_written_configuration_is_the_one_that_is_read(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "inner" / "config.yaml"
+    monkeypatch.setenv("ACCELFN_CONFIG", str(path))
+    assert write_basic_config("bf16") == path
+    assert load_config_from_file(None).to_dict()["mixed_precision"] == "bf16"
+    assert write_basic_config("no") is False
+    assert "stays as it is" in capsys.readouterr().out
+    assert load_config_from_file(None).to_dict()["mixed_precision"] == "bf16"
