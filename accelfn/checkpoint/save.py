@@ -41,6 +41,7 @@ from accelfn.checkpoint.manifest import (
 )
 from accelfn.checkpoint.objects import Names, find_names, inner_of, state_of
 from accelfn.checkpoint.plan import (
+    Box,
     Held,
     SavePlan,
     Write,
@@ -478,9 +479,13 @@ def held_of(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> 
     """Describe what this rank holds of tensors, whose digests are in ``content``. Pure."""
     kinds = {one: (dtype_name(one), one.itemsize) for one in {tensor.dtype for tensor in tensors.values()}}
     held: dict[str, Held] = {}
+    known: dict[Any, tuple[Box, ...] | None] = {None: None}  # by layout, which many tensors share
     for name, tensor in tensors.items():
         dtype, itemsize = kinds[tensor.dtype]
-        held[name] = Held(dtype, tuple(tensor.shape), itemsize, boxes_of(tensor), content.get(name, ""))
+        layout: Any = None if type(tensor) is torch.Tensor else getattr(tensor, "_spec", tensor)
+        if layout not in known:
+            known[layout] = boxes_of(tensor)
+        held[name] = Held(dtype, tuple(tensor.shape), itemsize, known[layout], content.get(name, ""))
     return held
 
 
