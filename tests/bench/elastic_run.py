@@ -40,17 +40,21 @@ class Diary:
 
 
 class Cost(NamedTuple):
-    """Seconds of a step; all are medians.
+    """Seconds of a step; all are medians over blocks of steps.
 
     Attributes:
         without: Of the loop without ``remember``.
         added: Of the loop with it, less those of the block without it beside it.
-        within: Spent in ``remember``, per step.
+        within: Spent in ``remember``.
+        cpu_without: As ``without``, of processor time of all threads of this process.
+        cpu_added: As ``added``, of the same.
     """
 
     without: float
     added: float
     within: float
+    cpu_without: float
+    cpu_added: float
 
 
 class Program(NamedTuple):
@@ -113,31 +117,24 @@ class Program(NamedTuple):
             af.remember(ctx, state, every=EVERY)
             within[0] += time.perf_counter() - start
 
-        def block(count: int, after: Callable[[], object]) -> float:
+        def block(count: int, after: Callable[[], object]) -> tuple[float, float]:
             af.wait_for_everyone(ctx)
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             for _ in range(count):
                 next(steps)
                 after()
             af.wait_for_everyone(ctx)
-            return (time.perf_counter() - start) / count
+            return (time.perf_counter() - start) / count, (time.process_time() - start_cpu) / count
 
         block(_WARM_UP, remember)
         ways: dict[str, Callable[[], object]] = {"with": remember, "without": lambda: None}
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        inside: list[float] = []
+        rows: list[Cost] = []
         for number in range(self.rounds):
-            for name in sorted(ways, reverse=bool(number % 2)):
-                within[0] = 0.0
-                taken[name].append(block(_BLOCK, ways[name]))
-                if name == "with":
-                    inside.append(within[0] / _BLOCK)
-        pairs = zip(taken["with"], taken["without"], strict=True)
-        return Cost(
-            without=statistics.median(taken["without"]),
-            added=statistics.median(one - other for one, other in pairs),
-            within=statistics.median(inside),
-        )
+            within[0] = 0.0
+            took = {name: block(_BLOCK, ways[name]) for name in sorted(ways, reverse=bool(number % 2))}
+            (on, on_cpu), (off, off_cpu) = took["with"], took["without"]
+            rows.append(Cost(off, on - off, within[0] / _BLOCK, off_cpu, on_cpu - off_cpu))
+        return Cost(*map(statistics.median, zip(*rows, strict=True)))
 
 
 def main() -> None:
