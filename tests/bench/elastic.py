@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -158,7 +159,7 @@ def _pause(notes: Sequence[Note], killed: float, size: int) -> Pause:
     after = _steps(notes, events[-1])[0]
     marks = [killed, *events, after.time_s]
     lasts = [note.step for note in notes if note.event == "step" and note.time_s < events[0]]
-    parts = tuple(end - start for start, end in zip(marks, marks[1:], strict=False))
+    parts = tuple(end - start for start, end in itertools.pairwise(marks))
     return Pause(size, after.time_s - before.time_s, lasts[-1] - (after.step - 1), parts)
 
 
@@ -212,7 +213,7 @@ def torchft_pause(python: str, size: tuple[int, int], draw: random.Random) -> Pa
             notes = notes_of(left)
         # A step that was complete at the time of the kill may be noted after it.
         times = [note.time_s for note in _steps(notes, 0)]
-        near = [pair for pair in zip(times, times[1:], strict=False) if killed - 0.5 < pair[1]][:8]
+        near = [pair for pair in itertools.pairwise(times) if killed - 0.5 < pair[1]][:8]
         pause = max(end - start for start, end in near)
         discarded = sum(note.event == "discarded" and note.time_s > killed for note in notes)
         return Pause(2, pause, discarded, ())
@@ -226,7 +227,7 @@ def print_costs(rounds: int) -> None:
     print("| --- | --: | --: | --: | --: |", flush=True)
     for kind, shown in _KINDS.items():
         for name, size in SIZES.items():
-            cost = cost_of(kind, size, rounds)
+            cost = cost_of(kind, size, max(1, rounds * 128 // size[0]))  # larger models take longer
             shares = (
                 cost.within / cost.without,
                 cost.added / cost.without,
@@ -238,7 +239,8 @@ def print_costs(rounds: int) -> None:
 
 def print_pauses(rounds: int) -> None:
     print(
-        "| killed | pause, s: median (least, most) | repeated steps | raised | open | made | restored | step |"
+        "| killed | pause, s: median (least, most) | steps repeated "
+        "| error | new world | state | restored | step |"
     )
     print("| --- | --: | --: | --: | --: | --: | --: | --: |", flush=True)
     draw = random.Random(1)
@@ -263,7 +265,8 @@ def print_torchft(python: str, rounds: int) -> None:
     pauses = [torchft_pause(python, size, draw) for _ in range(rounds)]
     without, added = torchft_cost(python, size, rounds)
     print(
-        "| torchft | pause, s: median (least, most) | discarded steps | a step of DDP, ms | with its manager |"
+        "| torchft | pause, s: median (least, most) | steps discarded "
+        "| a step of DDP, ms | with the manager |"
     )
     print("| --- | --: | --: | --: | --: |")
     cells = f"{without * 1e3:.0f} | {100 * added / without:+.1f} %"

@@ -1,8 +1,8 @@
 """The training program of :mod:`tests.bench.elastic` with torchft: replica groups of one process each.
 
-``python -m tests.bench.elastic_torchft FOLDER NAME WIDTH BLOCKS [ROUNDS]``, with the address of a lighthouse in
-``TORCHFT_LIGHTHOUSE``; as :mod:`tests.bench.elastic_run`. With ROUNDS it times blocks of steps through torchft's
-manager and by plain DDP in turn. It needs ``torchft-nightly``, in an environment of its own.
+``python -m tests.bench.elastic_torchft FOLDER NAME WIDTH BLOCKS [ROUNDS]``, with the address of a lighthouse
+in ``TORCHFT_LIGHTHOUSE``; otherwise as :mod:`tests.bench.elastic_run`. With ROUNDS it times blocks of steps
+through torchft's manager and by plain DDP in turn. It needs ``torchft-nightly``, in an environment of its own.
 """
 
 from __future__ import annotations
