@@ -223,18 +223,18 @@ def torchft_pause(python: str, size: tuple[int, int], draw: random.Random) -> Pa
 
 
 def print_costs(rounds: int) -> None:
-    print("| model | step, ms | in `remember` | the whole loop | processor time |")
+    """Print shares of a step: medians, and the quartiles of what can be told from whole loops."""
+    print("| model | step, ms | in `remember` | processor time | whole loops (quartiles) |")
     print("| --- | --: | --: | --: | --: |", flush=True)
     for kind, shown in _KINDS.items():
         for name, size in SIZES.items():
-            cost = cost_of(kind, size, max(1, rounds * 128 // size[0]))  # larger models take longer
-            shares = (
-                cost.within / cost.without,
-                cost.added / cost.without,
-                cost.cpu_added / cost.cpu_without,
-            )
-            cells = " | ".join(f"{100 * share:+.2f} %" for share in shares)
-            print(f"| {shown}, {name} parameters | {cost.without * 1e3:.0f} | {cells} |", flush=True)
+            cost = cost_of(kind, size, max(2, rounds * 192 // size[0]))  # larger models take longer
+            step = statistics.median(cost.steps)
+            low, added, high = (f"{100 * one / step:+.1f}" for one in statistics.quantiles(cost.added, n=4))
+            within = f"{100 * statistics.median(cost.within) / step:.2f} %"
+            cpu = f"{100 * cost.snapshot_cpu / EVERY / cost.step_cpu:.2f} %"
+            cells = f"{step * 1e3:.0f} | {within} | {cpu} | {added} % ({low}, {high})"
+            print(f"| {shown}, {name} parameters | {cells} |", flush=True)
 
 
 def print_pauses(rounds: int) -> None:

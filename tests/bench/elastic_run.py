@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from tests.bench.sharding import GPT, loss_of
 EVERY = 10  # steps per snapshot
 _ROWS, _LENGTH, _BATCHES = 8, 64, 2000
 _WARM_UP = 15  # so that snapshots fall into the middle of blocks, and their copies end within
-_BLOCK = 2 * EVERY
 
 
 class Diary:
@@ -40,21 +39,21 @@ class Diary:
 
 
 class Cost(NamedTuple):
-    """Seconds of a step; all are medians over blocks of steps.
+    """What a process has measured, in seconds.
 
     Attributes:
-        without: Of the loop without ``remember``.
-        added: Of the loop with it, less those of the block without it beside it.
-        within: Spent in ``remember``.
-        cpu_without: As ``without``, of processor time of all threads of this process.
-        cpu_added: As ``added``, of the same.
+        steps: Of a step without ``remember``, by block.
+        added: What ``remember`` adds to a step, by block: the difference to the block beside it.
+        within: Spent in ``remember`` per step, by block.
+        step_cpu: Processor time of all threads of this process for a step.
+        snapshot_cpu: The same for a snapshot and its copy for the neighbour, between steps.
     """
 
-    without: float
-    added: float
-    within: float
-    cpu_without: float
-    cpu_added: float
+    steps: Sequence[float]
+    added: Sequence[float]
+    within: Sequence[float]
+    step_cpu: float
+    snapshot_cpu: float
 
 
 class Program(NamedTuple):
@@ -128,13 +127,27 @@ class Program(NamedTuple):
 
         block(_WARM_UP, remember)
         ways: dict[str, Callable[[], object]] = {"with": remember, "without": lambda: None}
-        rows: list[Cost] = []
+        rows: list[tuple[float, float, float]] = []
+        cpu: list[float] = []
         for number in range(self.rounds):
             within[0] = 0.0
-            took = {name: block(_BLOCK, ways[name]) for name in sorted(ways, reverse=bool(number % 2))}
-            (on, on_cpu), (off, off_cpu) = took["with"], took["without"]
-            rows.append(Cost(off, on - off, within[0] / _BLOCK, off_cpu, on_cpu - off_cpu))
-        return Cost(*map(statistics.median, zip(*rows, strict=True)))
+            took = {name: block(EVERY, ways[name]) for name in sorted(ways, reverse=bool(number % 2))}
+            rows.append((took["without"][0], took["with"][0] - took["without"][0], within[0] / EVERY))
+            cpu.append(took["without"][1])
+        blocks, added, inside = zip(*rows, strict=True)
+        return Cost(blocks, added, inside, statistics.median(cpu), self._snapshot_cpu(ctx, state))
+
+    def _snapshot_cpu(self, ctx: af.Context, state: dict[str, Any]) -> float:
+        taken: list[float] = []
+        snapshots = ctx.world.background.snapshots
+        assert snapshots is not None
+        for _ in range(10):
+            af.wait_for_everyone(ctx)
+            start = time.process_time()
+            af.remember(ctx, state, every=1)
+            snapshots.settle()
+            taken.append(time.process_time() - start)
+        return statistics.median(taken)
 
 
 def main() -> None:

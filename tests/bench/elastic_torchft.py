@@ -2,7 +2,7 @@
 
 ``python -m tests.bench.elastic_torchft FOLDER NAME WIDTH BLOCKS [ROUNDS]``, with the address of a lighthouse
 in ``TORCHFT_LIGHTHOUSE``; otherwise as :mod:`tests.bench.elastic_run`. With ROUNDS it times blocks of steps
-through torchft's manager and by plain DDP in turn. It needs ``torchft-nightly``, in an environment of its own.
+through torchft's manager and by plain DDP in turn. It needs ``torchft-nightly``.
 """
 
 from __future__ import annotations
