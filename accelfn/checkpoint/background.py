@@ -131,46 +131,64 @@ class HostMemory:
         """Start without memory."""
         self.used: torch.Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._buffer: torch.Tensor | None = None
+        self._layout: list[tuple[torch.Size, torch.dtype]] = []
+        self._copies: list[torch.Tensor] = []
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors, each to contiguous memory on the host, over the copies of the previous call.
 
         Ranks: local. Returns when all copies are complete.
         """
-        total = places_of(tensors)[1]
         on_device = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        buffer = self._buffer
-        if buffer is None or buffer.numel() < total:
-            self._buffer, self.used = None, self.used[:0].clone()  # free the old one first
-            pin = any(device_type(device.type).pins_memory for device in on_device)
-            buffer = self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pin)
-        self.used = buffer[:total]
-        copies = views_in(self.used, tensors)
-        _copy_all(copies, [tensor.detach() for tensor in tensors])
+        layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if layout != self._layout:  # otherwise the memory and the views of the previous call fit
+            self._layout, self._copies = [], []
+            total = places_of(tensors)[1]
+            buffer = self._buffer
+            if buffer is None or buffer.numel() < total:
+                self._buffer, self.used = None, self.used[:0].clone()  # free the old one first
+                pin = any(device_type(device.type).pins_memory for device in on_device)
+                buffer = self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pin)
+            self.used = buffer[:total]
+            self._layout, self._copies = layout, views_in(self.used, tensors)
+        _copy_all(self._copies, tensors)
         for device in on_device:
             wait_for_device(device)
-        return copies
+        return [*self._copies]
 
 
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each tensor; those on the host by several threads, since one doesn't use the full bandwidth."""
-    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+@torch.no_grad()
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor; on the host by several threads if it is much, which use the full bandwidth."""
+    batches: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    room = 0
     for target, source in zip(targets, sources, strict=True):
         if source.device.type != "cpu":
             target.copy_(source, non_blocking=True)
-        elif source.is_contiguous() and source.numel():
-            size = max(1, _PIECE // source.dtype.itemsize)
-            pieces += zip(split_flat(target, size), split_flat(source, size), strict=True)
-        else:
-            target.copy_(source)
-    if not pieces:
-        return
-    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
-        list(pool.map(_copy, pieces))
+            continue
+        size = source.numel() * source.dtype.itemsize
+        pieces = [(target, source)]
+        if size > _PIECE and source.is_contiguous():
+            length = _PIECE // source.dtype.itemsize
+            pieces = [*zip(split_flat(target, length), split_flat(source, length), strict=True)]
+        for piece in pieces:
+            if room <= 0:
+                batches.append(([], []))
+                room = _PIECE
+            batches[-1][0].append(piece[0])
+            batches[-1][1].append(piece[1])
+            room -= size // len(pieces)
+    if len(batches) > 1:
+        with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
+            list(pool.map(_copy, batches))
+    elif batches:
+        _copy(batches[0])
 
 
-def _copy(piece: tuple[torch.Tensor, torch.Tensor]) -> None:
-    piece[0].copy_(piece[1])
+@torch.no_grad()
+def _copy(batch: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+    # A call for each tensor costs more than to copy a small one.
+    torch._foreach_copy_(*batch)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 class _Saves:

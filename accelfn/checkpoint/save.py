@@ -41,6 +41,7 @@ from accelfn.checkpoint.manifest import (
 )
 from accelfn.checkpoint.objects import Names, find_names, inner_of, state_of
 from accelfn.checkpoint.plan import (
+    Box,
     Held,
     SavePlan,
     Write,
@@ -532,16 +533,15 @@ def _state_of(operation: str, thing: Any, names: Names) -> Any:
 
 def held_of(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
     """Describe what this rank holds of tensors, whose digests are in ``content``. Pure."""
-    return {
-        name: Held(
-            dtype_name(tensor.dtype),
-            tuple(tensor.shape),
-            tensor.itemsize,
-            boxes_of(tensor),
-            content.get(name, ""),
-        )
-        for name, tensor in tensors.items()
-    }
+    held: dict[str, Held] = {}
+    known: dict[Any, tuple[Box, ...] | None] = {None: None}  # by layout, which many tensors share
+    for name, tensor in tensors.items():
+        layout: Any = None if type(tensor) is torch.Tensor else getattr(tensor, "_spec", tensor)
+        if layout not in known:
+            known[layout] = boxes_of(tensor)
+        shape, digest = tuple(tensor.shape), content.get(name, "")
+        held[name] = Held(dtype_name(tensor.dtype), shape, tensor.itemsize, known[layout], digest)
+    return held
 
 
 def contents(

@@ -181,7 +181,7 @@ def run_elastic(
     waiting = Waiting(min_processes, settle_timeout, join_timeout, usable)
     store = TCPStore(*seat.store, None, False, timedelta(seconds=join_timeout), wait_for_workers=False)
     process = _Process(seat, store, usable)
-    with process.watching():
+    with process.watching(), _frozen():
         return process.run(train, make_state, checkpoints, waiting, options)
 
 
@@ -371,6 +371,19 @@ class _Process:
                 return True
             time.sleep(_LOOK_S)
         return False
+
+
+@contextmanager
+def _frozen() -> Generator[None]:
+    """Leave what exists already out of garbage collections, which would take much of the time of a pause."""
+    freezes = not gc.get_freeze_count()  # otherwise the program does so itself
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
 
 
 def _describe(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ class _Slot:
 
     def __init__(self) -> None:
         self.own: Share | None = None
-        self.copy: Share | None = None
+        self.copy: Callable[[], Share] | None = None  # parses it
         self.shared = HostMemory()  # of tensors that other ranks hold too
         self.alone = HostMemory()  # of tensors that only this rank holds
         self.incoming: torch.Tensor = torch.empty(0, dtype=torch.uint8)
@@ -109,14 +110,14 @@ class Memory:
 
     def shares(self) -> tuple[Share, ...]:
         """Return what this process holds of all snapshots."""
-        found = [share for slot in self._slots for share in (slot.own, slot.copy)]
-        return tuple(share for share in found if share is not None)
+        own = [slot.own for slot in self._slots if slot.own is not None]
+        return (*own, *(slot.copy() for slot in self._slots if slot.copy is not None))
 
     def go_on_from(self, key: Key) -> None:
         """Count steps from a snapshot that was restored, and keep it until the next one is whole."""
         self.step = key.step
         for number, slot in enumerate(self._slots):
-            if any(share is not None and share.key == key for share in (slot.own, slot.copy)):
+            if slot.own is not None and slot.own.key == key:
                 self._turn = 1 - number
 
     def enter(self, ctx: Context, generation: int) -> None:
@@ -309,15 +310,16 @@ def _exchange(side: Context, slot: _Slot, names: Sequence[str], shift: int, *, n
         if slot.incoming.numel() < rows[source][1]:
             slot.incoming = torch.empty(rows[source][1], dtype=torch.uint8)
         side.collectives.permute(outgoing, slot.incoming[: rows[source][1]], to, source)
-    copied = _parse(bytes(text.numpy()).decode(), slot.incoming)
     # When this has ended, every rank's copy is complete.
     gather_bytes(side, Call("remember", "copied"), b"")
-    slot.copy = copied
+    slot.copy = partial(_parse, text, slot.incoming)
     return any(row[2] for row in rows)
 
 
-def _parse(text: str, memory: torch.Tensor) -> Share:
-    (key, owner, size, _, needs_all, stages, tree, random, held, _), *names = json.loads(text)
+def _parse(text: torch.Tensor, memory: torch.Tensor) -> Share:
+    """Return the share of a neighbour, from its JSON in bytes and the memory of its tensors."""
+    described = json.loads(bytes(text.numpy()))
+    (key, owner, size, _, needs_all, stages, tree, random, held, _), *names = described
     described = parse_held(held)
     like = [_like(described[name]) for name in names]
     tensors = dict(zip(names, views_in(memory, like), strict=True))

@@ -104,9 +104,9 @@ def encode(tree: Any, *, convert: Convert | None = None, namespace: str = "") ->
     return Encoded(document, encoder.tensors)
 
 
-def _refusal(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor can't be stored; None if it can."""
-    kind = type(local_of(tensor))
+def _refusal(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
+    """Return why a tensor with a local part can't be stored; None if it can."""
+    kind = type(local)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         return (
             f"a {kind.__module__}.{kind.__qualname__}, a tensor that is more than its elements; store the "
@@ -226,19 +226,21 @@ class _Encoder:
         return name
 
     def _tensor(self, value: torch.Tensor, path: str, kind: str = "tensor") -> Json:
-        why = _refusal(value)
+        local = local_of(value)
+        why = _refusal(value, local)
         if why is not None:
             return self._refuse(path, why)
-        tensor = value.detach() if value.requires_grad or type(value) is not torch.Tensor else value
+        # Also a DTensor that is a parameter. The test of this class is slow: it is written in Python.
+        is_parameter = type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter)
+        tensor = value.detach() if value.requires_grad or is_parameter else value
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         stride = None
         if type(tensor) is not torch.Tensor:
             layout = cast("Any", tensor)
-            local = cast("Any", local_of(tensor))
             # An empty shard has a storage too; all ranks have to identify the same tensors.
-            memory = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
-            key: Any = (memory, str(layout._spec))
+            storage = cast("Any", local.untyped_storage())
+            key: Any = (storage._cdata, local.storage_offset(), local.stride(), layout._spec)
         elif tensor.numel():
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             if not tensor.is_contiguous():
@@ -252,8 +254,7 @@ class _Encoder:
             node["stride"] = stride
         if value.requires_grad:
             node["requires_grad"] = True
-        # Also a DTensor that is a parameter. The test of this class is slow: it is written in Python.
-        if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
+        if is_parameter:
             node["parameter"] = True
         return node
 
