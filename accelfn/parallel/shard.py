@@ -607,7 +607,7 @@ class ShardHandle(Handle):
             # As torch's pipelines do it; there is no public function. A test checks these names.
             state = model._get_fsdp_state()
             for unit_state in state._state_ctx.all_states:
-                for group in unit_state._fsdp_param_groups:
+                for group in _groups_of(unit_state):
                     group.post_backward()
             state._root_post_backward_final_callback()
 
@@ -653,13 +653,20 @@ class ShardHandle(Handle):
         """Yield FSDP's records of the parameters with unsharded gradients."""
         for unit in self._living_units():
             # There is no public function; a test checks these names.
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in _groups_of(unit._get_fsdp_state()):
                 for record in group.fsdp_params:
                     whole = getattr(record, "_unsharded_param", None)
                     if record.unsharded_accumulated_grad is not None or (
                         whole is not None and whole.grad is not None
                     ):
                         yield record
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    """Return FSDP's groups of parameters of a unit."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch before 2.13
 
 
 def _has_backward(output: Any) -> bool:
