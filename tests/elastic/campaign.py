@@ -62,13 +62,23 @@ class Plan(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a run ended, and the pauses that rank 0 reported, in seconds."""
+    """How a run ended.
+
+    Attributes:
+        end: Whether that is right.
+        text: What it printed.
+        seconds: Its length.
+        pauses: Of each new world, in seconds, as rank 0 reports them.
+        hits: What happened to which process.
+        lost: Steps that had to be repeated in each new world.
+    """
 
     end: End
     text: str
     seconds: float
     pauses: tuple[float, ...]
     hits: tuple[str, ...]
+    lost: tuple[int, ...]
 
 
 def plan_run(seed: int) -> Plan:
@@ -117,7 +127,11 @@ def run(plan: Plan, weights: list[float], start: "Callable[[Plan, Path], Launch]
             for line in text.splitlines()
             if " on from " in line
         )
-        return Outcome(_judge(plan, status, results, text, weights), text, seconds, pauses, tuple(hits))
+        begun = [line.split() for path in folder.glob("training-*") for line in path.read_text().splitlines()]
+        lost = {(int(first), int(reached)) for reached, first in begun if reached != first}
+        steps = tuple(reached - first for first, reached in sorted(lost))
+        end = _judge(plan, status, results, text, weights)
+        return Outcome(end, text, seconds, pauses, tuple(hits), steps)
 
 
 def _judge(
@@ -304,7 +318,6 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--launcher", action="store_true")
-    parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     start = start_command if given.launcher else start_forks
@@ -313,6 +326,11 @@ def main() -> int:
     hits: Counter[str] = Counter()
     pauses: list[float] = []
     bad = 0
+    lost: list[int] = []
+    print(
+        "| seed | model | processes | replacements | what happened | pauses (s) | steps repeated | weights |"
+    )
+    print("| --: | --- | --: | --: | --- | --- | --- | --- |")
     for number in range(given.runs):
         seed = given.seed * 100_000 + number
         plan = plan_run(seed)
@@ -320,12 +338,18 @@ def main() -> int:
         rows[plan.kind, plan.size, outcome.end] += 1
         hits.update(hit.partition(" ")[0] for hit in outcome.hits)
         pauses += outcome.pauses
-        is_bad = outcome.end in ("wrong", "hung")
-        bad += is_bad
-        if is_bad or given.verbose:
-            print(f"seed {seed}: {outcome.end} after {outcome.seconds:.1f} s; {plan}; {outcome.hits}")
-        if is_bad:
+        lost += outcome.lost
+        same = "the same bits" if plan.kind == "ddp" else "right"
+        cells = (
+            *(seed, plan.kind, plan.size, plan.restarts, ", ".join(outcome.hits)),
+            *(", ".join(map(str, found)) for found in (outcome.pauses, outcome.lost)),
+            {"right": same, "error": "error by name"}.get(outcome.end, outcome.end.upper()),
+        )
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        if outcome.end in ("wrong", "hung"):
+            bad += 1
             print(outcome.text[-4000:], flush=True)
+    print()
     print("| kind | processes | right weights | error by name | wrong | hung |")
     print("| --- | --: | --: | --: | --: | --: |")
     for kind, size in sorted({(kind, size) for kind, size, _ in rows}):
@@ -334,7 +358,10 @@ def main() -> int:
     pauses.sort()
     if pauses:
         middle, most = pauses[len(pauses) // 2], pauses[int(len(pauses) * 0.95)]
-        print(f"{dict(hits)}; {len(pauses)} new worlds, pause {middle:.2f} s (median), {most:.2f} s (95 %)")
+        print(
+            f"\n{hits['kill']} processes killed, {hits['stop']} stopped; {len(pauses)} new worlds, after "
+            f"{middle:.1f} s (median) and {most:.1f} s (95 %); at most {max(lost, default=0)} steps repeated"
+        )
     return 1 if bad else 0
 
 

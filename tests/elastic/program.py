@@ -1,7 +1,9 @@
 """A training program that survives lost ranks, for tests and the campaign.
 
 ``python program.py FOLDER KIND STEPS NAP_S [SLOT.ATTEMPT:STEP:FAULT ...]``: each process writes its result to
-``FOLDER/result-SLOT.ATTEMPT``. A fault is ``kill``, ``stop`` or ``raise``, at the end of a step.
+``FOLDER/result-SLOT.ATTEMPT``, and a line with the step it had reached and the one it goes on from to
+``FOLDER/training-SLOT.ATTEMPT`` whenever it begins. A fault is
+``kill``, ``stop`` or ``raise``, at the end of a step.
 """
 
 import json
@@ -71,7 +73,9 @@ class Program(NamedTuple):
 
     def train(self, ctx: Context, state: dict[str, Any]) -> list[float]:
         """Train to the end, and return the weights."""
-        (self.folder / f"training-{self.me}").touch()
+        reached = self.folder / f"reached-{self.me}"
+        with (self.folder / f"training-{self.me}").open("a") as begun:
+            begun.write(f"{reached.read_text() if reached.exists() else state['step']} {state['step']}\n")
         model, loader = state["model"], state["loader"]
         while state["step"] < self.steps:
             for (rows, targets), micro in af.microbatches(ctx, loader):
@@ -91,6 +95,7 @@ class Program(NamedTuple):
     def end_step(self, ctx: Context, state: dict[str, Any]) -> None:
         """Count a step, remember it, save it, or fail."""
         state["step"] += 1
+        (self.folder / f"reached-{self.me}").write_text(str(state["step"]))
         time.sleep(self.nap_s)
         for kind in ("kill", "stop", "raise"):
             if (self.me, state["step"], kind) in self.faults:
