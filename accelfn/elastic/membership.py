@@ -88,6 +88,11 @@ def place_in(roster: Roster, me: Member) -> EnvironmentPlan:
     )
 
 
+def has_begun(board: MessageBoard) -> bool:
+    """Return whether there is a world already."""
+    return _roster_of(board, 0) is not None
+
+
 def can_grow(board: MessageBoard, roster: Roster, usable: Callable[[int], int]) -> bool:
     """Return whether processes wait with which the generation after ``roster`` would be larger."""
     if board.read(f"joining/{roster.generation + 1}/0") is None:

@@ -20,6 +20,7 @@ from typing_extensions import Unpack
 from accelfn.checkpoint import load_latest
 from accelfn.context import (
     Context,
+    EnvironmentPlan,
     Meeting,
     MessageBoard,
     close_context,
@@ -41,6 +42,7 @@ from accelfn.elastic.membership import (
     Roster,
     Waiting,
     can_grow,
+    has_begun,
     join_generation,
     place_in,
 )
@@ -137,7 +139,9 @@ def run_elastic(
         train: The training loop, from the state on; it may be called several times. It should let exceptions
             about other ranks pass.
         make_state: Makes the state for a context: a tree of prepared models, optimizers and loaders, and
-            records such as the scaler's, as for :func:`accelfn.save_state`. A snapshot is loaded into it.
+            records such as the scaler's, as for :func:`accelfn.save_state`. A snapshot is loaded into it. A
+            process that joins later first calls it in a world of one, so that the others don't wait for what
+            takes long the first time.
         min_processes: With fewer processes the run waits for replacements, or ends if none come.
         checkpoints: A checkpoint, or a directory of checkpoints, that ``train`` writes.
         settle_timeout: How long a new world waits for members of the one before that are busy, in seconds;
@@ -237,6 +241,8 @@ class _Process:
         """Run generation after generation until one completes the training."""
         threads = Context().collectives.threads
         since, result = time.monotonic(), None
+        if has_begun(self.board) and waiting.usable(1):
+            self._rehearse(make_state, options)
         while True:
             self.roster = join_generation(
                 self.board, threads, self.seat.me, self.roster, self.seat.size, waiting
@@ -257,6 +263,17 @@ class _Process:
                 # Frames hold the models of the world that is over.
                 traceback.clear_frames(error.__traceback__)
             gc.collect()
+
+    def _rehearse(self, make_state: Callable[[Context], object], options: ContextOptions) -> None:
+        """Make a state in a world of one, and drop it.
+
+        The first one of a process takes seconds, for imports and devices, in which the others would wait.
+        """
+        store = PrefixStore(f"accelfn/elastic/rehearsal/{self.seat.me.name}", self.store)
+        place = EnvironmentPlan(launcher="elastic")
+        with join_meeting(Meeting(place, store, self.seat.device_index, _CONNECT), options) as ctx:
+            make_state(ctx)
+        gc.collect()
 
     @contextmanager
     def _opened(self, options: ContextOptions) -> Generator[Context]:
