@@ -175,13 +175,13 @@ def run_elastic(
     if planned.strategy.engine is not None:
         raise NotAvailableError(
             f"run_elastic: {planned.strategy.engine} keeps state outside of torch's objects, which can't be "
-            "remembered. Use replicas or FSDP2, or resume from checkpoints with accelfn launch --max_restarts."
+            "remembered. Use replicas or FSDP2, or resume from checkpoints (accelfn launch --max_restarts)."
         )
     usable = _usable_by(options)
     waiting = Waiting(min_processes, settle_timeout, join_timeout, usable)
     store = TCPStore(*seat.store, None, False, timedelta(seconds=join_timeout), wait_for_workers=False)
     process = _Process(seat, store, usable)
-    with process.watching(), _frozen():
+    with process.watching(), without_older_objects():
         return process.run(train, make_state, checkpoints, waiting, options)
 
 
@@ -374,8 +374,8 @@ class _Process:
 
 
 @contextmanager
-def _frozen() -> Generator[None]:
-    """Leave what exists already out of garbage collections, which would take much of the time of a pause."""
+def without_older_objects() -> Generator[None]:
+    """Leave what exists already out of garbage collections in the block: they would make pauses longer."""
     freezes = not gc.get_freeze_count()  # otherwise the program does so itself
     if freezes:
         gc.freeze()
