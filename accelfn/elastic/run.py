@@ -185,7 +185,7 @@ def run_elastic(
     waiting = Waiting(min_processes, settle_timeout, join_timeout, usable)
     store = TCPStore(*seat.store, None, False, timedelta(seconds=join_timeout), wait_for_workers=False)
     process = _Process(seat, store, usable)
-    with process.watching(), _frozen():
+    with process.watching(), without_older_objects():
         return process.run(train, make_state, checkpoints, waiting, options)
 
 
@@ -391,8 +391,8 @@ class _Process:
 
 
 @contextmanager
-def _frozen() -> Generator[None]:
-    """Leave what exists already out of garbage collections, which would take much of the time of a pause."""
+def without_older_objects() -> Generator[None]:
+    """Leave what exists already out of garbage collections in the block: they would make pauses longer."""
     freezes = not gc.get_freeze_count()  # otherwise the program does so itself
     if freezes:
         gc.freeze()

@@ -120,6 +120,7 @@ def main() -> None:
         address = f"tcp://127.0.0.1:{os.environ['BENCH_PORT']}"
         plain.init_process_group("gloo", init_method=address, rank=int(name), world_size=2)
         found = measure({"torchft": step, "DDP": by_ddp(name, size)}, rounds)
+        assert manager.num_participants() == 2
         (folder / f"cost-{name}").write_text(json.dumps(found))
         plain.barrier()
         plain.destroy_process_group()

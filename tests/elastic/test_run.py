@@ -1,12 +1,13 @@
 """Elastic runs of real processes: whoever is lost, the weights are those of a run that nobody disturbed."""
 
+import gc
 from pathlib import Path
 
 import pytest
 
 import accelfn as af
 from accelfn.context import Context
-from accelfn.elastic.run import read_seat
+from accelfn.elastic.run import read_seat, without_older_objects
 from accelfn.errors import ConfigurationError
 from tests.elastic.campaign import Plan, plan_run, reference, run, start_command, start_forks
 
@@ -86,6 +87,19 @@ def test_the_launcher_replaces_what_is_lost(weights: dict[str, list[float]]) -> 
     assert outcome.end == "right", outcome.text
     assert "rank 1 was killed by SIGKILL; a replacement starts (1 of 1)" in outcome.text
     assert "on from step 8 in memory" in outcome.text
+
+
+@pytest.mark.parametrize("was_frozen", [False, True])
+def test_collections_leave_out_what_existed_before_the_run(was_frozen: bool) -> None:
+    if was_frozen:
+        gc.freeze()
+    before = gc.get_freeze_count()
+    try:
+        with without_older_objects():
+            assert gc.get_freeze_count() == before if was_frozen else gc.get_freeze_count() > 1000
+        assert (gc.get_freeze_count() > 0) == was_frozen
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.slow

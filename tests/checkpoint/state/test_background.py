@@ -3,13 +3,17 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 import accelfn as af
+from accelfn.checkpoint import background
 from accelfn.checkpoint.background import HostMemory, SaveHandle
 from accelfn.context import Context, Poll, Threads
 from accelfn.errors import MissingRankError, RemoteRankError
@@ -48,6 +52,33 @@ def test_what_fails_while_the_state_is_copied_on_one_rank_is_an_error_on_all(tmp
 
     run_ranks(run, 2, on="processes")
     assert os.listdir(tmp_path) == ["at"]
+
+
+@pytest.mark.parametrize("piece", [1 << 24, 256])  # with one thread, and with several
+@given(rounds=st.lists(st.lists(st.sampled_from(["vector", "matrix", "half", "strided", "empty", "scalar"]))))
+def test_host_memory_copies_whatever_it_held_before(piece: int, rounds: list[list[str]]) -> None:
+    makes: dict[str, Callable[[], torch.Tensor]] = {
+        "vector": lambda: torch.randn(100),
+        "matrix": lambda: torch.randn(9, 10),
+        "half": lambda: torch.randn(7).bfloat16(),
+        "strided": lambda: torch.randn(4, 6).T,
+        "empty": lambda: torch.empty(0, 3),
+        "scalar": lambda: torch.randn((), requires_grad=True),
+    }
+    memory = HostMemory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "_PIECE", piece)
+        for names in [one for kinds in rounds for one in (kinds, kinds)]:  # each layout twice
+            tensors = [makes[name]() for name in names]
+            copies = memory.copies(tensors)
+            for copied, tensor in zip(copies, tensors, strict=True):
+                assert copied.is_contiguous()
+                assert copied.dtype == tensor.dtype
+                assert not copied.requires_grad
+                assert torch.equal(copied, tensor)
+            for tensor in tensors:
+                tensor.detach().zero_()
+            assert all(bool(copied.all()) for copied in copies), "a copy shares the memory of its tensor"
 
 
 @pytest.mark.parametrize("asking", [0, 1])
