@@ -12,7 +12,8 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from importlib import import_module
+from typing import Any, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
 from typing_extensions import Unpack
@@ -240,7 +241,8 @@ class _Process:
     ) -> T | None:
         """Run generation after generation until one completes the training."""
         threads = Context().collectives.threads
-        since, result = time.monotonic(), None
+        since = time.monotonic()
+        results: list[T] = []
         if has_begun(self.board) and waiting.usable(1):
             self._rehearse(make_state, options)
         while True:
@@ -248,13 +250,9 @@ class _Process:
                 self.board, threads, self.seat.me, self.roster, self.seat.size, waiting
             )
             if self.roster is None:
-                return result
+                return results[0] if results else None
             try:
-                with self._opened(options) as ctx:
-                    state = self._state(ctx, make_state, checkpoints, since)
-                    result = train(ctx, state)
-                    self._finish(ctx, self.roster)
-                    return result
+                return self._run_generation(train, make_state, checkpoints, since, options, results)
             except (Exception, Regroup) as error:
                 since = time.monotonic()
                 if not self._is_loss(error):
@@ -262,7 +260,26 @@ class _Process:
                     raise
                 # Frames hold the models of the world that is over.
                 traceback.clear_frames(error.__traceback__)
+
+            _forget_layouts()
             gc.collect()
+
+    def _run_generation(
+        self,
+        train: Callable[[Context, S], T],
+        make_state: Callable[[Context], S],
+        checkpoints: str | os.PathLike[str] | None,
+        since: float,
+        options: ContextOptions,
+        results: list[T],
+    ) -> T:
+        """Open the world of the present generation, train in it, and wait for its other members."""
+        assert self.roster is not None
+        with self._opened(options) as ctx:
+            result = train(ctx, self._state(ctx, make_state, checkpoints, since))
+            results[:] = [result]
+            self._finish(ctx, self.roster)
+            return result
 
     def _rehearse(self, make_state: Callable[[Context], object], options: ContextOptions) -> None:
         """Make a state in a world of one, and drop it.
@@ -401,6 +418,13 @@ def without_older_objects() -> Generator[None]:
     finally:
         if freezes:
             gc.unfreeze()
+
+
+def _forget_layouts() -> None:
+    """Clear DTensor's caches, which keep the meshes of a world, and so its groups."""
+    if "torch.distributed.tensor" in sys.modules:
+        debug: Any = import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
 
 
 def _describe(error: BaseException) -> str:
