@@ -58,14 +58,6 @@ def test_a_rank_that_is_stopped_is_lost(weights: dict[str, list[float]]) -> None
     assert "process 1.0 was killed by signal 9" in outcome.text
 
 
-def test_ranks_that_dont_communicate_with_the_lost_one_go_on_at_once(weights: dict[str, list[float]]) -> None:
-    # In a ring of four, rank 2 waits for ranks that are left, and whose groups torch's caches keep.
-    plan = Plan("fsdp2", 4, 0, STEPS, at_steps=at("0.0:10:kill"))
-    outcome = run(plan, weights["fsdp2"], start_forks)
-    assert outcome.end == "right", outcome.text
-    assert "3 ranks go on from step 8 in memory" in outcome.text, outcome.text
-
-
 def test_when_all_are_lost_the_newest_checkpoint_is_loaded(weights: dict[str, list[float]]) -> None:
     plan = Plan("ddp", 2, 1, STEPS, at_steps=at("0.0:20:kill", "1.0:20:kill"))
     outcome = run(plan, weights["ddp"], start_forks)
