@@ -77,6 +77,7 @@ from accelfn.context.peer_monitor import (
     start_watchdog as start_watchdog,
 )
 from accelfn.context.process_group import (
+    close_gloo_connections as close_gloo_connections,
     make_gloo_group as make_gloo_group,
     process_group_collectives as process_group_collectives,
 )

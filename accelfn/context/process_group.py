@@ -6,6 +6,7 @@ ranks are always those within the group.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import math
@@ -35,6 +36,7 @@ from accelfn.context.world import GroupOwner
 from accelfn.errors import DistributedError, NotAvailableError
 
 _CPU = torch.device("cpu")
+_UNUSED_TAG = 0x5F3C01  # nothing is sent with it
 # The peer monitor ends the wait instead, with an error that names ranks.
 _NEVER = timedelta(days=30)
 # Large, since unused shared memory costs little.
@@ -420,6 +422,27 @@ def _leak(references: tuple[weakref.ref[dist.ProcessGroup], ...]) -> None:
         group = reference()
         if group is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def close_gloo_connections() -> None:
+    """Close the connections of all of torch's groups that use gloo, even if torch keeps the groups alive.
+
+    torch's caches for sharded tensors keep destroyed groups, so that ranks which wait in one would not notice
+    that this rank has left. gloo offers no call for it, but it closes all connections of a group in which an
+    operation times out.
+
+    Ranks: local. Operations of other ranks in these groups end with an error.
+    """
+    for group in [*cast("Any", dist).distributed_c10d._world.pg_map]:
+        with contextlib.suppress(RuntimeError):  # no backend for the CPU
+            if isinstance(group._get_backend(_CPU), cast("Any", bindings).ProcessGroupGloo):
+                for other in {*range(group.size())} - {group.rank()}:
+                    _let_time_out(group, other)
+
+
+def _let_time_out(group: Any, other: int) -> None:
+    with contextlib.suppress(RuntimeError):  # it times out, or the connection is closed
+        group.recv([torch.empty(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 @contextmanager

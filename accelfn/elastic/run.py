@@ -25,6 +25,7 @@ from accelfn.context import (
     Meeting,
     MessageBoard,
     close_context,
+    close_gloo_connections,
     init_context,
     join_meeting,
     news,
@@ -306,6 +307,7 @@ class _Process:
             yield ctx
         except Exception as error:
             publish(ctx.collectives.board, ctx.collectives.call_log, ctx.rank, error)
+            close_gloo_connections()
             raise
         finally:
             self.world = None

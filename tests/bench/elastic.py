@@ -28,7 +28,7 @@ from tests.bench.elastic_run import EVERY, Cost
 
 SIZES = {"0.9 million": (128, 4), "10 million": (448, 4)}
 _KINDS = {"ddp": "DDP", "fsdp2": "FSDP2"}
-_LIMIT_S = 200.0
+_LIMIT_S = 500.0  # of a busy machine
 _SETTLED = EVERY + 5  # steps in a world before one of its processes is killed
 
 

@@ -15,6 +15,7 @@ from accelfn.context import CallLog, Context, MessageBoard, PeerMonitor, ReduceO
 from accelfn.context.process_group import (
     _is_done,  # pyright: ignore[reportPrivateUsage]
     _translate_errors,  # pyright: ignore[reportPrivateUsage]
+    close_gloo_connections,
 )
 from accelfn.errors import CollectiveTimeoutError, DistributedError, MissingRankError
 from accelfn.testing import Where, run_ranks
@@ -297,3 +298,21 @@ def test_a_group_that_is_closed_says_so_and_is_not_kept_alive() -> None:
     )
     gone = (True, said)
     assert run_ranks(close, 2, "processes") == [gone, gone]
+
+
+def test_a_rank_that_closes_its_connections_and_keeps_its_groups_ends_the_operations_of_others() -> None:
+    def run(ctx: Context) -> None:
+        board, group = ctx.collectives.board, new_group()
+        if ctx.rank == 0:
+            close_gloo_connections()
+            end = time.monotonic() + 20
+            while board.read("ended") is None:
+                assert time.monotonic() < end, "the other rank still waits"
+                time.sleep(0.01)
+        else:
+            for one in (dist.group.WORLD, group):
+                with pytest.raises(RuntimeError, match="gloo"):
+                    dist.recv(torch.empty(1), group_src=0, group=one)
+            board.post("ended", "yes")
+
+    run_ranks(run, 2, on="processes")
