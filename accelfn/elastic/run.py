@@ -12,8 +12,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
 from typing_extensions import Unpack
@@ -261,8 +260,6 @@ class _Process:
                     raise
                 # Frames hold the models of the world that is over.
                 traceback.clear_frames(error.__traceback__)
-
-            _forget_layouts()
             gc.collect()
 
     def _run_generation(
@@ -420,13 +417,6 @@ def without_older_objects() -> Generator[None]:
     finally:
         if freezes:
             gc.unfreeze()
-
-
-def _forget_layouts() -> None:
-    """Clear DTensor's caches, which keep the meshes of a world, and so its groups."""
-    if "torch.distributed.tensor" in sys.modules:
-        debug: Any = import_module("torch.distributed.tensor.debug")
-        debug._clear_sharding_prop_cache()
 
 
 def _describe(error: BaseException) -> str:

@@ -11,20 +11,16 @@ import os
 import signal
 import sys
 import time
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
 from accelfn.context import Context
-
-OLD_GROUPS: list[weakref.ref[dist.ProcessGroup]] = []
 
 
 class Program(NamedTuple):
@@ -78,10 +74,6 @@ class Program(NamedTuple):
         reached = self.folder / f"reached-{self.me}"
         with (self.folder / f"training-{self.me}").open("a") as begun:
             begun.write(f"{reached.read_text() if reached.exists() else state['step']} {state['step']}\n")
-        if any(group() is not None for group in OLD_GROUPS):
-            print("a group of an earlier world is still open", flush=True)
-        if dist.group.WORLD is not None:
-            OLD_GROUPS.append(weakref.ref(dist.group.WORLD))
         model, loader = state["model"], state["loader"]
         while state["step"] < self.steps:
             for (rows, targets), micro in af.microbatches(ctx, loader):
