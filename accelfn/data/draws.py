@@ -57,6 +57,9 @@ class _PythonGenerator:
         self._generator: Any = cast("Any", random.random).__self__
         self._memory = _own_memory()
 
+    def __reduce__(self) -> tuple[type[_PythonGenerator], tuple[()]]:
+        return _PythonGenerator, ()  # in a worker process, the memory is another
+
     def save(self) -> Any:
         return random.getstate() if self._memory is None else (self._memory.raw, self._generator.gauss_next)
 
