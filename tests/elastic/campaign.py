@@ -140,7 +140,7 @@ def _judge(
     if status is None:
         return "hung"
     if not results:
-        return "error" if "accelfn.errors." in text or " was killed by signal" in text else "wrong"
+        return "error" if "accelfn.errors." in text or " was killed by " in text else "wrong"
     exact = plan.kind == "ddp"
     tolerance = 0.0 if exact else 1e-4
     is_right = all(
