@@ -372,7 +372,7 @@ MUTATIONS = (
         "in the background the state goes on changing",
         "background",
         "state/test_state.py::test_in_the_background_the_state_of_the_moment_is_saved",
-        "        return copies\n",
+        "        return [*self._copies]\n",
         "        return [tensor.detach().contiguous() for tensor in tensors]\n",
     ),
     _bug(
