@@ -44,7 +44,7 @@ class MutableRecord(KwargsHandler):
     __dataclass_params__: ClassVar[Any]
 
     def __init_subclass__(cls) -> None:
-        """Give a subclass the fields of its record, in the order of the positional arguments."""
+        """Set the fields of a subclass to those of its record, in the order of the positional arguments."""
         super().__init_subclass__()
         if "record" in vars(cls):
             # The decorator would look for the module, which is there only with the alias.

@@ -51,6 +51,7 @@ from accelfn.elastic.snapshot import Memory, Regroup
 from accelfn.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
+    DistributedError,
     MissingRankError,
     NotAvailableError,
     RemoteRankError,
@@ -159,6 +160,7 @@ def run_elastic(
             or as of ``init_context``, for the number of processes that was started.
         NotAvailableError: An engine such as DeepSpeed trains.
         MissingRankError: Fewer than ``min_processes`` are left.
+        DistributedError: An operation fails again for the same members at the same step: none of them is lost.
         Exception: What ``train`` or ``make_state`` raised on this rank. The process should end with it.
 
     >>> import accelfn as af
@@ -243,6 +245,7 @@ class _Process:
         threads = Context().collectives.threads
         since = time.monotonic()
         results: list[T] = []
+        failed: tuple[object, int] | None = None
         if has_begun(self.board) and waiting.usable(1):
             self._rehearse(make_state, options)
         while True:
@@ -255,7 +258,10 @@ class _Process:
                 return self._run_generation(train, make_state, checkpoints, since, options, results)
             except (Exception, Regroup) as error:
                 since = time.monotonic()
-                if not self._is_loss(error):
+                before, failed = failed, (self.roster.members, self.memory.step)
+                # The same members at the same step: no one is lost, and it would go on for ever.
+                is_repeated = failed == before and not isinstance(error, Regroup)
+                if is_repeated or not self._is_loss(error):
                     announce_loss(self.board, Loss(self.seat.me.name, f"raised {_describe(error)}"))
                     raise
                 # Frames hold the models of the world that is over.
@@ -297,7 +303,14 @@ class _Process:
         assert roster is not None
         store = PrefixStore(f"accelfn/elastic/world/{roster.generation}", self.store)
         place = place_in(roster, self.seat.me)
-        ctx = join_meeting(Meeting(place, store, self.seat.device_index, _CONNECT), options)
+        try:
+            ctx = join_meeting(Meeting(place, store, self.seat.device_index, _CONNECT), options)
+        except DistributedError as error:
+            if not roster.generation:
+                raise
+            raise MissingRankError(
+                f"run_elastic: a member of the new world could not be reached: {error}"
+            ) from error
         self.world = ctx.collectives.board
         try:
             self.memory.enter(ctx, roster.generation)

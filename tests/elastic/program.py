@@ -3,7 +3,7 @@
 ``python program.py FOLDER KIND STEPS NAP_S [SLOT.ATTEMPT:STEP:FAULT ...]``: each process writes its result to
 ``FOLDER/result-SLOT.ATTEMPT``, and a line with the step it had reached and the one it goes on from to
 ``FOLDER/training-SLOT.ATTEMPT`` whenever it begins. A fault is
-``kill``, ``stop`` or ``raise``, at the end of a step.
+``kill``, ``stop``, ``raise`` or ``late`` (an operation that times out), at the end of a step.
 """
 
 import json
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
 from accelfn.context import Context
+from accelfn.errors import CollectiveTimeoutError
 
 
 class Program(NamedTuple):
@@ -95,8 +96,10 @@ class Program(NamedTuple):
         state["step"] += 1
         (self.folder / f"reached-{self.me}").write_text(str(state["step"]))
         time.sleep(self.nap_s)
-        for kind in ("kill", "stop", "raise"):
+        for kind in ("kill", "stop", "raise", "late"):
             if (self.me, state["step"], kind) in self.faults:
+                if kind == "late":
+                    raise CollectiveTimeoutError("an operation that never ends")
                 if kind == "raise":
                     raise ValueError(f"a fault at step {state['step']}")
                 os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)

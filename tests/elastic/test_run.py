@@ -81,6 +81,14 @@ def test_a_fault_that_every_rank_has_ends_the_run_by_name(weights: dict[str, lis
     assert outcome.end == "wrong"  # no result, and no error of accelfn's
 
 
+def test_a_fault_without_a_loss_ends_the_run_when_it_comes_again(weights: dict[str, list[float]]) -> None:
+    plan = Plan("ddp", 2, 0, STEPS, at_steps=at("0.0:10:late", "1.0:10:late"))
+    outcome = run(plan, weights["ddp"], start_forks)
+    assert outcome.end == "error", outcome.text
+    assert outcome.text.count("2 ranks go on from step 8") == 1  # it may have been the network
+    assert "CollectiveTimeoutError: an operation that never ends" in outcome.text
+
+
 def test_the_launcher_replaces_what_is_lost(weights: dict[str, list[float]]) -> None:
     plan = Plan("ddp", 2, 1, STEPS, at_steps=at("1.0:10:kill"))
     outcome = run(plan, weights["ddp"], start_command)

@@ -12,7 +12,7 @@ _STATE = "Its state of the loss scale must go on in the next call. "
 
 
 def pass_scaler(rewrite: Rewrite, variables: Variables, function: ast.FunctionDef) -> None:
-    """Give a function a parameter ``scaler``, and let it return the next state beside what it returns.
+    """Add a parameter ``scaler`` to a function, and the next state to what it returns.
 
     It follows the Accelerator among the parameters and arguments; without one it comes first.
     """
