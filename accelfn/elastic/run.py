@@ -160,7 +160,7 @@ def run_elastic(
             or as of ``init_context``, for the number of processes that was started.
         NotAvailableError: An engine such as DeepSpeed trains.
         MissingRankError: Fewer than ``min_processes`` are left.
-        DistributedError: An operation fails again for the same members at the same step: none of them is lost.
+        DistributedError: An operation fails again for the same members at the same step, so none is lost.
         Exception: What ``train`` or ``make_state`` raised on this rank. The process should end with it.
 
     >>> import accelfn as af
