@@ -6,16 +6,12 @@ import hashlib
 import json
 import math
 import os
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args, overload
 
-import optree
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from accelfn.checkpoint.attachments import writes_here
 from accelfn.checkpoint.background import (
@@ -27,21 +23,23 @@ from accelfn.checkpoint.background import (
     finish_background,
     paused_collection,
 )
-from accelfn.checkpoint.by_rank import join_documents, renamed, stored_place
+from accelfn.checkpoint.by_rank import join_documents, renamed
+from accelfn.checkpoint.collect import (
+    collect_state,
+    contents,
+    held_of,
+    parse_held,
+    random_names,
+)
 from accelfn.checkpoint.commit import check_target
 from accelfn.checkpoint.disk import REAL_DISK, Disk, deferring
 from accelfn.checkpoint.document.encode import Encoded, encode
-from accelfn.checkpoint.files import memory_of
-from accelfn.checkpoint.header import dtype_name
 from accelfn.checkpoint.keep import Keep
 from accelfn.checkpoint.manifest import (
-    CHUNK_BYTES,
     Json,
     leaf_path,
 )
-from accelfn.checkpoint.objects import Names, find_names, inner_of, state_of
 from accelfn.checkpoint.plan import (
-    Box,
     Held,
     SavePlan,
     Write,
@@ -52,51 +50,18 @@ from accelfn.checkpoint.plan import (
     has_copies,
     plan_save,
 )
-from accelfn.checkpoint.random_state import random_states
 from accelfn.checkpoint.scheduled_disk import disk_of
-from accelfn.checkpoint.stages import first_names, join_stages
+from accelfn.checkpoint.stages import join_stages
 from accelfn.checkpoint.write import Job, begin_job, commit_job, end_deferred, entry_key, write_job
 from accelfn.comm import catch, check_replicas
 from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
-from accelfn.errors import CheckpointError, MissingRankError, ReplicaDriftError
+from accelfn.errors import MissingRankError, ReplicaDriftError
 from accelfn.parallel.engines import with_plain_objects
-from accelfn.parallel.parameters import WholeModel, check_filled, whole_of
-from accelfn.training import ScalerState, unwrap_model
-from accelfn.training.scaler import check_newest
+from accelfn.parallel.parameters import WholeModel
 from accelfn.tree import local_of
-from accelfn.tree.digest import digest_tensors
-
-# Background saves compare only samples of tensors that are larger than this: reading every byte would hold up
-# the training for as long as copying them.
-_COMPARED_WHOLE = 1 << 20
-_SAMPLES = 16
-_SAMPLE_BYTES = 1 << 12
-
 
 Durability: TypeAlias = Literal["immediate", "deferred"]
-
-
-class Collected(NamedTuple):
-    """The state of this rank: documents, and the tensors that they name.
-
-    Attributes:
-        tree: The tree as JSON.
-        random: The random states of this rank as JSON.
-        tensors: Of the tree, by name; DTensors too.
-        random_tensors: Of the random states.
-        replicated: Names of tensors that are equal on all ranks.
-        staged: Models of which this rank has pipeline stages by path, and None for optimizers.
-        order: Of the parameters of these models.
-    """
-
-    tree: Json
-    random: Json
-    tensors: Mapping[str, torch.Tensor]
-    random_tensors: Mapping[str, torch.Tensor]
-    replicated: frozenset[str]
-    staged: Mapping[str, WholeModel | None]
-    order: Mapping[str, int]
 
 
 class _RankState(NamedTuple):
@@ -366,20 +331,12 @@ def save_for_ranks(
     documents: list[Json] = []
     tensors = dict(encoded.tensors)
     for rank, one in enumerate(map(encode, randoms)):
-        called = _random_names(one.tensors, encoded.tensors, f"@{rank}" if rank else "")
+        called = random_names(one.tensors, encoded.tensors, f"@{rank}" if rank else "")
         documents.append(renamed(one.document, called))
         tensors.update({called[name]: tensor for name, tensor in one.tensors.items()})
     random = join_documents(documents) if documents else None
     whole = encoded._replace(tensors=tensors)
     return _write_alone(path, whole, random, max(1, len(documents)), step)
-
-
-def _random_names(names: Iterable[str], taken: Iterable[str], ending: str = "") -> dict[str, str]:
-    """Return names for the tensors of random states that no tensor of the tree has."""
-    prefix = "#random"
-    while any(name.startswith(f"{prefix}/") for name in taken):
-        prefix = f"#{prefix}"
-    return {name: f"{prefix}/{name}{ending}" for name in names}
 
 
 def _write_alone(
@@ -442,46 +399,6 @@ def _check_durability(durability: object, *, asynchronous: bool) -> None:
 
 
 @paused_collection()
-def collect_state(ctx: Context, tree: Any, operation: str = "save_state") -> Collected:
-    """Collect the state of this rank, whose tensors are the objects' own memory.
-
-    Ranks: local.
-
-    Raises:
-        TypeError: Something in the tree has no plain form.
-        CheckpointError: A model is split into pipeline stages, and the context has none.
-    """
-    names = find_names(tree)
-    staged: dict[str, WholeModel | None] = {}
-
-    def convert(where: str, thing: Any) -> Any:
-        whole = whole_of(inner_of(thing)) if isinstance(thing, nn.Module) else None
-        if whole is not None or (isinstance(thing, Optimizer) and ctx.axis_size("pp") > 1):
-            staged[where] = whole
-        return _state_of(operation, thing, names)
-
-    main = encode(_without_gradients(operation, tree), convert=convert)
-    if staged and ctx.axis_size("pp") == 1:
-        raise CheckpointError(
-            f"{operation}: {next(iter(staged)) or 'tree'} is split into pipeline stages, and this context "
-            "has no pp axis. Save with the context that it was prepared with."
-        )
-    firsts = first_names(staged, main.tensors)
-    tensors = {firsts.get(name, name): tensor for name, tensor in main.tensors.items()}
-    random = encode({**random_states(ctx), **stored_place(ctx)})
-    called = _random_names(random.tensors, tensors)
-    return Collected(
-        tree=renamed(main.document, firsts),
-        random=renamed(random.document, called),
-        tensors=tensors,
-        random_tensors={called[name]: tensor for name, tensor in random.tensors.items()},
-        replicated=names.replicated_of(tensors),
-        staged=staged,
-        order=names.order,
-    )
-
-
-@paused_collection()
 def _collect(ctx: Context, disk: Disk, path: Path, tree: Any, *, is_copied: bool) -> _RankState:
     """Collect and digest the state of this rank; nothing is written."""
     check_target(disk, str(path))
@@ -505,74 +422,6 @@ def _collect(ctx: Context, disk: Disk, path: Path, tree: Any, *, is_copied: bool
         staged=found.staged,
         order=found.order,
     )
-
-
-def _without_gradients(operation: str, tree: Any) -> Any:
-    """Reset the fields of scaler states that describe current gradients, which aren't saved."""
-    if not any(isinstance(one, ScalerState) for one in optree.tree_leaves(tree, is_leaf=_is_scaler)):
-        return tree
-
-    def forget(leaf: Any) -> Any:
-        if not isinstance(leaf, ScalerState):
-            return leaf
-        check_newest(operation, leaf)
-        return leaf._replace(unscaled=(), weight=None, is_open=None)
-
-    return optree.tree_map(forget, tree, is_leaf=_is_scaler)
-
-
-def _is_scaler(value: Any) -> bool:
-    return isinstance(value, ScalerState)
-
-
-def _state_of(operation: str, thing: Any, names: Names) -> Any:
-    if isinstance(thing, nn.Module):
-        check_filled(operation, unwrap_model(thing, keep_torch_compile=False))
-    return state_of(thing, names)
-
-
-def held_of(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
-    """Describe what this rank holds of tensors, whose digests are in ``content``. Pure."""
-    held: dict[str, Held] = {}
-    known: dict[Any, tuple[Box, ...] | None] = {None: None}  # by layout, which many tensors share
-    for name, tensor in tensors.items():
-        layout: Any = None if type(tensor) is torch.Tensor else getattr(tensor, "_spec", tensor)
-        if layout not in known:
-            known[layout] = boxes_of(tensor)
-        shape, digest = tuple(tensor.shape), content.get(name, "")
-        held[name] = Held(dtype_name(tensor.dtype), shape, tensor.itemsize, known[layout], digest)
-    return held
-
-
-def contents(
-    tensors: Mapping[str, torch.Tensor], sums: dict[str, tuple[int, ...]], *, is_copied: bool
-) -> dict[str, str]:
-    """Return for each tensor a text that differs if any of its bits does; checksums go into ``sums``."""
-    found: dict[str, str] = {}
-    digested: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.dtype.itemsize
-        if is_copied and size > _COMPARED_WHOLE:
-            digested[name] = _samples(tensor)
-        elif tensor.device.type == "cpu" and tensor.is_contiguous():
-            memory = memory_of(tensor)
-            sums[name] = tuple(
-                zlib.crc32(memory[start : start + CHUNK_BYTES]) for start in range(0, size, CHUNK_BYTES)
-            )
-            found[name] = "crc32:" + ",".join(map(str, sums[name]))
-        else:
-            digested[name] = tensor
-    rows = cast("list[list[int]]", digest_tensors(list(digested.values())).tolist()) if digested else []  # pyright: ignore[reportUnknownMemberType]
-    found.update({name: f"digest:{row}" for name, row in zip(digested, rows, strict=True)})
-    return found
-
-
-def _samples(tensor: torch.Tensor) -> torch.Tensor:
-    """Return samples of a large tensor, evenly spread."""
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
-    length = max(1, _SAMPLE_BYTES // tensor.dtype.itemsize)
-    step = (flat.numel() - length) // (_SAMPLES - 1)
-    return flat.as_strided((_SAMPLES, length), (step, 1), flat.storage_offset()).contiguous()
 
 
 # --- who writes what -----------------------------------------------------------------------------
@@ -707,11 +556,3 @@ def _summarise(own: _RankState, node: int, local_rank: int) -> tuple[dict[str, A
         "copies": own.copies,
     }
     return summary, details
-
-
-def parse_held(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
-    """Return what JSON has of :func:`held_of`. Pure."""
-    return {
-        name: Held(dtype, tuple(shape), itemsize, None if boxes is None else boxes_from(boxes), content)
-        for name, (dtype, shape, itemsize, boxes, content) in held.items()
-    }

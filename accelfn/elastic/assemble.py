@@ -12,8 +12,8 @@ import torch
 
 from accelfn.checkpoint.background import CollectivePhases, paused_collection
 from accelfn.checkpoint.by_rank import join_documents, renamed
+from accelfn.checkpoint.collect import collect_state, contents, parse_held
 from accelfn.checkpoint.header import contiguous_copy, dtype_from_name
-from accelfn.checkpoint.load import Read, ReadPlan, begin_load, plan_read, restore
 from accelfn.checkpoint.manifest import Json, Manifest, Piece, StoredTensor
 from accelfn.checkpoint.plan import (
     Box,
@@ -25,7 +25,7 @@ from accelfn.checkpoint.plan import (
     join_overlaps,
     plan_save,
 )
-from accelfn.checkpoint.save import collect_state, contents, parse_held
+from accelfn.checkpoint.restore import Read, ReadPlan, begin_load, plan_read, restore
 from accelfn.checkpoint.stages import join_stages
 from accelfn.comm import catch
 from accelfn.context import Context

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from accelfn.checkpoint.background import HostMemory, views_in
+from accelfn.checkpoint.collect import Collected, collect_state, held_of, parse_held
 from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.manifest import Json
 from accelfn.checkpoint.plan import Held, has_copies
-from accelfn.checkpoint.save import Collected, collect_state, held_of, parse_held
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context, World, check_context
 from accelfn.context.world import GroupOwner

@@ -303,21 +303,21 @@ MUTATIONS = (
     # Loading: all or nothing.
     _bug(
         "parameters are written into before all ranks have agreed",
-        "load",
+        "restore",
         "state/test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
         '        phases.gather("restore", "", error)\n',
         '        for write in writes:\n            write()\n        phases.gather("restore", "", error)\n',
     ),
     _bug(
         "the random state is restored before all ranks have agreed",
-        "load",
+        "restore",
         "state/test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
         "    undo: list[Callable[[], None]] = []\n    may_refuse",
         "    _restore_random(ctx, read)\n    undo: list[Callable[[], None]] = []\n    may_refuse",
     ),
     _bug(
         "modules are written into before what may refuse was asked",
-        "load",
+        "restore",
         "state/test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
         "    may_refuse = [one for one in pending if not cannot_fail(one)]\n",
         "    may_refuse = [one for one in pending if not cannot_fail(one)]\n"
@@ -325,7 +325,7 @@ MUTATIONS = (
     ),
     _bug(
         "objects that took up their state keep it when another refuses",
-        "load",
+        "restore",
         "state/test_state.py::test_an_object_that_refuses_on_one_rank_leaves_all_ranks_as_they_were",
         "            step()\n        raise",
         "            pass\n        raise",
@@ -354,7 +354,7 @@ MUTATIONS = (
     ),
     _bug(
         "of tensors that differ between ranks one is kept",
-        "save",
+        "collect",
         "state/test_state.py::test_a_tensor_that_is_equal_everywhere_is_written_once_and_others_are_kept",
         'found[name] = "crc32:" + ",".join(map(str, sums[name]))',
         'found[name] = "crc32:"',

@@ -1,0 +1,238 @@
+"""Restore a state: plan which part of it this rank needs, and change objects only when all ranks can."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from accelfn.checkpoint.background import CollectivePhases, finish_background, paused_collection
+from accelfn.checkpoint.by_rank import Source, document_of, find_source
+from accelfn.checkpoint.document.compare import choose_part, match
+from accelfn.checkpoint.document.decode import decode
+from accelfn.checkpoint.document.nodes import stored_names
+from accelfn.checkpoint.manifest import Json, Manifest
+from accelfn.checkpoint.objects import (
+    Names,
+    Pending,
+    cannot_fail,
+    find_names,
+    fit,
+    is_in_place,
+    prepare_undo,
+    restore_object,
+    restore_order,
+    untied_weights,
+)
+from accelfn.checkpoint.random_state import restore_random_states
+from accelfn.checkpoint.stages import remove_other_stages
+from accelfn.comm import catch
+from accelfn.context import Context
+from accelfn.data import LoaderState
+from accelfn.data.resume import read_state
+from accelfn.errors import (
+    CheckpointMismatchError,
+)
+from accelfn.tree import local_of
+
+T = TypeVar("T")
+
+
+class Read(NamedTuple):
+    """The part of a checkpoint that this rank needs, read and verified."""
+
+    manifest: Manifest
+    source: Source
+    document: Json
+    tensors: Mapping[str, torch.Tensor]
+
+
+class Request(NamedTuple):
+    """The options of a load, and the names of the objects in the tree to load into."""
+
+    operation: str  # named in errors
+    directory: str
+    names: Names
+    strict: bool
+    is_optional: Callable[[str], bool]  # whether the tree needn't have what the checkpoint has at a path
+
+
+def begin_load(
+    ctx: Context,
+    phases: CollectivePhases,
+    directory: str | os.PathLike[str],
+    like: Any,
+    strict: bool,
+    partial: bool | Sequence[str],
+) -> Request:
+    """Wait for a save in the background, and check the options, on all ranks."""
+
+    def check() -> Request:
+        finish_background(ctx)
+        path, is_optional = os.path.abspath(directory), _parse_partial(partial, phases.operation)
+        return Request(phases.operation, path, find_names(like), strict, is_optional)
+
+    request, error = catch(check)
+    phases.gather("begin", "", error)
+    return cast("Request", request)
+
+
+def _parse_partial(partial: bool | Sequence[str], operation: str) -> Callable[[str], bool]:
+    """Return a function for whether a tree may lack a path, from the option ``partial``."""
+    if isinstance(partial, bool):
+        return lambda path: partial
+    if isinstance(partial, str) or not all(isinstance(cast("object", one), str) for one in partial):
+        raise TypeError(f"{operation}: partial must be a bool or a list of paths, got {partial!r}.")
+    return frozenset(partial).__contains__
+
+
+def restore(
+    ctx: Context, phases: CollectivePhases, like: T, request: Request, read: Read, *, random_state: bool
+) -> T:
+    """Restore this rank's part of a state, and change objects only when no rank's part can be refused.
+
+    Ranks: every rank of ``ctx``.
+    """
+    prepared, error = catch(lambda: _prepare(read, like))
+    phases.gather("decode", "", error)
+    assert prepared is not None
+    value, pending, writes = prepared
+    undo: list[Callable[[], None]] = []
+    may_refuse = [one for one in pending if not cannot_fail(one)]
+    _, error = catch(lambda: _restore_undoably(may_refuse, request.names, undo))
+    try:
+        phases.gather("restore", "", error)
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+    for write in writes:
+        write()
+    for one in pending:
+        if cannot_fail(one):
+            restore_object(one, request.names)
+    if random_state and read.manifest.random is not None:
+        _restore_random(ctx, read)
+    phases.gather("loaded", "")
+    return cast("T", value)
+
+
+class ReadPlan(NamedTuple):
+    """The part of a checkpoint that this rank needs.
+
+    Attributes:
+        source: The rank whose documents it loads.
+        document: Of the tree.
+        wanted: Names of tensors; with the tensor of the tree whose sharding they get, or None.
+    """
+
+    source: Source
+    document: Json
+    wanted: Mapping[str, torch.Tensor | None]
+
+
+def plan_read(ctx: Context, like: Any, request: Request, manifest: Manifest, where: str) -> ReadPlan:
+    """Check that a state fits a tree, and plan what this rank reads of it. Pure.
+
+    Args:
+        ctx: The world, which may be another one than that of the state.
+        like: The tree to load into.
+        request: The options.
+        manifest: Of the state.
+        where: Its path, for errors.
+
+    Raises:
+        CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
+    """
+    names, source = request.names, find_source(ctx, manifest)
+    document = choose_part(document_for(manifest, source.rank), like, request.is_optional)
+    matched = match(document, manifest.tensors, like)
+    remove_other_stages(matched.objects, names)
+    fits = [fit(one, names, manifest.tensors, strict=request.strict) for one in matched.objects]
+    rows = [*matched.rows, *(row for one in fits for row in one.rows)]
+    if rows:
+        count = "1 leaf" if len(rows) == 1 else f"{len(rows)} leaves"
+        # Only if that alone would help.
+        extra = all(row.wanted == "nothing" for row in rows)
+        advice = " To load a part of it, pass partial=True, or the paths to leave out." if extra else ""
+        raise CheckpointMismatchError(
+            f"{request.operation}: {where} does not fit the tree in {count}. Nothing was changed.{advice}",
+            rows,
+        )
+    wanted: dict[str, torch.Tensor | None] = dict.fromkeys(stored_names(document))
+    wanted.update({name: one for name, one in matched.leaves.items() if isinstance(one, torch.Tensor)})
+    for one in fits:
+        wanted.update(one.targets)
+    wanted.update(dict.fromkeys(stored_names(document_of(manifest.random, source.rank))))
+    return ReadPlan(source, document, wanted)
+
+
+def document_for(manifest: Manifest, rank: int) -> Json:
+    """Return the document of the tree of one rank. Pure."""
+    return manifest.tree if manifest.world_size == 1 else document_of(manifest.tree, rank)
+
+
+@paused_collection()
+def _prepare(read: Read, like: Any) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
+    """Build the new tree, and list the objects to restore and the calls that write into tensors."""
+    pending: list[Pending] = []
+
+    def defer(path: str, thing: Any, state: Any) -> Any:
+        if isinstance(thing, LoaderState):
+            return read_state(state)
+        pending.append(Pending(path, thing, state))
+        return thing
+
+    writes: list[Callable[[], None]] = []
+    adopt = functools.partial(_adopt, writes)
+    value = decode(read.document, read.tensors, like=like, restore=defer, adopt=adopt)
+    rows = [row for one in pending for row in untied_weights(one)]
+    if rows:
+        raise CheckpointMismatchError(
+            "load_state: weights that are tied in a module were saved separately. Nothing was changed.", rows
+        )
+    return value, sorted(pending, key=restore_order), writes
+
+
+def _write(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        local_of(target).copy_(local_of(source))
+
+
+def _adopt(writes: list[Callable[[], None]], like: Any, value: Any) -> Any:
+    """Return a loaded tensor on the device of ``like``, or a parameter or generator of ``like`` itself.
+
+    Those are written into later, by the calls that are appended to ``writes``.
+    """
+    if isinstance(like, torch.Generator) and isinstance(value, torch.Generator):
+        if like.device != value.device:
+            return value
+        writes.append(functools.partial(like.set_state, value.get_state()))  # pyright: ignore[reportArgumentType]
+        return like
+    if not isinstance(like, torch.Tensor) or not isinstance(value, torch.Tensor) or like.is_meta:
+        return value
+    if is_in_place(like):
+        writes.append(functools.partial(_write, like, value))
+        return like
+    moved = value if value.device == like.device else value.detach().to(like.device)
+    return moved.requires_grad_() if value.requires_grad and not moved.requires_grad else moved
+
+
+def _restore_undoably(pending: Sequence[Pending], names: Names, undo: list[Callable[[], None]]) -> None:
+    """Restore objects, and append the calls that reverse it to ``undo``."""
+    for one in pending:
+        undo.append(prepare_undo(one))
+        try:
+            restore_object(one, names)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                cast("Any", error).add_note(f"raised while {one.path!r} was restored")
+            raise
+
+
+def _restore_random(ctx: Context, read: Read) -> None:
+    states = decode(document_of(read.manifest.random, read.source.rank), read.tensors)
+    restore_random_states(ctx, states, is_own=read.source.is_own)
