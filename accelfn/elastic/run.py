@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
 from typing_extensions import Unpack
@@ -157,6 +157,7 @@ def run_elastic(
 
     Raises:
         ConfigurationError: Another launcher started several processes, or torch.distributed is initialised;
+            ``min_processes`` is above 1 without the launcher;
             or as of ``init_context``, for the number of processes that was started.
         NotAvailableError: An engine such as DeepSpeed trains.
         MissingRankError: Fewer than ``min_processes`` are left.
@@ -176,6 +177,11 @@ def run_elastic(
         raise ConfigurationError(f"run_elastic: min_processes must be at least 1, got {min_processes}.")
     seat = read_seat(os.environ)
     if seat is None:
+        if min_processes > 1:
+            raise ConfigurationError(
+                f"run_elastic: min_processes is {min_processes}, but this program is one process. Start it "
+                "with accelfn launch --elastic."
+            )
         with init_context(**options) as ctx:
             return train(ctx, _start(ctx, make_state, checkpoints))
     planned = plan_context(seat.size, **_with_settings(options))
@@ -187,9 +193,9 @@ def run_elastic(
     usable = _usable_by(options)
     waiting = Waiting(min_processes, settle_timeout, join_timeout, usable)
     store = TCPStore(*seat.store, None, False, timedelta(seconds=join_timeout), wait_for_workers=False)
-    process = _Process(seat, store, usable)
+    process = _Process(seat, store, train, make_state, checkpoints, waiting, options)
     with process.watching(), without_older_objects():
-        return process.run(train, make_state, checkpoints, waiting, options)
+        return process.run()
 
 
 def _start(ctx: Context, make_state: Callable[[Context], S], checkpoints: str | os.PathLike[str] | None) -> S:
@@ -217,45 +223,48 @@ def _usable_by(options: ContextOptions) -> Callable[[int], int]:
     return lambda count: next((size for size in range(count, 0, -1) if fits(size)), 0)
 
 
-class _Process:
-    """A process of an elastic run.
+class _Process(Generic[S, T]):
+    """A process of an elastic run, with the arguments of :func:`run_elastic`.
 
     Attributes:
         roster: Of the present generation; None before the first.
         world: The board of the present world, and this process's rank.
     """
 
-    def __init__(self, seat: Seat, store: Store, usable: Callable[[int], int]) -> None:
-        self.seat, self.store, self._usable = seat, store, usable
-        self.board = store_board(PrefixStore("accelfn/elastic", store))
-        self.roster: Roster | None = None
-        self.world: MessageBoard | None = None
-        self.memory = Memory(self._has_newcomers)
-        self._losses: list[Loss] = []
-
-    def run(
+    def __init__(
         self,
+        seat: Seat,
+        store: Store,
         train: Callable[[Context, S], T],
         make_state: Callable[[Context], S],
         checkpoints: str | os.PathLike[str] | None,
         waiting: Waiting,
         options: ContextOptions,
-    ) -> T | None:
+    ) -> None:
+        self.seat, self.store, self._waiting, self._options = seat, store, waiting, options
+        self._train, self._make_state, self._checkpoints = train, make_state, checkpoints
+        self.board = store_board(PrefixStore("accelfn/elastic", store))
+        self.roster: Roster | None = None
+        self.world: MessageBoard | None = None
+        self.memory = Memory(self._has_newcomers)
+        self._losses: list[Loss] = []
+        self._results: list[T] = []  # of the training function, once it has returned
+
+    def run(self) -> T | None:
         """Run generation after generation until one completes the training."""
         threads = Context().collectives.threads
         since = time.monotonic()
-        results: list[T] = []
         failed: tuple[object, int] | None = None
-        if has_begun(self.board) and waiting.usable(1):
-            self._rehearse(make_state, options)
+        if has_begun(self.board) and self._waiting.usable(1):
+            self._rehearse()
         while True:
             self.roster = join_generation(
-                self.board, threads, self.seat.me, self.roster, self.seat.size, waiting
+                self.board, threads, self.seat.me, self.roster, self.seat.size, self._waiting
             )
             if self.roster is None:
-                return results[0] if results else None
+                return self._results[0] if self._results else None
             try:
-                return self._run_generation(train, make_state, checkpoints, since, options, results)
+                return self._run_generation(since)
             except (Exception, Regroup) as error:
                 since = time.monotonic()
                 before, failed = failed, (self.roster.members, self.memory.step)
@@ -268,43 +277,36 @@ class _Process:
                 traceback.clear_frames(error.__traceback__)
             gc.collect()
 
-    def _run_generation(
-        self,
-        train: Callable[[Context, S], T],
-        make_state: Callable[[Context], S],
-        checkpoints: str | os.PathLike[str] | None,
-        since: float,
-        options: ContextOptions,
-        results: list[T],
-    ) -> T:
+    def _run_generation(self, since: float) -> T:
         """Open the world of the present generation, train in it, and wait for its other members."""
         assert self.roster is not None
-        with self._opened(options) as ctx:
-            result = train(ctx, self._state(ctx, make_state, checkpoints, since))
-            results[:] = [result]
+        with self._opened() as ctx:
+            result = self._train(ctx, self._state(ctx, since))
+            ctx.world.background.settle()  # its last save belongs to the training
+            self._results = [result]
             self._finish(ctx, self.roster)
             return result
 
-    def _rehearse(self, make_state: Callable[[Context], object], options: ContextOptions) -> None:
+    def _rehearse(self) -> None:
         """Make a state in a world of one, and drop it.
 
         The first one of a process takes seconds, for imports and devices, in which the others would wait.
         """
         store = PrefixStore(f"accelfn/elastic/rehearsal/{self.seat.me.name}", self.store)
         place = EnvironmentPlan(launcher="elastic")
-        with join_meeting(Meeting(place, store, self.seat.device_index, _CONNECT), options) as ctx:
-            make_state(ctx)
+        with join_meeting(Meeting(place, store, self.seat.device_index, _CONNECT), self._options) as ctx:
+            self._make_state(ctx)
         gc.collect()
 
     @contextmanager
-    def _opened(self, options: ContextOptions) -> Generator[Context]:
+    def _opened(self) -> Generator[Context]:
         """Open the world of the present generation, and close it; tell its other ranks if this one fails."""
         roster = self.roster
         assert roster is not None
         store = PrefixStore(f"accelfn/elastic/world/{roster.generation}", self.store)
         place = place_in(roster, self.seat.me)
         try:
-            ctx = join_meeting(Meeting(place, store, self.seat.device_index, _CONNECT), options)
+            ctx = join_meeting(Meeting(place, store, self.seat.device_index, _CONNECT), self._options)
         except DistributedError as error:
             if not roster.generation:
                 raise
@@ -312,35 +314,32 @@ class _Process:
                 f"run_elastic: a member of the new world could not be reached: {error}"
             ) from error
         self.world = ctx.collectives.board
+        hidden: tuple[type[Exception], ...] = ()
         try:
             self.memory.enter(ctx, roster.generation)
             yield ctx
         except Exception as error:
             publish(ctx.collectives.board, ctx.collectives.call_log, ctx.rank, error)
             close_gloo_connections()
+            hidden = (Exception,)  # of a background save that could not be completed
             raise
         finally:
             self.world = None
             self.memory.leave()
-            with contextlib.suppress(Exception):  # a background save that could not be completed
+            with contextlib.suppress(*hidden):
                 close_context(ctx)
 
-    def _state(
-        self,
-        ctx: Context,
-        make_state: Callable[[Context], S],
-        checkpoints: str | os.PathLike[str] | None,
-        since: float,
-    ) -> S:
+    def _state(self, ctx: Context, since: float) -> S:
         """Return the state to go on from, and keep it in memory."""
         assert self.roster is not None
-        state = make_state(ctx)
+        state = self._make_state(ctx)
         found = restore_snapshot(ctx, self.memory, state)
         origin = f"step {self.memory.step} in memory"
         if found is None:
             self.memory.step = 0
-            found = None if checkpoints is None else load_latest(ctx, checkpoints, state)
-            origin = "their first state" if found is None else f"the newest checkpoint of {checkpoints}"
+            where = self._checkpoints
+            found = None if where is None else load_latest(ctx, where, state)
+            origin = "their first state" if found is None else f"the newest checkpoint of {where}"
         if self.roster.generation and ctx.is_main_process:
             count = "1 rank goes" if ctx.num_processes == 1 else f"{ctx.num_processes} ranks go"
             paused_s = time.monotonic() - since
@@ -404,7 +403,7 @@ class _Process:
                     post_failure(world, rank, MissingRankError(text))
 
     def _has_newcomers(self) -> bool:
-        return self.roster is not None and can_grow(self.board, self.roster, self._usable)
+        return self.roster is not None and can_grow(self.board, self.roster, self._waiting.usable)
 
     def _is_loss(self, error: BaseException) -> bool:
         """Return whether an error comes from the loss of another member, rather than from this process."""

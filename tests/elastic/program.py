@@ -2,8 +2,8 @@
 
 ``python program.py FOLDER KIND STEPS NAP_S [SLOT.ATTEMPT:STEP:FAULT ...]``: each process writes its result to
 ``FOLDER/result-SLOT.ATTEMPT``, and a line with the step it had reached and the one it goes on from to
-``FOLDER/training-SLOT.ATTEMPT`` whenever it begins. A fault is
-``kill``, ``stop``, ``raise`` or ``late`` (an operation that times out), at the end of a step.
+``FOLDER/training-SLOT.ATTEMPT`` whenever it begins. A fault is ``kill``, ``stop``, ``raise``, ``late`` (an
+operation that times out) or ``disk`` (saves fail from now on), at the end of a step.
 """
 
 import json
@@ -96,8 +96,11 @@ class Program(NamedTuple):
         state["step"] += 1
         (self.folder / f"reached-{self.me}").write_text(str(state["step"]))
         time.sleep(self.nap_s)
-        for kind in ("kill", "stop", "raise", "late"):
+        for kind in ("kill", "stop", "raise", "late", "disk"):
             if (self.me, state["step"], kind) in self.faults:
+                if kind == "disk":
+                    os.fsync = _refuse
+                    continue
                 if kind == "late":
                     raise CollectiveTimeoutError("an operation that never ends")
                 if kind == "raise":
@@ -120,6 +123,10 @@ class Program(NamedTuple):
         )
         if found is not None:
             (self.folder / f"result-{self.me}").write_text(json.dumps(found))
+
+
+def _refuse(descriptor: object) -> None:
+    raise OSError(5, "no disk")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -89,6 +89,14 @@ def test_a_fault_without_a_loss_ends_the_run_when_it_comes_again(weights: dict[s
     assert "CollectiveTimeoutError: an operation that never ends" in outcome.text
 
 
+def test_a_background_save_that_fails_is_an_error_even_if_nothing_asks_for_it(
+    weights: dict[str, list[float]],
+) -> None:
+    outcome = run(Plan("ddp", 1, 0, STEPS, at_steps=at("0.0:14:disk")), weights["ddp"], start_forks)
+    assert "no disk" in outcome.text
+    assert outcome.end == "wrong"  # no result, and no error of accelfn's
+
+
 def test_the_launcher_replaces_what_is_lost(weights: dict[str, list[float]]) -> None:
     plan = Plan("ddp", 2, 1, STEPS, at_steps=at("1.0:10:kill"))
     outcome = run(plan, weights["ddp"], start_command)
@@ -153,6 +161,8 @@ def test_other_launchers_and_worlds_without_processes_are_refused() -> None:
     assert read_seat({"RANK": "0", "WORLD_SIZE": "1"}) is None
     with pytest.raises(ConfigurationError, match="min_processes must be at least 1, got 0"):
         af.run_elastic(lambda ctx, state: None, lambda ctx: 0, min_processes=0)
+    with pytest.raises(ConfigurationError, match="min_processes is 2, but this program is one process"):
+        af.run_elastic(lambda ctx, state: None, lambda ctx: 0, min_processes=2)
 
 
 def test_a_seat_is_read_from_the_variables_of_the_launcher() -> None:
