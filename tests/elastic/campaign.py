@@ -2,12 +2,15 @@
 
 ``python -m tests.elastic.campaign --runs 200 --seed 7`` prints a table. Each run must end with the right
 weights, or with an error by name; it must not hang. In exact mode the right weights have the same bits.
-Processes are forked, so that a run takes seconds; ``--launcher`` starts them with accelfn launch instead.
+Processes are forked from a clean one, so that a run takes seconds; ``--launcher`` starts them with accelfn
+launch instead. What hangs prints where each thread is.
 """
 
 import argparse
+import faulthandler
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -32,10 +35,13 @@ from accelfn.context.failure import Loss, announce_loss
 from tests.elastic.program import Program
 
 STEPS = 40
-_LIMIT_S = 120.0
+_LIMIT_S = 90.0
 _HEARTBEAT_S = 3.0
 _GRACE_S = 5.0  # for processes that run when the training is over
 PROGRAM = Path(__file__).with_name("program.py")
+# A process that has run other tests has threads, whose locks a fork of it would inherit.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["accelfn", "tests.elastic.program"])
 
 End = Literal["right", "error", "wrong", "hung"]
 
@@ -95,8 +101,9 @@ def plan_run(seed: int) -> Plan:
 def reference(kind: str, steps: int) -> list[float]:
     """Return the weights of a run that nobody disturbs."""
     with tempfile.TemporaryDirectory() as folder:
-        program = Program(Path(folder), kind, steps, 0.0)
-        os.waitpid(_fork(program.run, {}), 0)
+        process = _FORKS.Process(target=Program(Path(folder), kind, steps, 0.0).run)
+        process.start()
+        process.join()
         return json.loads((Path(folder) / "result-0.0").read_text())
 
 
@@ -205,26 +212,24 @@ def start_command(plan: Plan, folder: Path) -> Launch:
 
 def start_forks(plan: Plan, folder: Path) -> Launch:
     """Fork a process that forks the processes of the run, and replaces them as ``accelfn launch`` does."""
-    pid = _fork(lambda: _supervise(plan, folder), {}, folder / "output")
-    ended: list[int] = []
-
-    def poll() -> int | None:
-        if not ended:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            ended.extend([os.waitstatus_to_exitcode(status)] if found else [])
-        return ended[0] if ended else None
+    process = _FORKS.Process(target=_supervise, args=(plan, folder))
+    process.start()
 
     def stop() -> str:
-        if poll() is None:
-            os.kill(pid, signal.SIGTERM)
-            os.waitpid(pid, 0)
+        process.terminate()
+        process.join()
         return (folder / "output").read_text()
 
-    return Launch(poll, stop)
+    return Launch(lambda: process.exitcode, stop)
 
 
 def _supervise(plan: Plan, folder: Path) -> None:
     """Fork the processes, replace those that die, and kill those that are silent."""
+    target = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)  # OpenMP's threads don't survive a fork
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -239,8 +244,11 @@ def _supervise(plan: Plan, folder: Path) -> None:
     pids = {start(slot, 0): (slot, 0) for slot in range(plan.size)}
 
     def end(number: int, frame: FrameType | None) -> None:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        for number in (signal.SIGUSR1, signal.SIGKILL):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(1.0 if number == signal.SIGUSR1 else 0.0)
+        sys.stdout.flush()
         os._exit(1)
 
     signal.signal(signal.SIGTERM, end)
@@ -281,7 +289,7 @@ def _supervise(plan: Plan, folder: Path) -> None:
     raise SystemExit(0 if is_over else 1)
 
 
-def _fork(work: Callable[[], None], variables: Mapping[str, str], output: Path | None = None) -> int:
+def _fork(work: Callable[[], None], variables: Mapping[str, str]) -> int:
     """Run ``work`` in a new process, and return its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -290,12 +298,6 @@ def _fork(work: Callable[[], None], variables: Mapping[str, str], output: Path |
         return pid
     status = 1
     try:
-        if output is not None:
-            target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(target, 1)
-            os.dup2(target, 2)
-            # pytest has replaced the objects.
-            sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
         os.environ.update(variables)
         work()
         status = 0
