@@ -105,7 +105,7 @@ def test_losses_are_equal_on_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["quick_tour_functions", "by_hand_functions", "windows_functions"])
+@pytest.mark.parametrize("name", ["quick_tour_functions", "windows_functions"])
 def test_losses_are_equal_on_two_processes(name: str, tmp_path: Path) -> None:
     before, after = write(tmp_path)[name]
     for file in (before, after):
