@@ -93,6 +93,13 @@ def has_begun(board: MessageBoard) -> bool:
     return _roster_of(board, 0) is not None
 
 
+def first_to_go_on(board: MessageBoard, roster: Roster) -> Member:
+    """Return the first member that was in the generation before too; the first of all if none was."""
+    before = _roster_of(board, roster.generation - 1)
+    known = before.members if before is not None else ()
+    return next((member for member in roster.members if member in known), roster.members[0])
+
+
 def can_grow(board: MessageBoard, roster: Roster, usable: Callable[[int], int]) -> bool:
     """Return whether processes wait with which the generation after ``roster`` would be larger."""
     if board.read(f"joining/{roster.generation + 1}/0") is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import sys
 import threading
@@ -34,7 +35,14 @@ from accelfn.context import (
     text_of,
 )
 from accelfn.context.config import read_settings
-from accelfn.context.failure import Loss, announce_loss, losses_from, post_failure
+from accelfn.context.failure import (
+    Loss,
+    announce_loss,
+    append_text,
+    list_texts,
+    losses_from,
+    post_failure,
+)
 from accelfn.context.options import ContextOptions, merge_settings
 from accelfn.elastic.assemble import restore_snapshot
 from accelfn.elastic.membership import (
@@ -43,6 +51,7 @@ from accelfn.elastic.membership import (
     Roster,
     Waiting,
     can_grow,
+    first_to_go_on,
     has_begun,
     join_generation,
     place_in,
@@ -131,8 +140,9 @@ def run_elastic(
     the same global order, so with ``reduction="canonical"`` (exact mode) the final weights have the same bits
     as those of a run without losses.
 
-    If no snapshot is whole, because too many ranks were lost at once, the newest of ``checkpoints`` is
-    loaded; without one, the run starts from the state of ``make_state``. Rank 0 reports this on stderr.
+    If no snapshot is whole, because too many ranks were lost at once or the program has just been started,
+    the newest of ``checkpoints`` is loaded; without one, the run starts from the state of ``make_state``. One
+    rank reports this on stderr.
 
     Ranks: every process of ``accelfn launch --elastic``. In a program without a launcher, ``train`` runs once
     in a world of one.
@@ -157,8 +167,8 @@ def run_elastic(
 
     Raises:
         ConfigurationError: Another launcher started several processes, or torch.distributed is initialised;
-            ``min_processes`` is above 1 without the launcher;
-            or as of ``init_context``, for the number of processes that was started.
+            ``min_processes`` is above 1 without the launcher; a timeout isn't positive; this program has
+            called it before; or as of ``init_context``, for the number of processes that was started.
         NotAvailableError: An engine such as DeepSpeed trains.
         MissingRankError: Fewer than ``min_processes`` are left.
         DistributedError: An operation fails again for the same members at the same step, so none is lost.
@@ -175,6 +185,11 @@ def run_elastic(
     """
     if min_processes < 1:
         raise ConfigurationError(f"run_elastic: min_processes must be at least 1, got {min_processes}.")
+    for name, seconds in (("settle_timeout", settle_timeout), ("join_timeout", join_timeout)):
+        if not 0 < seconds < math.inf:
+            raise ConfigurationError(
+                f"run_elastic: {name} must be a positive number of seconds, got {seconds}."
+            )
     seat = read_seat(os.environ)
     if seat is None:
         if min_processes > 1:
@@ -192,8 +207,7 @@ def run_elastic(
         )
     usable = _usable_by(options)
     waiting = Waiting(min_processes, settle_timeout, join_timeout, usable)
-    store = TCPStore(*seat.store, None, False, timedelta(seconds=join_timeout), wait_for_workers=False)
-    process = _Process(seat, store, train, make_state, checkpoints, waiting, options)
+    process = _Process(seat, train, make_state, checkpoints, waiting, options)
     with process.watching(), without_older_objects():
         return process.run()
 
@@ -234,24 +248,36 @@ class _Process(Generic[S, T]):
     def __init__(
         self,
         seat: Seat,
-        store: Store,
         train: Callable[[Context, S], T],
         make_state: Callable[[Context], S],
         checkpoints: str | os.PathLike[str] | None,
         waiting: Waiting,
         options: ContextOptions,
     ) -> None:
-        self.seat, self.store, self._waiting, self._options = seat, store, waiting, options
+        self.seat, self._waiting, self._options = seat, waiting, options
         self._train, self._make_state, self._checkpoints = train, make_state, checkpoints
-        self.board = store_board(PrefixStore("accelfn/elastic", store))
+        # A connection of its own for worlds: while one waits in it, heartbeats go on in the other.
+        self.store: Store = self._connect()
+        self.board = store_board(PrefixStore("accelfn/elastic", self._connect()))
         self.roster: Roster | None = None
         self.world: MessageBoard | None = None
         self.memory = Memory(self._has_newcomers)
-        self._losses: list[Loss] = []
+        self._num_losses = 0  # that have led to the worlds so far
+        self._cause = "the program has started"  # or what has ended the last world
         self._results: list[T] = []  # of the training function, once it has returned
+
+    def _connect(self) -> Store:
+        patience = timedelta(seconds=self._waiting.join_s)
+        return TCPStore(*self.seat.store, None, False, patience, wait_for_workers=False)
 
     def run(self) -> T | None:
         """Run generation after generation until one completes the training."""
+        if self.board.read(f"ran/{self.seat.me.name}") is not None:
+            raise ConfigurationError(
+                "run_elastic: this program has called it before, and a launch is one elastic run. Put what "
+                "follows into the same training function, or start another launch."
+            )
+        self.board.post(f"ran/{self.seat.me.name}", "yes")
         threads = Context().collectives.threads
         since = time.monotonic()
         failed: tuple[object, int] | None = None
@@ -273,6 +299,7 @@ class _Process(Generic[S, T]):
                 if is_repeated or not self._is_loss(error):
                     announce_loss(self.board, Loss(self.seat.me.name, f"raised {_describe(error)}"))
                     raise
+                self._cause = "processes have joined" if isinstance(error, Regroup) else _describe(error)
                 # Frames hold the models of the world that is over.
                 traceback.clear_frames(error.__traceback__)
             gc.collect()
@@ -303,6 +330,7 @@ class _Process(Generic[S, T]):
         """Open the world of the present generation, and close it; tell its other ranks if this one fails."""
         roster = self.roster
         assert roster is not None
+        self._meet(roster)
         store = PrefixStore(f"accelfn/elastic/world/{roster.generation}", self.store)
         place = place_in(roster, self.seat.me)
         try:
@@ -329,6 +357,21 @@ class _Process(Generic[S, T]):
             with contextlib.suppress(*hidden):
                 close_context(ctx)
 
+    def _meet(self, roster: Roster) -> None:
+        """Wait until all members are about to connect, since nothing ends that when one of them is lost.
+
+        Raises:
+            MissingRankError: A member was lost.
+        """
+        here = f"here/{roster.generation}"
+        append_text(self.board, here, self.seat.me.name)
+        while len(list_texts(self.board, here, 0)) < len(roster.members):
+            lost = {loss.name: loss for loss in losses_from(self.board, 0)}
+            for member in roster.members:
+                if member.name in lost:
+                    raise MissingRankError(f"process {member.name} {lost[member.name].why}")
+            time.sleep(_LOOK_S / 5)
+
     def _state(self, ctx: Context, since: float) -> S:
         """Return the state to go on from, and keep it in memory."""
         assert self.roster is not None
@@ -339,21 +382,22 @@ class _Process(Generic[S, T]):
             self.memory.step = 0
             where = self._checkpoints
             found = None if where is None else load_latest(ctx, where, state)
-            origin = "their first state" if found is None else f"the newest checkpoint of {where}"
-        if self.roster.generation and ctx.is_main_process:
+            origin = "the first state" if found is None else f"the newest checkpoint of {where}"
+        why = self._why()
+        # Not a process that has just started: its own start isn't a pause of the others.
+        is_news = self.roster.generation > 0 or found is not None
+        if is_news and self.seat.me == first_to_go_on(self.board, self.roster):
             count = "1 rank goes" if ctx.num_processes == 1 else f"{ctx.num_processes} ranks go"
-            paused_s = time.monotonic() - since
-            _print(f"{count} on from {origin} after {paused_s:.1f} s; {self._why()}")
+            _print(f"{count} on from {origin} after {time.monotonic() - since:.1f} s; {why}")
         state = state if found is None else found
         self.memory.take(ctx, state)
         return state
 
     def _why(self) -> str:
-        """Describe the losses since the last call."""
-        losses = losses_from(self.board, 0)
-        new = losses[len(self._losses) :]
-        self._losses = losses
-        return "; ".join(f"process {loss.name} {loss.why}" for loss in new) or "processes have joined"
+        """Describe the losses since the last call, or else what has ended the last world."""
+        losses = losses_from(self.board, self._num_losses)
+        self._num_losses += len(losses)
+        return "; ".join(f"process {loss.name} {loss.why}" for loss in losses) or self._cause
 
     def _finish(self, ctx: Context, roster: Roster) -> None:
         """Wait until the training function has returned on all members.

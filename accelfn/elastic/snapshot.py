@@ -11,18 +11,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from accelfn.checkpoint.background import HostMemory, views_in
 from accelfn.checkpoint.collect import Collected, collect_state, held_of, parse_held
+from accelfn.checkpoint.document.compare import match
 from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.manifest import Json
 from accelfn.checkpoint.plan import Held, has_copies
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context, World, check_context
 from accelfn.context.world import GroupOwner
+from accelfn.errors import CheckpointMismatchError
 from accelfn.tree import local_of
 
 _LOOK_S = 0.002
@@ -170,6 +172,7 @@ class Memory:
         side, slot = self._side, self._slots[self._turn]
         assert side is not None
         found = collect_state(ctx, state, "remember")
+        self._check_form(state, self._slots[1 - self._turn].own)
         slot.own = slot.copy = None
         alone, shared = _split(ctx, found)
         copies = dict(zip(shared, slot.shared.copies(list(shared.values())), strict=True))
@@ -194,6 +197,19 @@ class Memory:
             names = tuple(alone)
             self._exchange.start(side, lambda: _exchange(side, slot, names, shift, newcomers=flag))
 
+    def _check_form(self, state: Any, before: Share | None) -> None:
+        """Check that a snapshot could be loaded into a state like that of the snapshot before."""
+        if before is None or before.key.generation != self._generation:
+            return
+        rows = match(before.tree, before.held, state).rows
+        if rows:
+            raise CheckpointMismatchError(
+                f"remember: the state has another form than at step {before.key.step}, so it could not be "
+                "restored. Tensors and objects keep their number, dtypes and shapes; what grows can be a "
+                "list of numbers, or an object with a state_dict.",
+                rows,
+            )
+
 
 def remember(ctx: Context, state: Any, *, every: int = 10) -> None:
     """Keep a snapshot of the state in memory, from which the run goes on if a rank is lost.
@@ -212,11 +228,14 @@ def remember(ctx: Context, state: Any, *, every: int = 10) -> None:
         every: Calls per snapshot: at most so many steps are repeated after a loss.
 
     Raises:
-        TypeError: Something in the state has no plain form: all such leaves, by path.
+        TypeError: Leaves of the state have no plain form, or ``every`` isn't an int.
         ValueError: ``every`` isn't positive.
+        CheckpointMismatchError: Leaves have another form than at the snapshot before.
         DistributedError: Another rank was lost.
     """
     check_context("remember", ctx)
+    if not isinstance(cast("object", every), int):
+        raise TypeError(f"remember: every must be an int, got {every!r}.")
     if every < 1:
         raise ValueError(f"remember: every must be at least 1, got {every!r}.")
     memory = ctx.world.background.snapshots

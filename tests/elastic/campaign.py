@@ -40,8 +40,8 @@ _HEARTBEAT_S = 3.0
 _GRACE_S = 5.0  # for processes that run when the training is over
 PROGRAM = Path(__file__).with_name("program.py")
 # A process that has run other tests has threads, whose locks a fork of it would inherit.
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["accelfn", "tests.elastic.program"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["accelfn", "tests.elastic.program"])
 
 End = Literal["right", "error", "wrong", "hung"]
 
@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
         end: Whether that is right.
         text: What it printed.
         seconds: Its length.
-        pauses: Of each new world, in seconds, as rank 0 reports them.
+        pauses: Of each new world, in seconds, as a survivor reports them.
         hits: What happened to which process.
         lost: Steps that had to be repeated in each new world.
     """
@@ -101,7 +101,7 @@ def plan_run(seed: int) -> Plan:
 def reference(kind: str, steps: int) -> list[float]:
     """Return the weights of a run that nobody disturbs."""
     with tempfile.TemporaryDirectory() as folder:
-        process = _FORKS.Process(target=Program(Path(folder), kind, steps, 0.0).run)
+        process = FORKS.Process(target=Program(Path(folder), kind, steps, 0.0).run)
         process.start()
         process.join()
         return json.loads((Path(folder) / "result-0.0").read_text())
@@ -212,7 +212,7 @@ def start_command(plan: Plan, folder: Path) -> Launch:
 
 def start_forks(plan: Plan, folder: Path) -> Launch:
     """Fork a process that forks the processes of the run, and replaces them as ``accelfn launch`` does."""
-    process = _FORKS.Process(target=_supervise, args=(plan, folder))
+    process = FORKS.Process(target=_supervise, args=(plan, folder))
     process.start()
 
     def stop() -> str:
@@ -229,7 +229,6 @@ def _supervise(plan: Plan, folder: Path) -> None:
     os.dup2(target, 1)
     os.dup2(target, 2)
     faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)  # OpenMP's threads don't survive a fork
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -268,6 +267,8 @@ def _supervise(plan: Plan, folder: Path) -> None:
             if is_late and pid != found:
                 os.kill(pid, signal.SIGKILL)
             if beat is not None and time.monotonic() > beats[pid][1] + _HEARTBEAT_S and pid != found:
+                os.kill(pid, signal.SIGUSR1)
+                time.sleep(0.1)
                 os.kill(pid, signal.SIGKILL)
         if not found:
             continue
@@ -321,7 +322,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--launcher", action="store_true")
     given = parser.parse_args()
-    torch.set_num_threads(1)
     start = start_command if given.launcher else start_forks
     weights = {kind: reference(kind, STEPS) for kind in ("ddp", "fsdp2")}
     rows: Counter[tuple[str, int, str]] = Counter()

@@ -1,15 +1,25 @@
 """Elastic runs of real processes: whoever is lost, the weights are those of a run that nobody disturbed."""
 
 import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import accelfn as af
-from accelfn.context import Context
+from accelfn.context import Context, MessageBoard, store_board
+from accelfn.context.failure import append_text, list_texts
+from accelfn.elastic.membership import Member
 from accelfn.elastic.run import read_seat, without_older_objects
 from accelfn.errors import ConfigurationError
-from tests.elastic.campaign import Plan, plan_run, reference, run, start_command, start_forks
+from tests.elastic.campaign import FORKS, Plan, plan_run, reference, run, start_command, start_forks
 
 STEPS = 24
 
@@ -86,6 +96,7 @@ def test_a_fault_without_a_loss_ends_the_run_when_it_comes_again(weights: dict[s
     outcome = run(plan, weights["ddp"], start_forks)
     assert outcome.end == "error", outcome.text
     assert outcome.text.count("2 ranks go on from step 8") == 1  # it may have been the network
+    assert "s; CollectiveTimeoutError: an operation that never ends" in outcome.text
     assert "CollectiveTimeoutError: an operation that never ends" in outcome.text
 
 
@@ -129,6 +140,61 @@ def test_some_runs_of_the_campaign(start: object, weights: dict[str, list[float]
         assert outcome.end in ("right", "error"), f"seed {seed}: {outcome.end}\n{outcome.text}"
 
 
+# --- one process, and a test that stands for the others --------------------------------------------
+
+
+def start_member(size: int, calls: int) -> tuple[BaseProcess, MessageBoard]:
+    """Start a process of a launch, and return it with the board of the launch."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    process = FORKS.Process(target=run_member, args=(store.port, size, calls))
+    process.start()
+    return process, store_board(PrefixStore("accelfn/elastic", store))
+
+
+def run_member(port: int, size: int, calls: int) -> None:
+    places = {"STORE": f"127.0.0.1:{port}", "SIZE": str(size), "SLOT": "0"}
+    os.environ.update({f"ACCELFN_ELASTIC_{name}": value for name, value in places.items()})
+    os.environ.update(LOCAL_RANK="0", GROUP_RANK="0", TORCHELASTIC_RESTART_COUNT="0")
+    for _ in range(calls - 1):
+        af.run_elastic(train_nothing, make_nothing, cpu=True)
+    refused = pytest.raises(ConfigurationError, match="this program has called it before")
+    with refused if calls > 1 else nullcontext():
+        af.run_elastic(train_nothing, make_nothing, cpu=True)
+
+
+def train_nothing(ctx: Context, state: int) -> None:
+    pass
+
+
+def make_nothing(ctx: Context) -> int:
+    return 0
+
+
+def test_a_second_run_in_a_launch_is_refused() -> None:
+    process, _ = start_member(1, calls=2)
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_heartbeats_go_on_while_a_world_connects() -> None:
+    process, board = start_member(2, calls=1)
+    append_text(board, "joining/0", json.dumps(Member(0, 1, 0)))
+    append_text(board, "here/0", "1.0")  # and it never connects
+    wait_until(lambda: len(list_texts(board, "here/0", 0)) == 2)
+    beat = int(board.read("beat/0.0") or 0)
+    wait_until(lambda: int(board.read("beat/0.0") or 0) > beat + 3 or not process.is_alive())
+    assert process.is_alive()
+    process.kill()
+    process.join()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 # --- without a launcher ----------------------------------------------------------------------------
 
 
@@ -163,6 +229,8 @@ def test_other_launchers_and_worlds_without_processes_are_refused() -> None:
         af.run_elastic(lambda ctx, state: None, lambda ctx: 0, min_processes=0)
     with pytest.raises(ConfigurationError, match="min_processes is 2, but this program is one process"):
         af.run_elastic(lambda ctx, state: None, lambda ctx: 0, min_processes=2)
+    with pytest.raises(ConfigurationError, match="join_timeout must be a positive number of seconds, got 0"):
+        af.run_elastic(lambda ctx, state: None, lambda ctx: 0, join_timeout=0)
 
 
 def test_a_seat_is_read_from_the_variables_of_the_launcher() -> None:

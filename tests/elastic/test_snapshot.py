@@ -1,7 +1,7 @@
 """What the memory of some ranks is worth: every snapshot that is whole can be restored, in any world."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -84,6 +84,45 @@ def ran(world: int, steps: int, every: int) -> tuple[list[Memory], list[dict[str
 
     pairs = run_ranks(run, world)
     return [memory for memory, _ in pairs], [last for _, last in pairs]
+
+
+def grow(state: dict[str, Any]) -> None:
+    state["losses"].append(torch.zeros(()))
+
+
+def widen(state: dict[str, Any]) -> None:
+    state["own"] = state["own"].double()
+
+
+def reshape(state: dict[str, Any]) -> None:
+    state["own"] = torch.zeros(5)
+
+
+@pytest.mark.parametrize(("change", "path"), [(grow, "losses"), (widen, "own"), (reshape, "own")])
+def test_a_state_that_changes_its_form_is_an_error_at_once(
+    change: Callable[[dict[str, Any]], None], path: str
+) -> None:
+    def run(ctx: Context) -> None:
+        memory = Memory()
+        memory.enter(ctx, 0)
+        state: dict[str, Any] = {"own": torch.zeros(3), "losses": [], "best": 1.0, "means": [0.5]}
+        memory.take(ctx, state)
+        state.update(own=torch.ones(3), best=2.0, means=[0.5, 0.25])  # values may grow
+        memory.remember(ctx, state, 1)
+        change(state)
+        try:
+            with pytest.raises(CheckpointMismatchError, match=f"another form than at step 1[^|]*{path}"):
+                memory.remember(ctx, state, 1)
+        finally:
+            memory.leave()
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize(("every", "error"), [(0, ValueError), (2.5, TypeError), ("3", TypeError)])
+def test_a_wrong_interval_is_refused_in_any_world(every: Any, error: type[Exception]) -> None:
+    with af.init_context(cpu=True) as ctx, pytest.raises(error, match="every must be"):
+        af.remember(ctx, {}, every=every)
 
 
 @given(
