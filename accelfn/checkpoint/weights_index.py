@@ -125,8 +125,10 @@ class WeightsPlan:
     total_bytes: int
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: int | str, name: str = "max_shard_size") -> int:
     """Return a size in bytes: a number, or a text such as ``"10GB"`` or ``"1.5 MB"`` in powers of 1000.
+
+    ``name`` is what errors call the size.
 
     Raises:
         ValueError: The text has another form, or the size is less than 1 byte.
@@ -140,7 +142,7 @@ def parse_size(size: int | str) -> int:
         num_bytes = round(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if num_bytes < 1:
         raise ValueError(
-            f"max_shard_size must be a number of bytes, or a number with TB, GB, MB or KB such as '5GB': got "
+            f"{name} must be a number of bytes, or a number with TB, GB, MB or KB such as '5GB': got "
             f"{size!r}."
         )
     return num_bytes

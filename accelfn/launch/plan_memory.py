@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan the memory of a model. Effect: prints the plan, or writes it to a file.
 
     Returns:
-        The exit status: 0; 1 if a file of weights is damaged; 2 if an argument is invalid.
+        The exit status: 0; 1 if no mesh fits, or a file of weights is damaged; 2 if an argument is invalid.
     """
     budgets: dict[int | str, str] | None = None
     for pair in options.max_memory or ():
@@ -54,8 +54,9 @@ def run(options: argparse.Namespace) -> int:
     _check_search(options)
     refuse_missing_model(options.source, options.output)
     if options.search:
-        show_text(draw_search(options, form), options.output)
-        return 0
+        text, fits = draw_search(options, form)
+        show_text(text, options.output)
+        return 0 if fits else 1
     if for_ranks:
         show_text(draw_ranks(options, form), options.output)
         return 0
@@ -86,13 +87,14 @@ def _check_options(options: argparse.Namespace, form: str, *, for_ranks: bool) -
         raise ConfigurationError(f"--{wrong[0]} is for ranks. Add --mesh, such as dp_shard=8,tp=2.")
     if for_ranks and form == "html":
         raise ConfigurationError("a plan for ranks can't be drawn as html. Use table, json or svg.")
-    if (options.batch_size is None) != (options.sequence_length is None):
+    text = [name for name in ("batch_size", "sequence_length") if getattr(options, name) is not None]
+    if text and options.batch is not None:
+        raise ConfigurationError(
+            f"--{text[0]} is for a batch of text, and --batch names a function that makes one. Remove one."
+        )
+    if len(text) == 1:
         raise ConfigurationError(
             "--batch_size and --sequence_length go together, such as --batch_size 8 --sequence_length 2048."
-        )
-    if options.batch_size is not None and options.batch is not None:
-        raise ConfigurationError(
-            "--batch_size makes a batch of text, and --batch names a function that makes one. Remove one."
         )
 
 
@@ -103,13 +105,14 @@ def _check_search(options: argparse.Namespace) -> None:
         if given:
             raise ConfigurationError(f"--{given[0]} is for a search of meshes. Add --search.")
         return
-    missing = [name for name in ("ranks", "memory", "batch_size") if getattr(options, name) is None]
+    needed = ("ranks", "memory", *(("batch_size",) if options.batch is None else ()))
+    missing = [name for name in needed if getattr(options, name) is None]
     if missing:
         raise ConfigurationError(
             f"--search needs --{missing[0]}: --search --ranks 8192 --memory 80GB --batch_size 1024 "
-            "--sequence_length 8192."
+            "--sequence_length 8192, or --batch MODULE:FUNCTION instead of the last two."
         )
-    chosen = ("mesh", "batch", "gradient_accumulation_steps", "sync_each_batch", "num_microbatches")
+    chosen = ("mesh", "gradient_accumulation_steps", "sync_each_batch", "num_microbatches")
     wrong = [name for name in chosen if getattr(options, name)]
     if wrong:
         raise ConfigurationError(f"--search chooses what --{wrong[0]} says. Remove one of the two.")
@@ -227,7 +230,7 @@ def make_parser() -> CommandParser:
         "--batch",
         metavar="MODULE:FUNCTION",
         help="the same with another batch: the function returns the model's arguments, as a mapping of "
-        "keyword arguments, a list or tuple, or a single one",
+        "keyword arguments, a list or tuple, or a single one; in a search with the rows of a step",
     )
     parser.add_argument(
         "--cluster",

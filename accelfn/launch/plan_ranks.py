@@ -90,7 +90,7 @@ def traffic_json(traffic: Traffic) -> dict[str, Any]:
     }
 
 
-def draw_search(options: argparse.Namespace, form: str) -> str:
+def draw_search(options: argparse.Namespace, form: str) -> tuple[str, bool]:
     """Search the meshes of a number of ranks for those that fit the model that the arguments name.
 
     Effect: as :func:`draw_ranks`.
@@ -99,37 +99,56 @@ def draw_search(options: argparse.Namespace, form: str) -> str:
         options: Of ``accelfn plan-memory``, with ``search``.
         form: "table", "json" or "svg".
 
+    Returns:
+        The text, and whether the model fits in a mesh.
+
     Raises:
         AccelfnError: The arguments are invalid or don't fit the model.
         ValueError: The model can't be built, or there is no such dtype.
     """
+    from accelfn.bigmodel.source import call_on_meta
     from accelfn.checkpoint.weights_index import parse_size
     from accelfn.parallel.mesh_search import DEFAULT_AXES, search_meshes
+    from accelfn.tree import count_rows, slice_tensors
 
+    axes = DEFAULT_AXES if options.axes is None else options.axes.split(",")
+    shared = [axis for axis in ("cp", "sp") if axis in axes]
+    if options.batch is not None and shared:
+        raise ConfigurationError(
+            f"--axes {shared[0]} shares sequences, and --batch doesn't say which dimension they have. Leave "
+            f"{shared[0]} out, or use --batch_size and --sequence_length."
+        )
     model = _model(options)
+    batch = None if options.batch is None else call_on_meta(options.batch)
+    num_rows = options.batch_size
+    if batch is not None:
+        num_rows = count_rows(batch, "batch", "--search: the batch of --batch is split")
     asked, _ = _asked(options)
     for name in ("parallelism_config", "gradient_accumulation_steps", "gradient_accumulation_plugin"):
         asked.pop(name, None)
 
     def make_batch(ctx: Context, rows: int) -> Any:
+        if batch is not None:
+            return slice_tensors(batch, slice(rows))
         return _text(ctx, model, rows, options.sequence_length)
 
     search = search_meshes(
         options.ranks,
         model,
-        memory=parse_size(options.memory),
-        num_rows=options.batch_size,
+        memory=parse_size(options.memory, "--memory"),
+        num_rows=num_rows,
         make_batch=make_batch,
         optimizer=_optimizer(options),
-        axes=DEFAULT_AXES if options.axes is None else options.axes.split(","),
+        axes=axes,
         cluster=read_cluster(options.cluster or ()),
         **asked,
     )
+    fits = bool(search.layouts)
     if form == "svg":
-        return search.svg()
+        return search.svg(), fits
     if form == "table":
-        return f"{search}\n\n{search.why()}" if options.why and search.refused else str(search)
-    return json.dumps(
+        return f"{search}\n\n{search.why()}" if options.why and search.refused else str(search), fits
+    text = json.dumps(
         {
             "source": options.source,
             "layouts": [
@@ -146,6 +165,7 @@ def draw_search(options: argparse.Namespace, form: str) -> str:
         },
         indent=1,
     )
+    return text, fits
 
 
 def _model(options: argparse.Namespace) -> nn.Module:
@@ -197,7 +217,7 @@ def read_cluster(pairs: Sequence[str]) -> Cluster:
         link, _, unit = name.partition("_latency")
         try:
             if name in ("inside", "between"):
-                changed = replace(getattr(cluster, name), bandwidth=parse_size(text))
+                changed = replace(getattr(cluster, name), bandwidth=parse_size(text, name))
                 cluster = replace(cluster, **{name: changed})
             elif link in ("inside", "between") and unit == "_us":
                 changed = replace(getattr(cluster, link), latency_s=float(text) * 1e-6)
@@ -205,12 +225,12 @@ def read_cluster(pairs: Sequence[str]) -> Cluster:
             elif name in ("ranks_per_node", "flops"):
                 cluster = replace(cluster, **{name: int(text) if name == "ranks_per_node" else float(text)})
             else:
-                raise ConfigurationError(
-                    f"--cluster: no property {name!r}. Properties are ranks_per_node, inside, between, "
+                raise ValueError(
+                    f"no property {name!r}. Properties are ranks_per_node, inside, between, "
                     "inside_latency_us, between_latency_us and flops."
                 )
         except ValueError as error:
-            raise ConfigurationError(f"--cluster {pair}: {error}.") from error
+            raise ConfigurationError(f"--cluster {pair}: {str(error).removesuffix('.')}.") from error
     return cluster
 
 

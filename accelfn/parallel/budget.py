@@ -129,7 +129,9 @@ class Budget(NamedTuple):
             rows["total"] = (self.total, "at most")
             if self.peak < self.total:
                 rows["peak"] = (self.peak, "to expect, since gradients come as activations go")
-        table = {title: (size_text(size), text) for title, (size, text) in rows.items() if size}
+        table = {
+            title: (size_text(size), text) for title, (size, text) in rows.items() if size or title == "held"
+        }
         for axis, size in self.moved.items():
             table[f"along {axis}"] = (size_text(size), "received in an optimizer step")
         width = max(len(size) for size, _ in table.values())
@@ -194,6 +196,7 @@ def plan_memory(
     Raises:
         ConfigurationError: The optimizer is unknown or can't step without memory, or the options don't fit
             the model; or with a batch, the computation depends on values, or experts are spread over ranks.
+        TypeError: The model isn't one.
         ValueError: In a pipeline, the batch can't be split along its rows.
         Exception: Raised by the model or the loss function.
 

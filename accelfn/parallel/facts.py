@@ -147,12 +147,19 @@ def read_facts(model: nn.Module) -> ModelFacts:
 
     Ranks: local.
 
+    Raises:
+        TypeError: It isn't a model.
+
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     >>> model[1].weight = nn.Parameter(torch.empty(2, 3, device="meta"))
     >>> facts = read_facts(model)
     >>> facts.shapes["1.weight"], facts.numel(*facts.names), facts.kinds["0"]
     ((2, 3), 17, 'Linear')
     """
+    if not isinstance(cast("object", model), nn.Module):
+        raise TypeError(
+            f"the model must be a torch.nn.Module, got {model!r}. Its parameters may be on the meta device."
+        )
     named = dict(model.named_parameters(remove_duplicate=False))
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in named.items():
@@ -235,6 +242,18 @@ def table_text(rows: Mapping[str, str]) -> str:
     width = max(map(len, rows))
     indent = "\n" + " " * (width + 2)
     return "\n".join(f"{title.ljust(width)}  {text.replace(chr(10), indent)}" for title, text in rows.items())
+
+
+def list_text(names: Iterable[str]) -> str:
+    """Return names of modules in a line; of more than four the first two and the last.
+
+    >>> list_text(f"layers.{number}" for number in range(80))
+    'layers.0, layers.1, ..., layers.79 (80)'
+    """
+    found = [name or "the model" for name in names]
+    if len(found) <= 4:
+        return ", ".join(found)
+    return f"{found[0]}, {found[1]}, ..., {found[-1]} ({len(found)})"
 
 
 def _blocks(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:

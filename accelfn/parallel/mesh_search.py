@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -20,7 +22,7 @@ from accelfn.parallel.plan import Outline, plan_outline, plan_place
 from accelfn.parallel.repeats import Repeats, find_repeats
 from accelfn.parallel.step_cost import PassCost, StageCost, StepCost
 from accelfn.parallel.step_plan import StepPlan
-from accelfn.parallel.step_traffic import Cluster, Exchange, Traffic, time_text, traffic_at
+from accelfn.parallel.step_traffic import Cluster, Exchange, Traffic, check_cluster, time_text, traffic_at
 from accelfn.parallel.tensor import TensorPlan
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text
@@ -30,6 +32,7 @@ K = TypeVar("K", bound=Hashable)
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 DEFAULT_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 _SHOWN = 10
+_NUMBERS = re.compile(r"\d[\d,.]*")
 
 
 class Layout(NamedTuple):
@@ -115,10 +118,14 @@ class MeshSearch(NamedTuple):
             f"{len(self.layouts)} meshes fit"
             f"{f' ({more} not shown)' if more else ''}, {len(self.refused)} don't"
         )
-        if not rows:
-            # Those that are too large, the smallest first; else any.
-            closest = min(self.refused, key=lambda one: (one.needed is None, one.needed or 0))
-            lines = [f"no mesh fits; of {closest.name}: {closest.reason}", lines[-1]]
+        if self.refused and not rows:
+            # Those that are too large first, and of them the smallest.
+            refused = sorted(self.refused, key=lambda one: (one.needed is None, one.needed or 0))
+            kinds = [_NUMBERS.sub("*", one.reason) if one.needed is None else "" for one in refused]
+            ((kind, count),) = Counter(kinds).most_common(1)
+            closest = refused[kinds.index(kind)]
+            what = f"{count:,} of {len(refused):,}, such as {closest.name}: {closest.reason}"
+            lines = [f"no mesh fits; {what}", lines[-1]]
         return "\n".join([*lines, f"assumed: {self.cluster}"])
 
     def why(self) -> str:
@@ -194,8 +201,10 @@ def search_meshes(
 
     Raises:
         ConfigurationError: An axis is unknown, an argument isn't positive, or options contradict each other.
+        TypeError: The cluster isn't a :class:`Cluster`, or the model isn't one.
         Exception: Raised by the model or the loss function.
     """
+    check_cluster("search_meshes", cluster)
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
         raise ConfigurationError(f"search_meshes: no axis {unknown[0]!r}. Axes are {', '.join(AXES)}.")
@@ -300,7 +309,10 @@ class _Search:
             return self._lay_out(mesh)
         except ConfigurationError as error:
             needed = error.needed if isinstance(error, _TooLargeError) else None
-            return RefusedMesh(name_of(mesh), str(error).partition("\n")[0], needed)
+            reason, *more = str(error).splitlines()
+            if reason.endswith(":"):  # a list follows
+                reason += " " + more[0].lstrip(" -")
+            return RefusedMesh(name_of(mesh), reason, needed)
 
     def _lay_out(self, mesh: MeshPlan) -> Layout:
         rows = self._rows_of_rank(mesh)
@@ -339,9 +351,11 @@ class _Search:
 
     def _rows_of_rank(self, mesh: MeshPlan) -> int:
         tp, pp, dp = mesh.size("tp"), mesh.size("pp"), mesh.size("dp")
-        if self._cluster.ranks_per_node % tp:
+        each = self._cluster.ranks_per_node
+        if mesh.num_ranks > each and each % tp:
             raise ConfigurationError(
-                f"ranks of one layer would be in several nodes of {self._cluster.ranks_per_node} ranks"
+                f"ranks of one layer would be in several nodes of {each} ranks"
+                + (f", which {tp} doesn't divide" if tp < each else "")
             )
         if self._num_rows % dp:
             raise ConfigurationError(

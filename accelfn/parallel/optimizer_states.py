@@ -89,7 +89,7 @@ def states_of(kind: OptimizerKind, caller: str) -> OptimizerStates:
         caller: Name of the public function, for errors.
 
     Raises:
-        ConfigurationError: It is unknown, or the number is negative.
+        ConfigurationError: It is unknown or an optimizer of other parameters, or the number is negative.
 
     >>> states_of(0.5, "a plan").name
     '0.5 bytes per parameter'
@@ -99,6 +99,11 @@ def states_of(kind: OptimizerKind, caller: str) -> OptimizerStates:
             raise ConfigurationError(f"{caller}: bytes per parameter can't be negative, got {kind}.")
         return OptimizerStates(f"{kind:g} bytes per parameter", None, float(kind), {})
     if not isinstance(kind, str):
+        if not callable(cast("object", kind)):
+            raise ConfigurationError(
+                f"{caller}: optimizer must be a name, a class, or the bytes of its states per parameter, got "
+                f"an object of type {type(kind).__name__}. Pass the class, such as torch.optim.SGD."
+            )
         inner = kind.func if isinstance(kind, partial) else kind
         return OptimizerStates(getattr(inner, "__name__", type(inner).__name__), kind, 0.0, {})
     if kind not in OPTIMIZERS:

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 from accelfn.context.config import PipelineParallelConfig
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.facts import ModelFacts, owner_of
+from accelfn.parallel.facts import ModelFacts, list_text, owner_of
 from accelfn.tree.structure import size_text
 
 # The first rank has the first and the last stage: batches go through the ranks and back.
@@ -284,7 +284,7 @@ def plan_stages(
         raise ConfigurationError(
             f"{facts.kinds['']} has {len(blocks)} block{'s' * (len(blocks) != 1)}, but {num_stages} stages "
             "need at least one each"
-            + (f": {', '.join(blocks)}" if blocks else "")
+            + (f": {list_text(blocks)}" if blocks else "")
             + ". Use fewer stages. Blocks are the modules in the model's _no_split_modules, or the items of "
             "an nn.ModuleList that are of one class, or those of an nn.Sequential."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -21,7 +21,7 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_attention
 from accelfn.parallel.engines import XlaShardPlan, apply_xla, plan_xla
 from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
-from accelfn.parallel.facts import ModelFacts, read_facts, table_text
+from accelfn.parallel.facts import ModelFacts, list_text, read_facts, table_text
 from accelfn.parallel.forward import (
     check_each_forward,
     compile_,
@@ -48,10 +48,9 @@ from accelfn.parallel.shard import (
 )
 from accelfn.parallel.stages import apply_stages
 from accelfn.parallel.tensor import TensorPlan, apply_tensor, plan_tensor
+from accelfn.tree.structure import size_text
 
 Engine = Literal["none", "ddp", "shard"]
-
-_MIB = 1 << 20
 
 
 class ModelPlan(NamedTuple):
@@ -128,8 +127,8 @@ class ModelPlan(NamedTuple):
         if self.fp8 is not None:
             rows.append(("fp8", str(self.fp8)))
         if self.recomputed:
-            rows.append(("recomputed", f"in the backward: {_listed(self.recomputed)}"))
-        rows.append(("compiled", _listed(self.compiled) if self.compiled else "nothing"))
+            rows.append(("recomputed", f"in the backward: {list_text(self.recomputed)}"))
+        rows.append(("compiled", list_text(self.compiled) if self.compiled else "nothing"))
         return dict(rows)
 
     def __str__(self) -> str:
@@ -140,7 +139,7 @@ class ModelPlan(NamedTuple):
 def _row_of_attention(plan: AttentionPlan) -> str:
     how = f"passed around by {plan.rotation}" if plan.axis == "cp" else "heads exchanged"
     what = f"a ring of {plan.size}, keys and values {how}" if plan.axis == "cp" else f"{how} over {plan.size}"
-    return f"each sequence shared along {plan.axis}: {what}; in {_listed(plan.modules)}"
+    return f"each sequence shared along {plan.axis}: {what}; in {list_text(plan.modules)}"
 
 
 def _rows_of_shard(plan: ShardPlan | None, averaged: str) -> list[tuple[str, str]]:
@@ -149,12 +148,12 @@ def _rows_of_shard(plan: ShardPlan | None, averaged: str) -> list[tuple[str, str
     rest = "the rest of the model" if len(plan.units) > 1 else "the complete model"
     units = [*reversed(plan.units[:-1])]
     freed = "freed after its forward" if plan.reshard else "kept until its backward"
-    kept = _mib(plan.shard_bytes) + (" in host memory" if plan.offload else "")
-    largest = f"the largest unit is {_mib(plan.gathered_bytes)} while it computes"
-    whole = f"until the last batch of a window each rank holds {_mib(plan.unreduced_bytes)}, unsharded"
+    kept = size_text(plan.shard_bytes) + (" in host memory" if plan.offload else "")
+    largest = f"the largest unit is {size_text(plan.gathered_bytes)} while it computes"
+    whole = f"until the last batch of a window each rank holds {size_text(plan.unreduced_bytes)}, unsharded"
     rows = [
         ("gradients", f"averaged over {averaged} by FSDP, and sharded over {plan.num_shards}"),
-        ("units", ", ".join([_listed(units), rest]) if units else rest),
+        ("units", ", ".join([list_text(units), rest]) if units else rest),
         (
             "parameters",
             f"{kept} on each rank; {largest}, and {freed if units else 'kept until its backward'}",
@@ -164,7 +163,7 @@ def _rows_of_shard(plan: ShardPlan | None, averaged: str) -> list[tuple[str, str
     if plan.prefetch:
         rows.append(("prefetch", "each unit's forward starts to gather the next one"))
     if plan.ignored:
-        rows.append(("ignored", f"unsharded on each rank: {_listed(plan.ignored)}"))
+        rows.append(("ignored", f"unsharded on each rank: {list_text(plan.ignored)}"))
     return rows
 
 
@@ -172,21 +171,10 @@ def _row_of_experts(plan: ExpertPlan, shard: ShardPlan | None) -> str:
     counts = sorted({held.num_experts for held in plan.modules.values()})
     each = " or ".join(str(count) for count in counts)
     local = " or ".join(str(count // plan.size) for count in counts)
-    text = f"{each} of {_listed(plan.modules)}, spread over {plan.size} ranks: {local} on each"
+    text = f"{each} of {list_text(plan.modules)}, spread over {plan.size} ranks: {local} on each"
     if shard is None or shard.num_expert_shards == 1:
         return text
     return f"{text}, sharded over {shard.num_expert_shards}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    found = [name or "the model" for name in names]
-    if len(found) <= 4:
-        return ", ".join(found)
-    return f"{found[0]}, {found[1]}, ..., {found[-1]} ({len(found)})"
-
-
-def _mib(size: int) -> str:
-    return f"{size / _MIB:,.1f} MiB" if size >= _MIB else f"{size / 1024:,.1f} KiB"
 
 
 def plan_model(

@@ -96,6 +96,19 @@ class Cluster:
         )
 
 
+def check_cluster(function: str, cluster: object) -> None:
+    """Check that an argument is a cluster.
+
+    Raises:
+        TypeError: It isn't a :class:`Cluster`.
+    """
+    if not isinstance(cluster, Cluster):
+        raise TypeError(
+            f"{function}: cluster must be an accelfn.Cluster, got {cluster!r}. Write "
+            f"{function}(..., cluster=Cluster(ranks_per_node=4))."
+        )
+
+
 def _rate(link: Link) -> str:
     return f"{size_text(round(link.bandwidth))}/s"
 
@@ -265,6 +278,7 @@ def plan_traffic(
 
     Raises:
         ConfigurationError: As in :func:`accelfn.plan_memory`.
+        TypeError: The cluster isn't a :class:`Cluster`, or the model isn't one.
         ValueError: In a pipeline, the batch can't be split along its rows.
         Exception: Raised by the model or the loss function.
 
@@ -276,6 +290,7 @@ def plan_traffic(
     '65 us'
     """
     check_context("plan_traffic", ctx)
+    check_cluster("plan_traffic", cluster)
     step = plan_step(ctx, model, plan=plan, batch=batch, loss_fn=loss_fn)
     found = [traffic_at(ctx, step, place, cluster) for place in step.plans]
     return max(found, key=lambda traffic: (traffic.step_s, sum(traffic.moved.values())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
@@ -56,7 +56,7 @@ _SPLIT_DIM = MappingProxyType(
     }
 )
 _SPLITTING = frozenset(style for style, _ in _SPLIT_DIM)
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=[.,:'\s]|$)")
 
 
 class TensorPlan(NamedTuple):
@@ -205,7 +205,7 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
         source = "TorchTensorParallelConfig.plan" if is_users else "the model's own tp_plan"
         raise ConfigurationError(
             f"{source} doesn't fit {facts.kinds.get('', 'the model')} with tp_size={tp_size}:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
+            + "\n".join(f"  - {problem}" for problem in _summarized(problems))
         )
     found = {name: _split_dim(follows.get(name, name), full, facts) for name in facts.shapes}
     dims = {name: dim for name, dim in found.items() if dim is not None}
@@ -378,8 +378,20 @@ def _names_parameter(pattern: str, facts: ModelFacts) -> bool:
 
 
 def _generic(name: str) -> str:
-    """Return a name with a star for each number, as in patterns."""
+    """Return a text with a star for each number in a name, as in patterns."""
     return _NUMBER.sub("*", name)
+
+
+def _summarized(problems: Iterable[str]) -> list[str]:
+    """Return the problems, those that differ in numbers in names as one.
+
+    >>> _summarized(["layers.0.q: 30 outputs.", "layers.1.q: 30 outputs.", "layers.1.v: 3 outputs."])
+    ['layers.*.q: 30 outputs. (2 times)', 'layers.1.v: 3 outputs.']
+    """
+    alike: dict[str, list[str]] = {}
+    for problem in problems:
+        alike.setdefault(_generic(problem), []).append(problem)
+    return [f"{text} ({len(found):,} times)" if len(found) > 1 else found[0] for text, found in alike.items()]
 
 
 def _suggest(pattern: str, facts: ModelFacts) -> str:

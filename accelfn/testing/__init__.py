@@ -3,10 +3,22 @@
 For users' tests as for ours.
 """
 
+import importlib
+import typing
+
 from accelfn.testing.explore import Exploration, FoundOutcome, explore
 from accelfn.testing.faults import Fault, InjectedFaultError
 from accelfn.testing.ranks import ScheduledRun, Where, run_ranks, run_schedule, scheduling_point
 from accelfn.testing.schedule import Schedule, Step, Switch, Trace
+
+if typing.TYPE_CHECKING:  # loaded when one is asked for, since hypothesis is optional
+    from accelfn.testing.strategies import Mismatched as Mismatched
+    from accelfn.testing.strategies import mismatched_trees as mismatched_trees
+    from accelfn.testing.strategies import rank_trees as rank_trees
+    from accelfn.testing.strategies import schedules as schedules
+    from accelfn.testing.strategies import tensors as tensors
+    from accelfn.testing.strategies import trees as trees
+    from accelfn.testing.strategies import worlds as worlds
 
 __all__ = (
     "Exploration",
@@ -24,3 +36,10 @@ __all__ = (
     "run_schedule",
     "scheduling_point",
 )
+_STRATEGIES = ("Mismatched", "mismatched_trees", "rank_trees", "schedules", "tensors", "trees", "worlds")
+
+
+def __getattr__(name: str) -> object:
+    if name in _STRATEGIES:
+        return getattr(importlib.import_module("accelfn.testing.strategies"), name)
+    raise AttributeError(f"module 'accelfn.testing' has no attribute {name!r}")

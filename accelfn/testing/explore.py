@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 from typing_extensions import Unpack
 
@@ -137,7 +137,7 @@ def explore(
         **options: As for :func:`run_ranks`.
 
     Raises:
-        ValueError: ``budget`` is less than one run.
+        ValueError: ``budget`` is neither a timedelta nor a number of runs of at least one.
 
     >>> from accelfn.comm import wait_for_everyone
     >>> def first(ctx, came):
@@ -200,9 +200,9 @@ def _run_once(
 
 def _within(budget: int | timedelta) -> Iterator[int]:
     """Count the runs of a budget; the first one always takes place."""
-    if isinstance(budget, int):
-        if budget < 1:
-            raise ValueError(f"explore: budget must be at least one run, or a timedelta, got {budget}.")
+    if not isinstance(budget, timedelta):
+        if not isinstance(cast("object", budget), int) or budget < 1:
+            raise ValueError(f"explore: budget must be at least one run, or a timedelta, got {budget!r}.")
         yield from range(budget)
         return
     end = time.monotonic() + budget.total_seconds()

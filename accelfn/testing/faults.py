@@ -32,6 +32,9 @@ FaultKind = Literal["raise", "delay", "die", "skip", "swap"]
 class Fault:
     """A fault of one rank at one of its collectives.
 
+    One that its rank doesn't reach does nothing. Those of a :class:`Schedule` that happened are listed in
+    ``run_schedule(...).trace.schedule.faults``, where a test can see them.
+
     Attributes:
         kind: ``"raise"`` an :class:`InjectedFaultError`; ``"delay"``; ``"die"`` as by ``kill -9``; ``"skip"``
             the call; ``"swap"`` it with the next one.

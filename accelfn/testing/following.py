@@ -112,6 +112,11 @@ class ScheduledTurns(Turns):
         for thread in tuple(self._started):
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
+    def running_rank(self) -> int | None:
+        """Return whose thread has the turn; None if none has."""
+        with self.lock:
+            return None if self.running is None else self._members[self.running].rank
+
     def wake(self, ranks: Iterable[int]) -> None:
         """Let ranks that wait run again."""
         for rank in ranks:

@@ -20,6 +20,7 @@ class Outcome:
         value: Its return value.
         error: Its exception, or None.
         ended: Whether it ended by itself.
+        waits: Whether it waited for others when it was given up.
         seen_to_die: Whether its process exited without a report.
         stack: Its stacks when it was killed, if known.
     """
@@ -27,6 +28,7 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     ended: bool = True
+    waits: bool = False
     seen_to_die: bool = False
     stack: str = ""
 
@@ -62,7 +64,7 @@ def _consequence(outcome: Outcome, error: BaseException) -> int:
     if outcome.seen_to_die:
         return 0
     if not outcome.ended:  # no report: any other rank's error says more
-        return 4
+        return 5 if outcome.waits else 4
     if isinstance(error, RemoteRankError):
         return 3
     if isinstance(error, MissingRankError):

@@ -56,8 +56,8 @@ def run_ranks(
         world_size: Number of ranks, at least 1.
         on: Kind of world.
         timeout_s: How long a rank waits in an operation for the others, unless ``guard`` has less; None: no
-            timeout (for a debugger).
-        faults: Faults to inject.
+            timeout (for a debugger). A rank that computes instead is given 5 seconds more.
+        faults: Faults to inject. One whose collective its rank doesn't reach does nothing.
         num_nodes: Number of nodes of equal size that the ranks are distributed over.
         schedule: Who runs next, and which faults happen, in memory only; None: a rank runs until it waits,
             then the next one in rank order. With a schedule ``timeout_s`` is the limit of the whole run, and
@@ -146,7 +146,7 @@ def run_schedule(
             starts itself aren't part of the schedule, unless ``ctx.collectives.threads.start`` starts them.
         world_size: Number of ranks, at least 1.
         schedule: Who runs next, and which faults happen.
-        timeout_s: Limit of the whole run, by the clock; None: no limit.
+        timeout_s: Limit of the whole run, by the clock, plus 5 seconds; None: no limit.
         faults: Faults to inject at collectives, as for :func:`run_ranks`.
         num_nodes: As for :func:`run_ranks`.
         **options: As for :func:`run_ranks`.
@@ -155,6 +155,7 @@ def run_schedule(
         The results, the errors and the trace; errors of ranks aren't raised.
 
     Raises:
+        TypeError: ``schedule`` isn't a schedule.
         ValueError: A fault names a rank that isn't there, or ``num_nodes`` doesn't divide ``world_size``.
 
     >>> from accelfn.comm import wait_for_everyone
@@ -163,6 +164,10 @@ def run_schedule(
     >>> [(step.thread, step.operation) for step in run.trace.steps][:2]  # rank 1 comes first
     [('rank 1', 'wait_for_everyone'), ('rank 0', 'wait_for_everyone')]
     """
+    if not isinstance(cast("object", schedule), Schedule):
+        raise TypeError(
+            f"run_schedule: schedule must be a Schedule, such as Schedule(seed=7), got {schedule!r}."
+        )
     _check("run_schedule", world_size, (*faults, *schedule.faults))
     configured = _configuration(options, timeout_s)
     outcomes, trace = run_on_schedule(fn, world_size, configured, timeout_s, faults, num_nodes, schedule)

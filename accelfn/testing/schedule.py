@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from accelfn.testing.faults import Fault
 
@@ -49,11 +49,12 @@ class Schedule:
         faults: Faults of kind ``"raise"``, ``"die"`` and ``"delay"``. Here ``Fault.at`` counts all operations
             of the rank that the trace lists, those of its background threads too. A rank that dies does
             nothing any more, in any thread, and its locks of directories are released. At an operation on a
-            file, ``"raise"`` is an ``OSError``.
+            file, ``"raise"`` is an ``OSError``. A fault that its rank doesn't reach does nothing; those
+            that happened are listed in the schedule of the :class:`Trace`.
         max_faults: The number of faults that the seed may draw.
 
     Raises:
-        ValueError: A fault has another kind, or a number is negative.
+        ValueError: A fault has another kind, the seed isn't an integer, or a number is negative.
 
     >>> Schedule(seed=7)
     Schedule(seed=7)
@@ -67,7 +68,9 @@ class Schedule:
     max_faults: int = 0
 
     def __post_init__(self) -> None:
-        """Check the faults and the numbers."""
+        """Check the seed, the faults and the numbers."""
+        if not isinstance(cast("object", self.seed), int | None):
+            raise ValueError(f"Schedule: seed must be an integer or None, got {self.seed!r}.")
         for fault in self.faults:
             if fault.kind not in _KINDS:
                 raise ValueError(

@@ -1,7 +1,7 @@
 """Hypothesis strategies: tensors, trees of them, worlds, one tree per rank, and schedules.
 
 Values are small integers, so that a sum over the ranks of a world is exact in every dtype. Needs hypothesis,
-and is imported by its own name: ``from accelfn.testing.strategies import rank_trees``.
+so ``accelfn.testing`` loads it when a strategy is asked for: ``from accelfn.testing import rank_trees``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -282,6 +283,9 @@ def _run_in_memory(
     outcomes = _run(fn, size, configure, timeout_s, faults, rendezvous.open, enter, rendezvous.leave)
     if isinstance(turns, ScheduledTurns):
         turns.join(deadline)
+        running = turns.running_rank()
+        waiting = [running not in (None, rank) for rank in range(size)]
+        outcomes = [replace(one, waits=waits) for one, waits in zip(outcomes, waiting, strict=True)]
     return outcomes
 
 

@@ -345,6 +345,18 @@ def test_meshes_are_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "cp=2" in capsys.readouterr().out
 
 
+def test_meshes_are_searched_with_any_batch(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def make_batch(ctx: af.Context, rows: int) -> torch.Tensor:
+        return torch.empty(rows, 5, 4, device="meta")
+
+    flags = ["--search", "--ranks", "6", "--batch", ranks.replace("Model", "batch")]
+    for memory, status in ((100_000, 0), (10, 1)):
+        found = af.search_meshes(6, model_of_ranks(), memory=memory, num_rows=6, make_batch=make_batch)
+        assert bool(found.layouts) == (status == 0)
+        assert main(["plan-memory", ranks, *flags, "--memory", f"{memory}B"]) == status
+        assert capsys.readouterr().out == f"{found}\n"
+
+
 def test_a_batch_of_text_is_that_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers: Any = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -414,7 +426,19 @@ def test_ranks_of_a_configuration_file_are_planned_for(
         (("--optimizer", "sgd"), "--optimizer is for ranks. Add --mesh"),
         (("--mesh", "tp=2", "--optimizer", "torch.optim:Adan"), "--optimizer torch.optim:Adan: "),
         (("--mesh", "tp=2", "--optimizer", "-1"), "bytes per parameter can't be negative, got -1"),
-        (("--mesh", "tp=2", "--cluster", "nodes=3"), "--cluster: no property 'nodes'"),
+        (("--mesh", "tp=2", "--cluster", "nodes=3"), "--cluster nodes=3: no property 'nodes'"),
+        (("--mesh", "tp=2", "--cluster", "nodes=3"), "between_latency_us and flops.\n"),
+        (("--mesh", "tp=2", "--cluster", "between=x"), "--cluster between=x: between must be a number of"),
+        ((*TEXT, "--search", "--ranks", "2", "--memory", "1XB"), "--memory must be a number of bytes"),
+        (("--search", "--ranks", "2", "--memory", "1B"), "or --batch MODULE:FUNCTION instead"),
+        (
+            ("--search", "--ranks", "2", "--memory", "1B", "--batch_size", "2", "--batch", "a:b"),
+            "--batch_size is for a batch of text, and --batch names a function that makes one. Remove one",
+        ),
+        (
+            ("--search", "--ranks", "2", "--memory", "1B", "--batch", "a:b", "--axes", "cp"),
+            "--axes cp shares sequences, and --batch doesn't say which dimension they have",
+        ),
         (("--mesh", "tp=2", "--cluster", "flops=x"), "--cluster flops=x: could not convert"),
         (("--mesh", "tp=2", "--ranks", "8"), "--ranks is for a search of meshes. Add --search"),
         (("--search", "--memory", "1GB"), "--search needs --ranks: --search --ranks 8192"),

@@ -301,6 +301,16 @@ def test_what_can_not_be_planned_is_refused() -> None:
         af.plan_context(9, parallelism_config=ParallelismConfig(dp_shard_size=2))
     with pytest.raises(TypeError, match="the first argument must be the Context"):
         af.plan_memory(cast("Any", Odd()), Odd())
+    with pytest.raises(TypeError, match=r"the model must be a torch\.nn\.Module, got None"):
+        af.plan_memory(Context(), cast("Any", None))
+    made = torch.optim.SGD(Odd().parameters())
+    with pytest.raises(ConfigurationError, match=r"got an object of type SGD\. Pass the class, such as"):
+        af.plan_memory(Context(), Odd(), optimizer=cast("Any", made))
+
+
+def test_a_model_without_parameters_holds_nothing() -> None:
+    text = str(af.plan_memory(Context(), nn.Sequential()))
+    assert text == "held  0 B  on a single rank; activations not included"
 
 
 def test_a_picture_has_a_bar_of_what_is_there_and_one_for_each_axis() -> None:

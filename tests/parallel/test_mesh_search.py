@@ -113,6 +113,30 @@ def test_every_mesh_is_found_or_refused_with_its_reason() -> None:
     assert found.why().splitlines()[0].split("  ")[0].strip() in reasons
 
 
+def test_ranks_of_a_layer_stay_in_a_node() -> None:
+    def reason(num_ranks: int, each: int) -> str:
+        (one,) = search(num_ranks, axes=("tp",), cluster=Cluster(ranks_per_node=each)).refused
+        return one.reason
+
+    assert reason(6, 4) == "ranks of one layer would be in several nodes of 4 ranks"
+    assert reason(6, 8).startswith("the model's own tp_plan doesn't fit Planned with tp_size=6: ")
+    assert "aren't divisible by tp_size=6" in reason(6, 8)
+    found = search(12, axes=("dp_shard", "tp"), cluster=Cluster(ranks_per_node=8), num_rows=12)
+    reasons = {one.name: one.reason for one in found.refused}
+    assert reasons["dp_shard=4,tp=3"].endswith("would be in several nodes of 8 ranks, which 3 doesn't divide")
+
+
+def test_the_reason_of_most_meshes_is_said_first() -> None:
+    found = search(4, memory=1000, num_rows=1)
+    largest = [one for one in found.refused if one.needed is not None]
+    rows = [one for one in found.refused if "1 rows can't be split over" in one.reason]
+    assert len(rows) > len(largest) > 0
+    head = f"no mesh fits; {len(rows)} of {len(found.refused)}, such as {rows[0].name}: {rows[0].reason}\n"
+    assert str(found).startswith(head)
+    none = search(2, axes=())
+    assert "0 meshes fit, 0 don't" in str(none)
+
+
 def test_a_batch_is_split_until_it_fits() -> None:
     everything = search(2, axes=("dp_shard",))
     (one,) = everything.layouts
@@ -127,7 +151,7 @@ def test_a_batch_is_split_until_it_fits() -> None:
     assert none.layouts == ()
     assert none.refused[0].needed is not None
     assert none.refused[0].needed > one.budget.held
-    assert str(none).startswith("no mesh fits; of dp_shard=2: a rank needs ")
+    assert str(none).startswith("no mesh fits; 1 of 1, such as dp_shard=2: a rank needs ")
 
 
 def test_a_search_prints_and_draws_the_best() -> None:
@@ -148,3 +172,5 @@ def test_what_can_not_be_searched_is_refused() -> None:
         search(axes=("ep",))
     with pytest.raises(ConfigurationError, match="num_rows must be at least 1, got 0"):
         search(num_rows=0)
+    with pytest.raises(TypeError, match=r"search_meshes: cluster must be an accelfn\.Cluster, got 3"):
+        search(cluster=3)

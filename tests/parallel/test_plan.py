@@ -35,11 +35,11 @@ def test_the_plan_prints_what_was_asked_for() -> None:
             "gradients   averaged over dp_replicate x dp_shard by FSDP, and sharded over 2",
             "units       blocks.0, blocks.1, the rest of the model",
             (
-                "parameters  2.1 KiB on each rank; the largest unit is 0.8 KiB while it computes, and freed "
+                "parameters  2.1 kB on each rank; the largest unit is 864 B while it computes, and freed "
                 "after its forward"
             ),
             (
-                "windows     until the last batch of a window each rank holds 4.2 KiB, unsharded; with "
+                "windows     until the last batch of a window each rank holds 4.3 kB, unsharded; with "
                 "sync_each_batch its shard of them"
             ),
             "precision   parameters gathered in bfloat16, gradients averaged in float32, outputs in float32",

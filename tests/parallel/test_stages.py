@@ -572,6 +572,11 @@ def test_plans_that_cannot_be_are_refused(options: dict[str, Any], says: str) ->
         plan_stages(read_facts(Net(3)), **options)
 
 
+def test_of_many_blocks_some_are_named() -> None:
+    with pytest.raises(ConfigurationError, match=r": layers\.0, layers\.1, \.\.\., layers\.29 \(30\)\. Use"):
+        plan_stages(read_facts(Net(30)), 31)
+
+
 def test_a_plan_prints_as_a_table() -> None:
     plan = plan_stages(read_facts(Net(3)), 2)
     assert str(plan).splitlines() == [

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -189,6 +189,8 @@ def test_a_budget_may_be_time() -> None:
     assert explore(order, 2, setup=lambda: nullcontext(Came()), budget=timedelta(seconds=0.3)).num_runs > 1
     with pytest.raises(ValueError, match="budget must be at least one run, or a timedelta, got 0"):
         explore(order, 2, setup=lambda: nullcontext(Came()), budget=0)
+    with pytest.raises(ValueError, match=r"budget must be at least one run, or a timedelta, got 1\.5"):
+        explore(order, 2, setup=lambda: nullcontext(Came()), budget=cast("Any", 1.5))
 
 
 def test_faults_are_one_outcome_wherever_they_were() -> None:

@@ -2,9 +2,10 @@
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -152,6 +153,29 @@ def test_only_ranks_in_memory_follow_a_schedule() -> None:
         run_ranks(operations, 2, "gloo", schedule=Schedule())
     with pytest.raises(ValueError, match="a fault names rank 2"):
         run_ranks(operations, 2, schedule=Schedule(faults=(Fault(kind="die", rank=2),)))
+    with pytest.raises(TypeError, match=r"schedule must be a Schedule, such as Schedule\(seed=7\), got 7"):
+        run_ranks(operations, 2, schedule=cast("Any", 7))
+
+
+def test_a_fault_that_is_not_reached_is_not_in_the_trace() -> None:
+    faults = (Fault(kind="die", rank=1, at=1), Fault(kind="die", rank=0, at=50))
+    assert run_schedule(operations, 2, Schedule(faults=faults)).trace.schedule.faults == faults[:1]
+
+
+def test_of_ranks_that_do_not_end_the_one_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelfn.testing.threads._GRACE_S", 0.1)
+    go_on = threading.Event()
+
+    def program(ctx: Context) -> None:
+        if ctx.rank == 1:
+            go_on.wait(30.0)
+        af.wait_for_everyone(ctx)
+
+    try:
+        with pytest.raises(CollectiveTimeoutError, match=r"^rank 1 did not end within 0\.1 s"):
+            run_ranks(program, 2, schedule=Schedule(), timeout_s=0.1)
+    finally:
+        go_on.set()
 
 
 # --- background threads --------------------------------------------------------------------------

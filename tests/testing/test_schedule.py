@@ -1,5 +1,7 @@
 """Schedules and traces as values."""
 
+from typing import Any, cast
+
 import pytest
 
 from accelfn.testing import Fault, Schedule, Step, Switch, Trace
@@ -45,6 +47,8 @@ def test_what_no_run_can_do_is_refused() -> None:
         Schedule(max_faults=-1)
     with pytest.raises(ValueError, match=r"each Switch.to at least 1, got .*to=0"):
         Schedule(switches=(Switch(0, 0),))
+    with pytest.raises(ValueError, match="seed must be an integer or None, got 'x'"):
+        Schedule(seed=cast("Any", "x"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
+import accelfn.testing
+from accelfn.testing import strategies
 from accelfn.testing.strategies import (
     DTYPES,
     FLOAT8,
@@ -104,3 +106,10 @@ def test_importing_the_package_imports_no_extra() -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_strategies_are_found_beside_run_ranks() -> None:
+    for name in ("Mismatched", "mismatched_trees", "rank_trees", "schedules", "tensors", "trees", "worlds"):
+        assert getattr(accelfn.testing, name) is getattr(strategies, name)
+    with pytest.raises(AttributeError, match=r"module 'accelfn\.testing' has no attribute 'schedulers'"):
+        getattr(accelfn.testing, "schedulers")  # noqa: B009 -- it isn't there
