@@ -110,6 +110,7 @@ class _Agent:
         for number in _stop_signals():
             signal.signal(number, self._exit)  # torchrun's handlers would raise
         self._is_done.set()
+        os.write(signalled, b"\0")  # wakes the watcher; no signal has this number
         watcher.join()
         return status if self.has_caller else self._finish(status)
 
@@ -232,6 +233,10 @@ class _Agent:
 
     def _finish(self, status: int) -> int:
         """Stop remaining processes, exchange failures with the other machines, and report the first one."""
+        if status == 0 and not self.stops and self.reason is None:
+            if self.machines is not None:
+                self.machines.report("done")
+            return 0
         from accelfn.launch.run.report import first_failure, format_report, read_failures
 
         if status or self.stops:
@@ -243,10 +248,6 @@ class _Agent:
             if self.machines is not None:
                 self.machines.report("stopped", status=status)
             return status
-        if status == 0 and self.reason is None:
-            if self.machines is not None:
-                self.machines.report("done")
-            return 0
         if self.reason is not None:
             status = int(self.reason["status"]) or 1
         if self.machines is not None:
@@ -271,7 +272,7 @@ class _Agent:
         """Handle signals and the messages of other machines while the main thread runs torchrun."""
         while not self._is_done.is_set():
             ready, _, _ = select.select([wake], (), (), _POLL_S)
-            for number in os.read(wake, 64) if ready else b"":
+            for number in (os.read(wake, 64) if ready else b"").replace(b"\0", b""):
                 self._on_signal(number)
             now_s = time.monotonic()
             pids = _started_pids(self.folder)
