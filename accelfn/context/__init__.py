@@ -60,7 +60,6 @@ from accelfn.context.init import (
     Meeting as Meeting,
     init_context as init_context,
     join_meeting as join_meeting,
-    plan_context as plan_context,
 )
 from accelfn.context.mesh import (
     AXES as AXES,
@@ -76,6 +75,7 @@ from accelfn.context.peer_monitor import (
     late_error as late_error,
     start_watchdog as start_watchdog,
 )
+from accelfn.context.planned import plan_context as plan_context
 from accelfn.context.process_group import (
     close_gloo_connections as close_gloo_connections,
     make_gloo_group as make_gloo_group,

@@ -1,7 +1,4 @@
-"""Start a context: read the environment once, plan, then set up what the plan contains.
-
-Ranks find each other through a key-value store at a common address.
-"""
+"""Start a context: read the environment once, plan, then set up what the plan contains."""
 
 from __future__ import annotations
 
@@ -11,24 +8,19 @@ import dataclasses
 import os
 import socket
 import sys
-import threading
-import time
 import weakref
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
-from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's are untyped
 from typing_extensions import Unpack
 
 from accelfn.context.call_log import call_site
-from accelfn.context.collectives import Collectives, Part
+from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
     Guard,
     InitProcessGroupKwargs,
@@ -52,6 +44,7 @@ from accelfn.context.process_group import (
     make_gloo_group,
     process_group_collectives,
 )
+from accelfn.context.rendezvous import address_of, join_store
 from accelfn.context.world import GroupOwner, Owned, World, WorldIdentity
 from accelfn.context.xla import is_xla_requested, read_xla_place, use_spmd
 from accelfn.devices import device_type
@@ -475,163 +468,4 @@ def _world(
         group_ref=None if group is None else weakref.ref(group),
         identity=World().identity if group is None else WorldIdentity(),
         owned=owned,
-    )
-
-
-# Ranks start at different times; only longer waits are reported.
-_QUIET_S = 5.0
-
-
-def address_of(place: EnvironmentPlan, init_method: str | None = None) -> str:
-    """Return the address of the store of the ranks of ``place``. Pure."""
-    if init_method is not None:
-        return init_method
-    if place.launcher == "xla":
-        return "xla://"  # torch_xla knows the address of its first process
-    # env:// finds the store that torchrun's agent hosts.
-    return "env://" if place.launcher == "torchrun" else f"tcp://{_host_and_port(place)}"
-
-
-def join_store(
-    place: EnvironmentPlan, timeout: timedelta, patience: timedelta, init_method: str | None = None
-) -> Store:
-    """Connect to the store and wait until all ranks have. Long waits are reported on stderr.
-
-    Ranks: every rank of ``place``.
-
-    Args:
-        place: This rank.
-        timeout: Of the store's operations afterwards.
-        patience: How long to wait for the other ranks.
-        init_method: The user's address, if there is one.
-
-    Returns:
-        The store under a prefix that no earlier world of this launch has used: torchrun's store outlives a
-        world, and gloo would find the addresses of the previous one in it.
-
-    Raises:
-        RuntimeError: Rank 0 can't be reached, or other ranks did not connect in time.
-    """
-    rank, size, where = place.rank, place.size, address_of(place, init_method)
-    end = time.monotonic() + patience.total_seconds()
-    if where == f"tcp://{_host_and_port(place)}":
-        # Without waiting for the other ranks, which are counted below.
-        with _announce_if_slow(f"rank 0 of {size} ranks at {_host_and_port(place)}, as rank {rank}"):
-            store: Store = TCPStore(
-                place.master_addr or "127.0.0.1",
-                place.master_port or 0,
-                None,
-                rank == 0,
-                patience,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-    else:
-        with _announce_if_slow(f"other ranks of {size} at {where}, as rank {rank}"):
-            store = next(rendezvous(where, rank, size, timeout=patience))[0]
-    store.set_timeout(timeout)
-    part = PrefixStore(f"accelfn/world/{store.add(f'accelfn/joined/{rank}', 1)}", store)
-    if part.add("number here", 1) == size:
-        part.set("all here", "")
-    if not _wait_for_all(part, size, min(end, time.monotonic() + _QUIET_S)):
-        if place.local_rank == 0:  # one rank per machine reports it
-            _announce(
-                f"{size - part.add('number here', 0)} of {size} ranks at {where.removeprefix('tcp://')}"
-            )
-        if not _wait_for_all(part, size, end):
-            missing = size - part.add("number here", 0)
-            raise RuntimeError(
-                f"{missing} of {size} ranks did not connect within {patience.total_seconds():.0f} s. Start "
-                "them, or look at their output."
-            )
-    return part
-
-
-def _wait_for_all(part: Store, size: int, end: float) -> bool:
-    """Return whether all ranks connect before ``end`` of the monotonic clock."""
-    # Polled, 500 times a second by all ranks together: torch's own wait logs a stack trace when it times out.
-    while not part.check(["all here"]):
-        if time.monotonic() >= end:
-            return False
-        time.sleep(min(0.2, size / 500))
-    return True
-
-
-@contextmanager
-def _announce_if_slow(what: str) -> Generator[None, None, None]:
-    """Report what this rank waits for if the block takes long."""
-    timer = threading.Timer(_QUIET_S, _announce, (what,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _announce(what: str) -> None:
-    print(f"accelfn: waiting for {what} ...", file=sys.stderr, flush=True)
-
-
-def _host_and_port(place: EnvironmentPlan) -> str:
-    host = place.master_addr or "127.0.0.1"
-    if ":" in host and not host.startswith("["):  # IPv6
-        host = f"[{host}]"
-    return f"{host}:{place.master_port}"
-
-
-def plan_context(num_processes: int, **options: Unpack[ContextOptions]) -> Context:
-    """Return the context that rank 0 of ``num_processes`` ranks would have, for planning. Pure.
-
-    Use it with :func:`accelfn.plan_model`, :func:`accelfn.plan_memory`, ``ctx.along(...)`` and
-    ``ctx.coordinate(...)``. Nothing is started and the environment isn't read, so the number of ranks isn't
-    limited. Functions that communicate raise an error.
-
-    Ranks: local.
-
-    Args:
-        num_processes: Number of ranks to plan for.
-        **options: Keyword arguments of :func:`accelfn.init_context`.
-
-    Raises:
-        ConfigurationError: ``num_processes`` is below 1, an option isn't valid, or the mesh doesn't fit the
-            ranks.
-        NotAvailableError: An option isn't supported yet.
-        TypeError: ``num_processes`` isn't an int, or an option is unknown or of the wrong type.
-
-    >>> from accelfn import FullyShardedDataParallelPlugin
-    >>> ctx = plan_context(10_000, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    >>> ctx.axis_size("dp_shard"), ctx.along("tp").num_processes
-    (10000, 1)
-    """
-    if not isinstance(cast("object", num_processes), int) or isinstance(num_processes, bool):
-        raise TypeError(f"plan_context: num_processes must be an int, got {num_processes!r}.")
-    if num_processes < 1:
-        raise ConfigurationError(f"plan_context: num_processes must be at least 1, got {num_processes}.")
-    world = World(size=num_processes, local_size=num_processes, identity=WorldIdentity())
-    base = Context(world=world, collectives=_unavailable_collectives())
-    return with_mesh(with_window(apply_options(base, options), num_processes))
-
-
-def _unavailable_collectives() -> Collectives:
-    """Return collectives that raise instead of communicating."""
-    calls: dict[str, Any] = {
-        item.name: _raise_unavailable for item in fields(Collectives) if callable(item.default)
-    }
-    for name in ("translate_error", "lost_rank"):  # which don't communicate
-        del calls[name]
-    calls["split"] = _split_unavailable
-    return Collectives(**calls)
-
-
-def _split_unavailable(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
-    del timeout
-    return tuple(Part(_unavailable_collectives() if len(group) > 1 else Collectives()) for group in groups)
-
-
-def _raise_unavailable(*args: object) -> NoReturn:
-    del args
-    raise NotAvailableError(
-        "this context is from plan_context, whose ranks don't exist, so it can't communicate. Use the "
-        "context of init_context in a program that accelfn launch starts."
     )

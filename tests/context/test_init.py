@@ -2,12 +2,10 @@
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -20,22 +18,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import accelfn
-import accelfn as af
 from accelfn.comm import reduce
 from accelfn.context import (
-    AXES,
     Collectives,
     Context,
-    EnvironmentPlan,
     World,
     close_context,
-    init,
     init_context,
     process_group,
 )
 from accelfn.context import init as module
 from accelfn.context.config import AutocastKwargs, Guard, InitProcessGroupKwargs
-from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
+from accelfn.errors import ConfigurationError, DistributedError
 from accelfn.testing import run_ranks
 
 ROOT = Path(accelfn.__file__).parents[1]
@@ -438,138 +432,3 @@ def test_a_world_whose_other_ranks_do_not_come_is_an_error(monkeypatch: pytest.M
     with pytest.raises(DistributedError, match="rank 0 could not join its world of 2"):
         init_context(cpu=True, kwargs_handlers=[short])
     assert not dist.is_initialized()
-
-
-CONFIG = af.ParallelismConfig(dp_replicate_size=2, dp_shard_size=3, tp_size=2)
-
-
-def test_it_is_as_that_of_rank_0_in_a_world_of_the_same_options() -> None:
-    planned = af.plan_context(12, parallelism_config=CONFIG, mixed_precision="bf16")
-
-    def answers(ctx: af.Context) -> tuple[object, ...]:
-        axes = [(ctx.axis_size(one), ctx.coordinate(one), ctx.along(one).num_processes) for one in AXES]
-        assert ctx.mesh is not None
-        return axes, ctx.mesh.plan, ctx.strategy, ctx.mixed_precision, ctx.num_processes, ctx.rank
-
-    real = run_ranks(answers, 12, parallelism_config=CONFIG, mixed_precision="bf16")[0]
-    assert answers(planned) == real
-
-
-@pytest.mark.parametrize(
-    ("given", "kind"),
-    [(0, ConfigurationError), (-1, ConfigurationError), (1.5, TypeError), (True, TypeError)],
-)
-def test_a_number_of_ranks_is_an_int_from_1(given: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match=f"num_processes must be .*, got {given}"):
-        af.plan_context(given)
-
-
-def test_it_communicates_nothing() -> None:
-    planned = af.plan_context(12, parallelism_config=CONFIG)
-    for ctx in (planned, planned.along("tp"), af.plan_context(2)):
-        for call in (af.gather, af.reduce, af.broadcast):
-            with pytest.raises(NotAvailableError, match="this context is from plan_context"):
-                call(ctx, torch.ones(3))
-        with pytest.raises(NotAvailableError, match="is from plan_context"):
-            af.wait_for_everyone(ctx)
-        with pytest.raises(NotAvailableError, match="is from plan_context"):
-            af.prepare_model(ctx, torch.nn.Linear(2, 2))
-    assert torch.equal(af.gather(planned.along("cp"), torch.ones(3)), torch.ones(3))  # this rank alone
-
-
-def test_options_are_those_of_a_context() -> None:
-    with pytest.raises(ConfigurationError, match="num_processes=9"):
-        af.plan_context(9, parallelism_config=CONFIG)
-    with pytest.raises(TypeError, match="unknown option"):
-        af.plan_context(2, fsdp=1)  # pyright: ignore[reportCallIssue]
-
-
-PROGRAM = (
-    "import accelfn as af\nwith af.init_context(cpu=True) as ctx:\n    print(ctx.rank, ctx.num_processes)"
-)
-
-
-def started(variables: Mapping[str, str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        env={**plain_environment(), "WORLD_SIZE": "2", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.parametrize(
-    ("first", "line"),
-    [
-        ("0", r"accelfn: waiting for 1 of 2 ranks at 127\.0\.0\.1:{port} \.\.\."),
-        ("1", r"accelfn: waiting for rank 0 of 2 ranks at 127\.0\.0\.1:{port}, as rank 1 \.\.\."),
-    ],
-)
-def test_a_rank_says_whom_it_waits_for_and_goes_on_when_they_come(first: str, line: str) -> None:
-    port = free_port()
-    running = [started({"RANK": first, "MASTER_PORT": port})]
-    # A watchdog ends what would wait for ever; the line itself is waited for as long as it takes.
-    watchdog = threading.Timer(120, running[0].kill)
-    watchdog.start()
-    try:
-        stderr = running[0].stderr
-        assert stderr is not None
-        assert any(re.fullmatch(line.format(port=port), read.strip()) for read in iter(stderr.readline, ""))
-        running.append(started({"RANK": str(1 - int(first)), "MASTER_PORT": port}))
-        found = [process.communicate(timeout=120)[0].strip() for process in running]
-    finally:
-        watchdog.cancel()
-        for process in running:
-            process.kill()
-            process.communicate()
-    assert found == [f"{first} 2", f"{1 - int(first)} 2"]
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make this process rank 0 of 2, whose other rank never comes."""
-    port = free_port()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr(init, "_QUIET_S", 0.1)
-    return port
-
-
-def test_where_the_address_was_guessed_the_limit_is_short_and_the_variables_are_named(
-    alone: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(init, "_DEFAULT_ADDRESS_TIMEOUT", timedelta(seconds=1))
-    with pytest.raises(DistributedError) as caught:
-        init_context(cpu=True)
-    assert "1 of 2 ranks did not connect within 1 s." in str(caught.value)
-    assert f"MASTER_ADDR is not set, so the address was 127.0.0.1:{alone}. Set MASTER_ADDR" in str(
-        caught.value
-    )
-    # On a busy machine another line may come before it, while this process's own store starts.
-    assert f"accelfn: waiting for 1 of 2 ranks at 127.0.0.1:{alone} ...\n" in capsys.readouterr().err
-
-
-def test_a_limit_that_was_asked_for_holds_and_an_address_that_was_given_is_not_doubted(
-    alone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del alone
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(DistributedError, match="did not connect within 2 s") as caught:
-        init_context(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
-    assert "MASTER_ADDR" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [
-        ("node0", "tcp://node0:7"),
-        ("::1", "tcp://[::1]:7"),
-        ("[::1]", "tcp://[::1]:7"),
-        (None, "tcp://127.0.0.1:7"),
-    ],
-)
-def test_the_address_of_the_world(host: str | None, address: str) -> None:
-    place = EnvironmentPlan(launcher="env", master_addr=host, master_port=7)
-    assert init.address_of(place) == address

@@ -1,0 +1,116 @@
+"""How the ranks of a world find each other: through a key-value store at a common address."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
+from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
+
+from accelfn.context.environment import EnvironmentPlan
+
+# Ranks start at different times; only longer waits are reported.
+_QUIET_S = 5.0
+
+
+def address_of(place: EnvironmentPlan, init_method: str | None = None) -> str:
+    """Return the address of the store of the ranks of ``place``. Pure."""
+    if init_method is not None:
+        return init_method
+    if place.launcher == "xla":
+        return "xla://"  # torch_xla knows the address of its first process
+    # env:// finds the store that torchrun's agent hosts.
+    return "env://" if place.launcher == "torchrun" else f"tcp://{_host_and_port(place)}"
+
+
+def join_store(
+    place: EnvironmentPlan, timeout: timedelta, patience: timedelta, init_method: str | None = None
+) -> Store:
+    """Connect to the store and wait until all ranks have. Long waits are reported on stderr.
+
+    Ranks: every rank of ``place``.
+
+    Args:
+        place: This rank.
+        timeout: Of the store's operations afterwards.
+        patience: How long to wait for the other ranks.
+        init_method: The user's address, if there is one.
+
+    Returns:
+        The store under a prefix that no earlier world of this launch has used: torchrun's store outlives a
+        world, and gloo would find the addresses of the previous one in it.
+
+    Raises:
+        RuntimeError: Rank 0 can't be reached, or other ranks did not connect in time.
+    """
+    rank, size, where = place.rank, place.size, address_of(place, init_method)
+    end = time.monotonic() + patience.total_seconds()
+    if where == f"tcp://{_host_and_port(place)}":
+        # Without waiting for the other ranks, which are counted below.
+        with _announce_if_slow(f"rank 0 of {size} ranks at {_host_and_port(place)}, as rank {rank}"):
+            store: Store = TCPStore(
+                place.master_addr or "127.0.0.1",
+                place.master_port or 0,
+                None,
+                rank == 0,
+                patience,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+    else:
+        with _announce_if_slow(f"other ranks of {size} at {where}, as rank {rank}"):
+            store = next(rendezvous(where, rank, size, timeout=patience))[0]
+    store.set_timeout(timeout)
+    part = PrefixStore(f"accelfn/world/{store.add(f'accelfn/joined/{rank}', 1)}", store)
+    if part.add("number here", 1) == size:
+        part.set("all here", "")
+    if not _wait_for_all(part, size, min(end, time.monotonic() + _QUIET_S)):
+        if place.local_rank == 0:  # one rank per machine reports it
+            _announce(
+                f"{size - part.add('number here', 0)} of {size} ranks at {where.removeprefix('tcp://')}"
+            )
+        if not _wait_for_all(part, size, end):
+            missing = size - part.add("number here", 0)
+            raise RuntimeError(
+                f"{missing} of {size} ranks did not connect within {patience.total_seconds():.0f} s. Start "
+                "them, or look at their output."
+            )
+    return part
+
+
+def _wait_for_all(part: Store, size: int, end: float) -> bool:
+    """Return whether all ranks connect before ``end`` of the monotonic clock."""
+    # Polled, 500 times a second by all ranks together: torch's own wait logs a stack trace when it times out.
+    while not part.check(["all here"]):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(min(0.2, size / 500))
+    return True
+
+
+@contextmanager
+def _announce_if_slow(what: str) -> Generator[None, None, None]:
+    """Report what this rank waits for if the block takes long."""
+    timer = threading.Timer(_QUIET_S, _announce, (what,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _announce(what: str) -> None:
+    print(f"accelfn: waiting for {what} ...", file=sys.stderr, flush=True)
+
+
+def _host_and_port(place: EnvironmentPlan) -> str:
+    host = place.master_addr or "127.0.0.1"
+    if ":" in host and not host.startswith("["):  # IPv6
+        host = f"[{host}]"
+    return f"{host}:{place.master_port}"
