@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.bench.timing import Row, compare, print_table
+from tests.bench.timing import Row, compare, compiled, print_table
 
 OURS = (sys.executable, "-m", "accelfn")
 PEER = (sys.executable, "-m", "accelerate.commands.accelerate_cli")
@@ -23,7 +23,7 @@ def call(*command: str, status: int = 0) -> Callable[[], object]:
     """Return a function that runs a command, and checks how it ends."""
 
     def run() -> None:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=compiled())
         assert done.returncode == status, done.stderr
 
     return run

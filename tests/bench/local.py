@@ -10,7 +10,7 @@ import torch
 import accelfn as af
 from accelfn.testing import run_ranks
 from tests.bench.collectives import small_tree
-from tests.bench.timing import Row, Timing, compare, print_table
+from tests.bench.timing import Row, Timing, compare, compiled, print_table
 
 
 def trees() -> list[Row]:
@@ -52,7 +52,7 @@ def imports() -> dict[str, Timing]:
     """Time fresh interpreters."""
 
     def run(code: str) -> Callable[[], object]:
-        return lambda: subprocess.run([sys.executable, "-c", code], check=True)
+        return lambda: subprocess.run([sys.executable, "-c", code], check=True, env=compiled())
 
     everything = "import torch, accelfn\nfor name in accelfn.__all__: getattr(accelfn, name)"
     return compare(

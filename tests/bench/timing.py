@@ -1,11 +1,17 @@
 """Time several ways of doing one thing in turn, so that what else the machine does hits all of them alike."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-__all__ = ("Row", "Timing", "compare", "print_table")
+__all__ = ("Row", "Timing", "compare", "compiled", "print_table")
+
+
+def compiled() -> dict[str, str]:
+    """Return the environment of a program whose modules are compiled once, as pip leaves installed ones."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 class Timing(NamedTuple):
