@@ -111,6 +111,15 @@ def test_importing_the_root_does_not_import_torch_and_using_it_does() -> None:
     assert run(f"import sys, accelfn; accelfn.World; {loaded}").startswith("True")
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_after_a_name_has_loaded_as_it_was_before(collects: bool) -> None:
+    before = "" if collects else "gc.disable(); "
+    code = f"import gc, sys, accelfn; {before}accelfn.errors; accelfn.World; print(gc.isenabled())\n"
+    code += "sys.modules['accelfn.tree'] = None\n"
+    code += "try: accelfn.tree\nexcept ImportError: print(gc.isenabled())"
+    assert run(code).split() == [str(collects)] * 2
+
+
 def test_a_star_import_gives_every_name() -> None:
     assert run("from accelfn import *; print(World().size, callable(init_context), __version__)") == (
         f"1 True {af.__version__}"

@@ -39,6 +39,13 @@ def test_the_status_is_the_commands(source: str, status: int, tmp_path: Path) ->
         assert process.wait(30) == status
 
 
+def test_a_launch_that_has_ended_does_not_wait_for_its_watcher() -> None:
+    code = "import sys; from accelfn.launch.run import agent; agent._POLL_S = 600.0; "
+    code += "sys.exit(agent.main(sys.argv[1:]))"
+    command = (sys.executable, "-c", code, "--command", sys.executable, "-c", "")
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
 # Writes as worker and agent do: rank 1 fails first, rank 0 echoes it.
 PLAYS = """
 import json, os, pathlib, sys
