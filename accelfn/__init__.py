@@ -91,7 +91,7 @@ def __getattr__(name: str) -> object:
 def _load(module: str) -> ModuleType:
     """Import a module without garbage collections.
 
-    They would take a quarter of the time: they look at torch's many objects, and importing leaves no garbage.
+    They would take a fifth of the time: they look at torch's many objects, and importing leaves no garbage.
     """
     collects = gc.isenabled()
     gc.disable()
