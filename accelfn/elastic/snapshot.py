@@ -21,7 +21,7 @@ from accelfn.checkpoint.document.compare import match
 from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.manifest import Json
 from accelfn.checkpoint.plan import Held, has_copies
-from accelfn.comm import Call, catch, gather_bytes
+from accelfn.comm import Call, catch, count_call, gather_bytes
 from accelfn.context import Context, World, check_context
 from accelfn.context.world import GroupOwner
 from accelfn.errors import CheckpointMismatchError
@@ -231,6 +231,7 @@ def remember(ctx: Context, state: Any, *, every: int = 10) -> None:
         TypeError: Leaves of the state have no plain form, or ``every`` isn't an int.
         ValueError: ``every`` isn't positive.
         CheckpointMismatchError: Leaves have another form than at the snapshot before.
+        MismatchError: A rank has called it less often, as the next operation of all ranks finds.
         DistributedError: Another rank was lost.
     """
     check_context("remember", ctx)
@@ -240,6 +241,7 @@ def remember(ctx: Context, state: Any, *, every: int = 10) -> None:
         raise ValueError(f"remember: every must be at least 1, got {every!r}.")
     memory = ctx.world.background.snapshots
     if isinstance(memory, Memory):
+        count_call(ctx, Call("remember"))
         memory.remember(ctx, state, every)
 
 

@@ -44,7 +44,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
-from accelfn.context.failure import Loss, announce_loss, store_board
+from accelfn.context.failure import Loss, announce_loss, losses_from, store_board
 from accelfn.launch.run.machines import Machines
 from accelfn.launch.run.slots import (
     LISTEN_S,
@@ -82,8 +82,10 @@ class Outcome(NamedTuple):
     """How elastic training ended.
 
     Attributes:
-        succeeded: Whether the training is over, or all processes of all machines have ended with status 0.
-        deaths: The last one of each slot of this machine whose last process failed.
+        succeeded: Whether all processes of all machines have ended with status 0, or the training is over and
+            no process of this machine has failed by itself after it.
+        deaths: The last one of each slot of this machine whose last process failed; of those after the
+            training, if there are any.
     """
 
     succeeded: bool
@@ -149,7 +151,9 @@ def run_agents(
     errors = [agent.error for agent in agents if agent.error is not None]
     if errors and not succeeded and not stop_signal():
         raise errors[0]
-    return Outcome(succeeded, tuple(agent.death for agent in agents if agent.death is not None))
+    late = tuple(agent.death for agent in agents if agent.death is not None and agent.failed_late)
+    deaths = late or tuple(agent.death for agent in agents if agent.death is not None)
+    return Outcome(succeeded and not late, deaths)
 
 
 class _Training:
@@ -234,6 +238,7 @@ class _SlotAgent(SimpleElasticAgent):
 
     Attributes:
         death: Of the last process, if it failed.
+        failed_late: Whether that was by itself, after the training.
         error: Why a process could not be started.
     """
 
@@ -253,6 +258,7 @@ class _SlotAgent(SimpleElasticAgent):
         self._state = ""
         self._silence, self._listened_s = Silence(), 0.0
         self.death: Death | None = None
+        self.failed_late = False
         self.error: Exception | None = None
 
     def attend(self) -> None:
@@ -347,8 +353,12 @@ class _SlotAgent(SimpleElasticAgent):
         training, rank = self._training, self._slot.rank
         self.death = Death(rank, exitcode, time.time())
         self._kill()
-        announce_loss(training.board, Loss(f"{rank}.{self._attempt}", describe_end(exitcode)))
+        name = f"{rank}.{self._attempt}"
         is_over, follows = training.poll(), ""
+        # A process that leaves the training with an error has announced it itself.
+        announced = {loss.name for loss in losses_from(training.board, 0)}
+        self.failed_late = is_over and exitcode > 0 and name not in announced
+        announce_loss(training.board, Loss(name, describe_end(exitcode)))
         if self._remaining_restarts and not is_over:
             self._post("restarting")
             follows = f"a replacement starts ({self._attempt + 1} of {self._max_restarts})"

@@ -216,6 +216,20 @@ def test_processes_that_go_on_after_the_end_are_stopped(launch: Callable[..., La
     assert not any(map(is_alive, pids))
 
 
+def test_an_error_after_the_end_of_the_training_fails_the_launch(launch: Callable[..., Launch]) -> None:
+    one = launch("-n2", "--max_restarts=1", "train.py")
+    board = one.board()
+    board.post("over", "")
+    one.order(0, error="the final save")
+    one.pid(1)
+    one.order(1)
+    status, lines = one.finish()
+    assert status == 1
+    assert lines[0] == "accelfn launch: rank 0 ended with exit status 1."
+    assert any("ValueError: the final save" in line for line in lines)
+    assert not (one.folder / "0.1.up").exists()
+
+
 @pytest.mark.slow  # waits for the timeout
 def test_a_process_without_heartbeat_is_killed(launch: Callable[..., Launch]) -> None:
     one = launch("-n3", "--heartbeat_timeout=2", "train.py")
