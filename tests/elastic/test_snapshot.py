@@ -15,7 +15,7 @@ from accelfn.checkpoint.plan import Box
 from accelfn.context import Context
 from accelfn.elastic.assemble import Offer, choose_snapshot, restore_snapshot
 from accelfn.elastic.snapshot import Key, Memory, Regroup, neighbour_shift
-from accelfn.errors import CheckpointMismatchError, RemoteRankError
+from accelfn.errors import CheckpointMismatchError, MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
 
 
@@ -113,6 +113,25 @@ def test_a_state_that_changes_its_form_is_an_error_at_once(
         try:
             with pytest.raises(CheckpointMismatchError, match=f"another form than at step 1[^|]*{path}"):
                 memory.remember(ctx, state, 1)
+        finally:
+            memory.leave()
+
+    run_ranks(run, 2)
+
+
+def test_a_rank_that_skips_a_call_is_named_by_the_next_operation() -> None:
+    def run(ctx: Context) -> None:
+        memory = Memory()
+        memory.enter(ctx, 0)
+        state = {"own": torch.zeros(3)}
+        try:
+            for step in range(4):
+                if (ctx.rank, step) != (1, 2):
+                    af.remember(ctx, state, every=5)
+                if step < 2:
+                    af.wait_for_everyone(ctx)
+            with pytest.raises(MismatchError, match="remember: the ranks disagree"):
+                af.wait_for_everyone(ctx)
         finally:
             memory.leave()
 
