@@ -121,9 +121,12 @@ def test_collections_leave_out_what_existed_before_the_run(was_frozen: bool) -> 
     if was_frozen:
         gc.freeze()
     before = gc.get_freeze_count()
+    made = [[number] for number in range(10_000)]
     try:
         with without_older_objects():
-            assert gc.get_freeze_count() == before if was_frozen else gc.get_freeze_count() > 1000
+            # A few frozen objects may be freed meanwhile.
+            added = gc.get_freeze_count() - before
+            assert (added > len(made) // 2) == (not was_frozen)
         assert (gc.get_freeze_count() > 0) == was_frozen
     finally:
         gc.unfreeze()
