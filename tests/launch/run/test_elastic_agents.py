@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented
 
-from accelfn.context.failure import MessageBoard, store_board
+from accelfn.context.failure import Loss, MessageBoard, announce_loss, store_board
 
 ROOT = Path(__file__).parents[3]
 HOST = socket.gethostname()
@@ -228,6 +228,17 @@ def test_an_error_after_the_end_of_the_training_fails_the_launch(launch: Callabl
     assert lines[0] == "accelfn launch: rank 0 ended with exit status 1."
     assert any("ValueError: the final save" in line for line in lines)
     assert not (one.folder / "0.1.up").exists()
+
+
+def test_an_error_that_ended_a_ranks_training_is_no_failure_after_it(launch: Callable[..., Launch]) -> None:
+    one = launch("-n2", "train.py")
+    board = one.board()
+    announce_loss(board, Loss("0.0", "raised ValueError: in the training"))
+    board.post("over", "")
+    one.order(0, error="in the training")
+    one.pid(1)
+    one.order(1)
+    assert one.finish() == (0, ["accelfn launch: rank 0 ended with exit status 1."])
 
 
 @pytest.mark.slow  # waits for the timeout
