@@ -53,8 +53,8 @@ _POLL_S = 0.2
 # Makes a rank write its stacks, even from C code that never returns; code under test is unlikely to use it.
 _DUMP_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
 _DUMP_TIMEOUT_S = 1.0
-# Before forking; some threads never end.
-_THREADS_TIMEOUT_S = 1.0
+# Time for a new process to multiply its first matrices, which takes milliseconds: for each attempt.
+_START_TIMEOUTS_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 # The guard has its own timeout.
 _NO_TIMEOUT = timedelta(days=30)
 
@@ -73,7 +73,6 @@ def run_on_processes(
             'run_ranks(on="processes") needs fork, which this platform lacks. Use on="memory" or on="gloo".'
         )
     memory_world(0, size, num_nodes)  # checks the layout before any process starts
-    forking = multiprocessing.get_context("fork")
     seconds = 3600.0 if timeout_s is None else timeout_s
     sys.stdout.flush()
     sys.stderr.flush()
@@ -82,16 +81,9 @@ def run_on_processes(
     stack_files: list[IO[bytes]] = []
     try:
         for rank in range(size):
-            receiver, sender = forking.Pipe()
             stack_files.append(tempfile.TemporaryFile())  # noqa: SIM115 -- closed below
-            process = forking.Process(
-                target=_run_rank,
-                args=(fn, rank, size, configure, seconds, faults, num_nodes, sender, stack_files[rank]),
-                name=f"rank {rank} of {size}",
-            )
-            _wait_for_threads()
-            _fork(process)
-            sender.close()
+            arguments = (fn, rank, size, configure, seconds, faults, num_nodes, stack_files[rank])
+            process, receiver = _start(f"rank {rank} of {size}", arguments)
             processes.append(process)
             receivers.append(receiver)
         # Hosted by the parent, so that it outlives every rank. After the forks, since it starts a thread.
@@ -104,43 +96,45 @@ def run_on_processes(
         )
     finally:
         for process in processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # its children too, even if it has ended
-            if process.is_alive():
-                process.kill()  # it had no process group yet
-            process.join()
-            process.close()
+            _end(process)
         for pipe in (*receivers, *stack_files):
             pipe.close()
     return conclude(outcomes, "processes")
 
 
-def _wait_for_threads() -> None:
-    """Wait for system threads that are about to end, such as those of an earlier world of threads.
+def _start(name: str, arguments: tuple[Any, ...]) -> tuple[Any, Connection]:
+    """Return a forked process that can compute, and this end of its pipe.
 
-    Python's join() returns before a thread has freed the thread-local data of its libraries. MKL frees it
-    under a lock; in a child forked meanwhile the lock stays held and the first matrix product hangs.
+    A lock that a thread holds at the fork stays held in the child. MKL holds one while a thread that ends
+    frees its buffers, which Python's join() doesn't wait for: the child's first matrix product never ends.
+    Such a child is replaced.
     """
-    own = str(threading.get_native_id())
-    until, last = time.monotonic() + _THREADS_TIMEOUT_S, None
-    while time.monotonic() < until:
-        states = _thread_states()
-        states.pop(own, None)
-        if states == last and "R" not in states.values():
-            return
-        last = states
-        time.sleep(0.001)
+    forking = multiprocessing.get_context("fork")
+    for timeout_s in _START_TIMEOUTS_S:
+        receiver, sender = forking.Pipe()
+        process = forking.Process(target=_run_rank, args=(*arguments, sender), name=name)
+        _fork(process)
+        sender.close()
+        if receiver.poll(timeout_s):
+            with contextlib.suppress(EOFError, OSError):  # it has ended, which is reported later
+                receiver.recv()
+            return process, receiver
+        _end(process)
+        receiver.close()
+    raise DistributedError(
+        f"{len(_START_TIMEOUTS_S)} forked processes could not multiply two matrices, the last one within "
+        f"{_START_TIMEOUTS_S[-1]:g} s: threads of this process hold locks of libraries. Let them end before, "
+        'or use run_ranks(on="gloo").'
+    )
 
 
-def _thread_states() -> dict[str, str]:
-    """Return the state of each of this process's threads (R: running); empty where this isn't Linux."""
-    states: dict[str, str] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):  # it has ended
-                with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
-                    states[thread] = file.read().rpartition(")")[2].split()[0]
-    return states
+def _end(process: Any) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # its children too, even if it has ended
+    if process.is_alive():
+        process.kill()  # it had no process group yet
+    process.join()
+    process.close()
 
 
 def _fork(process: Any) -> None:
@@ -245,8 +239,8 @@ def _run_rank(
     seconds: float,
     faults: Sequence[Fault],
     num_nodes: int,
-    sender: Connection,
     stack_file: IO[bytes],
+    sender: Connection,
 ) -> None:
     """Run one rank in a forked child, and exit."""
     # The parent's threads don't exist here: neither torch's thread pool nor the parent's garbage (a process
@@ -257,6 +251,8 @@ def _run_rank(
     faulthandler.register(_DUMP_SIGNAL, file=stack_file, all_threads=True)
     threading.Thread(target=_exit_with_parent, name="exit with parent", daemon=True).start()
     torch.set_num_threads(1)
+    torch.nn.functional.linear(*(torch.ones(shape, device="cpu") for shape in ((8, 8), (16, 8), (16,))))
+    sender.send("ready")  # see _start
     code = 0
     try:
         store = dist.TCPStore("127.0.0.1", sender.recv(), None, False, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported

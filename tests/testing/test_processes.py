@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelfn.comm import failing_together, wait_for_everyone
 from accelfn.context import Context
 from accelfn.errors import DistributedError, MismatchError, MissingRankError, RemoteRankError
-from accelfn.testing import Fault, run_ranks
+from accelfn.testing import Fault, processes, run_ranks
 
 
 class Odd(Exception):  # noqa: N818 -- a user may call it what they like
@@ -164,14 +164,45 @@ def test_a_rank_that_lingers_after_another_has_told_why_is_not_the_cause() -> No
 
 def test_threads_of_a_world_before_leave_no_lock_behind() -> None:
     """Their libraries give memory back under locks, after Python has joined them."""
-    left, right = torch.randn(300, 300), torch.randn(300, 300)
 
     def work(ctx: Context) -> None:
-        torch.mm(left, right)  # by several threads of MKL
+        torch.nn.Linear(8, 16)(torch.ones(8, 8))  # in MKL's buffers
 
-    for _ in range(20):
-        run_ranks(work, 2)
+    for _ in range(30):
+        run_ranks(work, 4)
         run_ranks(work, 1, "processes", timeout_s=60)
+
+
+def test_a_rank_that_cannot_compute_is_replaced(tmp_path: Path) -> None:
+    """As after a fork beside a thread that held a lock of a library."""
+
+    class Library: ...
+
+    library, forks = Library(), tmp_path / "forks"
+
+    def wait_for_a_lock(_: Library) -> None:
+        with forks.open("ab") as file:
+            file.write(b".")
+        if forks.stat().st_size == 2:  # the second rank, the first time
+            time.sleep(3600)
+
+    multiprocessing.util.register_after_fork(library, wait_for_a_lock)
+    assert run_ranks(lambda ctx: ctx.rank, 3, "processes", timeout_s=60) == [0, 1, 2]
+    assert forks.stat().st_size == 4
+
+
+def test_ranks_that_never_compute_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library: ...
+
+    library = Library()
+
+    def wait_for_a_lock(_: Library) -> None:
+        time.sleep(3600)
+
+    monkeypatch.setattr(processes, "_START_TIMEOUTS_S", (0.05, 0.1))
+    multiprocessing.util.register_after_fork(library, wait_for_a_lock)
+    with pytest.raises(DistributedError, match="2 forked processes could not multiply two matrices"):
+        run_ranks(lambda ctx: ctx.rank, 2, "processes", timeout_s=60)
 
 
 def test_no_rank_collects_what_its_parent_left() -> None:
