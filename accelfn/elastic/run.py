@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import math
@@ -419,24 +420,35 @@ class _Process(Generic[S, T]):
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Show that this process lives, and end the operations of a world that has lost a member."""
-        done = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(done,), name="accelfn elastic", daemon=True)
-        thread.start()
+        """Show that this process lives, and end the operations of a world that has lost a member.
+
+        The heartbeats go on until the program ends: the launcher waits for what follows the training, such as
+        a last save, but not for a process that is stuck.
+        """
+        beating, watching = threading.Event(), threading.Event()
+        heart = threading.Thread(
+            target=_beat, args=(self.board, self.seat.me.name, beating), name="accelfn heartbeat", daemon=True
+        )
+        watcher = threading.Thread(target=self._watch, args=(watching,), name="accelfn elastic", daemon=True)
+        heart.start()
+        watcher.start()
+
+        def end() -> None:
+            beating.set()
+            heart.join()  # a thread in the store's C++ code must not outlive the interpreter
+
+        atexit.register(end)
         try:
             yield
         finally:
-            done.set()
-            thread.join()
+            watching.set()
+            watcher.join()
+        self.board.post(f"left/{self.seat.me.name}", "yes")
 
     def _watch(self, done: threading.Event) -> None:
-        seen, number, next_beat = 0, 0, 0.0
+        seen = 0
         lost: dict[str, Loss] = {}
         while not done.wait(_LOOK_S):
-            if time.monotonic() >= next_beat:
-                number += 1
-                self.board.post(f"beat/{self.seat.me.name}", str(number))
-                next_beat = time.monotonic() + _BEAT_S
             new = losses_from(self.board, seen)
             seen += len(new)
             lost.update({loss.name: loss for loss in new})
@@ -460,6 +472,15 @@ class _Process(Generic[S, T]):
                 return True
             time.sleep(_LOOK_S)
         return False
+
+
+def _beat(board: MessageBoard, name: str, done: threading.Event) -> None:
+    number = 0
+    while True:
+        number += 1
+        board.post(f"beat/{name}", str(number))
+        if done.wait(_BEAT_S):
+            return
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import gc
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -189,6 +191,28 @@ def test_heartbeats_go_on_while_a_world_connects() -> None:
     assert process.is_alive()
     process.kill()
     process.join()
+
+
+# It saves its result later than the launcher waits for the others, and for a heartbeat.
+SAVES_LATE = """
+import os, pathlib, sys, time
+import accelfn as af
+
+result = af.run_elastic(lambda ctx, state: ctx.num_processes, lambda ctx: 0, cpu=True)
+time.sleep(8)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(result))
+"""
+
+
+@pytest.mark.slow
+def test_what_follows_the_training_is_waited_for(tmp_path: Path) -> None:
+    program, results = tmp_path / "late.py", tmp_path / "results"
+    program.write_text(SAVES_LATE)
+    results.mkdir()
+    flags = ("--num_processes=2", "--heartbeat_timeout=3", "--cpu")
+    command = (sys.executable, "-m", "accelfn", "launch", "--elastic", *flags, str(program), str(results))
+    subprocess.run(command, check=True, timeout=120)
+    assert [(results / rank).read_text() for rank in "01"] == ["2", "2"]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

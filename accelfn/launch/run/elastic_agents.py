@@ -9,6 +9,8 @@ thread, that restarts only this process. The others go on, and learn of it from 
   and why; in the order in which they did (:func:`accelfn.context.failure.announce_loss`).
 - ``beat/{rank}.{attempt}``, from the process: a text that it changes every half second.
 - ``over``, from a process: the training has ended.
+- ``left/{rank}.{attempt}``, from the process: it has returned from the training. The launcher waits for it
+  from then on, and its failure is that of the launch.
 - ``launcher/{machine}``, from the launcher: it has no process left, and knows how all others ended.
 """
 
@@ -44,7 +46,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
-from accelfn.context.failure import Loss, announce_loss, losses_from, store_board
+from accelfn.context.failure import Loss, announce_loss, store_board
 from accelfn.launch.run.machines import Machines
 from accelfn.launch.run.slots import (
     LISTEN_S,
@@ -59,7 +61,7 @@ from accelfn.launch.run.slots import (
 )
 
 _POLL_S = 0.1
-# When the training is over, time for the remaining processes to end before they get a signal.
+# When the training is over, time for processes that haven't returned from it, before they get a signal.
 _GRACE_S = 5.0
 _ENDED = ("done", "failed")
 
@@ -83,9 +85,9 @@ class Outcome(NamedTuple):
 
     Attributes:
         succeeded: Whether all processes of all machines have ended with status 0, or the training is over and
-            no process of this machine has failed by itself after it.
-        deaths: The last one of each slot of this machine whose last process failed; of those after the
-            training, if there are any.
+            no process of this machine has failed after it had returned from it.
+        deaths: The last one of each slot of this machine whose last process failed; only those after the
+            return from the training, if there are any.
     """
 
     succeeded: bool
@@ -238,7 +240,7 @@ class _SlotAgent(SimpleElasticAgent):
 
     Attributes:
         death: Of the last process, if it failed.
-        failed_late: Whether that was by itself, after the training.
+        failed_late: Whether that was after it had returned from the training.
         error: Why a process could not be started.
     """
 
@@ -319,7 +321,7 @@ class _SlotAgent(SimpleElasticAgent):
         number = training.stop_signal()
         if number:
             raise SignalException("the launch was stopped", signal.Signals(number))
-        if training.over_s and time.monotonic() > training.over_s + _GRACE_S:
+        if training.over_s and time.monotonic() > training.over_s + _GRACE_S and not self._has_left():
             raise RendezvousGracefulExitError("the training is over")
         result = self._processes.wait(0) if self._processes else None
         if result is None:
@@ -355,9 +357,7 @@ class _SlotAgent(SimpleElasticAgent):
         self._kill()
         name = f"{rank}.{self._attempt}"
         is_over, follows = training.poll(), ""
-        # A process that leaves the training with an error has announced it itself.
-        announced = {loss.name for loss in losses_from(training.board, 0)}
-        self.failed_late = is_over and exitcode > 0 and name not in announced
+        self.failed_late = self._has_left()
         announce_loss(training.board, Loss(name, describe_end(exitcode)))
         if self._remaining_restarts and not is_over:
             self._post("restarting")
@@ -367,6 +367,9 @@ class _SlotAgent(SimpleElasticAgent):
             if not is_over and training.is_any_alive(but=rank):
                 follows = "the other ranks go on"
         training.report(describe_death(rank, exitcode, follows))
+
+    def _has_left(self) -> bool:
+        return self._training.board.read(f"left/{self._slot.rank}.{self._attempt}") is not None
 
     def _kill(self) -> None:
         """Kill the process and its children, which may hold the device that its replacement needs."""

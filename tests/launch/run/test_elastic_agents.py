@@ -216,18 +216,39 @@ def test_processes_that_go_on_after_the_end_are_stopped(launch: Callable[..., La
     assert not any(map(is_alive, pids))
 
 
-def test_an_error_after_the_end_of_the_training_fails_the_launch(launch: Callable[..., Launch]) -> None:
+@pytest.mark.parametrize("how", ["error", "killed"])
+def test_a_failure_after_the_return_from_the_training_fails_the_launch(
+    launch: Callable[..., Launch], how: str
+) -> None:
     one = launch("-n2", "--max_restarts=1", "train.py")
-    board = one.board()
+    board, pid = one.board(), one.pid(0)
     board.post("over", "")
-    one.order(0, error="the final save")
+    board.post("left/0.0", "yes")
+    if how == "error":
+        one.order(0, error="the final save")
+    else:
+        os.kill(pid, signal.SIGKILL)
     one.pid(1)
     one.order(1)
     status, lines = one.finish()
-    assert status == 1
-    assert lines[0] == "accelfn launch: rank 0 ended with exit status 1."
-    assert any("ValueError: the final save" in line for line in lines)
+    assert status == (1 if how == "error" else 128 + signal.SIGKILL)
+    told = "ended with exit status 1" if how == "error" else "was killed by SIGKILL"
+    assert lines[0] == f"accelfn launch: rank 0 {told}."
+    assert any("ValueError: the final save" in line for line in lines) == (how == "error")
     assert not (one.folder / "0.1.up").exists()
+
+
+@pytest.mark.slow  # longer than the others have to end by themselves
+def test_what_follows_the_training_may_take_as_long_as_it_likes(launch: Callable[..., Launch]) -> None:
+    one = launch("-n2", "train.py")
+    board, pids = one.board(), [one.pid(rank) for rank in range(2)]
+    board.post("left/0.0", "yes")
+    board.post("over", "")
+    wait_for(lambda: not is_alive(pids[1]))  # it hasn't left
+    time.sleep(1.0)
+    assert is_alive(pids[0])
+    one.order(0)
+    assert one.finish() == (0, [])
 
 
 def test_an_error_that_ended_a_ranks_training_is_no_failure_after_it(launch: Callable[..., Launch]) -> None:
