@@ -125,6 +125,8 @@ class MeshSearch(NamedTuple):
             ((kind, count),) = Counter(kinds).most_common(1)
             closest = refused[kinds.index(kind)]
             what = f"{count:,} of {len(refused):,}, such as {closest.name}: {closest.reason}"
+            if closest.needed is None and refused[0].needed is not None:
+                what += f"; the smallest that is too large is {refused[0].name}: {refused[0].reason}"
             lines = [f"no mesh fits; {what}", lines[-1]]
         return "\n".join([*lines, f"assumed: {self.cluster}"])
 

@@ -126,13 +126,14 @@ def test_ranks_of_a_layer_stay_in_a_node() -> None:
     assert reasons["dp_shard=4,tp=3"].endswith("would be in several nodes of 8 ranks, which 3 doesn't divide")
 
 
-def test_the_reason_of_most_meshes_is_said_first() -> None:
+def test_the_reason_of_most_meshes_and_the_least_memory_are_said_first() -> None:
     found = search(4, memory=1000, num_rows=1)
     largest = [one for one in found.refused if one.needed is not None]
     rows = [one for one in found.refused if "1 rows can't be split over" in one.reason]
     assert len(rows) > len(largest) > 0
-    head = f"no mesh fits; {len(rows)} of {len(found.refused)}, such as {rows[0].name}: {rows[0].reason}\n"
-    assert str(found).startswith(head)
+    head = f"no mesh fits; {len(rows)} of {len(found.refused)}, such as {rows[0].name}: {rows[0].reason}"
+    least = min(largest, key=lambda one: one.needed or 0)
+    assert str(found).startswith(f"{head}; the smallest that is too large is {least.name}: {least.reason}\n")
     none = search(2, axes=())
     assert "0 meshes fit, 0 don't" in str(none)
 
