@@ -193,7 +193,7 @@ def test_heartbeats_go_on_while_a_world_connects() -> None:
     process.join()
 
 
-# It saves its result later than the launcher waits for the others, and for a heartbeat.
+# The result is saved later than the launcher waits for the others, and for a heartbeat.
 SAVES_LATE = """
 import os, pathlib, sys, time
 import accelfn as af
@@ -203,16 +203,32 @@ time.sleep(8)
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(result))
 """
 
+# A rank leaves the program where the others return from the training.
+LEAVES = """
+import os, pathlib, sys
+import accelfn as af
+
+def train(ctx, state):
+    af.wait_for_everyone(ctx)
+    if os.environ["RANK"] == "1":
+        sys.exit(0)
+    return ctx.num_processes
+
+result = af.run_elastic(train, lambda ctx: 0, cpu=True)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(result))
+"""
+
 
 @pytest.mark.slow
-def test_what_follows_the_training_is_waited_for(tmp_path: Path) -> None:
-    program, results = tmp_path / "late.py", tmp_path / "results"
-    program.write_text(SAVES_LATE)
+@pytest.mark.parametrize(("text", "expected"), [(SAVES_LATE, "22"), (LEAVES, "1")])
+def test_the_end_of_a_program(tmp_path: Path, text: str, expected: str) -> None:
+    program, results = tmp_path / "train.py", tmp_path / "results"
+    program.write_text(text)
     results.mkdir()
     flags = ("--num_processes=2", "--heartbeat_timeout=3", "--cpu")
     command = (sys.executable, "-m", "accelfn", "launch", "--elastic", *flags, str(program), str(results))
     subprocess.run(command, check=True, timeout=120)
-    assert [(results / rank).read_text() for rank in "01"] == ["2", "2"]
+    assert "".join(path.read_text() for path in sorted(results.iterdir())) == expected
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

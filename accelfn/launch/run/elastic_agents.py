@@ -261,6 +261,7 @@ class _SlotAgent(SimpleElasticAgent):
         self._silence, self._listened_s = Silence(), 0.0
         self.death: Death | None = None
         self.failed_late = False
+        self._left = False
         self.error: Exception | None = None
 
     def attend(self) -> None:
@@ -277,6 +278,10 @@ class _SlotAgent(SimpleElasticAgent):
     @property
     def _attempt(self) -> int:
         return self._max_restarts - self._remaining_restarts
+
+    @property
+    def _name(self) -> str:
+        return f"{self._slot.rank}.{self._attempt}"
 
     @property
     def _pid(self) -> int:
@@ -300,7 +305,7 @@ class _SlotAgent(SimpleElasticAgent):
         )
         variables["ROLE_NAME"] = role
         variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        self.death, self._silence, self._listened_s = None, Silence(), time.monotonic()
+        self.death, self._left, self._silence, self._listened_s = None, False, Silence(), time.monotonic()
         program, *arguments = self._command
         self._processes = start_processes(
             name=role,
@@ -321,7 +326,8 @@ class _SlotAgent(SimpleElasticAgent):
         number = training.stop_signal()
         if number:
             raise SignalException("the launch was stopped", signal.Signals(number))
-        if training.over_s and time.monotonic() > training.over_s + _GRACE_S and not self._has_left():
+        has_left = self._has_left()
+        if training.over_s and time.monotonic() > training.over_s + _GRACE_S and not has_left:
             raise RendezvousGracefulExitError("the training is over")
         result = self._processes.wait(0) if self._processes else None
         if result is None:
@@ -330,6 +336,9 @@ class _SlotAgent(SimpleElasticAgent):
         if result.is_failed():
             self._record_death(result.failures[0].exitcode)
             return RunResult(state=WorkerState.FAILED, failures=result.failures)
+        if not (training.poll() and self._has_left()):
+            # The others may wait for it; in a program without elastic training nobody reads this.
+            announce_loss(training.board, Loss(self._name, "ended before the training did"))
         self._post("done")
         return RunResult(state=WorkerState.SUCCEEDED, return_values=result.return_values)
 
@@ -342,7 +351,7 @@ class _SlotAgent(SimpleElasticAgent):
         now_s, training, rank = time.monotonic(), self._training, self._slot.rank
         if now_s < self._listened_s + LISTEN_S:
             return
-        beat = training.board.read(f"beat/{rank}.{self._attempt}")
+        beat = training.board.read(f"beat/{self._name}")
         self._silence = listen(self._silence, beat, now_s - self._listened_s)
         self._listened_s = now_s
         if self._silence.seconds >= training.heartbeat_timeout_s:
@@ -355,10 +364,9 @@ class _SlotAgent(SimpleElasticAgent):
         training, rank = self._training, self._slot.rank
         self.death = Death(rank, exitcode, time.time())
         self._kill()
-        name = f"{rank}.{self._attempt}"
         is_over, follows = training.poll(), ""
         self.failed_late = self._has_left()
-        announce_loss(training.board, Loss(name, describe_end(exitcode)))
+        announce_loss(training.board, Loss(self._name, describe_end(exitcode)))
         if self._remaining_restarts and not is_over:
             self._post("restarting")
             follows = f"a replacement starts ({self._attempt + 1} of {self._max_restarts})"
@@ -369,7 +377,10 @@ class _SlotAgent(SimpleElasticAgent):
         training.report(describe_death(rank, exitcode, follows))
 
     def _has_left(self) -> bool:
-        return self._training.board.read(f"left/{self._slot.rank}.{self._attempt}") is not None
+        """Return whether the process has returned from the training, as far as the store has ever said."""
+        if self._training.over_s and not self._left:
+            self._left = self._training.board.read(f"left/{self._name}") is not None
+        return self._left
 
     def _kill(self) -> None:
         """Kill the process and its children, which may hold the device that its replacement needs."""

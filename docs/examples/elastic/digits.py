@@ -37,7 +37,9 @@ def make_state(ctx: af.Context) -> dict[str, Any]:
     }
 
 
-def train(ctx: af.Context, state: dict[str, Any], steps: int, kill: tuple[str, int] | None) -> str:
+def train(
+    ctx: af.Context, state: dict[str, Any], steps: int, kill: tuple[str, int] | None
+) -> tuple[str, bool]:
     model, optimizer, loader = state["model"], state["optimizer"], state["loader"]
     while state["step"] < steps:
         for (images, labels), micro in af.microbatches(ctx, loader):
@@ -53,7 +55,8 @@ def train(ctx: af.Context, state: dict[str, Any], steps: int, kill: tuple[str, i
             if state["step"] == steps:
                 break
     weights = af.unwrap_model(model).state_dict().values()
-    return hashlib.sha256(b"".join(one.numpy().tobytes() for one in weights)).hexdigest()[:16]
+    fingerprint = hashlib.sha256(b"".join(one.numpy().tobytes() for one in weights)).hexdigest()[:16]
+    return fingerprint, ctx.is_main_process  # of who is left
 
 
 def name() -> str:
@@ -68,13 +71,14 @@ def main() -> None:
     arguments = parser.parse_args()
     rank, _, step = (arguments.kill or "").partition(":")
     kill = (rank, int(step)) if step else None
-    fingerprint = af.run_elastic(
+    result = af.run_elastic(
         lambda ctx, state: train(ctx, state, arguments.steps, kill),
         make_state,
         cpu=True,
         reduction=af.CanonicalReduction(num_microbatches=6),  # exact mode, for 1, 2, 3 or 6 ranks
     )
-    if fingerprint is not None and name() == "0":
+    fingerprint, is_main = result or ("", False)
+    if is_main:
         print(f"{arguments.steps} steps, weights {fingerprint}")
 
 

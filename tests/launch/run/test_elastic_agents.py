@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented
 
-from accelfn.context.failure import Loss, MessageBoard, announce_loss, store_board
+from accelfn.context.failure import Loss, MessageBoard, announce_loss, losses_from, store_board
 
 ROOT = Path(__file__).parents[3]
 HOST = socket.gethostname()
@@ -248,6 +248,36 @@ def test_what_follows_the_training_may_take_as_long_as_it_likes(launch: Callable
     time.sleep(1.0)
     assert is_alive(pids[0])
     one.order(0)
+    assert one.finish() == (0, [])
+
+
+@pytest.mark.slow  # longer than the others have to end by themselves
+def test_without_the_machine_of_the_store_what_follows_the_training_is_no_success(
+    launch: Callable[..., Launch],
+) -> None:
+    first, second = machines(launch)
+    board, pids = first.board(), [first.pid(rank) for rank in range(4)]
+    for rank in (2, 3):
+        board.post(f"left/{rank}.0", "yes")
+    board.post("over", "")
+    wait_for(lambda: not is_alive(pids[0]))  # it hasn't left, so both launchers know of the end
+    first.process.kill()
+    first.process.wait()
+    status, lines = second.finish()
+    assert status != 0
+    reason = "the machine that hosts the rendezvous is down, or its agent was killed"
+    assert lines[:1] == [f"accelfn launch: {reason}; stopping the processes of this machine."]
+
+
+def test_a_process_that_ends_well_before_the_training_is_lost(launch: Callable[..., Launch]) -> None:
+    one = launch("-n2", "train.py")
+    board = one.board()
+    one.order(0)
+    wait_for_state(board, 0, "done")
+    assert losses_from(board, 0) == [Loss("0.0", "ended before the training did")]
+    board.post("left/1.0", "yes")
+    board.post("over", "")
+    one.order(1)
     assert one.finish() == (0, [])
 
 
