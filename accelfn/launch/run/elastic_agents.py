@@ -5,8 +5,8 @@ thread, that restarts only this process. The others go on, and learn of it from 
 
 - ``slot/{rank}``, from the launcher: JSON with the ``attempt`` (from 0), the ``state`` (running, restarting,
   failed or done), and the ``pid`` and ``host`` of the process.
-- ``lost/{number}``, from the launcher: JSON with the name, ``{rank}.{attempt}``, of a process that failed,
-  and why; in the order in which they did (:func:`accelfn.context.failure.announce_loss`).
+- ``lost/{number}``, from the launcher: JSON with the name, ``{rank}.{attempt}``, of a process that failed or
+  ended within the training, and why; in this order (:func:`accelfn.context.failure.announce_loss`).
 - ``beat/{rank}.{attempt}``, from the process: a text that it changes every half second.
 - ``over``, from a process: the training has ended.
 - ``left/{rank}.{attempt}``, from the process: it has returned from the training. The launcher waits for it
