@@ -260,7 +260,6 @@ class _Agent:
                 failures,
                 num_processes=self.num_processes,
                 log_dir=_attempt_folder(self.log_dir),
-                restarts=self._count_restarts(),
             )
             sys.stdout.flush()
             if report:

@@ -71,13 +71,17 @@ class Death(NamedTuple):
 
     Attributes:
         rank: Of the slot.
+        attempt: Number of processes that the slot had before.
         exitcode: As in ``subprocess``: negative for a signal.
         time_s: Time of the death.
+        text: Why the launcher killed it; empty if it didn't.
     """
 
     rank: int
+    attempt: int
     exitcode: int
     time_s: float
+    text: str
 
 
 class Outcome(NamedTuple):
@@ -261,7 +265,7 @@ class _SlotAgent(SimpleElasticAgent):
         self._silence, self._listened_s = Silence(), 0.0
         self.death: Death | None = None
         self.failed_late = False
-        self._left = False
+        self._left, self._killed_for = False, ""
         self.error: Exception | None = None
 
     def attend(self) -> None:
@@ -305,7 +309,8 @@ class _SlotAgent(SimpleElasticAgent):
         )
         variables["ROLE_NAME"] = role
         variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        self.death, self._left, self._silence, self._listened_s = None, False, Silence(), time.monotonic()
+        self.death, self._left, self._killed_for = None, False, ""
+        self._silence, self._listened_s = Silence(), time.monotonic()
         program, *arguments = self._command
         self._processes = start_processes(
             name=role,
@@ -355,14 +360,13 @@ class _SlotAgent(SimpleElasticAgent):
         self._silence = listen(self._silence, beat, now_s - self._listened_s)
         self._listened_s = now_s
         if self._silence.seconds >= training.heartbeat_timeout_s:
-            training.report(
-                f"rank {rank} has sent no heartbeat for {self._silence.seconds:.0f} s; killing it"
-            )
+            self._killed_for = f"sent no heartbeat for {self._silence.seconds:.0f} s"
+            training.report(f"rank {rank} has {self._killed_for}; killing it")
             self._kill()
 
     def _record_death(self, exitcode: int) -> None:
         training, rank = self._training, self._slot.rank
-        self.death = Death(rank, exitcode, time.time())
+        self.death = Death(rank, self._attempt, exitcode, time.time(), self._killed_for)
         self._kill()
         is_over, follows = training.poll(), ""
         self.failed_late = self._has_left()

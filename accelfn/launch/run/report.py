@@ -28,10 +28,11 @@ class Failure:
         rank: Its rank; None for torchrun's agent.
         host: Host name of its machine.
         time_s: Time of the failure.
+        attempt: Number of restarts before: of all processes, in elastic training of this rank's.
         exitcode: As in ``subprocess``: negative for a signal; None if unknown.
         kind: Class of the exception; empty if there was none. For the agent, ``"lost"`` if the connection to
             other machines was lost, else ``"agent"``.
-        text: The exception as Python prints it.
+        text: The exception as Python prints it, or why the launcher killed the process.
         frames: File, line, function and source line of the user's frames, the innermost last.
         elsewhere: Whether it ran on another machine.
     """
@@ -39,6 +40,7 @@ class Failure:
     rank: int | None
     host: str = ""
     time_s: float = 0.0
+    attempt: int = 0
     exitcode: int | None = None
     kind: str = ""
     text: str = ""
@@ -64,11 +66,13 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
             host=hosts.get(rank) or str(record.get("host", "")),
             time_s=float(record["time_s"]),
             exitcode=record["exitcode"],
+            text=str(record.get("text", "")),
+            attempt=int(record.get("attempt", attempt)),
         )
     for record in failed:
-        if int(record["attempt"]) != attempt:
-            continue
         rank = int(record["rank"])
+        if int(record["attempt"]) != (failures[rank].attempt if rank in failures else attempt):
+            continue
         frames = [frame for frame in record["frames"] if frame["own"]]
         if record["kind"] != "SystemExit":  # with it, the program has reported its error
             frames = frames or record["frames"]
@@ -77,6 +81,7 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
             rank=rank,
             host=record["host"],
             time_s=record["time_s"],
+            attempt=int(record["attempt"]),
             # A rank that fails while the agent stops it has its own status.
             exitcode=int(record["status"]) & 0xFF if exitcode == -signal.SIGTERM else exitcode,
             kind=record["kind"],
@@ -108,16 +113,13 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     )
 
 
-def format_report(
-    failures: Sequence[Failure], *, num_processes: int | None, log_dir: str | None, restarts: int = 0
-) -> str:
+def format_report(failures: Sequence[Failure], *, num_processes: int | None, log_dir: str | None) -> str:
     """Format the last lines of a failed launch. Pure.
 
     Args:
         failures: From ``read_failures``.
         num_processes: World size, if known.
         log_dir: Directory of the ranks' logs, if they are kept.
-        restarts: Number of restarts before the failure.
 
     >>> frames = (("t.py", 3, "f", "g()"),)
     >>> failed = Failure(rank=1, host="a", exitcode=1, text="ValueError: no", frames=frames)
@@ -141,10 +143,10 @@ def format_report(
         return f"accelfn launch: the processes could not be started:\n  {first.text}"
     of = f" of {num_processes}" if num_processes else ""
     on = f" on {first.host}" if first.host else ""
-    after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
+    after = f" after {first.attempt} restart{'s' if first.attempt > 1 else ''}" if first.attempt else ""
     text = first.text.splitlines()
     end = ":" if text or first.frames else "."
-    hint = " (possibly out of memory)" if first.exitcode == -9 else ""
+    hint = " (possibly out of memory)" if first.exitcode == -9 and not text else ""
     lines = [
         f"accelfn launch: rank {first.rank}{of} failed{on}{after}, {describe_exit(first.exitcode)}{hint}{end}"
     ]
