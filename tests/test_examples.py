@@ -63,7 +63,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(850)
 @pytest.mark.usefixtures("deepspeed_ops")
 def test_one_loop_runs_in_every_layout_by_flags_alone(tmp_path: Path) -> None:
     losses: dict[str, list[float]] = {}

@@ -148,7 +148,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(root, run_ranks(on_rank, RANKS, on="processes", timeout_s=110)[0])
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.usefixtures("deepspeed_ops")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(850), pytest.mark.usefixtures("deepspeed_ops")]
 
 
 @pytest.mark.parametrize(("stage", "dtype"), CASES)

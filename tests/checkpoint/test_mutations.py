@@ -22,7 +22,7 @@ def test_a_bug_has_its_place_and_its_tests(mutation: Mutation) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(850)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each bug is tried in a fork")
 def test_every_bug_is_found() -> None:
     command = [sys.executable, "-m", "tests.checkpoint.mutations", "--bugs-only"]

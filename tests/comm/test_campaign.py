@@ -358,7 +358,7 @@ def test_faults_on_purpose_are_found(size: int, kind: Any) -> None:
         assert {one.error for one in seen if one} == {expected}
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_random_trees_that_differ_are_one_error(data: st.DataObject) -> None:
     size = data.draw(worlds(4).filter(lambda number: number > 1), label="size")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -143,7 +143,6 @@ def with_plan(ctx: Context, plan: MeshPlan) -> Context:
     return replace(ctx, mesh=build_mesh(ctx, plan))
 
 
-@settings(max_examples=25)
 @given(plans(most=12), st.lists(NAMED, min_size=1, max_size=3))
 def test_operations_along_an_axis_are_those_of_its_ranks(plan: MeshPlan, many: list[tuple[str, ...]]) -> None:
     def run(ctx: Context) -> None:

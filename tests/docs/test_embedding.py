@@ -106,7 +106,7 @@ def test_a_loop_of_fabric_learns_as_the_torchrun_script_does(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(850)
 def test_workers_of_ray_resume_in_another_number(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     example = ("-c", LOCAL_RAY, str(EXAMPLES / "ray_train.py"), str(tmp_path / "run"))

@@ -39,7 +39,7 @@ with af.init_context() as ctx:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(850),
     pytest.mark.usefixtures("deepspeed_ops"),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
 ]

@@ -268,8 +268,8 @@ def exists(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_and_ended_in_seconds() -> None:
-    argv = ("--cpu", "--num_processes", "2", "--fault", "hang", "--timeout", "3")
+def test_a_rank_that_hangs_is_named_and_ended() -> None:
+    argv = ("--cpu", "--num_processes", "2", "--fault", "hang", "--timeout", "15")
     done = run("accelfn", "test", *argv, "--only", "collectives", "--only", "trigger")
     assert done.returncode == 1
     assert "CollectiveTimeoutError" in done.stdout

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -191,7 +191,6 @@ def same_bits(one: Grads, other: Grads) -> bool:
     return bits(one) == bits(other)
 
 
-@settings(max_examples=50)
 @given(
     st.sampled_from([1, 2, 3, 4, 6, 12]),
     st.lists(st.lists(st.integers(1, 31), min_size=12, max_size=12), min_size=1, max_size=3),

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -187,7 +187,6 @@ def test_a_model_without_8_bit_layers_is_refused_with_the_reasons(
         af.prepare_model(ctx, model(), evaluation_mode=True)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 64)), min_size=1, max_size=8))
 def test_each_linear_layer_is_either_converted_or_kept_for_a_reason(sizes: list[tuple[int, int]]) -> None:
     model = nn.Sequential(*(nn.Linear(rows, columns) for rows, columns in sizes))

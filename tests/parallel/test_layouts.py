@@ -235,7 +235,7 @@ def test_a_sample_of_layouts_trains_as_one_process(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("one", "dp2")])
 def test_every_layout_trains_as_one_process(name: str) -> None:
-    check(LAYOUTS[name], EVERY, CASES)
+    check(LAYOUTS[name], EVERY, PAIRWISE)
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def train(ctx: Context, stage: int, dtype: str) -> Found:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(850)
 @pytest.mark.usefixtures("deepspeed_ops")
 @pytest.mark.parametrize("dtype", ["no", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

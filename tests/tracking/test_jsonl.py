@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn import Context
@@ -74,7 +74,6 @@ def test_the_lines_of_a_whole_run(tmp_path: Path) -> None:
     assert all((folder / file).is_file() for file in files)
 
 
-@settings(max_examples=30)
 @given(
     st.dictionaries(
         st.text(max_size=5),

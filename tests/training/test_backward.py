@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -35,7 +35,6 @@ def in_two_lines(ctx: Context, model: Any, loss_fn: Any, rows: Any, scaler: Any,
     return scaler, value.detach()
 
 
-@settings(max_examples=25)  # of whole trainings
 @given(
     st.sampled_from([mean, weighted]),
     st.integers(1, 3),

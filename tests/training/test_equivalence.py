@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -149,13 +149,11 @@ def cases(draw: st.DrawFn, weighted: bool) -> tuple[int, Case]:
     return world, Case(batch, steps, num, even, draw(st.integers(1, 5)), draw(st.integers(0, 999)))
 
 
-@settings(max_examples=50)
 @given(cases(weighted=False))
 def test_means_over_equal_batches(drawn: tuple[int, Case]) -> None:
     check(*drawn, weighted=False)
 
 
-@settings(max_examples=50)
 @given(cases(weighted=True))
 @example((3, Case(2, 2, 6)))  # one sample more than it needs for a batch each: ranks 0 and 1 have theirs
 @example((3, Case(2, 1, 7)))  # the last step leaves ranks 1 and 2 without a row

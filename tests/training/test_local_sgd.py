@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -61,7 +61,6 @@ def locally(ctx: Context, every: int, steps: int, momentum: float = 0.0) -> Valu
     return values(model)
 
 
-@settings(max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7), st.sampled_from([0.0, 0.9]))
 def test_parameters_are_what_averaging_by_hand_gives(
     world: int, every: int, steps: int, momentum: float

@@ -11,7 +11,7 @@ from typing import Any, cast
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -38,7 +38,6 @@ def optimizer_over(parameter: torch.nn.Parameter, kind: str = "sgd") -> torch.op
     return torch.optim.AdamW([parameter], lr=0.5, fused=kind == "fused")
 
 
-@settings(max_examples=200)
 @given(
     st.lists(st.sampled_from([0.25, 0.25, math.inf, math.nan]), min_size=1, max_size=25),
     st.integers(0, 16),

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
@@ -91,7 +91,6 @@ def weighted_windows(draw: st.DrawFn) -> tuple[int, list[list[list[float]]]]:
 
 
 @pytest.mark.parametrize("mode", ["no", "fp16"])
-@settings(max_examples=50)
 @given(weighted_windows(), st.booleans())
 def test_sums_with_weights_are_divided_once_over_all_ranks_and_the_window(
     mode: Any, drawn: tuple[int, list[list[list[float]]]], clip: bool

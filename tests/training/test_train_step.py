@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
@@ -153,7 +153,6 @@ def train(ctx: Context, kind: str, loss_fn: Any, rows: Rows, seed: int, max_norm
 
 @KINDS
 @pytest.mark.parametrize("loss_fn", [mean_with_aux, sum_loss])
-@settings(max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.integers(0, 999))
 def test_ranks_and_windows_are_one_plain_model_with_one_batch(
     kind: str, loss_fn: Any, ranks: int, window: int, count: int, clip: bool, seed: int

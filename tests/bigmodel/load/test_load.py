@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -82,7 +82,6 @@ def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@settings(max_examples=60)
 @given(
     layout=st.sampled_from(LAYOUTS),
     stored=st.sampled_from(FLOATS),

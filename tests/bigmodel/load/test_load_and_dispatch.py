@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -65,7 +65,6 @@ maps = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30)
 @given(maps)
 def test_outputs_are_those_of_the_plain_model(
     tmp_path_factory: pytest.TempPathFactory, device_map: dict[str, str]

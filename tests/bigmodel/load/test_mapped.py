@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -199,7 +199,6 @@ steps = st.tuples(st.sampled_from([by_item, by_data, by_view, by_optimizer]), pl
 
 
 @on_linux
-@settings(max_examples=40)
 @given(writes=st.lists(steps, max_size=4))
 def test_no_write_is_lost(
     tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[Write, int, bool]]

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -82,7 +82,6 @@ def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return out.detach()
 
 
-@settings(max_examples=60)
 @given(
     tree=trees(),
     data=st.data(),

@@ -32,7 +32,7 @@ DENSE = partial(GPT, num_blocks=4)
 PLACES = {**LAYOUTS, "pp2-uneven": Layout(pp=2, split=("blocks.3",))}
 EVERY = (*SAVED, "fsdp4", "pp4", "pp2-interleaved", "pp2-uneven")
 # What every run of the suite tries: the layouts that differ most, one after the other.
-ROUTE = ("one", "pp2", "fsdp4", "pp2xfsdp2", "tp2xfsdp2", "one")
+ROUTE = ("one", "fsdp4", "pp2xfsdp2", "tp2xfsdp2", "one")
 SPARSE_ROUTE = ("one", "ep2xfsdp2", "fsdp2", "one")
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -228,12 +228,14 @@ def test_a_run_with_experts_goes_on_in_any_layout(name: str, sparse: Checkpoints
 
 
 def check_loads(name: str, checkpoints: Checkpoints) -> None:
-    """Load the runs of all layouts in one, and see that they go on as they were."""
+    """Load in one layout the runs of its own and of two others, and see that they go on as they were."""
     folder, make_model, saved = checkpoints
+    names = [*saved]
+    places = {(names.index(name) + distance) % len(names) for distance in (0, 1, 3)}
 
     def work(ctx: Context) -> None:
-        for other, before in saved.items():
-            check_taken_up(ctx, folder / other, before, make_run(ctx, 1, make_model))
+        for other in (names[place] for place in sorted(places)):
+            check_taken_up(ctx, folder / other, saved[other], make_run(ctx, 1, make_model))
 
     in_layout(name, work)
 

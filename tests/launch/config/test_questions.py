@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.context.config import FP8_PACKAGES
@@ -87,7 +87,6 @@ def draw_answers(data: st.DataObject, saved: Mapping[str, object], devices: int)
     return ask_questions(first, saved, put, say), refused
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data(), st.sampled_from((0, 1, 4)), st.sampled_from(("a.yaml", "a.json")))
 def test_every_path_ends_in_a_configuration_that_survives_its_file(
     data: st.DataObject, devices: int, name: str
@@ -101,7 +100,6 @@ def test_every_path_ends_in_a_configuration_that_survives_its_file(
     assert resolve({}, {}, file).config == config
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_pressing_enter_everywhere_keeps_the_file(data: st.DataObject) -> None:
     answers, _ = draw_answers(data, {}, 0)
@@ -114,7 +112,6 @@ def test_pressing_enter_everywhere_keeps_the_file(data: st.DataObject) -> None:
     assert LaunchConfig(**values_of(again)) == LaunchConfig(**values_of(answers))
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.data(), st.data())
 def test_values_of_any_file_never_lead_into_a_dead_end(one: st.DataObject, two: st.DataObject) -> None:
     saved = values_of(draw_answers(one, {}, 2)[0])
@@ -123,7 +120,6 @@ def test_values_of_any_file_never_lead_into_a_dead_end(one: st.DataObject, two: 
     LaunchConfig(**values_of(answers))
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_defaults_are_never_refused(data: st.DataObject) -> None:
     answers: Answers = first_answers({}, data.draw(st.sampled_from((0, 1, 2, 8))))
@@ -142,7 +138,6 @@ def test_defaults_are_never_refused(data: st.DataObject) -> None:
         answers = {**answers, question.name: value}
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_launches_take_what_was_answered(data: st.DataObject) -> None:
     answers, _ = draw_answers(data, {}, 0)
@@ -354,7 +349,6 @@ LATER = ("megatron", "parallelism_config_cp", "parallelism_config_sp")
 DEEPSPEED = ("deepspeed", "use_deepspeed", "zero", "offload_", "gradient_clipping")
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data(), st.sampled_from((0, 1, 4, None)), st.booleans(), st.booleans(), FP8_ENGINES)
 def test_what_cannot_run_is_not_asked(
     data: st.DataObject,

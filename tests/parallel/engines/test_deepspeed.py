@@ -20,7 +20,7 @@ from accelfn.parallel.engines import deepspeed as adapter
 from accelfn.testing import run_ranks
 from tests.parallel.engines import deepspeed_models as dm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.usefixtures("deepspeed_ops")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(850), pytest.mark.usefixtures("deepspeed_ops")]
 pytest.importorskip("deepspeed")
 
 LAYOUTS = [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)]
