@@ -89,7 +89,6 @@ MESH = "--use_parallelism_config"
 @pytest.mark.parametrize(
     ("num_processes", "num_copies", "flags"),
     [
-        (2, 2, FSDP2),
         (2, 1, (MESH, "--parallelism_config_tp_size=2")),
         (
             *(4, 4),
@@ -101,7 +100,7 @@ MESH = "--use_parallelism_config"
             ),
         ),
     ],
-    ids=["fsdp2", "tp2", "hsdp2x2"],
+    ids=["tp2", "hsdp2x2"],
 )
 def test_the_program_of_the_readme_trains_in_every_layout_by_flags_alone(
     num_processes: int, num_copies: int, flags: Sequence[str], tmp_path: Path

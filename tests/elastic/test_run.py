@@ -138,7 +138,7 @@ def test_collections_leave_out_what_existed_before_the_run(was_frozen: bool) -> 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("start", [start_forks, start_command])
 def test_some_runs_of_the_campaign(start: object, weights: dict[str, list[float]]) -> None:
-    count = 12 if start is start_forks else 4
+    count = 6 if start is start_forks else 2
     for seed in range(count):
         plan = plan_run(seed)._replace(steps=STEPS)
         outcome = run(plan, weights[plan.kind], start_forks if start is start_forks else start_command)
