@@ -1,0 +1,51 @@
+"""Training programs by the thousand: drawn, run in every layout, compared with one process, and shrunk."""
+
+from accelfn.testing.programs.campaign import (
+    Finding,
+    Report,
+    Shrunk,
+    campaign,
+    cover,
+    draw,
+    draw_batch,
+    finding_of,
+    needs,
+    shrink,
+    simpler,
+)
+from accelfn.testing.programs.draft import Draft
+from accelfn.testing.programs.grammar import Choice, Feature, Grammar, Program, Rule, feature, together
+from accelfn.testing.programs.run import Outcome, RankLog, run_programs
+from accelfn.testing.programs.script import script
+from accelfn.testing.programs.training import training_programs
+from accelfn.testing.programs.verdict import Verdict, check_programs, compare
+
+__all__ = (
+    "Choice",
+    "Draft",
+    "Feature",
+    "Finding",
+    "Grammar",
+    "Outcome",
+    "Program",
+    "RankLog",
+    "Report",
+    "Rule",
+    "Shrunk",
+    "Verdict",
+    "campaign",
+    "check_programs",
+    "compare",
+    "cover",
+    "draw",
+    "draw_batch",
+    "feature",
+    "finding_of",
+    "needs",
+    "run_programs",
+    "script",
+    "shrink",
+    "simpler",
+    "together",
+    "training_programs",
+)

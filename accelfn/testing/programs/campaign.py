@@ -1,0 +1,360 @@
+"""Draw programs by what isn't covered yet, run them, and shrink what isn't equal."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accelfn.testing.programs.grammar import Choice, Grammar, Program
+from accelfn.testing.programs.run import run_programs
+from accelfn.testing.programs.verdict import Verdict, check_programs, compare
+
+# A set of features that together don't train: programs that have it aren't drawn again, so that one fault
+# hides no other.
+Finding = frozenset[Choice]
+
+
+def draw(
+    grammar: Grammar,
+    rng: random.Random,
+    *,
+    covered: Iterable[Finding] = (),
+    avoid: Sequence[Finding] = (),
+    layout: Program | None = None,
+    size: int | None = None,
+    tries: int = 6,
+) -> Program | None:
+    """Draw some programs, and return the one with the most pairs of features that aren't covered yet.
+
+    Args:
+        grammar: Of the programs.
+        rng: Source of random numbers.
+        covered: What :func:`needs` returned for earlier programs.
+        avoid: Features that the program doesn't have together.
+        layout: A program whose layout it takes; None: any.
+        size: Number of features at most, besides the layout; None: between 1 and 8.
+        tries: Programs to choose from.
+
+    Returns:
+        The program; None if the layout can't be.
+    """
+    known = covered if isinstance(covered, (set, frozenset)) else set(covered)
+    axes = [one.name for one in grammar.features if one.is_axis]
+    best, most = None, -1
+    for _ in range(tries):
+        wanted = rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 8)) if size is None else size
+        first = _layout(grammar, rng) if layout is None else layout
+        start = _completed(grammar, rng, {name: first[name] for name in axes}, avoid)
+        if start is None:
+            continue
+        program = _grown(start, rng, wanted, avoid)
+        new = sum(need not in known for need in needs(program))
+        if new > most:
+            best, most = program, new
+    return best
+
+
+def _layout(grammar: Grammar, rng: random.Random) -> Program:
+    """Return a random mesh, which may be of too many ranks; two ranks along one axis are the likeliest."""
+    axes = [one for one in grammar.features if one.is_axis and len(one.values) > 1]
+    chosen = rng.sample(axes, rng.choice((0, 1, 1, 1, 2, 2)) if len(axes) > 1 else 1)
+    return grammar.any_program({one.name: rng.choice((2, *one.values[1:])) for one in chosen})
+
+
+def _grown(program: Program, rng: random.Random, size: int, avoid: Sequence[Finding]) -> Program:
+    """Return a program with up to ``size`` more features, as far as the rules allow."""
+    grammar = program.grammar
+    others = [one for one in grammar.features if not one.is_axis and len(one.values) > 1]
+    for one in rng.sample(others, len(others)):
+        if not size:
+            break
+        if program[one.name] != one.values[0]:
+            continue
+        values = {**dict(program.choices), one.name: rng.choice(one.values[1:])}
+        grown = _completed(grammar, rng, values, avoid)
+        if grown is not None:
+            program, size = grown, size - 1
+    return program
+
+
+def _completed(
+    grammar: Grammar, rng: random.Random, values: dict[str, Any], avoid: Sequence[Finding]
+) -> Program | None:
+    """Return the program with what its features bring; None if it breaks a rule or is to be avoided."""
+    for one in grammar.features:
+        for name, allowed in one.brings.get(values.get(one.name, one.values[0]), {}).items():
+            if values.get(name, grammar.plainest[name]) not in allowed:
+                values[name] = rng.choice(allowed)
+                if values[name] not in grammar.by_name[name].values:
+                    return None
+    program = grammar.any_program(values)
+    if grammar.broken_rule(program) is not None or any(program.has(finding) for finding in avoid):
+        return None
+    return program
+
+
+def needs(program: Program) -> set[Finding]:
+    """Return what a program covers: its pairs of features, and each of them beside its complete layout."""
+    axes = {one.name for one in program.grammar.features if one.is_axis}
+    layout = frozenset(one for one in program.covered() if one[0] in axes)
+    placed = (layout | {one} for one in program.covered() if one[0] not in axes)
+    return {*program.pairs(), *placed}
+
+
+def cover(grammar: Grammar, rng: random.Random, *, avoid: Sequence[Finding] = ()) -> list[Program]:
+    """Return programs that together have every pair of features, and every feature in every layout.
+
+    Args:
+        grammar: Of the programs.
+        rng: Source of random numbers.
+        avoid: Features that no program has together.
+    """
+    covered: set[Finding] = set()
+    programs: list[Program] = []
+
+    def take(program: Program | None, least: int) -> bool:
+        if program is None or len(needs(program) - covered) < least:
+            return False
+        programs.append(program)
+        covered.update(needs(program))
+        return True
+
+    # Programs with many features, as long as each has many new ones: in each layout, then in any.
+    meshes = [one for one in map(grammar.any_program, _meshes(grammar)) if one.choices]
+    for mesh in (*meshes, None):
+        while take(
+            draw(grammar, rng, covered=covered, avoid=avoid, layout=mesh, size=12, tries=12), least=12
+        ):
+            pass
+    singles = dict.fromkeys(
+        (one.counts_as or one.name, value) for one in grammar.features for value in one.values[1:]
+    )
+    wanted = [frozenset(pair) for pair in itertools.combinations(singles, 2)]
+    wanted += [mesh.covered() | {single} for mesh in meshes for single in singles]
+    for need in wanted:
+        if need not in covered:
+            drawn = filter(None, (_with(grammar, rng, need, avoid) for _ in range(6)))
+            take(max(drawn, key=lambda one: len(needs(one) - covered), default=None), least=1)
+    return programs
+
+
+def _meshes(grammar: Grammar) -> Iterable[dict[str, Any]]:
+    axes = [one for one in grammar.features if one.is_axis]
+    for sizes in itertools.product(*(one.values for one in axes)):
+        yield {one.name: size for one, size in zip(axes, sizes, strict=True)}
+
+
+def _with(grammar: Grammar, rng: random.Random, need: Finding, avoid: Sequence[Finding]) -> Program | None:
+    """Return a program with some features, and more; None if there is none."""
+    values: dict[str, Any] = {}
+    doubled = {one.counts_as: one.name for one in grammar.features if one.counts_as}
+    for name, value in sorted(need, key=str):
+        if name in values and name not in doubled:
+            return None  # two values of one feature
+        values[doubled[name] if name in values else name] = value
+    for _ in range(12):
+        # Others may have to be there: one more feature at a time.
+        extra = rng.choice([one for one in grammar.features if not one.is_axis and one.name not in values])
+        tried = {**values, extra.name: rng.choice(extra.values)} if _ else dict(values)
+        program = _completed(grammar, rng, tried, avoid)
+        if program is not None and need <= program.covered():
+            return _grown(program, rng, 10, avoid)
+    return None
+
+
+def draw_batch(
+    grammar: Grammar,
+    rng: random.Random,
+    size: int,
+    *,
+    covered: Iterable[Finding] = (),
+    avoid: Sequence[Finding] = (),
+) -> list[Program]:
+    """Draw programs that can share one world of ranks.
+
+    Args:
+        grammar: Of the programs.
+        rng: Source of random numbers.
+        size: How many at most.
+        covered: As for :func:`draw`.
+        avoid: As for :func:`draw`.
+    """
+    first = draw(grammar, rng, covered=covered, avoid=avoid)
+    if first is None:
+        return []
+    shared = {one.name: first[one.name] for one in grammar.features if one.is_world}
+    programs = [first]
+    for _ in range(2 * size):
+        program = draw(grammar, rng, covered=covered, avoid=avoid, layout=first)
+        if program is not None:
+            program = _completed(grammar, rng, {**dict(program.choices), **shared}, avoid)
+        if program is not None:
+            programs.append(program)
+        if len(programs) >= size:
+            break
+    return programs
+
+
+def simpler(program: Program) -> list[Program]:
+    """Return the programs with one feature less, or with a smaller size."""
+    made: list[Program] = []
+    grammar = program.grammar
+    for name, value in program.choices:
+        varied = grammar.by_name[name]
+        before = [program.but(**{name: other}) for other in varied.values[: varied.values.index(value)]]
+        lawful = [one for one in before if grammar.broken_rule(one) is None]
+        made += lawful[:1]
+        if varied.is_axis or varied.is_size:
+            made += [one for one in lawful[1:] if one[name] == 2]
+    # Values that two features share are simpler in one of them.
+    for one in grammar.features:
+        if one.counts_as and program[one.name] != one.values[0]:
+            moved = program.but(**{one.counts_as: program[one.name], one.name: one.values[0]})
+            if grammar.broken_rule(moved) is None:
+                made.append(moved)
+    return list(dict.fromkeys(one for one in made if one != program))
+
+
+def shrink(program: Program, verdict: Verdict, *, limit_s: float = 90.0) -> tuple[Program, Verdict]:
+    """Take features away from a program for as long as its verdict stays.
+
+    Args:
+        program: The program.
+        verdict: Of it.
+        limit_s: No more are tried after so many seconds.
+
+    Returns:
+        The smaller program, and its verdict.
+    """
+    until, tried, again = time.monotonic() + limit_s, {program}, True
+    wait = 4.0 if verdict.kind in ("hang", "crash") else 12.0
+    while again:
+        again = False
+        for smaller in simpler(program):
+            if smaller in tried or len(smaller.choices) > len(program.choices):
+                continue
+            if time.monotonic() > until:
+                return program, verdict
+            tried.add(smaller)
+            own = compare(smaller, run_programs([smaller], timeout_s=wait)[0])
+            if own.is_like(verdict):
+                program, verdict, again = smaller, own, True
+                break
+    return program, verdict
+
+
+def finding_of(program: Program) -> Finding:
+    """Return the features of a shrunk program, without those that others bring."""
+    choices = {*program.covered()}
+    for name, value in program.choices:
+        for other, allowed in program.grammar.by_name[name].brings.get(value, {}).items():
+            choices -= {(other, one) for one in allowed}
+    return frozenset(choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shrunk:
+    """A program that isn't equal, with as few features as show it.
+
+    Attributes:
+        program: The program.
+        verdict: Of it.
+        first: The program that was drawn.
+    """
+
+    program: Program
+    verdict: Verdict
+    first: Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a campaign came to.
+
+    Attributes:
+        verdicts: Number of programs by the kind of their verdict.
+        covered: What :func:`needs` returns for the programs that were equal to their reference.
+        findings: What wasn't equal, one for each kind.
+        equal: Programs that were, with seconds of each.
+        seconds: It took so long.
+    """
+
+    verdicts: Counter[str]
+    covered: frozenset[Finding]
+    findings: tuple[Shrunk, ...]
+    equal: tuple[tuple[Program, float], ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        """Return the numbers, and a line for each finding."""
+        kinds = ", ".join(f"{number} {kind}" for kind, number in self.verdicts.most_common())
+        number = sum(self.verdicts.values())
+        pairs = f"{sum(len(one) == 2 for one in self.covered)} pairs of features equal"
+        lines = [f"{number} programs in {self.seconds:.0f} s: {kinds}; {pairs}"]
+        lines += [
+            f"{one.verdict.kind:9} {one.program}\n          {one.verdict.what[:300]}" for one in self.findings
+        ]
+        return "\n".join(lines)
+
+
+def campaign(
+    grammar: Grammar,
+    *,
+    minutes: float = 1.0,
+    max_programs: int | None = None,
+    seed: int = 0,
+    size: int = 10,
+    avoid: Sequence[Finding] = (),
+    found: Callable[[Shrunk], None] | None = None,
+) -> Report:
+    """Draw programs, run them, and shrink what isn't equal, until the time is up.
+
+    Args:
+        grammar: Of the programs.
+        minutes: Limit; a shrinking that has begun is finished.
+        max_programs: Limit.
+        seed: Of the draws.
+        size: Programs of a world.
+        avoid: What is known not to be equal: programs with it aren't drawn.
+        found: Called with each finding when it is shrunk.
+
+    Returns:
+        What was seen.
+    """
+    rng, begun = random.Random(seed), time.monotonic()
+    verdicts: Counter[str] = Counter()
+    covered: set[Finding] = set()
+    known = [*avoid]
+    findings: list[Shrunk] = []
+    equal: list[tuple[Program, float]] = []
+    while time.monotonic() - begun < 60 * minutes and (
+        max_programs is None or sum(verdicts.values()) < max_programs
+    ):
+        programs = draw_batch(grammar, rng, size, covered=covered, avoid=known)
+        start = time.monotonic()
+        batch = list(zip(programs, check_programs(programs), strict=True))
+        seconds = (time.monotonic() - start) / max(1, len(batch))
+        for program, verdict in batch:
+            verdicts[verdict.kind] += 1
+            if verdict.kind == "equal":
+                covered.update(needs(program))
+                equal.append((program, seconds))
+            if verdict.kind in ("equal", "invalid") or any(program.has(one) for one in known):
+                continue
+            small, own = shrink(program, verdict)
+            findings.append(Shrunk(program=small, verdict=own, first=program))
+            known.append(finding_of(small))
+            if found is not None:
+                found(findings[-1])
+    return Report(
+        verdicts=verdicts,
+        covered=frozenset(covered),
+        findings=tuple(findings),
+        equal=tuple(equal),
+        seconds=time.monotonic() - begun,
+    )

@@ -1,0 +1,55 @@
+"""The campaign: ``python -m tests.programs --minutes 10 --seed 1`` draws programs, runs them, and shrinks what fails.
+
+What is in ``failed.txt`` isn't drawn again. ``--check`` runs all of that file and writes the verdicts of today,
+``--sample`` draws the programs of ``sample.txt`` anew, and ``--show "dp=2 hook"`` prints a program as a script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+from accelfn.testing.programs import Shrunk, campaign, check_programs, cover, needs, script
+from tests.programs import records
+from tests.programs.grammar import GRAMMAR
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--check", action="store_true", help="write the verdicts of all programs that ever failed")
+    parser.add_argument("--sample", action="store_true", help="draw the fixed sample anew")
+    parser.add_argument("--show", metavar="PROGRAM", help="print a program as a script")
+    options = parser.parse_args()
+    if options.show is not None:
+        print(script(GRAMMAR.program(options.show)))
+    elif options.check:
+        programs = [program for _, program in records.read_failed()]
+        records.write_failed(programs, check_programs(programs))
+    elif options.sample:
+        chosen = cover(GRAMMAR, random.Random(options.seed), avoid=records.findings())
+        records.SAMPLE.write_text("".join(f"{program}\n" for program in chosen))
+        covered = set.union(*map(needs, chosen))
+        print(f"{len(chosen)} programs with {sum(len(one) == 2 for one in covered)} pairs of features")
+    else:
+        run(options.minutes, options.seed)
+
+
+def run(minutes: float, seed: int) -> None:
+    """Run the campaign, and print each finding when it is shrunk."""
+    begun = time.monotonic()
+
+    def show(found: Shrunk) -> None:
+        print(f"{time.monotonic() - begun:5.0f} s  {found.verdict.kind:9} {found.program}", flush=True)
+
+    report = campaign(GRAMMAR, minutes=minutes, seed=seed, avoid=records.findings(), found=show)
+    print(report)
+    wanted = set.union(*map(needs, records.read_sample()))
+    covered = len(report.covered & wanted)
+    print(f"pairs of features and features in layouts: {covered} of {len(wanted)} seen to be equal")
+
+
+if __name__ == "__main__":
+    main()
