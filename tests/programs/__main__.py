@@ -1,7 +1,8 @@
-"""The campaign: ``python -m tests.programs --minutes 10 --seed 1`` draws programs, runs them, and shrinks what fails.
+"""The campaign: ``python -m tests.programs --minutes 10 --seed 1``.
 
-What is in ``failed.txt`` isn't drawn again. ``--check`` runs all of that file and writes the verdicts of today,
-``--sample`` draws the programs of ``sample.txt`` anew, and ``--show "dp=2 hook"`` prints a program as a script.
+Draws programs, runs them, and shrinks what fails. What is in ``failed.txt`` isn't drawn again. ``--check``
+runs that file and writes the verdicts of today, ``--sample`` draws the programs of ``sample.txt`` anew, and
+``--show`` prints a program as a script: ``--show "dp=2 hook"``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check", action="store_true", help="write the verdicts of all programs that ever failed")
+    parser.add_argument(
+        "--check", action="store_true", help="write the verdicts of all programs that ever failed"
+    )
     parser.add_argument("--sample", action="store_true", help="draw the fixed sample anew")
     parser.add_argument("--show", metavar="PROGRAM", help="print a program as a script")
     options = parser.parse_args()
@@ -31,7 +34,7 @@ def main() -> None:
     elif options.sample:
         chosen = cover(GRAMMAR, random.Random(options.seed), avoid=records.findings())
         records.SAMPLE.write_text("".join(f"{program}\n" for program in chosen))
-        covered = set.union(*map(needs, chosen))
+        covered = needs(*chosen)
         print(f"{len(chosen)} programs with {sum(len(one) == 2 for one in covered)} pairs of features")
     else:
         run(options.minutes, options.seed)
@@ -46,7 +49,7 @@ def run(minutes: float, seed: int) -> None:
 
     report = campaign(GRAMMAR, minutes=minutes, seed=seed, avoid=records.findings(), found=show)
     print(report)
-    wanted = set.union(*map(needs, records.read_sample()))
+    wanted = needs(*records.read_sample())
     covered = len(report.covered & wanted)
     print(f"pairs of features and features in layouts: {covered} of {len(wanted)} seen to be equal")
 

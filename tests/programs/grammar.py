@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from accelfn.testing.programs import (
     Draft,
-    Feature,
     Grammar,
     Program,
     Rule,
@@ -303,7 +301,18 @@ _RULES = (
         ),
     ),
     Rule("a tensor plan is written for blocks and Llama", together("tp model=bert|t5|mixtral|hybrid")),
-    Rule("ranks share sequences in attention", lambda p: p["cp"] * p["sp"] > 1 and not _attends(p)),
+    Rule(
+        "ranks share sequences in attention",
+        lambda p: p["cp"] * p["sp"] > 1 and not _attends(p),
+        mend="block=attention|grouped",
+    ),
+    Rule(
+        "each stage has attention where ranks share sequences",
+        lambda p: (
+            p["pp"] > 1 and p["cp"] * p["sp"] > 1 and p["model"] == "blocks" and not _kinds(p) <= _ATTENTION
+        ),
+        mend="other=attention|grouped",
+    ),
     Rule(
         "rounding sends no row to another expert",
         lambda p: p["precision"] != "no" and ("experts" in _kinds(p) or p["model"] == "mixtral"),
@@ -362,15 +371,10 @@ def make_grammar() -> Grammar:
     """Return the grammar of all programs."""
     plan = {"embed": "embedding", "head": "gather"}
     axes = layouts.layouts(tensor_plan=plan, sequence={"ids": 1, "x": 1, "labels": 1})
-    attention = {"block": ("attention", "grouped")}
-    features: list[Feature] = [
-        replace(one, brings={2: {**one.brings[2], **attention}}) if one.name in ("cp", "sp") else one
-        for one in axes
-    ]
     return Grammar(
         skeleton=loops.SKELETON,
         features=(
-            *features,
+            *axes,
             *(_model, _block, _other, _tied, _shared, _recompute, _output, _loss),
             *loops.LOOP,
             *habits.HABITS,

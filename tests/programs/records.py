@@ -1,4 +1,4 @@
-"""What is written down of the project's programs: every one that ever failed, refusals, and a fixed sample."""
+"""Records of the project's programs: every one that ever failed, texts of refusals, and a fixed sample."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelfn.testing.programs.grammar import Choice, Grammar, Program
+from accelfn.testing.programs.habits import resumed
 from accelfn.testing.programs.run import run_programs
 from accelfn.testing.programs.verdict import Verdict, check_programs, compare
 
@@ -85,25 +86,39 @@ def _grown(program: Program, rng: random.Random, size: int, avoid: Sequence[Find
 def _completed(
     grammar: Grammar, rng: random.Random, values: dict[str, Any], avoid: Sequence[Finding]
 ) -> Program | None:
-    """Return the program with what its features bring; None if it breaks a rule or is to be avoided."""
-    for one in grammar.features:
-        for name, allowed in one.brings.get(values.get(one.name, one.values[0]), {}).items():
-            if values.get(name, grammar.plainest[name]) not in allowed:
-                values[name] = rng.choice(allowed)
-                if values[name] not in grammar.by_name[name].values:
-                    return None
+    """Return the program with what its rules ask for; None if it breaks one, or is to be avoided."""
     program = grammar.any_program(values)
-    if grammar.broken_rule(program) is not None or any(program.has(finding) for finding in avoid):
-        return None
-    return program
+    asked: set[str] = set()
+    while (broken := grammar.broken_rule(program)) is not None:
+        if not broken.mend or broken.name in asked:
+            return None
+        asked.add(broken.name)
+        name, _, allowed = rng.choice(broken.mend.split()).partition("=")
+        texts = allowed.split("|")
+        known = [value for value in grammar.by_name[name].values if str(value) in texts]
+        if not known:
+            return None
+        program = program.but(**{name: rng.choice(known)})
+    return None if is_known(program, avoid) else program
 
 
-def needs(program: Program) -> set[Finding]:
-    """Return what a program covers: its pairs of features, and each of them beside its complete layout."""
-    axes = {one.name for one in program.grammar.features if one.is_axis}
-    layout = frozenset(one for one in program.covered() if one[0] in axes)
-    placed = (layout | {one} for one in program.covered() if one[0] not in axes)
-    return {*program.pairs(), *placed}
+def is_known(program: Program, findings: Iterable[Finding]) -> bool:
+    """Return whether a program, or the world that takes it up, has the features of a finding."""
+    worlds = [program]
+    if "resume" in program.grammar.by_name and program["resume"]:
+        worlds.append(resumed(program))
+    return any(world.has(finding) for finding in findings for world in worlds)
+
+
+def needs(*programs: Program) -> set[Finding]:
+    """Return what programs cover: their pairs of features, and each feature beside a complete layout."""
+    covered: set[Finding] = set()
+    for program in programs:
+        axes = {one.name for one in program.grammar.features if one.is_axis}
+        layout = frozenset(one for one in program.covered() if one[0] in axes)
+        covered.update(program.pairs())
+        covered.update(layout | {one} for one in program.covered() if one[0] not in axes)
+    return covered
 
 
 def cover(grammar: Grammar, rng: random.Random, *, avoid: Sequence[Finding] = ()) -> list[Program]:
@@ -125,8 +140,8 @@ def cover(grammar: Grammar, rng: random.Random, *, avoid: Sequence[Finding] = ()
         return True
 
     # Programs with many features, as long as each has many new ones: in each layout, then in any.
-    meshes = [one for one in map(grammar.any_program, _meshes(grammar)) if one.choices]
-    for mesh in (*meshes, None):
+    meshes = [*map(grammar.any_program, _meshes(grammar))]
+    for mesh in meshes:
         while take(
             draw(grammar, rng, covered=covered, avoid=avoid, layout=mesh, size=12, tries=12), least=12
         ):
@@ -249,12 +264,17 @@ def shrink(program: Program, verdict: Verdict, *, limit_s: float = 90.0) -> tupl
 
 
 def finding_of(program: Program) -> Finding:
-    """Return the features of a shrunk program, without those that others bring."""
-    choices = {*program.covered()}
-    for name, value in program.choices:
-        for other, allowed in program.grammar.by_name[name].brings.get(value, {}).items():
-            choices -= {(other, one) for one in allowed}
-    return frozenset(choices)
+    """Return the features of a shrunk program, without those that the others ask for by a rule.
+
+    Without attention no ranks share sequences: a finding that had it would hide the whole layout.
+    """
+    grammar, known = program.grammar, program.grammar.by_name
+    lawful = [
+        (name, value)
+        for name, value in program.choices
+        if grammar.broken_rule(program.but(**{name: grammar.plainest[name]})) is None
+    ]
+    return frozenset((known[name].counts_as or name, value) for name, value in lawful)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +364,7 @@ def campaign(
             if verdict.kind == "equal":
                 covered.update(needs(program))
                 equal.append((program, seconds))
-            if verdict.kind in ("equal", "invalid") or any(program.has(one) for one in known):
+            if verdict.kind in ("equal", "invalid") or is_known(program, known):
                 continue
             small, own = shrink(program, verdict)
             findings.append(Shrunk(program=small, verdict=own, first=program))

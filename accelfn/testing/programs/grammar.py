@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from accelfn.testing.programs.draft import Draft
 
@@ -26,14 +26,6 @@ def _every_row_alone(program: Program) -> bool:
     return False
 
 
-def _frozen(values: Any) -> Any:
-    """Return mappings, and those inside of them, so that nobody can change them."""
-    if not isinstance(values, Mapping):
-        return values
-    items = cast("Mapping[Any, Any]", values).items()
-    return MappingProxyType({name: _frozen(value) for name, value in items})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
     """Something that may vary in a program. Made by :func:`feature`.
@@ -47,7 +39,6 @@ class Feature:
         is_world: Programs with different values may need different worlds of ranks.
         is_neutral: By its meaning it changes no number, so that the reference is computed at the plainest.
         same: Values whose numbers are those of another value, which the reference has instead.
-        brings: By value: what other features must then be one of, such as a kind of loss.
         counts_as: Name of the feature whose values these are too; empty for its own name.
     """
 
@@ -59,11 +50,10 @@ class Feature:
     is_world: bool = False
     is_neutral: bool = False
     same: Mapping[Any, Any] = field(default_factory=_nothing)
-    brings: Mapping[Any, Mapping[str, tuple[Any, ...]]] = field(default_factory=_nothing)
     counts_as: str = ""
 
     def __post_init__(self) -> None:
-        """Check that there is something to vary; keep the mappings as they are.
+        """Check that there is something to vary.
 
         Raises:
             ValueError: There is no value, or one twice.
@@ -72,8 +62,7 @@ class Feature:
             raise ValueError(
                 f"Feature {self.name}: values must be different, and at least one: {self.values}."
             )
-        object.__setattr__(self, "same", _frozen(self.same))
-        object.__setattr__(self, "brings", _frozen(self.brings))
+        object.__setattr__(self, "same", MappingProxyType(dict(self.same)))
 
 
 def feature(name: str, values: Sequence[Any], **options: Any) -> Callable[[Write], Feature]:
@@ -107,10 +96,13 @@ class Rule:
     Attributes:
         name: What can't be, as a sentence.
         breaks: Whether a program does it. See :func:`together` for the usual kind.
+        mend: Names and values of features, as :func:`together` takes them, of which one keeps the rule: it is
+            drawn where the rule would be broken. Empty: the program isn't drawn.
     """
 
     name: str
     breaks: Callable[[Program], bool]
+    mend: str = ""
 
 
 def together(every: str, some: str = "") -> Callable[[Program], bool]:

@@ -226,16 +226,7 @@ def _save(p: Program, draft: Draft) -> None:
     draft.add("epoch_end", f"if {part} == 0:\n    {save}\n    {load}")
 
 
-@feature(
-    "resume",
-    ("", *RESUMED),
-    is_neutral=True,
-    brings={
-        **{name: {"save": ("middle",)} for name in RESUMED},
-        "cp2": {"save": ("middle",), "weighted": (True,)},
-        "pp2": {"save": ("middle",), "api": ("forward_backward",)},
-    },
-)
+@feature("resume", ("", *RESUMED), is_neutral=True)
 def _resume(p: Program, draft: Draft) -> None:
     """In which world the rest runs after the save; ``save`` writes it."""
 
@@ -262,10 +253,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("a rate set by hand stays", together("rate", "schedule save=middle")),
     Rule("a norm by hand is of complete gradients", together("norm skip")),
-    Rule("autocast is of a lower precision", together("autocast !precision")),
+    Rule("autocast is of a lower precision", together("autocast !precision"), mend="precision=bf16"),
     Rule("what is saved is what was prepared", together("save", "ema=after freeze")),
     Rule("a save inside of an epoch ends a complete window", together("save=middle", "skip evaluate=epoch")),
-    Rule("what resumes was saved inside of an epoch", together("resume", "!save save=epoch|memory")),
+    Rule(
+        "what resumes was saved inside of an epoch",
+        together("resume", "!save save=epoch|memory"),
+        mend="save=middle",
+    ),
+    Rule("a pipeline resumes in a loop by hand", together("resume=pp2 !api"), mend="api=forward_backward"),
+    Rule("shared sequences resume with weights", together("resume=cp2 !weighted"), mend="weighted=True"),
     Rule("a run resumes on processes", together("resume", "world exact ddp fsdp")),
     Rule(
         "the rest of a run can be in its world",

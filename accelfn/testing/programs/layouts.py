@@ -63,13 +63,7 @@ def layouts(
             draft.names.setdefault("axes", []).append(f"tp_handler={plan}")
 
     def in_sequences(name: str) -> Feature:
-        @feature(
-            name,
-            (1, 2) if sequence else (1,),
-            is_axis=True,
-            is_neutral=True,
-            brings={2: {"weighted": (True,)}},
-        )
+        @feature(name, (1, 2) if sequence else (1,), is_axis=True, is_neutral=True)
         def axis(p: Program, draft: Draft) -> None:
             """Write the ranks that share sequences."""
             _axis(draft, f"{name}_size", p[name])
@@ -78,9 +72,7 @@ def layouts(
 
         return axis
 
-    @feature(
-        "pp", (1, 2), is_axis=True, is_neutral=True, brings={2: {"api": ("forward_backward", "train_step")}}
-    )
+    @feature("pp", (1, 2), is_axis=True, is_neutral=True)
     def pp(p: Program, draft: Draft) -> None:
         """Write the ranks that have a stage of the model each."""
         _axis(draft, "pp_size", p["pp"])
@@ -142,6 +134,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ranks that share a sequence have losses with weights",
         lambda p: p["cp"] * p["sp"] > 1 and not p["weighted"],
+        mend="weighted=True",
     ),
 )
 

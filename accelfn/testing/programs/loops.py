@@ -325,7 +325,12 @@ SOURCE = _source
 _HAND_MADE = "zero skip leave sync=no_sync|trigger autocast=inner"  # what only a loop by hand can do
 
 RULES: tuple[Rule, ...] = (
-    Rule("no rank of a pipeline has the loss", together("pp", "evaluate peek api=loop|shim|pure|gradients")),
+    Rule(
+        "no rank of a pipeline has the loss",
+        together("pp", "api=loop|shim|pure|gradients"),
+        mend="api=forward_backward|train_step",
+    ),
+    Rule("no rank of a pipeline can call the model", together("pp", "evaluate peek")),
     Rule("a tree of parameters is whole", together("api=pure|gradients", "shard tp cp sp pp ddp")),
     Rule(
         "a tree is trained by gradient descent alone",
@@ -362,7 +367,11 @@ RULES: tuple[Rule, ...] = (
         "exact mode has equal microbatches",
         lambda p: p["exact"] and p["rows"] % (p["batch"] * p["dp"] * p["accumulation"]) > 0,
     ),
-    Rule("a window has several batches", together("!accumulation", "zero=drop skip=open|closing sync")),
+    Rule(
+        "a window has several batches",
+        together("!accumulation", "zero=drop skip=open|closing sync"),
+        mend="accumulation=2|3",
+    ),
     Rule("a batch that is left out has no weight", together("weighted", "skip zero=drop")),
     Rule("a window that is left is thrown away", together("leave", "save skip evaluate=epoch")),
 )

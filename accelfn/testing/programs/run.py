@@ -29,9 +29,11 @@ from accelfn.testing.programs.habits import resumed
 from accelfn.testing.programs.layouts import context_arguments, world_arguments
 from accelfn.testing.ranks import run_ranks
 
-# How long ranks wait for each other in an operation, and how much longer a world may live.
+# How long ranks wait for each other in an operation; how much longer their world may live, for each of its
+# programs; and how much later its process ends that doesn't end by itself.
 TIMEOUT_S = 12.0
 _PROGRAM_S = 4.0
+_GRACE_S = 15.0
 IMPORTS = """\
 import contextlib, copy, dataclasses, tempfile
 from typing import Any
@@ -235,7 +237,7 @@ def _run_jobs(jobs: Sequence[Job], timeout_s: float) -> dict[Job, Outcome]:
 
 def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
     """Run jobs one after the other in one world; return the outcomes up to the first that failed."""
-    layout = jobs[0].layout
+    layout, limit_s = jobs[0].layout, timeout_s + _PROGRAM_S * len(jobs)
     reports = tempfile.mkdtemp(prefix="reports_")
 
     def report_of(number: int, rank: int) -> str:
@@ -260,7 +262,7 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
                 work,
                 layout.num_ranks,
                 layout["world"],
-                timeout_s=30.0 + _PROGRAM_S * len(jobs),
+                timeout_s=limit_s,
                 guard=Guard(timeout=timeout_s, long_timeout=timeout_s),
                 **_arguments(world_arguments(layout)),
             )
@@ -269,7 +271,7 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
         return None
 
     # Threads that hang can't be ended, and what ranks print isn't wanted: in a process of their own.
-    outside = _in_a_child(start, 60.0 + _PROGRAM_S * len(jobs))
+    outside = _in_a_child(start, limit_s + _GRACE_S)
     outcomes: list[Outcome] = []
     for number in range(len(jobs)):
         ranks = [_read(report_of(number, rank)) for rank in range(layout.num_ranks)]

@@ -128,7 +128,8 @@ class _Subject:
             raise ValueError(
                 f"training_programs: make_rows returned {len(self.rows)} rows, and 4 ranks need at least 16."
             )
-        first, second = self._loss(), self._loss()
+        model = plain.prepare(plain.Context(), self._build())
+        first, second = self._loss(model), self._loss(model)
         if float(first.value) != float(second.value):
             raise ValueError(
                 f"training_programs: the loss of the same batch was {float(first.value):.6g} and then "
@@ -137,9 +138,7 @@ class _Subject:
             )
         return first.weight is not None
 
-    def _loss(self) -> plain.Loss:
-        ctx = plain.Context()
-        model = plain.prepare(ctx, self._build())
+    def _loss(self, model: nn.Module) -> plain.Loss:
         batch = default_collate([*self.rows[:_BATCH]])
         loss = self._loss_of(model, batch)
         value = getattr(loss, "value", loss)

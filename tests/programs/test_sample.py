@@ -1,0 +1,56 @@
+"""Training programs of every pair of features, and of every feature in every layout, train as one process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from accelfn.testing.programs import Program, check_programs, draw, needs, script
+from tests.programs import records
+from tests.programs.grammar import GRAMMAR
+
+# Programs of a test: they share a world of ranks where they can.
+_SIZE = 12
+_AXES = [one.name for one in GRAMMAR.features if one.is_axis]
+
+
+def layout_of(program: Program) -> str:
+    chosen = (f"{name}{program[name]}" for name in _AXES if program[name] > 1)
+    return " ".join(chosen) + " in memory" * (program["world"] == "memory") or "alone"
+
+
+def tests_of(programs: list[Program]) -> list[object]:
+    """Return the parameters of tests: in the quick suite the first of a layout, without transformers."""
+    parameters: list[object] = []
+    ordered = sorted(
+        programs, key=lambda one: (layout_of(one), one["model"] != "blocks", bool(one["resume"]))
+    )
+    for layout, group in itertools.groupby(ordered, layout_of):
+        waiting = [*group]
+        for number, start in enumerate(range(0, len(waiting), _SIZE)):
+            chosen = waiting[start : start + _SIZE]
+            is_quick = number == 0 and all(one["model"] == "blocks" and not one["resume"] for one in chosen)
+            marks = () if is_quick and layout in _QUICK else pytest.mark.slow
+            parameters.append(pytest.param(chosen, marks=marks, id=f"{layout} {number}"))
+    return parameters
+
+
+_QUICK = ("alone", "dp2", "dp2 in memory", "dp3 in memory", "shard2", "tp2", "pp2", "cp2")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("programs", tests_of(records.read_sample()))
+def test_programs_train_as_one_process(programs: list[Program]) -> None:
+    for program, verdict in zip(programs, check_programs(programs), strict=True):
+        assert verdict.kind == "equal", f"{program}: {verdict.kind}: {verdict.what}\n{script(program)}"
+
+
+@pytest.mark.slow
+def test_the_sample_has_what_any_program_has() -> None:
+    covered = needs(*records.read_sample())
+    rng = random.Random(1)
+    drawn = (draw(GRAMMAR, rng, avoid=records.findings(), size=8, tries=1) for _ in range(300))
+    missing = {need for program in drawn if program is not None for need in needs(program)} - covered
+    assert missing == set()

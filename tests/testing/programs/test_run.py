@@ -1,0 +1,149 @@
+"""Programs in worlds of ranks, and the verdict about each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelfn.testing.programs import (
+    Draft,
+    Grammar,
+    Program,
+    check_programs,
+    compare,
+    feature,
+    finding_of,
+    run_programs,
+    script,
+    shrink,
+    training_programs,
+)
+
+ROWS = 16
+
+
+def build_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def make_rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(3, generator=draw), torch.randn(1, generator=draw)) for _ in range(ROWS)]
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+FAULTS = {
+    "hangs": "import time\n    time.sleep(3600)",
+    "dies": "import os\n    os._exit(7)",
+    "raises": "raise RuntimeError('something else')",
+    "differs": "model.weight_of_one_rank = [*model.parameters()][0].data.add_(1.0)",
+    "is_refused": "af.prepare(ctx)",
+    "logs_more": "log('loss', torch.zeros(()))",
+}
+
+
+@feature("fault", ("", *FAULTS), is_neutral=True)
+def fault(program: Program, draft: Draft) -> None:
+    """What rank 1 does before the loop."""
+    if program["fault"]:
+        draft.add("built", f"if ctx.rank == 1:\n    {FAULTS[program['fault']]}")
+
+
+@pytest.fixture(scope="module")
+def grammar() -> Grammar:
+    return training_programs(build_model, make_rows, loss_of, features=[fault])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "accumulation=2 clip=norm",
+        "dp=2 world=memory accumulation=3 schedule",
+        "dp=3 world=memory api=shim optimizer=adamw rows=15",
+        "dp=2 world=memory api=pure clip=norm",
+        "dp=2 world=memory api=gradients",
+        "dp=2 world=memory exact accumulation=2 optimizer=momentum",
+        "dp=2 api=train_step precision=bf16",
+        "dp=2 save=middle resume=one optimizer=momentum",
+        "shard=2 api=forward_backward ema=before",
+    ],
+)
+def test_a_model_of_the_users_own_trains_as_one_process(grammar: Grammar, text: str) -> None:
+    (verdict,) = check_programs([grammar.program(text)])
+    assert verdict.kind == "equal", verdict.what
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "names"),
+    [
+        ("error", "raises", "RuntimeError: something else"),
+        ("crash", "dies", "code 7"),
+        ("different", "differs", "loss off by"),
+        ("different", "logs_more", "times loss"),
+        ("refused", "is_refused", "prepare: got nothing to prepare"),
+    ],
+)
+@pytest.mark.parametrize("world", ["processes", "memory"])
+def test_a_fault_has_its_verdict(grammar: Grammar, kind: str, what: str, names: str, world: str) -> None:
+    (verdict,) = check_programs([grammar.program(dp=2, fault=what, world=world)])
+    assert (verdict.kind, names in verdict.what) == (kind, True), verdict
+
+
+@pytest.mark.parametrize("world", ["processes", "memory"])
+def test_a_program_that_hangs_ends_by_its_limit(grammar: Grammar, world: str) -> None:
+    program = grammar.program(dp=2, fault="hangs", world=world)
+    (outcome,) = run_programs([program], timeout_s=1.0)
+    assert compare(program, outcome).kind == "hang"
+
+
+def test_programs_after_one_that_fails_run_in_another_world(grammar: Grammar) -> None:
+    programs = [grammar.program(dp=2, world="memory", fault=fault) for fault in ("", "raises", "differs", "")]
+    programs[3] = programs[3].but(clip="norm")
+    kinds = [verdict.kind for verdict in check_programs(programs)]
+    assert kinds == ["equal", "error", "different", "equal"]
+
+
+def test_a_failure_shrinks_to_what_it_takes(grammar: Grammar) -> None:
+    program = grammar.program("dp=3 world=memory accumulation=3 fault=differs clip=norm schedule")
+    (verdict,) = check_programs([program])
+    small, own = shrink(program, verdict)
+    assert str(small) in ("dp=2 fault=differs", "dp=2 world=memory fault=differs")
+    assert own.kind == "different"
+    assert ("fault", "differs") in finding_of(small)
+
+
+def test_a_diverging_reference_makes_a_program_invalid() -> None:
+    steep = training_programs(build_model, make_rows, steep_loss)
+    (verdict,) = check_programs([steep.program()])
+    assert verdict.kind == "invalid"
+    assert "diverges" in verdict.what
+
+
+def steep_loss(model: Any, batch: Any) -> torch.Tensor:
+    return 1e4 * loss_of(model, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["dp=2 world=memory accumulation=2", "dp=2 save=middle resume=shard2"])
+def test_a_script_prints_what_one_process_and_the_layout_come_to(tmp_path: Path, text: str) -> None:
+    from tests.programs.grammar import GRAMMAR  # whose functions have a source that stands alone
+
+    file = tmp_path / "program.py"
+    file.write_text(script(GRAMMAR.program(text)))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(file)], capture_output=True, text=True, timeout=100, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    if "resume" not in text:
+        assert len(eval(lines[0])) > 0

@@ -1,0 +1,112 @@
+"""A model of the user's own: what can't be compared is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.testing.programs import training_programs
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    return nn.Linear(2, 1)
+
+
+def build_at_random() -> nn.Module:
+    torch.seed()
+    return nn.Linear(2, 1)
+
+
+def build_frozen() -> nn.Module:
+    return build_model().requires_grad_(False)
+
+
+def make_rows() -> list[torch.Tensor]:
+    return [*torch.arange(32.0).view(16, 2)]
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def weighted_loss(model: Any, batch: Any) -> af.Loss:
+    return af.Loss(model(batch).square().sum(), len(batch))
+
+
+def few_rows() -> list[torch.Tensor]:
+    return make_rows()[:3]
+
+
+def no_tensor(model: Any, batch: Any) -> float:
+    return 1.0
+
+
+def several_numbers(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch)
+
+
+def no_number(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch).sum() / 0.0
+
+
+def loss_at_random(model: Any, batch: Any) -> torch.Tensor:
+    return loss_of(model, batch) * torch.rand(())
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "functions"),
+    [
+        (ValueError, "no parameters that require gradients", {"build_model": build_frozen}),
+        (
+            ValueError,
+            "two calls of build_model returned different weights: weight",
+            {"build_model": build_at_random},
+        ),
+        (ValueError, "returned 3 rows, and 4 ranks need at least 16", {"make_rows": few_rows}),
+        (TypeError, "loss_of returned float", {"loss_of": no_tensor}),
+        (ValueError, "the loss must be one finite number", {"loss_of": several_numbers}),
+        (ValueError, "the loss must be one finite number", {"loss_of": no_number}),
+        (ValueError, "it draws random numbers, which differ between layouts", {"loss_of": loss_at_random}),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    error: type[Exception], message: str, functions: dict[str, Any]
+) -> None:
+    arguments: dict[str, Any] = {"build_model": build_model, "make_rows": make_rows, "loss_of": loss_of}
+    with pytest.raises(error, match=message):
+        training_programs(**{**arguments, **functions})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp=2", "the feature tp can't be '2'. Choose among 1"),
+        ("cp=2", "the feature cp can't be '2'. Choose among 1"),
+        ("dp=3 shard=2", "there are at most 4 ranks"),
+        ("seed=rank", "build_model takes no seed"),
+        ("optimizer=two", "a model without layers is trained as one"),
+    ],
+)
+def test_a_layout_that_the_model_cannot_have_is_refused(text: str, message: str) -> None:
+    grammar = training_programs(build_model, make_rows, loss_of)
+    with pytest.raises(ValueError, match=message):
+        grammar.program(text)
+
+
+def test_axes_are_there_for_models_that_say_how_they_are_shared() -> None:
+    grammar = training_programs(
+        build_model, make_rows, weighted_loss, tensor_plan={"0": "colwise"}, sequence={"x": 1}
+    )
+    for text in ("tp=2", "cp=2", "sp=2", "pp=2 api=forward_backward"):
+        assert grammar.program(text).num_ranks == 2
+
+
+def test_a_loss_with_a_weight_is_one_in_every_program() -> None:
+    grammar = training_programs(build_model, make_rows, weighted_loss)
+    assert grammar.program()["weighted"] is True
+    assert "weight=loss.weight" in grammar.program().source()
