@@ -13,31 +13,25 @@ from tests.programs.grammar import GRAMMAR
 
 # Programs of a test: they share a world of ranks where they can.
 _SIZE = 12
-_AXES = [one.name for one in GRAMMAR.features if one.is_axis]
-
-
-def layout_of(program: Program) -> str:
-    chosen = (f"{name}{program[name]}" for name in _AXES if program[name] > 1)
-    return " ".join(chosen) + " in memory" * (program["world"] == "memory") or "alone"
 
 
 def tests_of(programs: list[Program]) -> list[object]:
     """Return the parameters of tests: in the quick suite the first of a layout, without transformers."""
     parameters: list[object] = []
     ordered = sorted(
-        programs, key=lambda one: (layout_of(one), one["model"] != "blocks", bool(one["resume"]))
+        programs, key=lambda one: (str(one.layout), one["model"] != "blocks", bool(one["resume"]))
     )
-    for layout, group in itertools.groupby(ordered, layout_of):
+    for layout, group in itertools.groupby(ordered, lambda one: str(one.layout)):
         waiting = [*group]
         for number, start in enumerate(range(0, len(waiting), _SIZE)):
             chosen = waiting[start : start + _SIZE]
             is_quick = number == 0 and all(one["model"] == "blocks" and not one["resume"] for one in chosen)
             marks = () if is_quick and layout in _QUICK else pytest.mark.slow
-            parameters.append(pytest.param(chosen, marks=marks, id=f"{layout} {number}"))
+            parameters.append(pytest.param(chosen, marks=marks, id=f"{layout or 'one rank'} {number}"))
     return parameters
 
 
-_QUICK = ("alone", "dp2", "dp2 in memory", "dp3 in memory", "shard2", "tp2", "pp2", "cp2")
+_QUICK = ("", "dp=2", "dp=2 world=memory", "dp=3 world=memory", "shard=2", "tp=2", "pp=2", "cp=2")
 
 
 @pytest.mark.timeout(600)

@@ -10,6 +10,7 @@ from accelfn.testing.programs.campaign import (
     draw_batch,
     finding_of,
     is_known,
+    layouts_of,
     needs,
     shrink,
     simpler,
@@ -19,7 +20,7 @@ from accelfn.testing.programs.grammar import Choice, Feature, Grammar, Program, 
 from accelfn.testing.programs.run import Outcome, RankLog, run_programs
 from accelfn.testing.programs.script import script
 from accelfn.testing.programs.training import training_programs
-from accelfn.testing.programs.verdict import Verdict, check_programs, compare
+from accelfn.testing.programs.verdict import Reference, Verdict, check_programs, compare, reference_of
 
 __all__ = (
     "Choice",
@@ -30,6 +31,7 @@ __all__ = (
     "Outcome",
     "Program",
     "RankLog",
+    "Reference",
     "Report",
     "Rule",
     "Shrunk",
@@ -43,7 +45,9 @@ __all__ = (
     "feature",
     "finding_of",
     "is_known",
+    "layouts_of",
     "needs",
+    "reference_of",
     "run_programs",
     "script",
     "shrink",

@@ -12,12 +12,24 @@ from typing import Any
 
 from accelfn.testing.programs.grammar import Choice, Grammar, Program
 from accelfn.testing.programs.habits import resumed
-from accelfn.testing.programs.run import run_programs
-from accelfn.testing.programs.verdict import Verdict, check_programs, compare
+from accelfn.testing.programs.run import TIMEOUT_S
+from accelfn.testing.programs.verdict import Verdict, check_programs
 
 # A set of features that together don't train: programs that have it aren't drawn again, so that one fault
 # hides no other.
 Finding = frozenset[Choice]
+# How often a program has a feature that its world has to be made for.
+_WORLDS = 0.4
+
+
+def layouts_of(grammar: Grammar) -> list[Program]:
+    """Return the plainest program of each layout that isn't ruled out, those of few ranks first."""
+    parts = [one for one in grammar.features if one.is_layout]
+    values = itertools.product(*(one.values for one in parts))
+    rng = random.Random(0)  # for what rules ask for
+    named = ({one.name: value for one, value in zip(parts, chosen, strict=True)} for chosen in values)
+    lawful = filter(None, (_completed(grammar, rng, one, ()) for one in named))
+    return sorted(dict.fromkeys(one.layout for one in lawful), key=lambda one: one.num_ranks)
 
 
 def draw(
@@ -37,40 +49,41 @@ def draw(
         rng: Source of random numbers.
         covered: What :func:`needs` returned for earlier programs.
         avoid: Features that the program doesn't have together.
-        layout: A program whose layout it takes; None: any.
+        layout: From :func:`layouts_of`; None: any of these.
         size: Number of features at most, besides the layout; None: between 1 and 8.
         tries: Programs to choose from.
 
     Returns:
-        The program; None if the layout can't be.
+        The program; None if the layout is to be avoided.
     """
     known = covered if isinstance(covered, (set, frozenset)) else set(covered)
-    axes = [one.name for one in grammar.features if one.is_axis]
+    place = rng.choice(layouts_of(grammar)) if layout is None else layout
     best, most = None, -1
     for _ in range(tries):
         wanted = rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 8)) if size is None else size
-        first = _layout(grammar, rng) if layout is None else layout
-        start = _completed(grammar, rng, {name: first[name] for name in axes}, avoid)
+        start = _completed(grammar, rng, dict(place.choices), avoid)
         if start is None:
             continue
-        program = _grown(start, rng, wanted, avoid)
+        program = _grown(_in_some_world(start, rng, avoid), rng, wanted, avoid)
         new = sum(need not in known for need in needs(program))
         if new > most:
             best, most = program, new
     return best
 
 
-def _layout(grammar: Grammar, rng: random.Random) -> Program:
-    """Return a random mesh, which may be of too many ranks; two ranks along one axis are the likeliest."""
-    axes = [one for one in grammar.features if one.is_axis and len(one.values) > 1]
-    chosen = rng.sample(axes, rng.choice((0, 1, 1, 1, 2, 2)) if len(axes) > 1 else 1)
-    return grammar.any_program({one.name: rng.choice((2, *one.values[1:])) for one in chosen})
+def _in_some_world(program: Program, rng: random.Random, avoid: Sequence[Finding]) -> Program:
+    """Return a program with some of the features that its world has to be made for, such as threads."""
+    for one in program.grammar.features:
+        if one.is_world and len(one.values) > 1 and rng.random() < _WORLDS:
+            values = {**dict(program.choices), one.name: rng.choice(one.values[1:])}
+            program = _completed(program.grammar, rng, values, avoid) or program
+    return program
 
 
 def _grown(program: Program, rng: random.Random, size: int, avoid: Sequence[Finding]) -> Program:
     """Return a program with up to ``size`` more features, as far as the rules allow."""
     grammar = program.grammar
-    others = [one for one in grammar.features if not one.is_axis and len(one.values) > 1]
+    others = [one for one in grammar.features if not one.is_layout and len(one.values) > 1]
     for one in rng.sample(others, len(others)):
         if not size:
             break
@@ -114,10 +127,9 @@ def needs(*programs: Program) -> set[Finding]:
     """Return what programs cover: their pairs of features, and each feature beside a complete layout."""
     covered: set[Finding] = set()
     for program in programs:
-        axes = {one.name for one in program.grammar.features if one.is_axis}
-        layout = frozenset(one for one in program.covered() if one[0] in axes)
+        layout = program.layout.covered()
         covered.update(program.pairs())
-        covered.update(layout | {one} for one in program.covered() if one[0] not in axes)
+        covered.update(layout | {one} for one in program.covered() - layout)
     return covered
 
 
@@ -139,29 +151,23 @@ def cover(grammar: Grammar, rng: random.Random, *, avoid: Sequence[Finding] = ()
         covered.update(needs(program))
         return True
 
-    # Programs with many features, as long as each has many new ones: in each layout, then in any.
-    meshes = [*map(grammar.any_program, _meshes(grammar))]
-    for mesh in meshes:
+    # Programs with many features, as long as each has many new ones.
+    layouts = layouts_of(grammar)
+    for layout in layouts:
         while take(
-            draw(grammar, rng, covered=covered, avoid=avoid, layout=mesh, size=12, tries=12), least=12
+            draw(grammar, rng, covered=covered, avoid=avoid, layout=layout, size=12, tries=12), least=12
         ):
             pass
     singles = dict.fromkeys(
         (one.counts_as or one.name, value) for one in grammar.features for value in one.values[1:]
     )
     wanted = [frozenset(pair) for pair in itertools.combinations(singles, 2)]
-    wanted += [mesh.covered() | {single} for mesh in meshes for single in singles]
+    wanted += [layout.covered() | {single} for layout in layouts for single in singles]
     for need in wanted:
         if need not in covered:
             drawn = filter(None, (_with(grammar, rng, need, avoid) for _ in range(6)))
             take(max(drawn, key=lambda one: len(needs(one) - covered), default=None), least=1)
     return programs
-
-
-def _meshes(grammar: Grammar) -> Iterable[dict[str, Any]]:
-    axes = [one for one in grammar.features if one.is_axis]
-    for sizes in itertools.product(*(one.values for one in axes)):
-        yield {one.name: size for one, size in zip(axes, sizes, strict=True)}
 
 
 def _with(grammar: Grammar, rng: random.Random, need: Finding, avoid: Sequence[Finding]) -> Program | None:
@@ -174,7 +180,7 @@ def _with(grammar: Grammar, rng: random.Random, need: Finding, avoid: Sequence[F
         values[doubled[name] if name in values else name] = value
     for _ in range(12):
         # Others may have to be there: one more feature at a time.
-        extra = rng.choice([one for one in grammar.features if not one.is_axis and one.name not in values])
+        extra = rng.choice([one for one in grammar.features if not one.is_layout and one.name not in values])
         tried = {**values, extra.name: rng.choice(extra.values)} if _ else dict(values)
         program = _completed(grammar, rng, tried, avoid)
         if program is not None and need <= program.covered():
@@ -189,6 +195,7 @@ def draw_batch(
     *,
     covered: Iterable[Finding] = (),
     avoid: Sequence[Finding] = (),
+    layout: Program | None = None,
 ) -> list[Program]:
     """Draw programs that can share one world of ranks.
 
@@ -198,20 +205,21 @@ def draw_batch(
         size: How many at most.
         covered: As for :func:`draw`.
         avoid: As for :func:`draw`.
+        layout: As for :func:`draw`.
     """
-    first = draw(grammar, rng, covered=covered, avoid=avoid)
+    first = draw(grammar, rng, covered=covered, avoid=avoid, layout=layout)
     if first is None:
         return []
     shared = {one.name: first[one.name] for one in grammar.features if one.is_world}
     programs = [first]
     for _ in range(2 * size):
-        program = draw(grammar, rng, covered=covered, avoid=avoid, layout=first)
+        if len(programs) >= size:
+            break
+        program = draw(grammar, rng, covered=covered, avoid=avoid, layout=first.layout)
         if program is not None:
             program = _completed(grammar, rng, {**dict(program.choices), **shared}, avoid)
         if program is not None:
             programs.append(program)
-        if len(programs) >= size:
-            break
     return programs
 
 
@@ -247,7 +255,7 @@ def shrink(program: Program, verdict: Verdict, *, limit_s: float = 90.0) -> tupl
         The smaller program, and its verdict.
     """
     until, tried, again = time.monotonic() + limit_s, {program}, True
-    wait = 4.0 if verdict.kind in ("hang", "crash") else 12.0
+    wait = 4.0 if verdict.kind in ("hang", "crash") else TIMEOUT_S
     while again:
         again = False
         for smaller in simpler(program):
@@ -256,7 +264,7 @@ def shrink(program: Program, verdict: Verdict, *, limit_s: float = 90.0) -> tupl
             if time.monotonic() > until:
                 return program, verdict
             tried.add(smaller)
-            own = compare(smaller, run_programs([smaller], timeout_s=wait)[0])
+            (own,) = check_programs([smaller], timeout_s=wait)
             if own.is_like(verdict):
                 program, verdict, again = smaller, own, True
                 break
@@ -327,8 +335,9 @@ def campaign(
     *,
     minutes: float = 1.0,
     max_programs: int | None = None,
+    max_findings: int | None = None,
     seed: int = 0,
-    size: int = 10,
+    size: int = 5,
     avoid: Sequence[Finding] = (),
     found: Callable[[Shrunk], None] | None = None,
 ) -> Report:
@@ -337,7 +346,8 @@ def campaign(
     Args:
         grammar: Of the programs.
         minutes: Limit; a shrinking that has begun is finished.
-        max_programs: Limit.
+        max_programs: Limit of what is drawn, up to a batch more.
+        max_findings: No more is drawn after so many.
         seed: Of the draws.
         size: Programs of a world.
         avoid: What is known not to be equal: programs with it aren't drawn.
@@ -348,14 +358,23 @@ def campaign(
     """
     rng, begun = random.Random(seed), time.monotonic()
     verdicts: Counter[str] = Counter()
+    used: Counter[Program] = Counter(dict.fromkeys(layouts_of(grammar), 0))
     covered: set[Finding] = set()
     known = [*avoid]
     findings: list[Shrunk] = []
     equal: list[tuple[Program, float]] = []
-    while time.monotonic() - begun < 60 * minutes and (
-        max_programs is None or sum(verdicts.values()) < max_programs
-    ):
-        programs = draw_batch(grammar, rng, size, covered=covered, avoid=known)
+
+    def goes_on() -> bool:
+        return (
+            time.monotonic() - begun < 60 * minutes
+            and (max_programs is None or sum(verdicts.values()) < max_programs)
+            and (max_findings is None or len(findings) < max_findings)
+        )
+
+    while goes_on():
+        layout = min(used, key=lambda one: (used[one], one.num_ranks))
+        used[layout] += 1
+        programs = draw_batch(grammar, rng, size, covered=covered, avoid=known, layout=layout)
         start = time.monotonic()
         batch = list(zip(programs, check_programs(programs), strict=True))
         seconds = (time.monotonic() - start) / max(1, len(batch))

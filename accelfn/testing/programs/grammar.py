@@ -35,6 +35,7 @@ class Feature:
         values: Its values, the plainest first.
         write: Called as ``write(program, draft)`` for every program, whatever the value: adds the lines.
         is_axis: The values are sizes of a mesh axis.
+        is_layout: It is a part of the layout, as axes are.
         is_size: The values are numbers, of which a larger one shows whatever a smaller one does.
         is_world: Programs with different values may need different worlds of ranks.
         is_neutral: By its meaning it changes no number, so that the reference is computed at the plainest.
@@ -46,6 +47,7 @@ class Feature:
     values: tuple[Any, ...]
     write: Write
     is_axis: bool = False
+    is_layout: bool = False
     is_size: bool = False
     is_world: bool = False
     is_neutral: bool = False
@@ -62,6 +64,7 @@ class Feature:
             raise ValueError(
                 f"Feature {self.name}: values must be different, and at least one: {self.values}."
             )
+        object.__setattr__(self, "is_layout", self.is_layout or self.is_axis)
         object.__setattr__(self, "same", MappingProxyType(dict(self.same)))
 
 
@@ -254,6 +257,12 @@ class Program:
     def but(self, **values: Any) -> Program:
         """Return the same program with other values of some features; it may break rules."""
         return self.grammar.any_program({**dict(self.choices), **values})
+
+    @property
+    def layout(self) -> Program:
+        """The plainest program of its layout."""
+        by_name = self.grammar.by_name
+        return Program(self.grammar, tuple(one for one in self.choices if by_name[one[0]].is_layout))
 
     @property
     def num_ranks(self) -> int:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from accelfn.testing.programs.draft import Draft
 from accelfn.testing.programs.grammar import Feature, Program, Rule, feature, together
-from accelfn.testing.programs.loops import OF_TREES
+from accelfn.testing.programs.loops import OF_TREES, is_uneven
 
 # A world that takes up what another one saved in the middle of an epoch: the axis that has two ranks.
 RESUMED: Mapping[str, str] = MappingProxyType(
@@ -238,6 +238,11 @@ HABITS: tuple[Feature, ...] = (
 ENDS: tuple[Feature, ...] = (_order, _save, _resume)
 
 
+def _is_dealt(p: Program) -> bool:
+    rest = resumed(p)
+    return p["batch"] * p["dp"] * p["shard"] % (rest["dp"] * rest["shard"]) == 0
+
+
 def resumed(p: Program) -> Program:
     """Return a program of the world that takes a run up."""
     chosen = RESUMED[p["resume"]]
@@ -252,7 +257,7 @@ RULES: tuple[Rule, ...] = (
         together("optimizer=turns", "leave accumulation=3"),
     ),
     Rule("a rate set by hand stays", together("rate", "schedule save=middle")),
-    Rule("a norm by hand is of complete gradients", together("norm skip")),
+    Rule("a norm by hand is of complete gradients", together("norm", "skip pp")),
     Rule("autocast is of a lower precision", together("autocast !precision"), mend="precision=bf16"),
     Rule("what is saved is what was prepared", together("save", "ema=after freeze")),
     Rule("a save inside of an epoch ends a complete window", together("save=middle", "skip evaluate=epoch")),
@@ -263,6 +268,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("a pipeline resumes in a loop by hand", together("resume=pp2 !api"), mend="api=forward_backward"),
     Rule("shared sequences resume with weights", together("resume=cp2 !weighted"), mend="weighted=True"),
+    Rule(
+        "the last batch is as large for the ranks that take it up",
+        lambda p: bool(p["resume"]) and is_uneven(p),
+    ),
+    Rule(
+        "a batch can be dealt to the ranks that take it up", lambda p: bool(p["resume"]) and not _is_dealt(p)
+    ),
     Rule("a run resumes on processes", together("resume", "world exact ddp fsdp")),
     Rule(
         "the rest of a run can be in its world",

@@ -86,7 +86,7 @@ def _axis(draft: Draft, name: str, size: int) -> None:
         axes.append(f"{name}={size}")
 
 
-@feature("world", ("processes", "memory"), is_world=True, is_neutral=True)
+@feature("world", ("processes", "memory"), is_layout=True, is_neutral=True)
 def _world(p: Program, draft: Draft) -> None:
     """What a rank is; an argument of ``run_ranks``."""
 

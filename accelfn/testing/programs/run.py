@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import itertools
 import linecache
 import multiprocessing
@@ -188,6 +189,15 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
 
 
+# What a rank would otherwise import for itself.
+_WARM = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.pipelining",
+)
+
+
 def run_programs(programs: Sequence[Program], *, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
     """Run programs in worlds of ranks, several in one world where they need equal ones.
 
@@ -201,6 +211,8 @@ def run_programs(programs: Sequence[Program], *, timeout_s: float = TIMEOUT_S) -
     Returns:
         Their outcomes, in the same order.
     """
+    for module in _WARM:
+        importlib.import_module(module)
     folder = tempfile.mkdtemp(prefix="programs_")
     try:
         jobs = [Job(program, f"{folder}/{number}") for number, program in enumerate(programs)]

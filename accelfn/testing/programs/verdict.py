@@ -10,7 +10,15 @@ import torch
 
 from accelfn.testing.programs import plain
 from accelfn.testing.programs.grammar import Program
-from accelfn.testing.programs.run import Failure, Outcome, RankLog, State, run_programs, run_reference
+from accelfn.testing.programs.run import (
+    TIMEOUT_S,
+    Failure,
+    Outcome,
+    RankLog,
+    State,
+    run_programs,
+    run_reference,
+)
 
 Kind = Literal["equal", "refused", "different", "error", "hang", "crash", "invalid"]
 # How far numbers may be off by rounding: relative to the largest, or to what the reference loses by rounding.
@@ -145,35 +153,45 @@ def reference_of(program: Program, known: References | None = None) -> Reference
     return found
 
 
-def compare(program: Program, outcome: Outcome, known: References | None = None) -> Verdict:
-    """Compare what a program came to with its reference, which runs in this process.
+def compare(program: Program, outcome: Outcome, reference: Reference) -> Verdict:
+    """Compare what a program came to with its reference.
 
     Args:
         program: The program.
         outcome: From :func:`run_programs`.
-        known: References of programs that were compared before; this one's is added.
+        reference: From :func:`reference_of`.
     """
-    try:
-        right = reference_of(program, known)
-    except Exception as error:  # noqa: BLE001 -- the program isn't one
-        return Verdict("invalid", f"{type(error).__name__}: {error}"[:500])
     if outcome.failures:
         return _judge_failures(outcome.failures)
     try:
         seen = join_ranks(outcome.parts)
     except ValueError as error:
         return Verdict("different", str(error))
-    differences = _differences(seen, right, bf16=program["precision"] == "bf16")
+    differences = _differences(seen, reference, bf16=program["precision"] == "bf16")
     if not differences and program["exact"]:
         differences = _other_bits(program, seen)
     return Verdict("different", "; ".join(differences)) if differences else Verdict("equal")
 
 
-def check_programs(programs: Sequence[Program]) -> list[Verdict]:
-    """Run programs and compare each with its reference; return the verdicts in the same order."""
+def check_programs(programs: Sequence[Program], *, timeout_s: float = TIMEOUT_S) -> list[Verdict]:
+    """Run programs and compare each with its reference; return the verdicts in the same order.
+
+    Args:
+        programs: Any. The references run first, in this process: ranks are forked from it, and so have the
+            modules that they import.
+        timeout_s: How long ranks wait for each other.
+    """
     known: References = {}
-    outcomes = run_programs(programs)
-    return [compare(program, outcome, known) for program, outcome in zip(programs, outcomes, strict=True)]
+    references: dict[Program, Reference] = {}
+    verdicts: dict[Program, Verdict] = {}
+    for program in programs:
+        try:
+            references[program] = reference_of(program, known)
+        except Exception as error:  # noqa: BLE001, PERF203 -- the program isn't one
+            verdicts[program] = Verdict("invalid", f"{type(error).__name__}: {error}"[:500])
+    for program, outcome in zip(references, run_programs([*references], timeout_s=timeout_s), strict=True):
+        verdicts[program] = compare(program, outcome, references[program])
+    return [verdicts[program] for program in programs]
 
 
 def _judge_failures(failures: Sequence[Failure]) -> Verdict:

@@ -1,0 +1,59 @@
+"""Faults planted in the library are found by the programs that are drawn, and shrink to a few features."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from accelfn.parallel.exact import ThreadDDP
+from accelfn.testing.programs import campaign, finding_of
+from tests.programs import records
+from tests.programs.grammar import GRAMMAR
+
+
+def gradients_are_not_averaged(self: Any) -> None:
+    """Of replicas in memory."""
+    self._unreduced = None
+
+
+def buffers_are_not_broadcast(self: ThreadDDP, module: Any) -> bool:
+    """Of replicas in memory."""
+    return False
+
+
+def windows_are_divided_by_their_full_length(ctx: Any, micro: Any) -> int:
+    """Also the short one at the end of the data."""
+    return ctx.gradient_accumulation_steps
+
+
+FAULTS: list[tuple[Any, str, Callable[..., Any], set[str]]] = [
+    (ThreadDDP, "_average", gradients_are_not_averaged, {"dp", "world"}),
+    (ThreadDDP, "will_sync_buffers", buffers_are_not_broadcast, {"dp", "world", "block"}),
+    (
+        importlib.import_module("accelfn.training.backward"),
+        "num_microbatches",
+        windows_are_divided_by_their_full_length,
+        {"accumulation"},
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "features"), FAULTS, ids=[one[2].__name__ for one in FAULTS]
+)
+def test_a_planted_fault_is_found_and_shrinks_to_few_features(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any], features: set[str]
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    report = campaign(GRAMMAR, minutes=8, max_programs=200, max_findings=1, avoid=records.findings())
+    (shrunk,) = report.findings
+    number = sum(report.verdicts.values())
+    print(f"{fault.__name__}: {report.seconds:.0f} s, {number} programs: {shrunk.program}")
+    assert shrunk.verdict.kind == "different"
+    assert len(finding_of(shrunk.program)) <= 3
+    assert {name for name, _ in finding_of(shrunk.program)} & features
