@@ -193,3 +193,10 @@ def test_ranks_train_one_model_where_several_batches_make_a_window(
         lambda ctx: use(train, ctx, tmp_path), 2, "processes", gradient_accumulation_steps=4, guard=guard
     )
     assert first == second
+
+
+@pytest.mark.slow
+def test_drawn_programs_find_the_feature_that_is_wrong_on_several_ranks() -> None:
+    report = runpy.run_path(str(EXAMPLES / "programs.py"))["look"]()
+    (shrunk,) = report.findings
+    assert (str(shrunk.program), shrunk.verdict.kind) == ("dp=2 scaled", "different")
