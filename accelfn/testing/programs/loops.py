@@ -343,7 +343,7 @@ RULES: tuple[Rule, ...] = (
         "a step as one call has nothing inside",
         together(
             "api=train_step|pure|gradients",
-            f"sync peek norm clip=value evaluate=window save=middle|memory {_HAND_MADE}",
+            f"sync peek norm clip=value evaluate=window save=middle|memory optimizer=turns {_HAND_MADE}",
         ),
     ),
     Rule(
