@@ -184,7 +184,7 @@ def _loss(p: Program, draft: Draft) -> None:
     elif p["loss"] == "backwards":
         draft.add(
             "scored",
-            "loss, second = loss\nscaler = af.backward(ctx, second, scaler, micro, retain_graph=True)",
+            "loss, more = loss\nscaler = af.backward(ctx, more, scaler, micro, retain_graph=True)",
         )
 
 

@@ -256,6 +256,10 @@ RULES: tuple[Rule, ...] = (
         "optimizers that take turns end with the last window",
         together("optimizer=turns", "leave accumulation=3"),
     ),
+    Rule(
+        "a stage has some of each optimizer's parameters",
+        together("pp order=late optimizer=groups|two|turns"),
+    ),
     Rule("a rate set by hand stays", together("rate", "schedule save=middle")),
     Rule("a norm by hand is of complete gradients", together("norm", "skip pp")),
     Rule("autocast is of a lower precision", together("autocast !precision"), mend="precision=bf16"),

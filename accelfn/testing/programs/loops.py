@@ -142,13 +142,13 @@ def _write_steps(p: Program, draft: Draft) -> None:
         draft.add("prepared", "params = {name: one.detach() for name, one in model.named_parameters()}")
         draft.add("definitions", _OF_A_TREE)
     if p["api"] == "pure":
-        draft.names["states"] = ["state"]
+        draft.names["states"] = ["step", "state"]
         draft.add("definitions", _DESCENT)
         step = "step = af.make_train_step(ctx, loss_of_tree(model), Descent, max_norm={{max_norm}})"
         draft.add("states", step + "\nstate = af.init_train_state(ctx, Descent, params)")
         draft.words["result"] = 'log("model", state.params)'
     elif p["api"] == "gradients":
-        draft.names["states"] = ["params"]
+        draft.names["states"] = ["gradients", "params"]
         draft.add("states", "gradients = af.value_and_grad(ctx, loss_of_tree(model))")
         draft.add(
             "work",

@@ -234,7 +234,9 @@ def clip_grad_norm_(ctx: Context, parameters: Any, max_norm: float, scaler_state
 
 def clip_grad_value_(ctx: Context, parameters: Any, value: float, scaler_state: float) -> None:
     """Clip as torch does."""
-    nn.utils.clip_grad_value_(parameters, value)
+    several = [parameter for parameter in parameters if parameter.grad is not None]
+    if several:  # torch fails without any
+        nn.utils.clip_grad_value_(several, value)
 
 
 def optimizer_step(
@@ -275,7 +277,7 @@ def make_train_step(
 
     def step(state: None, batch: Any) -> tuple[None, Metrics]:
         value, weight, _ = _loss(loss_fn(model, batch))
-        loss = value if weight is None else value / weight
+        loss = value if weight is None else value / max(weight, 1)  # a sum without weight is zero
         torch.autograd.backward(loss)
         norm = clip_grad_norm_(ctx, _parameters(optimizer), max_norm, 0.0)
         optimizer_step(ctx, optimizer, 0.0, scheduler)
