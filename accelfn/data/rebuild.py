@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import getitem
 from typing import Any, TypeAlias, TypeVar, cast
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -61,16 +63,13 @@ def sampler_of(source: DataLoader[Any]) -> Any:
 
 
 class Keyed(list[Any]):
-    """The indices of one batch, with the key that its random numbers are seeded from."""
+    """The indices of one batch.
 
-    def __init__(self, items: Sequence[Any], key: tuple[int, ...]) -> None:
-        """Store ``items`` and ``key``."""
-        super().__init__(items)
-        self.key = key
+    Attributes:
+        key: What its random numbers are seeded from. Set afterwards: a constructor would cost a call a batch.
+    """
 
-    def __reduce__(self) -> tuple[type[Keyed], tuple[list[Any], tuple[int, ...]]]:
-        """Pickle with the key, for a worker."""
-        return Keyed, (list(self), self.key)
+    key: tuple[int, ...]
 
 
 # Yields the batches of consecutive ranks, step by step.
@@ -136,8 +135,9 @@ class _SeededDataset(Proxy):
     def __getitems__(self, indices: Keyed) -> Any:
         """Return the samples of a batch, read as torch would."""
         seed_from(indices.key)
-        read = getattr(self._target, "__getitems__", None)
-        return read(list(indices)) if read else [self._target[index] for index in indices]
+        target = self._target
+        read = getattr(target, "__getitems__", None)
+        return read(list(indices)) if read else list(map(partial(getitem, target), indices))
 
 
 def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:
