@@ -128,17 +128,20 @@ def isolate_generators(batches: Iterator[T], *, continues: bool) -> Iterator[T]:
         yield batch
 
 
-def read_isolated(loader: Any, *, is_resumed: bool, continues: bool = False) -> Any:
+def read_isolated(loader: Any, *, is_resumed: bool, continues: bool = False, draws: bool = True) -> Any:
     """Begin a pass over a loader that seeds its random numbers, in workers or in this process.
 
     Args:
         loader: A DataLoader; see :func:`begin_reading`.
         is_resumed: Whether samples of the epoch have been read before.
         continues: As for :func:`isolate_generators`.
+        draws: Whether random numbers may be drawn while a batch is made.
     """
     generator: torch.Generator | None = loader.generator
     before = None if generator is None else generator.get_state()
     batches = begin_reading(loader, is_resumed=is_resumed)
     if generator is not None and before is not None:
         generator.set_state(before)  # torch draws a base seed from it, which nothing here uses
-    return batches if loader.num_workers else isolate_generators(batches, continues=continues)
+    if loader.num_workers or not draws:
+        return batches
+    return isolate_generators(batches, continues=continues)

@@ -10,7 +10,7 @@ from functools import partial
 from operator import getitem
 from typing import Any, TypeAlias, TypeVar, cast
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
 from accelfn.context import Context
 from accelfn.data.draws import seed_from
@@ -25,6 +25,7 @@ __all__ = (
     "batch_sampler_of",
     "import_stateful",
     "is_stateful",
+    "may_draw",
     "num_workers_of",
     "rebuild",
     "remake",
@@ -140,9 +141,18 @@ class _SeededDataset(Proxy):
         return read(list(indices)) if read else list(map(partial(getitem, target), indices))
 
 
+def may_draw(source: DataLoader[Any]) -> bool:
+    """Return whether random numbers may be drawn while a batch is made: not of torch's tensors in memory."""
+    loader = cast("Any", source)
+    found = type(loader), type(loader.dataset), loader.collate_fn
+    return found != (DataLoader, TensorDataset, default_collate) or loader.batch_sampler is None
+
+
 def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:
     """Build a loader like ``source`` that reads ``batches``, a batch sampler."""
-    dataset: Any = _SeededDataset(source.dataset, _unbatched=batch_sampler_of(source) is None)
+    dataset: Any = source.dataset
+    if may_draw(source):
+        dataset = _SeededDataset(dataset, _unbatched=batch_sampler_of(source) is None)
     if cast("Any", source).batch_sampler is None:
         return remake(source, dataset, sampler=batches)
     return remake(source, dataset, batch_sampler=batches)

@@ -23,7 +23,7 @@ from accelfn.data.reader import (
     UserState,
     rows_of,
 )
-from accelfn.data.rebuild import Batches, Keyed, ListsOf, batch_sampler_of, rebuild, sampler_of
+from accelfn.data.rebuild import Batches, Keyed, ListsOf, batch_sampler_of, may_draw, rebuild, sampler_of
 from accelfn.data.states import State
 from accelfn.errors import ConfigurationError
 
@@ -50,6 +50,7 @@ class LocalSteps(Generic[T]):
         self._rank = rank
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
+        self._draws = may_draw(source)
 
     def begin(
         self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], what: str
@@ -57,7 +58,8 @@ class LocalSteps(Generic[T]):
         """Return this rank's batches of a plan, each with its BatchInfo."""
         del what
         self._batches.begin(partial(lists, plan, range(self._rank, self._rank + 1)))
-        return zip(read_isolated(self._loader, is_resumed=plan.start > 0), infos, strict=True)
+        batches = read_isolated(self._loader, is_resumed=plan.start > 0, draws=self._draws)
+        return zip(batches, infos, strict=True)
 
 
 def read_indexed(
