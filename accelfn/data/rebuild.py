@@ -144,7 +144,7 @@ class _SeededDataset(Proxy):
 def may_draw(source: DataLoader[Any]) -> bool:
     """Return whether random numbers may be drawn while a batch is made: not of torch's tensors in memory."""
     loader = cast("Any", source)
-    found = type(loader), type(loader.dataset), loader.collate_fn
+    found: tuple[Any, ...] = (type(loader), type(loader.dataset), loader.collate_fn)
     return found != (DataLoader, TensorDataset, default_collate) or loader.batch_sampler is None
 
 
