@@ -67,7 +67,10 @@ def clip_norm_(
     parts = _parts(parameters, ctx.world.size // num_stages)
     gradients = [part.gradient for part in parts]
     # Decided by the parameters, which all ranks agree on.
-    if ctx.world.size > 1 and (num_stages > 1 or any(_num_shards(parameter) > 1 for parameter in parameters)):
+    if ctx.world.size > 1 and (
+        num_stages > 1
+        or any(is_dtensor(parameter) and _num_shards(parameter) > 1 for parameter in parameters)
+    ):
         norm = _norm_over_ranks(ctx, parts, norm_type)
     else:
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
@@ -140,13 +143,10 @@ def _term(gradients: list[torch.Tensor], holders: int, norm_type: float) -> torc
     return (wide if norm_type == 0 else wide**norm_type).sum() / holders
 
 
-def _num_shards(tensor: torch.Tensor) -> int:
-    """Return the number of shards of a tensor; 1 for a plain one."""
-    if not is_dtensor(tensor):
-        return 1
-    layout: Any = tensor
+def _num_shards(tensor: Any) -> int:
+    """Return the number of shards of a DTensor."""
     number = 1
-    for size, placement in zip(layout.device_mesh.shape, layout.placements, strict=True):
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
         # Not is_shard(), which is False for the strided shards of FSDP over tensor parallelism.
         if not placement.is_replicate() and not placement.is_partial():
             number *= size
@@ -173,12 +173,11 @@ def _parts(parameters: Iterable[torch.Tensor], num_ranks: int) -> list[_Part]:
 
 
 def aligned(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with the placements of its parameter."""
-    if is_dtensor(gradient) and is_dtensor(parameter):
-        owner, given = cast("tuple[Any, Any]", (parameter, gradient))
-        if given.placements != owner.placements:
-            return given.redistribute(placements=owner.placements)
-    return gradient
+    """Return a gradient with the placements of its parameter; a plain one, or of a plain one, as it is."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None or getattr(gradient, "placements", placements) == placements:
+        return gradient
+    return cast("Any", gradient).redistribute(placements=placements)
 
 
 def _by_device(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
