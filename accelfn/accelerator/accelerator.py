@@ -360,10 +360,11 @@ class Accelerator(Extras, Saving):
                 f"{steps} batches is unknown. Call it inside of the loop over the loader that prepare "
                 "returned."
             )
-        index = self.step
+        index, place = self.step, self.step % steps
         self.step += 1
+        closes = place == steps - 1
         # With its own index: exact mode distinguishes batches by it.
-        return plan_microbatch(index % steps, 0, steps, steps)._replace(index=index)
+        return MicroBatch(index, 0, place, steps, closes, closes)
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Don't average gradients inside; of all prepared models if none is passed."""

@@ -78,7 +78,7 @@ class Scaling:
     def end_loss(self, state: ScalerState) -> None:
         """Store the state that ``backward`` returned."""
         # While a window is open, the proxies of optimizers do nothing.
-        self._state = state._replace(is_open=None)
+        self._state = state._replace(is_open=None) if state.is_open else state
 
     def reset(self) -> None:
         """Forget the losses' weight and the current gradients, which were cleared."""
@@ -105,7 +105,7 @@ class Scaling:
     def step(self, ctx: Context, optimizer: Optimizer) -> None:
         """Step an optimizer unless its gradients overflowed; its gradients stay."""
         if not ctx.precision.scales_loss and self._state.weight is None:
-            training.optimizer_step(ctx, optimizer, self._state._replace(), clear_gradients=False)
+            self._state = training.optimizer_step(ctx, optimizer, self._state, clear_gradients=False)
             return
         state = self._unscaled.pop(id(optimizer), self._state)._replace()
         state = training.optimizer_step(ctx, optimizer, state, clear_gradients=False)

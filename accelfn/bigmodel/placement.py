@@ -237,13 +237,15 @@ class Allocation:
     def _tied_nodes(self, node: Node) -> list[Node]:
         """Return a node and all nodes that share tensors with it, directly or indirectly."""
         nodes = {node: None}
-        queue = [node] if self._units.holders else []
-        for current in queue:  # which grows
-            for unit in (unit for tie in current.ties for _, unit in self._units.holders.get(tie, ())):
+        ties = [*node.ties] if self._units.holders else []
+        seen = set(ties)
+        for tie in ties:  # which grow
+            for _, unit in self._units.holders.get(tie, ()):
                 other = self._unsplit_node(unit)
                 if not node.start <= unit.start < node.stop and other not in nodes:
                     nodes[other] = None
-                    queue.append(other)
+                    ties += [one for one in other.ties if one not in seen]
+                    seen.update(other.ties)
         return [*nodes]
 
     def _unsplit_node(self, unit: Node) -> Node:
@@ -262,16 +264,23 @@ class Allocation:
             self.device_of[node.start : node.stop] = [device] * (node.stop - node.start)
             self.entries.append((node.name, device))
             if node is not first or not in_turn:
-                self._layers[node.start : node.stop] = [0] * (node.stop - node.start)
+                self._drop_layers(node)
             parent = node.parent
             while parent is not None and parent not in self._split:
                 self._split.add(parent)
                 parent = parent.parent
-        if len(nodes) > 1 or not in_turn:
-            self._largest = _suffix_maxima(self._layers)
         if self._log is not None:
             names = " and ".join(node.name for node in nodes)
             self._log(f"{names} ({size_text(size)}) on {budget.place!r}")
+
+    def _drop_layers(self, node: Node) -> None:
+        """Don't count the layers of a node, which was allocated before its turn, among the later ones."""
+        self._layers[node.start : node.stop] = [0] * (node.stop - node.start)
+        for unit in range(node.stop - 1, -1, -1):
+            largest = max(self._layers[unit], self._largest[unit + 1])
+            if unit < node.start and largest == self._largest[unit]:
+                return  # nor does anything change before it
+            self._largest[unit] = largest
 
     def _allocate_smaller(self, node: Node, budget: Budget, limit: int) -> None:
         """Allocate the first node after ``node`` that takes at most ``limit`` bytes."""

@@ -25,7 +25,7 @@ from accelfn.context import Context
 from accelfn.errors import CheckpointError
 from accelfn.parallel.parameters import WholeModel, check_filled, whole_of
 from accelfn.training import ScalerState, unwrap_model
-from accelfn.training.scaler import check_newest
+from accelfn.training.scaler import check_scaler
 from accelfn.tree.digest import digest_tensors
 
 # Background saves compare only samples of tensors that are larger than this: reading every byte would hold up
@@ -113,7 +113,7 @@ def _without_gradients(operation: str, tree: Any) -> Any:
     def forget(leaf: Any) -> Any:
         if not isinstance(leaf, ScalerState):
             return leaf
-        check_newest(operation, leaf)
+        check_scaler(operation, leaf)
         return leaf._replace(unscaled=(), weight=None, is_open=None)
 
     return optree.tree_map(forget, tree, is_leaf=_is_scaler)

@@ -357,15 +357,19 @@ def _evaluate(
     call_log = ctx.collectives.call_log
     headers = [_HEADER.unpack(as_bytes(row, HEADER_BYTES)) for row in rows]
 
-    last = max(header[1] for header in headers)
-    failed = next((rank for rank, header in enumerate(headers) if header[3] == _FAILED), None)
+    last, failed, are_equal = 0, None, True
+    for rank, (chain, number, _, status) in enumerate(headers):
+        last = max(last, number)
+        are_equal = are_equal and chain == headers[0][0]
+        if status == _FAILED and failed is None:
+            failed = rank
     if failed is not None:
         call_log.resume(last)
         if error is not None:
             raise error
         cause, text = json.loads(as_bytes(_payload(rows[failed], headers[failed])))
         raise RemoteRankError(failed, cause, text, call.operation)
-    if any(header[0] != headers[0][0] for header in headers) or _shared_differs(call, rows, headers):
+    if not are_equal or (call.shared is not None and _shared_differs(call.shared, rows, headers)):
         mismatch = _explain(ctx, call, started_call)
         call_log.resume(last)
         raise mismatch
@@ -378,12 +382,10 @@ def _digest_of(shared: Shared) -> torch.Tensor:
     return as_tensor(hashlib.blake2b(text.encode(), digest_size=_SHARED_BYTES).digest())
 
 
-def _shared_differs(call: Call, rows: Sequence[torch.Tensor], headers: Sequence[tuple[Any, ...]]) -> bool:
+def _shared_differs(shared: Shared, rows: Sequence[torch.Tensor], headers: Sequence[tuple[Any, ...]]) -> bool:
     """Return whether ranks that share a batch differ in it; the same on every rank."""
-    if call.shared is None:
-        return False
     digests = [as_bytes(_payload(row, header)) for row, header in zip(rows, headers, strict=True)]
-    return len(set(zip(call.shared.batches, digests, strict=True))) > len(set(call.shared.batches))
+    return len(set(zip(shared.batches, digests, strict=True))) > len(set(shared.batches))
 
 
 def _payload(row: torch.Tensor, header: tuple[Any, ...]) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Frames of a progress bar, a thread pool or a test runner aren't the user's, and may differ between ranks: a
 # bar may be shown on the first rank only.
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_SITE_PACKAGES, _DIST_PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def call_site() -> str:
@@ -25,11 +25,12 @@ def call_site() -> str:
     frame outside of this package. The file's folder is left out, since it may differ between machines.
     """
     nearest: FrameType | None = None
-    frame = inspect.currentframe()
+    frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage] -- documented
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(_PACKAGE):
-            if not path.startswith(_LIBRARIES) and not any(part in path for part in _INSTALLED):
+            is_installed = path.startswith(_LIBRARIES) or _SITE_PACKAGES in path or _DIST_PACKAGES in path
+            if not is_installed:
                 return _name(frame)
             nearest = nearest or frame
         frame = frame.f_back
@@ -38,7 +39,7 @@ def call_site() -> str:
 
 def _name(frame: FrameType) -> str:
     code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+    return f"{code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno} in {code.co_name}"
 
 
 _REMEMBERED = 64

@@ -327,12 +327,14 @@ class Precision:
         autocast: Options of ``torch.autocast``.
         scaler: Options of the loss scaler, used with ``"fp16"``.
         fp8_recipe: How matrix products are cast, used with ``"fp8"``.
+        scales_loss: Whether the loss is scaled, so that small gradients don't underflow.
     """
 
     mode: str = "no"
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
     fp8_recipe: Fp8Recipe | None = None
+    scales_loss: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the mode, and that an fp8 recipe has an effect."""
@@ -341,6 +343,7 @@ class Precision:
         if mode not in modes:
             raise ConfigurationError(f"mixed_precision must be one of {', '.join(modes)}: got {mode!r}.")
         object.__setattr__(self, "mode", mode)
+        object.__setattr__(self, "scales_loss", mode == "fp16" and self.scaler.enabled)
         if self.fp8_recipe is not None and mode != "fp8":
             raise ConfigurationError(
                 f"{type(self.fp8_recipe).__name__} has an effect only with mixed_precision='fp8', got "
@@ -353,11 +356,6 @@ class Precision:
         if self.mode == "no" or not self.autocast.enabled:
             return None
         return torch.float16 if self.mode == "fp16" else torch.bfloat16
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is scaled, so that small gradients don't underflow."""
-        return self.mode == "fp16" and self.scaler.enabled
 
 
 def check_precision(precision: Precision, device: DeviceFacts) -> None:

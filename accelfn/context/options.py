@@ -79,6 +79,7 @@ class Strategy:
         deepspeed: DeepSpeed trains, with these options; None for torch's own strategies.
         deepspeed_plugins: All of DeepSpeed's options by name, if there are several models.
         megatron: Megatron-LM trains, with these options.
+        engine: Name of the engine that owns the training step: "DeepSpeed" or "Megatron-LM"; None for torch.
     """
 
     ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
@@ -89,13 +90,12 @@ class Strategy:
     deepspeed: DeepSpeedPlugin | None = None
     deepspeed_plugins: Mapping[str, DeepSpeedPlugin] = dataclasses.field(default_factory=FrozenOptions)
     megatron: MegatronLMPlugin | None = None
+    engine: str | None = dataclasses.field(init=False, repr=False, compare=False)
 
-    @property
-    def engine(self) -> str | None:
-        """Name of the engine that owns the training step: "DeepSpeed" or "Megatron-LM"; None for torch."""
-        if self.deepspeed is not None:
-            return "DeepSpeed"
-        return None if self.megatron is None else "Megatron-LM"
+    def __post_init__(self) -> None:
+        """Name the engine."""
+        megatron = None if self.megatron is None else "Megatron-LM"
+        object.__setattr__(self, "engine", megatron if self.deepspeed is None else "DeepSpeed")
 
 
 # A setting is the default of the option of its name, unless one of these is passed.

@@ -9,7 +9,7 @@ import random
 import struct
 import sys
 from collections.abc import Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,12 +21,16 @@ T = TypeVar("T")
 
 # The Mersenne twister of Python and of numpy: 624 words of 32 bits and a position.
 _MT19937_BYTES = 4 * 624 + 4
+_Words = ctypes.c_char * _MT19937_BYTES
 
 
 def seed_from(key: tuple[int, ...]) -> None:
     """Seed the generators of this process from ``key``: the same in a worker as in the rank's process."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
-    random.seed(seed)
+    python: Any = random.random.__self__
+    # As random.seed does with a number.
+    _random.Random.seed(python, seed)
+    python.gauss_next = None
     # Not torch.manual_seed, which queues a call for every device that isn't initialised yet.
     torch.default_generator.manual_seed(seed >> 1)
     numpy = sys.modules.get("numpy.random")
@@ -36,100 +40,68 @@ def seed_from(key: tuple[int, ...]) -> None:
 
 def _own_memory() -> ctypes.Array[ctypes.c_char] | None:
     """Return the memory of Python's global generator; None if this Python keeps it in another way."""
-    generator: Any = cast("Any", random.random).__self__
+    generator: Any = random.random.__self__
     layout = f"i{_MT19937_BYTES // 4 - 1}I"  # position and words, after the object's header
     start = object.__basicsize__
     if _random.Random.__basicsize__ < start + _MT19937_BYTES:
         return None
-    memory = (ctypes.c_char * _MT19937_BYTES).from_address(id(generator) + start)
+    memory = _Words.from_address(id(generator) + start)
     position, *words = struct.unpack(layout, memory)
     return memory if random.getstate()[1] == (*words, position) else None
 
 
-class _PythonGenerator:
-    """Saves and restores Python's global generator around each batch.
-
-    ``getstate`` builds 625 integers, which takes longer than reading a small batch, so the generator's memory
-    is copied. The second of a pair of normal numbers is an attribute.
-    """
-
-    def __init__(self) -> None:
-        self._generator: Any = cast("Any", random.random).__self__
-        self._memory = _own_memory()
-
-    def __reduce__(self) -> tuple[type[_PythonGenerator], tuple[()]]:
-        return _PythonGenerator, ()  # in a worker process, the memory is another
-
-    def save(self) -> Any:
-        return random.getstate() if self._memory is None else (self._memory.raw, self._generator.gauss_next)
-
-    def restore(self, state: Any) -> None:
-        if self._memory is None:
-            random.setstate(state)
-        else:
-            self._memory.raw, self._generator.gauss_next = state
-
-
-class _NumpyGenerator:
-    """Saves and restores numpy's global generator around each batch.
-
-    numpy's ``get_state`` and ``set_state`` take 30 microseconds each, longer than a small batch. So the bytes
-    of the generator are copied at the address that numpy publishes. They lack the cached second number of a
-    pair of normal numbers; whether one is cached can only have changed if the bytes have, and then
-    ``get_state`` is called.
-    """
-
-    def __init__(self) -> None:
-        self._restored: bytes | None = None  # a state without a cached normal number
-
-    def save(self) -> Any:
-        # numpy imports this module on first use; before that, it has no state to save.
-        numpy = sys.modules.get("numpy.random")
-        if numpy is None:
-            return None
-        memory = _memory_of(numpy)
-        current = None if memory is None else memory.raw
-        if current is not None and current == self._restored:
-            return current
-        state = numpy.get_state(legacy=False)
-        return state if current is None or state["has_gauss"] else current
-
-    def restore(self, state: Any) -> None:
-        self._restored = None
-        if isinstance(state, bytes):
-            numpy = sys.modules["numpy.random"]
-            numpy.seed(0)  # drops a normal number that was cached meanwhile
-            cast("ctypes.Array[ctypes.c_char]", _memory_of(numpy)).raw = state
-            self._restored = state
-        elif state is not None:
-            sys.modules["numpy.random"].set_state(state)
-
-
-def _memory_of(numpy: Any) -> ctypes.Array[ctypes.c_char] | None:
-    generator = numpy.get_bit_generator()
-    if type(generator) is not numpy.MT19937:
-        return None
-    return (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address)
-
-
 class Generators:
-    """The generators of this process: Python's, torch's on the CPU, and numpy's if it is imported."""
+    """Saves and restores the generators of this process around each batch.
+
+    They are Python's, torch's on the CPU, and numpy's if a program has imported it. The states of Python's
+    and numpy's are copied as bytes: asking for them takes 10 and 30 microseconds, longer than reading a small
+    batch. The second of a pair of normal numbers isn't among the bytes. Python's is an attribute; whether
+    numpy has one can only have changed if the bytes have.
+    """
 
     def __init__(self) -> None:
         """Save nothing yet."""
-        self._python = _PythonGenerator()
-        self._numpy = _NumpyGenerator()
+        self._python: Any = random.random.__self__
+        self._memory = _own_memory()
+        self._restored: bytes | None = None  # numpy's bytes, without a cached normal number
+
+    def __reduce__(self) -> tuple[type[Generators], tuple[()]]:
+        """Pickle without addresses: in a worker process, the memory is another."""
+        return Generators, ()
 
     def save(self) -> tuple[Any, ...]:
         """Return the states of the generators."""
-        return self._python.save(), torch.default_generator.get_state(), self._numpy.save()
+        memory = self._memory
+        python_state = random.getstate() if memory is None else (memory.raw, self._python.gauss_next)
+        numpy = sys.modules.get("numpy.random")
+        numpy_state = None
+        if numpy is not None:
+            generator = numpy.get_bit_generator()
+            if type(generator) is numpy.MT19937:
+                words = _Words.from_address(generator.ctypes.state_address)
+                state = words.raw
+                if state == self._restored or not numpy.get_state(legacy=False)["has_gauss"]:
+                    numpy_state = words, state
+            if numpy_state is None:
+                numpy_state = None, numpy.get_state(legacy=False)
+        return python_state, torch.default_generator.get_state(), numpy_state
 
     def restore(self, states: tuple[Any, ...]) -> None:
         """Set the generators to ``states``."""
         python_state, torch_state, numpy_state = states
-        self._python.restore(python_state)
+        if self._memory is None:
+            random.setstate(python_state)
+        else:
+            self._memory.raw, self._python.gauss_next = python_state
         torch.default_generator.set_state(torch_state)
-        self._numpy.restore(numpy_state)
+        self._restored = None
+        if numpy_state is not None:
+            words, state = numpy_state
+            if words is None:
+                sys.modules["numpy.random"].set_state(state)
+            else:
+                sys.modules["numpy.random"].seed(0)  # drops a normal number that was cached meanwhile
+                words.raw = self._restored = state
 
 
 def isolate_generators(batches: Iterator[T], *, continues: bool) -> Iterator[T]:
@@ -156,17 +128,20 @@ def isolate_generators(batches: Iterator[T], *, continues: bool) -> Iterator[T]:
         yield batch
 
 
-def read_isolated(loader: Any, *, is_resumed: bool, continues: bool = False) -> Any:
+def read_isolated(loader: Any, *, is_resumed: bool, continues: bool = False, draws: bool = True) -> Any:
     """Begin a pass over a loader that seeds its random numbers, in workers or in this process.
 
     Args:
         loader: A DataLoader; see :func:`begin_reading`.
         is_resumed: Whether samples of the epoch have been read before.
         continues: As for :func:`isolate_generators`.
+        draws: Whether random numbers may be drawn while a batch is made.
     """
     generator: torch.Generator | None = loader.generator
     before = None if generator is None else generator.get_state()
     batches = begin_reading(loader, is_resumed=is_resumed)
     if generator is not None and before is not None:
         generator.set_state(before)  # torch draws a base seed from it, which nothing here uses
-    return batches if loader.num_workers else isolate_generators(batches, continues=continues)
+    if loader.num_workers or not draws:
+        return batches
+    return isolate_generators(batches, continues=continues)

@@ -195,6 +195,7 @@ def microbatches(
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
     world_ctx, ctx = ctx, ctx.along("dp")  # ranks that share a batch have the same number of batches
     passes = passes_of(loader) if isinstance(loader, PreparedDataLoader) else None
+    position = None if passes is None else passes.position
     if passes is None:
         begun, source = _begin_unprepared(ctx, loader, uneven)
         epoch, before = 0, 0
@@ -224,8 +225,8 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
                 rows += own
                 valid += own if own_valid is None else own_valid
             is_full = is_full and by_all is not None and most is not None and by_all == most * size
-            if passes is not None:
-                passes.note(info)
+            if position is not None:
+                position.latest = info
             draws = None
             if ctx.reduction is not None:
                 draws = _name_draws(ctx, source, index, info, before, begun.is_rank_local)

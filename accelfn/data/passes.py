@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -18,15 +19,16 @@ from accelfn.data.resume import LoaderState, check_state
 from accelfn.data.sequence import sequence_sharder
 from accelfn.data.workers import explain_dead_workers
 
-__all__ = ("Passes",)
+__all__ = ("Passes", "Position")
 
 T = TypeVar("T")
 
 
-class _Position:
+class Position:
     """The position in the data that loaders over the same passes share."""
 
     def __init__(self) -> None:
+        """Start at the first epoch."""
         self.epoch = 0  # of the pass that is in progress or was left early, otherwise of the next pass
         self.start = 0  # sample at which the next pass begins
         self.latest = BatchInfo()  # of the batch yielded last: how far all ranks have read
@@ -45,6 +47,7 @@ class Passes(Generic[T]):
         context: The context that the loader was prepared with.
         source: The user's DataLoader, or one over the user's iterable.
         reader: Reads the data.
+        position: How far the ranks have read.
     """
 
     def __init__(
@@ -62,50 +65,50 @@ class Passes(Generic[T]):
         self.source = source
         self.reader = reader
         self._agree_on_seed = agree_on_seed
-        self._position = _Position()
-        self._position.has_seed = ctx.loading.data_seed is not None
+        self.position: Position = Position()
+        self.position.has_seed = ctx.loading.data_seed is not None
         self._num_skipped = 0  # batches that each pass skips
         self._skips_since: int | None = None  # num_moves when skipping was requested
 
     def skipping(self, num_batches: int) -> Passes[T]:
         """Return the same passes without their first batches; both share their epoch and position."""
         twin = Passes(self.context, self.source, self.reader, self._agree_on_seed)
-        twin._position = self._position
+        twin.position = self.position
         twin._num_skipped = self._num_skipped + num_batches
-        twin._skips_since = self._position.num_moves
+        twin._skips_since = self.position.num_moves
         return twin
 
     def is_shared_with(self, other: Passes[Any]) -> bool:
         """Return whether both share their position, as a loader and the same one with skipped batches do."""
-        return self._position is other._position
+        return self.position is other.position
 
     @property
     def epoch(self) -> int:
         """Epoch of the pass that is in progress or was left early, otherwise of the next pass."""
-        return self._position.epoch
+        return self.position.epoch
 
     @property
     def consumed(self) -> int:
         """Samples of the epoch that all ranks have read, the batch yielded last included."""
-        return self._position.latest.consumed
+        return self.position.latest.consumed
 
     def state(self) -> LoaderState:
         """Return the position; see :func:`accelfn.loader_state`."""
-        return self._position.held or self._read_position()
+        return self.position.held or self._read_position()
 
     def hold(self) -> None:
         """Keep the position of the batch read last as the state, while a loop reads ahead of it.
 
         Until :meth:`release`, another call, a pass that begins, or a position that is set.
         """
-        self._position.held = self._read_position()
+        self.position.held = self._read_position()
 
     def release(self) -> None:
         """Undo :meth:`hold`."""
-        self._position.held = None
+        self.position.held = None
 
     def _read_position(self) -> LoaderState:
-        position, reader = self._position, self.reader
+        position, reader = self.position, self.reader
         uses_stored = position.in_progress or position.is_restored
         user_state = position.user_state if uses_stored else reader.idle_state()
         return LoaderState(
@@ -138,7 +141,7 @@ class Passes(Generic[T]):
         if epoch < 0:
             raise ValueError(f"set_epoch: epoch must not be negative, got {epoch}.")
         self.release()
-        position = self._position
+        position = self.position
         position.epoch = epoch
         position.start, position.latest = 0, BatchInfo()
         position.in_progress = False
@@ -160,7 +163,7 @@ class Passes(Generic[T]):
             user_state: The states that the user's sampler and stream are set to then; None keeps theirs.
         """
         self.set_epoch(epoch)
-        position = self._position
+        position = self.position
         position.start, position.latest = start, BatchInfo(consumed=start)
         position.user_state, position.is_restored = user_state or UserState(), user_state is not None
         position.num_moves += 1
@@ -189,40 +192,59 @@ class Passes(Generic[T]):
 
     def plan(self) -> EpochPlan | None:
         """Return the plan of the next pass; None if it is known only during the pass."""
-        first = 0 if self._position.in_progress else self._position.start
+        first = 0 if self.position.in_progress else self.position.start
         if not self._skips(first):
             return self.reader.plan(first)
         plan = self.reader.plan(0)
         return None if plan is None else plan.after(self._num_skipped)
 
     def begin(self) -> EpochPass[T]:
-        """Begin a pass. The caller calls :meth:`note` after each batch, and :meth:`finish` at its end.
+        """Begin a pass. The caller sets ``position.latest`` after each batch, and then calls :meth:`finish`.
 
         Ranks: every rank of the context.
         """
         begun = self._begin()
-        return begun._replace(batches=self._to_device(begun.batches))
-
-    def note(self, info: BatchInfo) -> None:
-        """Record the position after a batch."""
-        self._position.latest = info
+        return begun._replace(batches=self._placed(begun.batches))
 
     def finish(self) -> None:
         """End a pass: the next one is the next epoch."""
         with failing_together(self.context, "a data loader"):
             self.reader.finish()
-        held = self._position.held
-        self.set_epoch(self._position.epoch + 1)
-        self._position.held = held
+        held = self.position.held
+        self.set_epoch(self.position.epoch + 1)
+        self.position.held = held
 
     def __iter__(self) -> Iterator[T]:
-        position = self._position
-        for batch, position.latest in self.begin().batches:
-            yield batch
+        position, batches, place = self.position, self._begin().batches, self._placer()
+        # Around the loop rather than in it: exceptions of the user's loop aren't raised in this generator.
+        with self._told_to_others():
+            for batch, position.latest in batches:
+                yield batch if place is None else place(batch)
         self.finish()
 
+    def _placed(self, batches: Iterator[tuple[T, BatchInfo]]) -> Iterator[tuple[T, BatchInfo]]:
+        place = self._placer()
+        with self._told_to_others():
+            for batch, info in batches:
+                yield batch if place is None else place(batch), info
+
+    def _placer(self) -> Callable[[T], T] | None:
+        """Return what moves a batch to the rank's device and shards its sequences; None for neither."""
+        ctx = self.context
+        place = placer(ctx.device, ctx.loading.non_blocking) if ctx.device_placement else None
+        shard = sequence_sharder(ctx)
+        if shard is None or place is None:
+            return place or shard
+        return lambda batch: shard(place(batch))
+
+    @contextmanager
+    def _told_to_others(self) -> Generator[None, None, None]:
+        """Raise an error inside on every rank; name this one where a worker has died."""
+        with failing_together(self.context, "a data loader"), explain_dead_workers(self.context.rank):
+            yield
+
     def _begin(self) -> EpochPass[T]:
-        position = self._position
+        position = self.position
         self.release()
         self._synchronize()
         if not position.has_seed:
@@ -238,7 +260,7 @@ class Passes(Generic[T]):
         return self._begin_at(position.start, skips)
 
     def _begin_at(self, start: int, skips: bool) -> EpochPass[T]:
-        position, plan = self._position, self.reader.plan(0) if skips else None
+        position, plan = self.position, self.reader.plan(0) if skips else None
         restored, position.is_restored = position.user_state if position.is_restored else UserState(), False
         if skips:  # batches count from the start of the epoch
             restored = restored.at_start()
@@ -247,7 +269,7 @@ class Passes(Generic[T]):
             at = start
         position.start, position.latest = 0, BatchInfo(consumed=start)
         self.reader.restore(restored, at)
-        with failing_together(self.context, "a data loader"), explain_dead_workers(self.context.rank):
+        with self._told_to_others():
             if skips and plan is None:
                 begun = self.reader.begin_after(position.epoch, self._num_skipped)
             else:
@@ -263,26 +285,15 @@ class Passes(Generic[T]):
         """
         if self._skips_since is None:
             return False
-        return start == 0 or self._skips_since == self._position.num_moves
+        return start == 0 or self._skips_since == self.position.num_moves
 
     def _epoch_is_over(self) -> bool:
         """Return whether a loaded state leaves no steps of an epoch that has more than are skipped."""
-        start = self._position.start
+        start = self.position.start
         full, remaining = self.reader.plan(0), self.reader.plan(start)
         if not start or full is None or remaining is None:
             return False
         return remaining.num_steps == 0 and full.num_steps > self._num_skipped
-
-    def _to_device(self, batches: Iterator[tuple[T, BatchInfo]]) -> Iterator[tuple[T, BatchInfo]]:
-        """Move batches to the rank's device and shard their sequences; an error is raised on every rank."""
-        ctx = self.context
-        place = placer(ctx.device, ctx.loading.non_blocking) if ctx.device_placement else None
-        shard = sequence_sharder(ctx)
-        # Around the loop rather than in it: exceptions of the user's loop aren't raised in this generator.
-        with failing_together(ctx, "a data loader"), explain_dead_workers(ctx.rank):
-            for batch, info in batches:
-                batch = batch if place is None else place(batch)
-                yield batch if shard is None else shard(batch), info
 
     def _synchronize(self) -> None:
         """Set the random states that the context names to those of rank 0."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, repeat
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -159,23 +161,22 @@ class EpochPlan:
         )
 
     def batch_infos(self, rank: int) -> Iterator[BatchInfo]:
-        """Yield :meth:`batch_info` of each batch that ``rank`` reads.
+        """Return :meth:`batch_info` of each batch that ``rank`` reads.
 
         >>> plan = plan_epoch(9, 2, 2)
         >>> list(plan.batch_infos(1)) == [plan.batch_info(step, 1) for step in range(3)]
         True
         """
         num_batches = self.num_batches(rank)
-        rows, group, consumed = self.rank_batch, self.global_batch, self.start
+        rows, group = self.rank_batch, self.global_batch
         # Full steps before the last differ only in `consumed`.
         full = max(0, min(num_batches - 1, self.num_left // group))
-        # As BatchInfo(...), at half of its cost, since it is called for every batch.
-        make = cast("Callable[..., BatchInfo]", cast("Any", tuple).__new__)
-        for _ in range(full):
-            consumed += group
-            yield make(BatchInfo, (rows, rows, group, None, rows, False, consumed, None))
-        for step in range(full, num_batches):
-            yield self.batch_info(step, rank)
+        consumed = range(self.start + group, self.start + (full + 1) * group, group)
+        alike = (rows, rows, group, None, rows, False)
+        fields = zip(*map(repeat, alike), consumed, repeat(None))
+        # As BatchInfo(...), without a call for every batch.
+        infos = map(partial(cast("Any", tuple).__new__, BatchInfo), fields)
+        return chain(infos, map(partial(self.batch_info, rank=rank), range(full, num_batches)))
 
     def of_one_rank(self) -> EpochPlan:
         """Return the plan of a world of one whose batches are the steps of this plan."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import getitem
 from typing import Any, TypeAlias, TypeVar, cast
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
 from accelfn.context import Context
 from accelfn.data.draws import seed_from
@@ -23,6 +25,7 @@ __all__ = (
     "batch_sampler_of",
     "import_stateful",
     "is_stateful",
+    "may_draw",
     "num_workers_of",
     "rebuild",
     "remake",
@@ -61,16 +64,13 @@ def sampler_of(source: DataLoader[Any]) -> Any:
 
 
 class Keyed(list[Any]):
-    """The indices of one batch, with the key that its random numbers are seeded from."""
+    """The indices of one batch.
 
-    def __init__(self, items: Sequence[Any], key: tuple[int, ...]) -> None:
-        """Store ``items`` and ``key``."""
-        super().__init__(items)
-        self.key = key
+    Attributes:
+        key: What its random numbers are seeded from. Set afterwards: a constructor would cost a call a batch.
+    """
 
-    def __reduce__(self) -> tuple[type[Keyed], tuple[list[Any], tuple[int, ...]]]:
-        """Pickle with the key, for a worker."""
-        return Keyed, (list(self), self.key)
+    key: tuple[int, ...]
 
 
 # Yields the batches of consecutive ranks, step by step.
@@ -136,13 +136,23 @@ class _SeededDataset(Proxy):
     def __getitems__(self, indices: Keyed) -> Any:
         """Return the samples of a batch, read as torch would."""
         seed_from(indices.key)
-        read = getattr(self._target, "__getitems__", None)
-        return read(list(indices)) if read else [self._target[index] for index in indices]
+        target = self._target
+        read = getattr(target, "__getitems__", None)
+        return read(list(indices)) if read else list(map(partial(getitem, target), indices))
+
+
+def may_draw(source: DataLoader[Any]) -> bool:
+    """Return whether random numbers may be drawn while a batch is made: not of torch's tensors in memory."""
+    loader = cast("Any", source)
+    found: tuple[Any, ...] = (type(loader), type(loader.dataset), loader.collate_fn)
+    return found != (DataLoader, TensorDataset, default_collate) or loader.batch_sampler is None
 
 
 def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:
     """Build a loader like ``source`` that reads ``batches``, a batch sampler."""
-    dataset: Any = _SeededDataset(source.dataset, _unbatched=batch_sampler_of(source) is None)
+    dataset: Any = source.dataset
+    if may_draw(source):
+        dataset = _SeededDataset(dataset, _unbatched=batch_sampler_of(source) is None)
     if cast("Any", source).batch_sampler is None:
         return remake(source, dataset, sampler=batches)
     return remake(source, dataset, batch_sampler=batches)

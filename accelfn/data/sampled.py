@@ -23,7 +23,7 @@ from accelfn.data.reader import (
     UserState,
     rows_of,
 )
-from accelfn.data.rebuild import Batches, Keyed, ListsOf, batch_sampler_of, rebuild, sampler_of
+from accelfn.data.rebuild import Batches, Keyed, ListsOf, batch_sampler_of, may_draw, rebuild, sampler_of
 from accelfn.data.states import State
 from accelfn.errors import ConfigurationError
 
@@ -50,6 +50,7 @@ class LocalSteps(Generic[T]):
         self._rank = rank
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
+        self._draws = may_draw(source)
 
     def begin(
         self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], what: str
@@ -57,7 +58,8 @@ class LocalSteps(Generic[T]):
         """Return this rank's batches of a plan, each with its BatchInfo."""
         del what
         self._batches.begin(partial(lists, plan, range(self._rank, self._rank + 1)))
-        return zip(read_isolated(self._loader, is_resumed=plan.start > 0), infos, strict=True)
+        batches = read_isolated(self._loader, is_resumed=plan.start > 0, draws=self._draws)
+        return zip(batches, infos, strict=True)
 
 
 def read_indexed(
@@ -319,28 +321,25 @@ def _user_batches(
     for step in range(plan.num_steps):
         for rank in ranks:
             for position in plan.positions(step, rank):
-                yield Keyed(drawn[position], (*key, plan.start + step * plan.size + rank))
+                batch = Keyed(drawn[position])
+                batch.key = (*key, plan.start + step * plan.size + rank)
+                yield batch
 
 
 def _batches_of(plan: EpochPlan, ranks: range, index_fn: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
-    """Yield the batches of ``ranks``, step by step, as lists of indices with the key of the batch."""
-    for number, batch in enumerate(_index_lists(plan, ranks, index_fn)):
-        step, index = divmod(number, len(ranks))
-        first = plan.start + step * plan.global_batch + (ranks.start + index) * plan.rank_batch
-        yield Keyed(batch, (*key, first))
-
-
-def _index_lists(plan: EpochPlan, ranks: range, index_fn: IndexFn) -> Iterator[list[Any]]:
-    """Yield the indices of the batches of ``ranks``, step by step.
+    """Yield the batches of ``ranks``, step by step, as lists of indices with the key of the batch.
 
     Computed in blocks of steps, so that neither memory nor the time to the first batch grows with the epoch.
     """
-    steps, first, rows = plan.num_batches(ranks.start), 0, plan.rank_batch
+    steps, first, rows, group = plan.num_batches(ranks.start), 0, plan.rank_batch, plan.global_batch
     step_rows = rows * len(ranks)
     samples = _BLOCK if steps * step_rows <= _BLOCK else _FIRST_BLOCK
     while first < steps:
         last = min(steps, first + max(1, samples // step_rows))
         items = index_fn(plan.block(first, last, ranks))
         for begin in range(0, len(items), rows):
-            yield items[begin : begin + rows]
+            batch = Keyed(items[begin : begin + rows])
+            step, place = divmod(begin, step_rows)
+            batch.key = (*key, plan.start + (first + step) * group + ranks.start * rows + place)
+            yield batch
         first, samples = last, _BLOCK

@@ -241,7 +241,8 @@ def is_kept_equal(parameter: torch.Tensor) -> bool:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the model inside of ``torch.compile(model)``, or the model itself."""
-    return cast("nn.Module", vars(model).get("_modules", {}).get("_orig_mod", model))
+    modules: dict[str, nn.Module] = vars(model).get("_modules", {})
+    return modules.get("_orig_mod", model)
 
 
 def register(handle: Handle, parameters: Iterable[torch.Tensor], *, instead_of: Handle | None = None) -> None:
@@ -258,7 +259,7 @@ def register(handle: Handle, parameters: Iterable[torch.Tensor], *, instead_of: 
 @contextmanager
 def swapped(name: str, value: object, owners: Iterable[object]) -> Generator[None, None, None]:
     """Set an attribute of objects inside, and restore it afterwards."""
-    states = [vars(owner) for owner in owners]
+    states = [*map(vars, owners)]
     before = [{name: state[name]} if name in state else {} for state in states]
     for state in states:
         state[name] = value
@@ -332,7 +333,7 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
         ConfigurationError: A gradient was not averaged over the ranks since it last changed, or has no engine
             that averages it.
     """
-    if ctx.num_processes == 1:
+    if ctx.world.size == 1:
         return False
     checked: object = None
     together = True
@@ -340,18 +341,25 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
         handles: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
         if handles and handles is checked:  # the same for nearly all
             continue
-        together = together and not any(handle.is_local or handle.is_joined for handle in handles)
-        if parameter.grad is None and not any(handle.holds_gradients for handle in handles):
+        has_gradient = parameter.grad is not None
+        for handle in handles:
+            together = together and not handle.is_local and not handle.is_joined
+            has_gradient = has_gradient or handle.holds_gradients
+        if not has_gradient:
             continue
         checked = handles
         alive = [handle for handle in handles if handle.is_alive]
-        if any(handle.is_local and not handle.holds_gradients for handle in alive):
-            continue
-        reasons = [handle.why_unreduced() for handle in alive]
-        if alive and None not in reasons:
+        reason: str | None = None
+        for handle in alive:
+            found = None if handle.is_local and not handle.holds_gradients else handle.why_unreduced()
+            if found is None:  # one that averages is enough
+                reason = None
+                break
+            reason = reason or found
+        if reason is not None:
             raise ConfigurationError(
                 f"{operation}: the current gradients were not averaged over the {ctx.num_processes} ranks, "
-                f"whose models would drift apart: {reasons[0]}."
+                f"whose models would drift apart: {reason}."
             )
         if not alive and not is_dtensor(parameter.grad):
             raise ConfigurationError(

@@ -20,6 +20,9 @@ from accelfn.tree import is_dtensor, local_of
 # Attribute of a parameter: the number of pipeline ranks that hold it, each for a stage of its own.
 _STAGES = "_accelfn_stages"
 
+# Classes of tensors that no other rank has a part of.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 class _Part(NamedTuple):
     """This rank's part of a gradient.
@@ -43,19 +46,44 @@ def clip_norm_(
 ) -> torch.Tensor:
     """Scale gradients to a norm of at most ``max_norm``; return the norm before.
 
-    Ranks: as :func:`gradient_norm`.
+    A gradient whose placements differ from its parameter's is redistributed first, and replaced.
+
+    Ranks: local where each rank holds complete parameters; where some are sharded, or pipeline stages hold
+    different ones, every rank of ``ctx``, with one sum of one number.
+
+    Args:
+        ctx: The world.
+        parameters: Plain ones or DTensors, each once; those without a gradient are ignored.
+        max_norm: Upper bound.
+        norm_type: ``p`` of the norm; ``inf`` for the largest entry.
+
+    Returns:
+        Shape ``()``, on the gradients' device, and the same on every rank.
     """
-    norm = gradient_norm(ctx, parameters, norm_type)
-    _shrink_([part.gradient for part in _parts(ctx, parameters)], norm, max_norm)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    num_stages = 1 if ctx.mesh is None else ctx.axis_size("pp")
+    if num_stages == 1 and _PLAIN.issuperset(map(type, (*parameters, *gradients))):
+        return clip_tensors_(gradients, max_norm, norm_type)
+    parts = _parts(parameters, ctx.world.size // num_stages)
+    gradients = [part.gradient for part in parts]
+    # Decided by the parameters, which all ranks agree on.
+    if ctx.world.size > 1 and (
+        num_stages > 1
+        or any(is_dtensor(parameter) and _num_shards(parameter) > 1 for parameter in parameters)
+    ):
+        norm = _norm_over_ranks(ctx, parts, norm_type)
+    else:
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+    _shrink_(gradients, norm, max_norm)
     return norm
 
 
-def clip_tensors_(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_tensors_(gradients: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale complete gradients to a norm of at most ``max_norm``; return the norm before.
 
     Ranks: local.
     """
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type)
     _shrink_(gradients, norm, max_norm)
     return norm
 
@@ -74,29 +102,12 @@ def clip_value_(ctx: Context, parameters: Sequence[torch.Tensor], clip_value: fl
     Ranks: local, unless a gradient's placements differ from its parameter's.
     """
     with torch.no_grad():
-        for part in _parts(ctx, parameters):
+        for part in _parts(parameters, ctx.world.size):
             part.gradient.clamp_(-clip_value, clip_value)
 
 
-def gradient_norm(ctx: Context, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all gradients of ``parameters``, over all shards.
-
-    A gradient whose placements differ from its parameter's is redistributed first, and replaced.
-
-    Ranks: local where each rank holds complete parameters; where some are sharded, or pipeline stages hold
-    different ones, every rank of ``ctx``, with one sum of one number.
-
-    Args:
-        ctx: The world.
-        parameters: Plain ones or DTensors, each counted once; those without a gradient are ignored.
-        norm_type: ``p`` of the norm; ``inf`` for the largest entry.
-
-    Returns:
-        Shape ``()``, on the gradients' device, and the same on every rank.
-    """
-    parts = _parts(ctx, parameters)
-    if not _is_distributed(ctx, parameters):
-        return torch.nn.utils.get_total_norm([part.gradient for part in parts], norm_type)
+def _norm_over_ranks(ctx: Context, parts: Sequence[_Part], norm_type: float) -> torch.Tensor:
+    """Return the norm of all gradients, from this rank's parts of them."""
     device = parts[0].gradient.device if parts else ctx.device
     # In float64 if the device has it: terms of many ranks, of very different sizes.
     wide = torch.float64 if device_type(device.type).has_float64 else torch.float32
@@ -108,7 +119,7 @@ def gradient_norm(ctx: Context, parameters: Sequence[torch.Tensor], norm_type: f
     together = "min" if norm_type == -math.inf else "max" if largest else "sum"
     everywhere = reduce(ctx.tagged("clip_grad_norm_"), own, together)
     norm = everywhere if largest or norm_type == 0 else everywhere ** (1.0 / norm_type)
-    return norm if any(part.gradient.dtype == torch.float64 for part in parts) else norm.float()
+    return norm if torch.float64 in {part.gradient.dtype for part in parts} else norm.float()
 
 
 def _alike(parts: Sequence[_Part]) -> list[tuple[list[torch.Tensor], int]]:
@@ -132,47 +143,41 @@ def _term(gradients: list[torch.Tensor], holders: int, norm_type: float) -> torc
     return (wide if norm_type == 0 else wide**norm_type).sum() / holders
 
 
-def _is_distributed(ctx: Context, parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether ranks hold different elements. Decided by the parameters, which all ranks agree on."""
-    return ctx.num_processes > 1 and (
-        ctx.axis_size("pp") > 1 or any(_num_shards(parameter) > 1 for parameter in parameters)
-    )
+def _num_shards(tensor: Any) -> int:
+    """Return the number of shards of a DTensor."""
+    number = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        # Not is_shard(), which is False for the strided shards of FSDP over tensor parallelism.
+        if not placement.is_replicate() and not placement.is_partial():
+            number *= size
+    return number
 
 
-def _num_shards(tensor: torch.Tensor) -> int:
-    """Return the number of shards of a tensor; 1 for a plain one."""
-    if not is_dtensor(tensor):
-        return 1
-    layout = cast("Any", tensor)
-    # Not is_shard(), which is False for the strided shards of FSDP over tensor parallelism.
-    return math.prod(
-        size
-        for size, placement in zip(layout.device_mesh.shape, layout.placements, strict=True)
-        if not placement.is_replicate() and not placement.is_partial()
-    )
+def _parts(parameters: Iterable[torch.Tensor], num_ranks: int) -> list[_Part]:
+    """Return this rank's parts of the gradients of ``parameters``.
 
-
-def _parts(ctx: Context, parameters: Iterable[torch.Tensor]) -> list[_Part]:
-    """Return this rank's parts of the gradients of ``parameters``, each once."""
-    ranks = ctx.num_processes // ctx.axis_size("pp")  # those with the same parameters, or shards of them
+    Args:
+        parameters: Each once.
+        num_ranks: Number of ranks with the same parameters, or shards of them.
+    """
     parts: list[_Part] = []
-    for parameter in {id(item): item for item in parameters}.values():
-        gradient = parameter.grad
+    for parameter in parameters:
+        gradient, holders = parameter.grad, num_ranks
         if gradient is None:
             continue
-        gradient = parameter.grad = aligned(gradient, parameter)
-        holders = max(1, ranks // _num_shards(gradient)) * int(getattr(parameter, _STAGES, 1))
-        parts.append(_Part(local_of(gradient), holders))
+        if is_dtensor(gradient):
+            gradient = parameter.grad = aligned(gradient, parameter)
+            holders = max(1, num_ranks // _num_shards(gradient))
+        parts.append(_Part(local_of(gradient), holders * getattr(parameter, _STAGES, 1)))
     return parts
 
 
 def aligned(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with the placements of its parameter."""
-    if is_dtensor(gradient) and is_dtensor(parameter):
-        placements = cast("Any", parameter).placements
-        if cast("Any", gradient).placements != placements:
-            return cast("torch.Tensor", cast("Any", gradient).redistribute(placements=placements))
-    return gradient
+    """Return a gradient with the placements of its parameter; a plain one, or of a plain one, as it is."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None or getattr(gradient, "placements", placements) == placements:
+        return gradient
+    return cast("Any", gradient).redistribute(placements=placements)
 
 
 def _by_device(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

@@ -205,20 +205,27 @@ def check_plan(operation: str, steppings: Iterable[Stepping], *, has_shards: boo
             )
 
 
-def check_training_mode(operation: str, optimizers: Iterable[Optimizer]) -> None:
-    """Refuse a step of a schedule-free optimizer in evaluation mode.
+def check_can_step(operation: str, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse a step of a schedule-free optimizer in evaluation mode, and of one that steps in backward.
 
     Ranks: local.
 
     Raises:
-        ConfigurationError: One is in evaluation mode.
+        ConfigurationError: One is or does.
     """
     for optimizer in optimizers:
-        if any(group.get("train_mode") is False for group in optimizer.param_groups):
+        for group in optimizer.param_groups:
+            if group.get("train_mode") is False:
+                raise ConfigurationError(
+                    f"{operation}: {type(optimizer).__name__} is in evaluation mode, where the parameters "
+                    "are averages that a step must not start from. Call its train() after each evaluation, "
+                    "before the forward pass, and after loading a checkpoint that was saved in evaluation "
+                    "mode."
+                )
+        if steps_in_backward(optimizer):
             raise ConfigurationError(
-                f"{operation}: {type(optimizer).__name__} is in evaluation mode, where the parameters are "
-                "averages that a step must not start from. Call its train() after each evaluation, before "
-                "the forward pass, and after loading a checkpoint that was saved in evaluation mode."
+                f"{operation}: {type(optimizer).__name__} steps inside of lomo_backward. Call that, and "
+                "neither backward nor a step."
             )
 
 

@@ -138,8 +138,12 @@ def newest(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def follow(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the successors of parameters, each once, without those on other ranks only."""
-    successors = [newest(parameter) for parameter in parameters]
-    return list({id(item): item for item in successors if item is not None}.values())
+    found: dict[int, torch.Tensor] = {}
+    for parameter in parameters:
+        successor = newest(parameter) if hasattr(parameter, _SUCCESSOR) else parameter
+        if successor is not None:
+            found[id(successor)] = successor
+    return list(found.values())
 
 
 def repoint(optimizer: Optimizer) -> int:

@@ -131,8 +131,9 @@ def has_stand_in(*values: Any) -> bool:
     for value in values:
         # Fast path: walking a tree costs as much as a small module.
         leaves = (value,) if isinstance(value, _LEAVES) else _pytree.tree_iter(value)
-        if any(isinstance(leaf, StandIn) for leaf in leaves):
-            return True
+        for leaf in leaves:
+            if isinstance(leaf, StandIn):
+                return True
     return False
 
 

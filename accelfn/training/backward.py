@@ -38,7 +38,7 @@ from accelfn.parallel.handle import (
 from accelfn.parallel.optimizers import steps_in_backward
 from accelfn.parallel.pipeline import PipelineHandle
 from accelfn.training.prepare import is_averaged
-from accelfn.training.scaler import ScalerState, check_newest, parameters_in, supersede
+from accelfn.training.scaler import ScalerState, check_scaler, parameters_in
 from accelfn.tree import flatten
 
 
@@ -86,33 +86,42 @@ def read_loss(ctx: Context, operation: str, result: object, *, needs_gradient: b
     """
     loss = result if isinstance(result, Loss) else Loss(cast("torch.Tensor", result))
     value, weight, aux = loss
-    if not isinstance(cast("object", value), torch.Tensor):
+    check_loss(ctx, operation, value, weight, needs_gradient=needs_gradient)
+    return Loss(value.reshape(()), weight, aux) if value.dim() else loss
+
+
+def check_loss(
+    ctx: Context, operation: str, value: object, weight: object, *, needs_gradient: bool = True
+) -> None:
+    """Check a loss and its weight; errors as in :func:`read_loss`."""
+    if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{operation}: the loss must be a tensor, got {type(value).__name__}. Pass the mean of a batch. "
             "In a train step loss_fn may also return accelfn.Loss(total, weight=count) or Loss(mean, "
             "aux={...}), but no other pair."
         )
-    _check_one_number(operation, "loss", value)
+    if value.numel() != 1:
+        raise _not_one_number(operation, "loss", value)
     if weight is None:
-        check_means(ctx, operation)
+        if ctx.mesh is not None:
+            check_means(ctx, operation)
     elif isinstance(weight, torch.Tensor):
-        _check_one_number(operation, "weight", weight)
-    elif not weight >= 0:
+        if weight.numel() != 1:
+            raise _not_one_number(operation, "weight", weight)
+    elif not cast("float", weight) >= 0:
         raise ValueError(f"{operation}: the weight must be at least 0, got {weight}.")
     if needs_gradient and not value.requires_grad:
         raise ValueError(
             f"{operation}: the loss has no gradient. It was detached, computed under torch.no_grad(), or all "
             "parameters that it depends on are frozen."
         )
-    return loss if not value.dim() and loss is result else Loss(value.reshape(()), weight, aux)
 
 
-def _check_one_number(operation: str, name: str, tensor: torch.Tensor) -> None:
-    if tensor.numel() != 1:
-        raise ValueError(
-            f"{operation}: the {name} must be one number, got a tensor of shape {tuple(tensor.shape)}. "
-            "Take the mean of losses, or their sum with its weight."
-        )
+def _not_one_number(operation: str, name: str, tensor: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"{operation}: the {name} must be one number, got a tensor of shape {tuple(tensor.shape)}. "
+        "Take the mean of losses, or their sum with its weight."
+    )
 
 
 def join_losses(parts: Sequence[Loss]) -> Loss:
@@ -137,17 +146,6 @@ def join_losses(parts: Sequence[Loss]) -> Loss:
     if parts[0].weight is None:
         sums = [leaf / len(parts) for leaf in sums]
     return cast("Loss", structure.unflatten(sums))
-
-
-def num_microbatches(ctx: Context, micro: MicroBatch | None) -> int:
-    """Return the number that the mean loss of one batch is divided by. Pure.
-
-    Args:
-        ctx: Without exact mode gradients are averaged over the ranks, which divides by their number already.
-        micro: Of the batch; without it the batch is a window of its own.
-    """
-    window = 1 if micro is None else micro.window
-    return window if ctx.reduction is None else window * ctx.num_processes
 
 
 @contextmanager
@@ -233,10 +231,11 @@ def backward(
     """
     check_context("backward", ctx)
     check_micro("backward", micro)
-    check_newest("backward", scaler_state)
-    checked = read_loss(ctx, "backward", Loss(loss, weight))
-    differentiate(ctx, _to_differentiate(ctx, checked, scaler_state, micro), **kwargs)
-    return _next_state("backward", scaler_state, checked.weight, micro)
+    check_scaler("backward", scaler_state)
+    check_loss(ctx, "backward", loss, weight)
+    value = loss.reshape(()) if loss.dim() else loss
+    differentiate(ctx, _to_differentiate(ctx, value, weight, scaler_state, micro), **kwargs)
+    return _next_state("backward", scaler_state, weight, micro)
 
 
 def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
@@ -299,7 +298,7 @@ def forward_backward(
     (torch.Size([]), tensor([[1., 1.]]))
     """
     check_context("forward_backward", ctx)
-    check_newest("forward_backward", scaler_state)
+    check_scaler("forward_backward", scaler_state)
     check_micro("forward_backward", micro, is_needed=True)
     models = modules_in("forward_backward", model)
     with accumulate(ctx, micro, *models):
@@ -353,8 +352,7 @@ def run_batch(
     def to_differentiate(loss: Loss, num_parts: int) -> torch.Tensor:
         factor = share / num_parts
         value = loss.value * factor if loss.weight is None and factor != 1.0 else loss.value
-        counted = Loss(value, loss.weight if counts_weight else None)
-        return _to_differentiate(ctx, counted, scaler, micro)
+        return _to_differentiate(ctx, value, loss.weight if counts_weight else None, scaler, micro)
 
     add_gradients = partial(differentiate, ctx)
     work = BatchRun(compute, model, batch, to_differentiate, add_gradients, join_losses, num_batches)
@@ -383,23 +381,28 @@ def modules_in(operation: str, model: object) -> list[nn.Module]:
 
 
 def _to_differentiate(
-    ctx: Context, loss: Loss, scaler_state: ScalerState, micro: MicroBatch | None
+    ctx: Context,
+    value: torch.Tensor,
+    weight: torch.Tensor | float | None,
+    scaler_state: ScalerState,
+    micro: MicroBatch | None,
 ) -> torch.Tensor:
     """Return the loss divided for its window, and multiplied by the loss scale."""
-    value = loss.value
-    if scaler_state.is_unscaled:
+    if scaler_state.unscaled:
         raise ValueError(
             "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
             "Unscale and clip only where micro.sync is True, and pass on the state that optimizer_step "
             "returns."
         )
-    if loss.weight is None:
+    if weight is None:
         if scaler_state.weight is not None:
             raise ValueError(
                 "backward: earlier losses in this window have a weight, and this one has none. Pass a weight "
                 "for all of them, or for none."
             )
-        number = num_microbatches(ctx, micro)
+        number = 1 if micro is None else micro.window
+        if ctx.reduction is not None:  # without exact mode, averaging gradients divides by the ranks
+            number *= ctx.world.size
         if number > 1:
             value = value / number
     return value * scaler_state.scale if ctx.precision.scales_loss else value
@@ -412,7 +415,7 @@ def _next_state(
     total = scaler_state.weight if weight is None else _add_weight(scaler_state, weight)
     is_open = True if micro is not None and not micro.sync else None
     following = ScalerState(*scaler_state[:5], total, is_open)  # a third of the cost of _replace
-    supersede(operation, scaler_state)
+    scaler_state.superseded_by = operation
     return following
 
 
@@ -484,7 +487,7 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
     """
     check_context("accumulate", ctx)
     check_micro("accumulate", micro, is_needed=True)
-    if ctx.num_processes == 1 and ctx.reduction is None:
+    if ctx.world.size == 1 and ctx.reduction is None:
         return nullcontext()
     return accumulate_block(ctx, micro, models)
 
@@ -495,16 +498,15 @@ def accumulate_block(
 ) -> Generator[None, None, None]:
     """Run :func:`accumulate`; ``is_held`` is that of :func:`accelfn.parallel.exact.exact_batch`."""
     for index, model in enumerate(models):
-        if ctx.num_processes > 1 and not is_averaged(model):
+        if ctx.world.size > 1 and not is_averaged(model):
             raise ConfigurationError(
                 f"accumulate: model {index}, a {type(model).__name__}, was not prepared for training, so its "
                 "gradients are not averaged over the ranks. Pass the model that prepare_model(ctx, model) "
                 "returns, without evaluation_mode."
             )
-    with ExitStack() as stack:
-        # Part of the agreement on forward passes, so that ranks at different batches don't match.
-        place = f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)"
-        stack.enter_context(at_place(place, *models))
+    # Part of the agreement on forward passes, so that ranks at different batches don't match.
+    place = f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)"
+    with at_place(place, *models), ExitStack() as stack:
         if ctx.reduction is not None:
             for model in models:
                 stack.enter_context(exact_batch(model, micro, micro.place, micro.window, is_held))

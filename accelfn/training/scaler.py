@@ -65,29 +65,32 @@ class ScalerState(_Fields):
         return bool(self.unscaled)
 
 
-def check_state(operation: str, scaler_state: ScalerState) -> None:
-    """Check the type of a state.
-
-    Raises:
-        TypeError: It isn't.
-    """
-    if not isinstance(cast("object", scaler_state), ScalerState):
-        raise TypeError(
-            f"{operation}: scaler_state must be a ScalerState, got {type(scaler_state).__name__}. Pass the "
-            "state that init_scaler, or the last backward or optimizer_step, returned."
-        )
+def _no_state(operation: str, found: object) -> TypeError:
+    return TypeError(
+        f"{operation}: scaler_state must be a ScalerState, got {type(found).__name__}. Pass the state that "
+        "init_scaler, or the last backward or optimizer_step, returned."
+    )
 
 
-def check_newest(operation: str, scaler_state: ScalerState) -> None:
-    """Refuse a superseded state.
+def check_scaler(
+    operation: str, scaler_state: object, *, is_closed: bool = False, divides: bool = False
+) -> None:
+    """Refuse a superseded state, and one that a step can't be taken from.
+
+    Args:
+        operation: Name of the operation in errors.
+        scaler_state: The state.
+        is_closed: Whether its window must be closed.
+        divides: Whether gradients are divided by the state's weight, which an earlier step must not have used
+            then.
 
     Raises:
         TypeError: It is no state.
-        ValueError: Another function has returned a newer one.
+        ValueError: Another function has returned a newer one, the latest batch doesn't close the window, or a
+            step has used the weight of the latest losses.
     """
-    check_state(operation, scaler_state)
-    if torch.compiler.is_compiling():  # compiled steps pass states on correctly
-        return
+    if not isinstance(scaler_state, ScalerState):
+        raise _no_state(operation, scaler_state)
     newer = scaler_state.superseded_by
     if newer is not None:
         raise ValueError(
@@ -98,24 +101,7 @@ def check_newest(operation: str, scaler_state: ScalerState) -> None:
             "optimizers that step on the same losses together, as a list. To continue from one state twice "
             "on purpose, pass scaler._replace()."
         )
-
-
-def check_usable(operation: str, scaler_state: ScalerState, *, divides: bool = False) -> None:
-    """Refuse a superseded state, and one whose window is still open.
-
-    Args:
-        operation: Name of the operation in errors.
-        scaler_state: The state.
-        divides: Whether gradients are divided by the state's weight, which an earlier step must not have used
-            then.
-
-    Raises:
-        TypeError: It is no state.
-        ValueError: Another function has returned a newer one, the latest batch doesn't close the window, or a
-            step has used the weight of the latest losses.
-    """
-    check_newest(operation, scaler_state)
-    if scaler_state.is_open:
+    if is_closed and scaler_state.is_open:
         raise ValueError(
             f"{operation}: the accumulation window is still open, so the current gradients are neither "
             "complete nor averaged over the ranks. Put the call under `if micro.sync:`."
@@ -126,12 +112,6 @@ def check_usable(operation: str, scaler_state: ScalerState, *, divides: bool = F
             "optimizer's gradients by them. Pass optimizers that step on the same losses together: "
             "optimizer_step(ctx, [first, second], scaler)."
         )
-
-
-def supersede(operation: str, scaler_state: ScalerState) -> None:
-    """Mark a state as superseded, after ``operation`` has succeeded with it."""
-    if not torch.compiler.is_compiling():
-        scaler_state.superseded_by = operation
 
 
 def init_scaler(ctx: Context) -> ScalerState:
@@ -176,9 +156,9 @@ def unscale_gradients(
         MismatchError: Some ranks have weights and some have none.
     """
     check_context("unscale_gradients", ctx)
-    check_usable("unscale_gradients", scaler_state, divides=True)
+    check_scaler("unscale_gradients", scaler_state, is_closed=True, divides=True)
     unscaled = _unscaled(ctx, optimizer, scaler_state)
-    supersede("unscale_gradients", scaler_state)
+    scaler_state.superseded_by = "unscale_gradients"
     return unscaled
 
 
@@ -309,9 +289,12 @@ def parameters_in(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
         if isinstance(optimizer, EngineOptimizer):  # its groups hold the engine's own tensors
-            found.update({id(item): item for item in optimizer.model_parameters})
+            groups = [{"params": optimizer.model_parameters}]
         else:
-            found.update({id(item): item for group in optimizer.param_groups for item in group["params"]})
+            groups = optimizer.param_groups
+        for group in groups:
+            for item in group["params"]:
+                found[id(item)] = item
     return list(found.values())
 
 
@@ -351,5 +334,6 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:
     """Return whether the latest optimizer step was skipped. With float16 this waits for the device."""
     check_context("step_was_skipped", ctx)
-    check_state("step_was_skipped", scaler_state)
+    if not isinstance(cast("object", scaler_state), ScalerState):
+        raise _no_state("step_was_skipped", scaler_state)
     return ctx.precision.scales_loss and bool(scaler_state.found_inf.item())

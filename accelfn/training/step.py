@@ -17,17 +17,15 @@ from accelfn.errors import ConfigurationError, NonFiniteGradientError, NotAvaila
 from accelfn.parallel.engines import REPLACED, EngineOptimizer, owner_of_step
 from accelfn.parallel.handle import check_reduced, follow_optimizers
 from accelfn.parallel.norm import clip_norm_, clip_value_
-from accelfn.parallel.optimizers import check_training_mode, steps_in_backward
+from accelfn.parallel.optimizers import check_can_step
 from accelfn.parallel.parameters import follow
 from accelfn.training.scaler import (
     ScalerState,
-    check_newest,
-    check_usable,
+    check_scaler,
     list_optimizers,
     parameters_in,
     share_of_weight,
     step_was_skipped,
-    supersede,
     unscale_gradients,
     update_scaler,
 )
@@ -193,11 +191,11 @@ def _ready(
 ) -> list[torch.Tensor]:
     """Return the current parameters, whose gradients must be complete, averaged and divided."""
     check_context(operation, ctx)
-    check_usable(operation, scaler_state)
+    check_scaler(operation, scaler_state, is_closed=True)
     found = follow([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-    if ctx.strategy.engine is None:
+    if ctx.world.size > 1 and ctx.strategy.engine is None:
         check_reduced(operation, ctx, found)
-    if not scaler_state.is_unscaled and (scaler_state.weight is not None or ctx.precision.scales_loss):
+    if not scaler_state.unscaled and (scaler_state.weight is not None or ctx.precision.scales_loss):
         raise ValueError(
             f"{operation}: the gradients are not divided by loss scale and weight yet, so the bound would be "
             "wrong. Call unscale_gradients first, and pass the state that it returns."
@@ -259,10 +257,10 @@ def optimizer_step(
     >>> scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
     """
     check_context("optimizer_step", ctx)
-    check_usable("optimizer_step", scaler_state, divides=True)
+    check_scaler("optimizer_step", scaler_state, is_closed=True, divides=True)
     optimizers = list_optimizers("optimizer_step", optimizer)
-    schedulers = list_schedulers("optimizer_step", scheduler)
-    _check_kinds(optimizers)
+    schedulers = () if scheduler is None else list_schedulers("optimizer_step", scheduler)
+    check_can_step("optimizer_step", optimizers)
     if max_norm is not None:
         check_bound("optimizer_step", "max_norm", max_norm)
     before = scaler_state
@@ -278,17 +276,17 @@ def optimizer_step(
         scaler_state = _step(ctx, optimizers, scaler_state, max_norm)
     if before.weight is not None:
         scaler_state.weight_is_used = True
-    supersede("optimizer_step", before)
+    before.superseded_by = "optimizer_step"
     for moved in schedulers:
         scheduler_step(ctx, moved, scaler_state)
     every = ctx.guard.check_replicas_every
     for item in optimizers:
         if clear_gradients:
             item.zero_grad(set_to_none=True)
-        if every is not None and ctx.num_processes > 1 and not engines and _count_step(item) % every == 0:
+        if every is not None and ctx.world.size > 1 and not engines and _count_step(item) % every == 0:
             parameters, name = named_parameters(item)
             check_replicas(ctx, parameters, name=name)
-    end_step(ctx.device)
+    end_step(ctx.world.device)
     return scaler_state
 
 
@@ -296,9 +294,11 @@ def _step(
     ctx: Context, optimizers: Sequence[Optimizer], scaler_state: ScalerState, max_norm: float | None
 ) -> ScalerState:
     """Unscale, clip, and step torch's optimizers; return the next state."""
-    if ctx.num_processes > 1:
+    parameters: list[torch.Tensor] = []
+    if ctx.world.size > 1:
         follow_optimizers("optimizer_step", ctx, optimizers)
-        if check_reduced("optimizer_step", ctx, parameters_in(optimizers)):
+        parameters = parameters_in(optimizers)
+        if check_reduced("optimizer_step", ctx, parameters):
             count_call(ctx, Call("optimizer_step"))
     scales = ctx.precision.scales_loss
     if scales or scaler_state.weight is not None:
@@ -306,10 +306,10 @@ def _step(
     if ctx.guard.check_gradients and not scales:
         check_gradients(ctx, optimizers)
     if max_norm is not None:
-        clip_norm_(ctx, parameters_in(optimizers), max_norm)
+        clip_norm_(ctx, parameters or parameters_in(optimizers), max_norm)
     if not scales:
         for item in optimizers:
-            cast("Any", item).step()
+            item.step()
         return ScalerState(*scaler_state[:4])
     _step_if_finite(optimizers, scaler_state.found_inf)
     return update_scaler(ctx, scaler_state)
@@ -342,16 +342,6 @@ def _step_engines(
     found = torch.full_like(scaler_state.found_inf, float(any(step.overflowed for step in steps)))
     following = scaler_state._replace(found_inf=found, unscaled=(), weight=None)
     return update_scaler(ctx, following) if ctx.precision.scales_loss else following
-
-
-def _check_kinds(optimizers: Sequence[Optimizer]) -> None:
-    check_training_mode("optimizer_step", optimizers)
-    for optimizer in optimizers:
-        if steps_in_backward(optimizer):
-            raise ConfigurationError(
-                f"optimizer_step: {type(optimizer).__name__} steps inside of lomo_backward. Call that, and "
-                "neither backward nor a step."
-            )
 
 
 def _count_step(optimizer: Optimizer) -> int:
@@ -426,7 +416,7 @@ def scheduler_step(
     """
     check_context("scheduler_step", ctx)
     if scaler_state is not None:
-        check_newest("scheduler_step", scaler_state)
+        check_scaler("scheduler_step", scaler_state)
     if isinstance(scheduler, ReduceLROnPlateau) != (metric is not None):
         needs = "needs metric=..." if metric is None else "takes no metric: leave it out"
         raise TypeError(f"scheduler_step: {type(scheduler).__name__} {needs}.")

@@ -1,6 +1,6 @@
 """What becomes of two ranks that disagree: plain torch, Accelerate and accelfn, call by call.
 
-``python -m tests.bench.campaign`` prints a Markdown table. Each cell is a world of two real processes on
+Each cell is a world of two real processes on
 loopback over gloo, forked from this one, which has imported torch. They find each other as under torchrun,
 through a store that is no rank's own; but nothing watches them, so what a rank learns it learns by itself.
 Needs ``accelfn[bench]`` and a platform that can fork.
@@ -18,7 +18,6 @@ A cell says what became of the ranks that the case judges: both, or only rank 0 
 - process aborts: ended by a signal that nobody sent.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -38,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from tests.bench.contenders import CONTENDERS, SIZE, Calls, Contender
+from tests.bench.timing import show_table
 
 
 class Missing:
@@ -212,11 +212,9 @@ def cases() -> list[Case]:
 
 def facts_of(error: BaseException) -> dict[str, object]:
     kind = type(error)
-    said = str(error).strip().splitlines()
     return {
         "error": kind.__name__,
         "named": kind.__module__ == "accelfn.errors",
-        "line": said[0][:300] if said else "",
     }
 
 
@@ -284,7 +282,6 @@ class Outcome(NamedTuple):
 
     events: tuple[dict[str, Any], ...]
     code: int | None  # as waitstatus_to_exitcode gives it; None: it was still there at the limit
-    output: str  # the last line
 
     def find(self, *kinds: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] in kinds]
@@ -323,8 +320,7 @@ def run_world(contender: Contender, case: Case) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for rank, pid in enumerate(pids):
             events = tuple(json.loads(line) for line in lines_of(reports[rank]))
-            output = lines_of(folder / f"output{rank}")
-            outcomes.append(Outcome(events, codes.get(pid), output[-1] if output else ""))
+            outcomes.append(Outcome(events, codes.get(pid)))
     return outcomes
 
 
@@ -379,34 +375,10 @@ def show(case: Case, outcomes: Sequence[Outcome]) -> str:
     return together.text(where)
 
 
-def detail(outcome: Outcome) -> str:
-    """Return all that a rank reported, on one line."""
-    parts: list[str] = []
-    for event in outcome.events:
-        if event["event"] in ("right", "wrong"):
-            parts.append(f"{event['event']} {event['found']}")
-        elif event["event"] == "raised":
-            parts.append(f"raised after {event['s'] * 1e3:.1f} ms {event['error']}: {event['line']}")
-        elif event["event"] == "left":
-            parts.append(f"left by {event['error']}" if "error" in event else "left")
-    code = outcome.code
-    if code is not None and code < 0:
-        parts.append(f"{signal.Signals(-code).name}: {outcome.output[:300]}")
-    else:
-        parts.append("killed at the limit" if code is None else f"exit {code}")
-    return "; ".join(parts)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Let two ranks disagree, and print what becomes of them.")
-    parser.add_argument("--case", default="", help="only cases with this in their name")
-    parser.add_argument("--contender", default="", help="only contenders with this in their name")
-    parser.add_argument("--details", action="store_true", help="print also what each rank reported")
-    options = parser.parse_args()
     for name in ("accelerate", "torch._dynamo"):  # the forked ranks have them then; DDP asks for the second
         importlib.import_module(name)
 
-    contenders = [one for one in CONTENDERS if options.contender in one[0]]
     os.environ |= {
         "WORLD_SIZE": str(SIZE),
         "LOCAL_WORLD_SIZE": str(SIZE),
@@ -415,23 +387,11 @@ def main() -> None:
         "TORCHELASTIC_RUN_ID": "campaign",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    details: list[str] = []
-    print("| case | " + " | ".join(name for name, _ in contenders) + " |")
-    print("| --- |" + " --- |" * len(contenders))
-    for case in cases():
-        if options.case not in case.name:
-            continue
-        cells: list[str] = []
-        for name, contender in contenders:
-            outcomes = run_world(contender, case)
-            cells.append(show(case, outcomes))
-            details += [
-                f"- {case.name}, {name}, rank {rank}: {detail(outcome)}"
-                for rank, outcome in enumerate(outcomes)
-            ]
-        print(f"| {case.name} | " + " | ".join(cells) + " |", flush=True)
-    if options.details:
-        print("\n" + "\n".join(details))
+    contenders = dict(CONTENDERS)
+    rows = [
+        [case.name, *(show(case, run_world(one, case)) for one in contenders.values())] for case in cases()
+    ]
+    show_table("campaign", ("case", *contenders), rows)
 
 
 if __name__ == "__main__":

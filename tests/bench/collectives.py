@@ -1,28 +1,22 @@
-"""gather, reduce and broadcast on two processes over gloo, beside Accelerate and plain torch.
+"""gather, reduce and broadcast on two processes over gloo, beside Accelerate and plain torch."""
 
-Run by ``python -m tests.bench``; each rank runs :func:`measure` under torchrun.
-"""
+from __future__ import annotations
 
-import os
-import sys
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import accelfn as af
-from tests.bench.timing import Row, compare, print_table
-
-# torch.distributed's own functions are only partly typed.
-plain: Any = cast("Any", dist)
+from tests.bench.timing import compare, on_ranks, plain, show_beside
 
 
-def small_tree(rank: int, leaves: int = 50, elements: int = 256) -> dict[str, torch.Tensor]:
+def small_tree(rank: int) -> dict[str, torch.Tensor]:
     """Return a tree of 50 float32 leaves of 1 KiB."""
-    return {f"layer{index}": torch.full((elements,), float(rank)) for index in range(leaves)}
+    return {f"layer{index}": torch.full((256,), float(rank)) for index in range(50)}
 
 
-def measure(ctx: af.Context) -> list[Row]:
+def measure(ctx: af.Context) -> None:
     """Compare on this rank; every rank must call it."""
     from accelerate import PartialState
     from accelerate.utils import operations as peer
@@ -30,10 +24,9 @@ def measure(ctx: af.Context) -> list[Row]:
     PartialState(cpu=True)
     tree = small_tree(ctx.rank)
     large = torch.full((16 * 2**20,), float(ctx.rank))  # 64 MiB
-    size = ctx.num_processes
 
     def torch_gather() -> torch.Tensor:
-        output = torch.empty(size * large.numel())
+        output = torch.empty(ctx.num_processes * large.numel())
         plain.all_gather_into_tensor(output, large)
         return output
 
@@ -48,37 +41,34 @@ def measure(ctx: af.Context) -> list[Row]:
         plain.broadcast(output, 0)
         return output
 
-    def wait() -> None:
-        plain.barrier()
-
-    rows: list[Row] = []
-    for name, ours, theirs in (
-        ("gather, 50 leaves of 1 KiB", lambda: af.gather(ctx, tree), lambda: peer.gather(tree)),
-        ("reduce, 50 leaves of 1 KiB", lambda: af.reduce(ctx, tree), lambda: peer.reduce(tree, "sum")),
-        ("broadcast, 50 leaves of 1 KiB", lambda: af.broadcast(ctx, tree), lambda: peer.broadcast(tree)),
-    ):
-        times = compare({"ours": ours, "Accelerate": theirs}, before=wait)
-        rows.append(Row(name, times.pop("ours"), times))
-    for name, ours, beside in (
-        ("gather, one leaf of 64 MiB", lambda: af.gather(ctx, large), torch_gather),
-        ("reduce, one leaf of 64 MiB", lambda: af.reduce(ctx, large), torch_reduce),
-        ("broadcast, one leaf of 64 MiB", lambda: af.broadcast(ctx, large), torch_broadcast),
-    ):
-        times = compare({"ours": ours, "plain torch": beside}, rounds=40, calls=1, before=wait)
-        rows.append(Row(name, times.pop("ours"), times))
-    return rows
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    # The peer stays a world of one on the CPU unless it is told so by the environment.
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    with af.init_context(cpu=True) as ctx:
-        rows = measure(ctx)
-        if ctx.is_main_process:
-            print_table(rows)
-            sys.stdout.flush()
+    ours: dict[str, Callable[[Any], object]] = {
+        "gather": lambda tree: af.gather(ctx, tree),
+        "reduce": lambda tree: af.reduce(ctx, tree),
+        "broadcast": lambda tree: af.broadcast(ctx, tree),
+    }
+    theirs = {
+        "gather": lambda: peer.gather(tree),
+        "reduce": lambda: peer.reduce(tree, "sum"),
+        "broadcast": lambda: peer.broadcast(tree),
+    }
+    torchs = {"gather": torch_gather, "reduce": torch_reduce, "broadcast": torch_broadcast}
+    small = {
+        f"`{name}`, 50 leaves of 1 KiB": compare(
+            {"ours": lambda call=call: call(tree), "Accelerate": theirs[name]}, before=plain.barrier
+        )
+        for name, call in ours.items()
+    }
+    whole = {
+        f"`{name}`, one leaf of 64 MiB": compare(
+            {"ours": lambda call=call: call(large), "plain torch": torchs[name]},
+            rounds=40,
+            calls=1,
+            before=plain.barrier,
+        )
+        for name, call in ours.items()
+    }
+    show_beside("collectives", small | whole)
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks(measure)

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
+from tests.bench.timing import plain
 
 __all__ = ("CONTENDERS", "SIZE", "Calls", "Contender")
 
 SIZE = 2
-# torch.distributed's own functions are only partly typed.
-plain: Any = cast("Any", dist)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.bench.elastic_run import EVERY, Cost
+from tests.bench.timing import show_table
 
 SIZES = {"0.9 million": (128, 4), "10 million": (448, 4)}
 _KINDS = {"ddp": "DDP", "fsdp2": "FSDP2"}
@@ -224,8 +225,7 @@ def torchft_pause(python: str, size: tuple[int, int], draw: random.Random) -> Pa
 
 def print_costs(rounds: int) -> None:
     """Print shares of a step: medians, and the quartiles of what can be told from whole loops."""
-    print("| model | step, ms | in `remember` | processor time | whole loops (quartiles) |")
-    print("| --- | --: | --: | --: | --: |", flush=True)
+    rows: list[Sequence[str]] = []
     for kind, shown in _KINDS.items():
         for name, size in SIZES.items():
             cost = cost_of(kind, size, max(2, rounds * 192 // size[0]))  # larger models take longer
@@ -233,44 +233,45 @@ def print_costs(rounds: int) -> None:
             low, added, high = (f"{100 * one / step:+.1f}" for one in statistics.quantiles(cost.added, n=4))
             within = f"{100 * statistics.median(cost.within) / step:.2f} %"
             cpu = f"{100 * cost.snapshot_cpu / EVERY / cost.step_cpu:.2f} %"
-            cells = f"{step * 1e3:.0f} | {within} | {cpu} | {added} % ({low}, {high})"
-            print(f"| {shown}, {name} parameters | {cells} |", flush=True)
+            cells = (f"{step * 1e3:.0f}", within, cpu, f"{added} % ({low}, {high})")
+            rows.append((f"{shown}, {name} parameters", *cells))
+    columns = ("model", ">step, ms", ">in `remember`", ">processor time", ">whole loops (quartiles)")
+    show_table("elastic-cost", columns, rows)
 
 
 def print_pauses(rounds: int) -> None:
-    print(
-        "| killed | pause, s: median (least, most) | steps repeated "
-        "| error | new world | state | restored | step |"
-    )
-    print("| --- | --: | --: | --: | --: | --: | --: | --: |", flush=True)
     draw = random.Random(1)
+    rows: list[Sequence[str]] = []
     for kind, shown in _KINDS.items():
         pauses = [one for _ in range(rounds) for one in pauses_of(kind, SIZES["0.9 million"], draw)]
         for size in (2, 3, 4):
             some = [one for one in pauses if one.size == size]
             parts = [statistics.median(part) for part in zip(*(one.parts for one in some), strict=True)]
-            cells = " | ".join(f"{part:.2f}" for part in parts)
-            print(f"| {shown}, 1 of {size} | {_of_pauses(some)} | {cells} |", flush=True)
+            rows.append((f"{shown}, 1 of {size}", *_of_pauses(some), *(f"{part:.2f}" for part in parts)))
+    columns = (
+        *("killed", ">pause, s: median (least, most)", ">steps repeated"),
+        *(">error", ">new world", ">state", ">restored", ">step"),
+    )
+    show_table("elastic-pause", columns, rows)
 
 
-def _of_pauses(pauses: Sequence[Pause]) -> str:
+def _of_pauses(pauses: Sequence[Pause]) -> tuple[str, str]:
     times = [one.pause for one in pauses]
     repeated = [one.repeated for one in pauses]
     spread = f"{statistics.median(times):.2f} ({min(times):.2f}, {max(times):.2f})"
-    return f"{spread} | {statistics.mean(repeated):.1f} (at most {max(repeated)})"
+    return spread, f"{statistics.mean(repeated):.1f} (at most {max(repeated)})"
 
 
 def print_torchft(python: str, rounds: int) -> None:
     size, draw = SIZES["0.9 million"], random.Random(1)
     pauses = [torchft_pause(python, size, draw) for _ in range(rounds)]
     without, added = torchft_cost(python, size, rounds)
-    print(
-        "| torchft | pause, s: median (least, most) | steps discarded "
-        "| a step of DDP, ms | with the manager |"
+    cells = (*_of_pauses(pauses), f"{without * 1e3:.0f}", f"{100 * added / without:+.1f} %")
+    columns = (
+        *("torchft", ">pause, s: median (least, most)", ">steps discarded"),
+        *(">a step of DDP, ms", ">with the manager"),
     )
-    print("| --- | --: | --: | --: | --: |")
-    cells = f"{without * 1e3:.0f} | {100 * added / without:+.1f} %"
-    print(f"| 1 of 2 replica groups | {_of_pauses(pauses)} | {cells} |", flush=True)
+    show_table("elastic-torchft", columns, [("1 of 2 replica groups", *cells)])
 
 
 def main() -> None:

@@ -16,20 +16,18 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
 from tests.bench.elastic_run import Diary
-from tests.bench.sharding import GPT, batch_of, loss_of
+from tests.bench.sharding import GPT, batch_of, loss_of, stepped
+from tests.bench.timing import plain
 
 _TIMEOUT = timedelta(seconds=5)
 _WARM_UP, _BLOCK = 10, 20
-
-plain: Any = cast("Any", dist)
 
 
 def managed(name: str, size: tuple[int, int], synchronises: bool) -> tuple[Any, Callable[[], bool]]:
@@ -80,16 +78,8 @@ def managed(name: str, size: tuple[int, int], synchronises: bool) -> tuple[Any, 
 def by_ddp(name: str, size: tuple[int, int]) -> Callable[[], object]:
     """Return the same step in plain torch."""
     model = nn.parallel.DistributedDataParallel(GPT(*size))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     batch = batch_of(int(name))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()  # pyright: ignore[reportUnknownMemberType]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
-
-    return step
+    return stepped(lambda: loss_of(model, batch), torch.optim.AdamW(model.parameters(), 1e-3), 1.0)
 
 
 def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:

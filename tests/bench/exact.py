@@ -1,23 +1,12 @@
-"""What exact mode costs: optimizer steps of several microbatches on two processes, beside the mean of ranks.
-
-Run by ``python -m tests.bench``; each rank runs :func:`measure` under torchrun.
-"""
+"""What exact mode costs: optimizer steps of several microbatches on two processes, beside the ranks' mean."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Any, cast
-
-import torch
-import torch.distributed as dist
 from torch import nn
 
 import accelfn as af
 from tests.bench.guard import Encoder, training_step
-from tests.bench.timing import Row, compare, print_table
-
-plain: Any = cast("Any", dist)
+from tests.bench.timing import Times, compare, on_ranks, plain, show_beside
 
 
 def wide() -> nn.Module:
@@ -27,30 +16,17 @@ def wide() -> nn.Module:
     )
 
 
-def measure(ctx: af.Context) -> list[Row]:
+def measure(ctx: af.Context) -> None:
     """Compare on this rank; every rank must call it."""
-    rows: list[Row] = []
+    rows: dict[str, Times] = {}
     for name, make in (("transformer", Encoder), ("wide", wide)):
-        for microbatches in (2, 4, 12):
-            mean = ctx.replace(gradient_accumulation_steps=microbatches // ctx.num_processes)
-            exact = ctx.replace(reduction=af.CanonicalReduction(num_microbatches=microbatches))
-            ways: dict[str, Callable[[], object]] = {
-                "exact": training_step(exact, make),
-                "mean": training_step(mean, make),
-            }
-            times = compare(ways, rounds=30, calls=2, before=plain.barrier)
-            rows.append(Row(f"{name}, step of {microbatches} microbatches", times.pop("exact"), times))
-    return rows
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    with af.init_context(cpu=True) as ctx:
-        rows = measure(ctx)
-        if ctx.is_main_process:
-            print_table(rows)
-            sys.stdout.flush()
+        for number in (2, 4, 12):
+            exact = ctx.replace(reduction=af.CanonicalReduction(num_microbatches=number))
+            mean = ctx.replace(gradient_accumulation_steps=number // ctx.num_processes)
+            ways = {"exact mode": training_step(exact, make), "the mean": training_step(mean, make)}
+            rows[f"{name}, {number} microbatches"] = compare(ways, calls=2, before=plain.barrier)
+    show_beside("exact", rows)
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks(measure)

@@ -1,13 +1,12 @@
 """A step of a small GPT on two ranks that have half of its experts each, beside hand-written torch.
 
-And beside the same model under FSDP2 alone, which gathers every expert on every rank. Run by ``python -m
-tests.bench``: each rank runs :func:`measure`.
+And beside the same model under FSDP2 alone, which gathers every expert on every rank.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import accelfn as af
-from tests.bench.sharding import GPT, SMALL, Attention, Step, batch_of, loss_of
-from tests.bench.timing import Row, compare, print_table
+from tests.bench.sharding import GPT, LARGE, SMALL, Attention, Step, batch_of, loss_of, stepped, trained
+from tests.bench.timing import Times, compare, on_ranks, plain, show_beside, show_table
 from tests.parallel.traffic import traffic_of
 
-plain: Any = cast("Any", dist)
 torchs: Any = functional
 
 NUM_EXPERTS = 8
@@ -105,18 +103,8 @@ class _SpreadExperts(nn.Module):
 
 def by_functions(ctx: af.Context, size: tuple[int, int]) -> tuple[nn.Module, Step]:
     """Return a model and its step through the functions; the context says where experts are."""
-    model: nn.Module = SparseGPT(*size)
-    model, optimizer = af.prepare(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
-    batch = batch_of(ctx.rank)
-    ((_, micro),) = af.microbatches(ctx, [0])
-    states = [af.init_scaler(ctx)]
-
-    def step() -> None:
-        with af.accumulate(ctx, micro, model):
-            states[0] = af.backward(ctx, loss_of(model, batch), states[0], micro)
-        states[0] = af.optimizer_step(ctx, optimizer, states[0])
-
-    return model, step
+    model = SparseGPT(*size)
+    return trained(ctx, model, torch.optim.SGD(model.parameters(), 0.1), batch_of(ctx.rank))
 
 
 def by_hand(rank: int, num_ranks: int, size: tuple[int, int]) -> tuple[nn.Module, Step]:
@@ -132,22 +120,9 @@ def by_hand(rank: int, num_ranks: int, size: tuple[int, int]) -> tuple[nn.Module
     fully_shard(model, ignored_params=spread)
     rest = [one for one in model.parameters() if one not in spread]
     # Plain parameters beside sharded ones can't be stepped in one call of torch: two groups.
-    optimizer: Any = torch.optim.SGD([{"params": rest}, {"params": list(spread)}], 0.1)
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": list(spread)}], 0.1)
     batch = batch_of(rank)
-
-    def step() -> None:
-        loss_of(model, batch).backward()  # pyright: ignore[reportUnknownMemberType]
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, step
-
-
-class Sent(NamedTuple):
-    """What a rank receives in a step."""
-
-    way: str
-    received: dict[str, int]  # bytes, by the name of the collective
+    return model, stepped(lambda: loss_of(model, batch), optimizer)
 
 
 def options(ep_size: int) -> af.ContextOptions:
@@ -156,35 +131,28 @@ def options(ep_size: int) -> af.ContextOptions:
     return {"cpu": True, "parallelism_config": config}
 
 
-def measure(rounds: int, size: tuple[int, int] = SMALL) -> tuple[list[Row], list[Sent]]:
+def measure(ctx: af.Context) -> None:
     """Compare steps on this rank of two, and what they send; every rank must call it."""
-    with af.init_context(**options(2)) as ctx:
-        ways: dict[str, Step] = {
-            "ep2": by_functions(ctx, size)[1],
-            "hand-written `all_to_all`": by_hand(ctx.rank, ctx.num_processes, size)[1],
-        }
-        # Of another mesh over the same ranks, for one run that all ways take turns in.
-        with af.init_context(**options(1)) as whole:
-            ways["FSDP2 without ep"] = by_functions(whole, size)[1]
-            times = compare(ways, rounds=rounds, calls=3, before=plain.barrier)
-            sent = [Sent(way, dict(traffic_of(step).received)) for way, step in ways.items()]
-    return [Row("a step of a small GPT with 8 experts, ep2", times.pop("ep2"), times)], sent
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    with af.init_context(cpu=True) as ctx:
-        is_main = ctx.is_main_process
-    rows, sent = measure(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
-    if is_main:
-        print_table(rows)
-        print("\n| a rank receives in a step, kB | rows of tokens | parameters | gradients |")
-        print("| --- | --: | --: | --: |")
-        for way, received in sent:
-            sizes = (received.get(name, 0) / 1e3 for name in _CARRIES)
-            print(f"| {way} | {' | '.join(f'{size:,.0f}' for size in sizes)} |")
-        sys.stdout.flush()
+    rows: dict[str, Times] = {}
+    sent: list[Sequence[str]] = []
+    for size, shown, rounds in ((SMALL, "width 128", 60), (LARGE, "width 384", 12)):
+        # Of two meshes over the same ranks, for one run that all ways take turns in.
+        with af.init_context(**options(2)) as spread, af.init_context(**options(1)) as whole:
+            ways = {
+                "ep2": by_functions(spread, size)[1],
+                "hand-written `all_to_all`": by_hand(ctx.rank, ctx.num_processes, size)[1],
+                "FSDP2 without ep": by_functions(whole, size)[1],
+            }
+            rows[f"{shown}, ep2"] = compare(ways, rounds=rounds, calls=3, before=plain.barrier)
+            if size is SMALL:
+                received = {way: traffic_of(step).received for way, step in ways.items()}
+                sent = [
+                    (way, *(f"{one[name] / 1e3:,.0f}" for name in _CARRIES)) for way, one in received.items()
+                ]
+    show_beside("experts", rows)
+    columns = ("received per rank and step, kB", ">token rows", ">parameters", ">gradients")
+    show_table("experts-received", columns, sent)
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks(measure)

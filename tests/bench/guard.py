@@ -1,23 +1,17 @@
-"""What the guard costs: a training step with it and without, one operation in its strictest mode.
-
-Run by ``python -m tests.bench``; each rank runs :func:`measure` under torchrun.
-"""
+"""What the guard costs: a training step with it and without, one operation in its strictest mode."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import accelfn as af
 from accelfn.context.config import GuardMode
-from tests.bench.timing import Row, compare, print_table
-
-plain: Any = cast("Any", dist)
+from tests.bench.sharding import Step, stepped
+from tests.bench.timing import compare, on_ranks, plain, show_beside
 
 
 class Encoder(nn.Module):
@@ -34,13 +28,16 @@ class Encoder(nn.Module):
         return self.classify(self.encode(self.embed(images)).mean(1))
 
 
-def training_step(ctx: af.Context, make: Callable[[], nn.Module]) -> Callable[[], None]:
+def images_of_a_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(32, 8, 8), torch.randint(10, (32,))
+
+
+def training_step(ctx: af.Context, make: Callable[[], nn.Module]) -> Step:
     """Return one optimizer step over a window of batches of 32 images per rank."""
     af.set_seed(0)
     model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    model, optimizer = af.prepare(ctx, model, optimizer)
-    images, labels = torch.rand(32, 8, 8), torch.randint(10, (32,))
+    model, optimizer = af.prepare(ctx, model, torch.optim.AdamW(model.parameters(), 1e-3))
+    images, labels = images_of_a_batch()
     micros = [micro for _, micro in af.microbatches(ctx, range(ctx.gradient_accumulation_steps))]
     states = [af.init_scaler(ctx)]
 
@@ -54,52 +51,34 @@ def training_step(ctx: af.Context, make: Callable[[], nn.Module]) -> Callable[[]
     return step
 
 
-def plain_step() -> Callable[[], None]:
+def plain_step() -> Step:
     """Return the same step in plain torch."""
     af.set_seed(0)
     model = nn.parallel.DistributedDataParallel(Encoder())
+    images, labels = images_of_a_batch()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    images, labels = torch.rand(32, 8, 8), torch.randint(10, (32,))
-
-    def step() -> None:
-        nn.functional.cross_entropy(model(images), labels).backward()  # pyright: ignore[reportUnknownMemberType]
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    return stepped(lambda: nn.functional.cross_entropy(model(images), labels), optimizer)
 
 
-def measure(ctx: af.Context) -> list[Row]:
+def measure(ctx: af.Context) -> None:
     """Compare on this rank; every rank must call it."""
-    modes = {mode.value: ctx.replace(guard=mode.value) for mode in GuardMode}
-    steps: dict[str, Callable[[], object]] = {
-        name: training_step(one, Encoder) for name, one in modes.items()
-    }
+    modes = {mode.value: ctx.replace(guard=mode.value) for mode in (GuardMode.SAMPLED, *GuardMode)}
+    steps = {f'guard="{name}"': training_step(one, Encoder) for name, one in modes.items()}
     steps["plain torch"] = plain_step()
-    times = compare(steps, rounds=60, calls=5, before=plain.barrier)
-    sampled = times.pop("sampled")
-    rows = [Row("training step, guard as it is by default", sampled, times)]
+    what = "a training step with the default guard"
+    show_beside("guard-step", {what: compare(steps, rounds=60, calls=5, before=plain.barrier)})
+    rows: dict[str, Any] = {}
     for leaves in (1, 50, 500):
         # Too large for the opening exchange, so that the check needs an exchange of its own.
         tree = [torch.zeros(max(32, 160_000 // leaves)) for _ in range(leaves)]
-        calls: dict[str, Callable[[], object]] = {
-            name: (lambda one=one, tree=tree: af.reduce(one, tree))
-            for name, one in modes.items()
-            if name != "sampled"
+        calls: dict[str, Step] = {
+            f'guard="{name}"': lambda name=name, tree=tree: af.reduce(modes[name], tree)
+            for name in ("full", "off")
         }
         times = compare(calls, rounds=60, calls=5, before=plain.barrier)
-        rows.append(Row(f"reduce, {leaves} leaves, guard full", times.pop("full"), times))
-    return rows
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    with af.init_context(cpu=True) as ctx:
-        rows = measure(ctx)
-        if ctx.is_main_process:
-            print_table(rows)
-            sys.stdout.flush()
+        rows[f'`reduce` of {leaves} leaves, guard="full"'] = times
+    show_beside("guard-reduce", rows)
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks(measure)

@@ -1,11 +1,10 @@
 """Running models whose weights lie elsewhere, beside the same models in memory and beside Accelerate.
 
-Pages of files are warm, as the first round isn't counted. Where there is a GPU, it gets a table, too.
+Pages of files are warm, as the first round isn't counted.
 """
 
 import copy
 import importlib
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,8 @@ from accelfn.bigmodel.block_hooks import attach_prefetcher
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.blocks import plan_blocks
 from accelfn.bigmodel.transfer import Link, Packing, pack
-from tests.bench.timing import Timing, compare
+from tests.bench.llama import llama
+from tests.bench.timing import compare, show_against, show_table
 
 _BLOCKS, _SLEEP_S = 24, 0.005
 
@@ -73,23 +73,18 @@ def from_disk(rounds: int) -> None:
         ours = af.disk_offload(copy.deepcopy(plain), folder)
         bounded = af.disk_offload(copy.deepcopy(plain), folder, cache_bytes=0)
         peer: Any = accelerate().disk_offload(copy.deepcopy(plain), f"{folder}/accelerate")
-        times = compare(
-            {
-                "in memory": lambda: plain(x),
-                "accelfn, disk_offload": lambda: ours(x),
-                "accelfn, disk_offload(cache_bytes=0)": lambda: bounded(x),
-                "Accelerate, disk_offload": lambda: peer(x),
-            },
-            rounds=rounds,
-            calls=1,
-        )
-        print_against("in memory", times)
-        for facts in read_offload(bounded):
-            print(
-                f"\nWith cache_bytes=0 at most {facts.peak_bytes / 1e6:.0f} MB of "
-                f"{facts.num_bytes / 1e6:.0f} MB are in memory at a time (stated "
-                f"bound {facts.bound_bytes / 1e6:.0f} MB)."
-            )
+        ways: dict[str, Callable[[], object]] = {
+            "in memory": lambda: plain(x),
+            "accelfn, `disk_offload`": lambda: ours(x),
+            "accelfn, `disk_offload(cache_bytes=0)`": lambda: bounded(x),
+            "Accelerate, `disk_offload`": lambda: peer(x),
+        }
+        show_against("offload-disk", compare(ways, rounds=rounds, calls=1))
+        (facts,) = read_offload(bounded)
+        sizes = (facts.peak_bytes, facts.bound_bytes, facts.num_bytes)
+        columns = ("MB", ">in memory at a time", ">stated bound", ">all")
+        row = ["`disk_offload(cache_bytes=0)`", *(f"{size / 1e6:.0f}" for size in sizes)]
+        show_table("offload-memory", columns, [row])
 
 
 def simulated_link(rounds: int) -> None:
@@ -113,11 +108,13 @@ def simulated_link(rounds: int) -> None:
     x = torch.randn(1, 2)
     whole = 2 * _SLEEP_S * _BLOCKS
     timing = compare({"ours": lambda: model(x)}, rounds=rounds, calls=1)["ours"]
-    print(
-        f"\n{_BLOCKS} blocks that travel for 5 ms and compute for 5 ms: {ms(timing)} ms, "
-        f"{timing.median / whole:.2f} ({timing.best / whole:.2f}) of the sum of {whole * 1e3:.0f} ms; at "
-        f"most {stream.facts().peak_blocks} blocks were there or underway at a time."
+    share = f"{timing.median / whole:.2f} ({timing.best / whole:.2f})"
+    columns = (
+        f"{_BLOCKS} blocks that travel for 5 ms and compute for 5 ms",
+        "of the sum",
+        "blocks at a time, at most",
     )
+    show_table("offload-link", columns, [(f"{timing.ms(0)} ms", share, str(stream.facts().peak_blocks))])
 
 
 def overhead(rounds: int) -> None:
@@ -130,14 +127,14 @@ def overhead(rounds: int) -> None:
     times = compare(
         {
             "plain": lambda: plain(x),
-            "accelfn, cpu_offload": lambda: ours(x),
-            "accelfn, cpu_offload to cpu:0 (weights are copied)": lambda: simulated(x),
-            "Accelerate, cpu_offload": lambda: peer(x),
+            "accelfn, `cpu_offload` to the CPU: the weights are used where they are": lambda: ours(x),
+            "accelfn, `cpu_offload` to a simulated device: each block is copied": lambda: simulated(x),
+            "Accelerate, `cpu_offload` to the CPU": lambda: peer(x),
         },
         rounds=rounds,
         calls=5,
     )
-    print_against("plain", times)
+    show_against("offload-tiny", times, 2)
 
 
 def training(rounds: int) -> None:
@@ -156,30 +153,22 @@ def training(rounds: int) -> None:
 
         return run
 
-    times = compare(
-        {"plain": step(plain), "accelfn, cpu_offload to cpu:0": step(ours)}, rounds=rounds, calls=1
-    )
-    print_against("plain", times)
+    ways = {"plain": step(plain), "accelfn, `cpu_offload` to a simulated device": step(ours)}
+    show_against("offload-training", compare(ways, rounds=rounds, calls=1))
 
 
 def generating(rounds: int) -> None:
     """Compare 20 tokens of a Llama of 381 MB whose checkpoint stays on the disk with those in memory."""
-    transformers: Any = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=10,
-        num_attention_heads=12,
-        vocab_size=16000,
-        max_position_embeddings=512,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    options: dict[str, Any] = {"max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": 0}
+
+    def make() -> Any:
+        return llama(768, 2048, 10, 12, 16000, **options)
+
     ids = torch.arange(1, 9)[None]
 
     def ready(folder: str, at: str, main: str, cache_bytes: int | None = None) -> Callable[[], object]:
         with af.init_empty_weights():
-            model = transformers.LlamaForCausalLM(config).eval()
+            model = make().eval()
         af.load_checkpoint_in_model(model, folder, device_map={"": at})
         af.dispatch_model(model, {"": at}, main, cache_bytes=cache_bytes)
         return lambda: model.generate(
@@ -187,20 +176,20 @@ def generating(rounds: int) -> None:
         )
 
     with tempfile.TemporaryDirectory() as folder:
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+        make().save_pretrained(folder)
         times = compare(
             {
                 "in memory": ready(folder, "cpu", "cpu"),
-                "on the disk": ready(folder, "disk", "cpu"),
-                "on the disk, cache_bytes=0": ready(folder, "disk", "cpu", 0),
-                "in memory, to a simulated device (weights are copied)": ready(folder, "cpu", "cpu:0"),
-                "on the disk, to a simulated device": ready(folder, "disk", "cpu:0"),
-                "on the disk, to a simulated device, cache_bytes=0": ready(folder, "disk", "cpu:0", 0),
+                "on disk: the checkpoint is mapped, and its pages stay": ready(folder, "disk", "cpu"),
+                "on disk, `cache_bytes=0`": ready(folder, "disk", "cpu", 0),
+                "in memory, to a simulated device": ready(folder, "cpu", "cpu:0"),
+                "on disk, to a simulated device": ready(folder, "disk", "cpu:0"),
+                "on disk, to a simulated device, `cache_bytes=0`": ready(folder, "disk", "cpu:0", 0),
             },
             rounds=rounds,
             calls=1,
         )
-    print_against("in memory", times)
+    show_against("offload-generating", times)
 
 
 def on_gpu(rounds: int) -> None:
@@ -221,48 +210,31 @@ def on_gpu(rounds: int) -> None:
         return run
 
     ways: Mapping[str, Callable[[], object]] = {
-        "accelfn, cpu_offload": ready(lambda: ours(x)),
-        "Accelerate, cpu_offload": ready(lambda: peer(x)),
+        "accelfn, `cpu_offload`": ready(lambda: ours(x)),
+        "Accelerate, `cpu_offload`": ready(lambda: peer(x)),
         "256 MiB over the link": ready(lambda: target.copy_(pinned, non_blocking=True)),
     }
     times = compare(ways, rounds=rounds, calls=1)
-    link = pinned.numel() / times["256 MiB over the link"].median
-    print_against("accelfn, cpu_offload", times)
-    print(
-        f"\n{torch.cuda.get_device_name(0)}: the link carries {link / 1e9:.1f} GB/s; forward passes use "
-        f"{num_bytes / times['accelfn, cpu_offload'].median / link:.0%} of it."
-    )
+    link = pinned.numel() / times.pop("256 MiB over the link").median
+    show_against("gpu-offload", times, 1)
+    used = num_bytes / times["accelfn, `cpu_offload`"].median / link
+    columns = ("the link carries", "of which forward passes use")
+    show_table("gpu-link", columns, [(f"{link / 1e9:.1f} GB/s", f"{used:.0%}")])
 
 
 def accelerate() -> Any:
     return importlib.import_module("accelerate")
 
 
-def print_against(first: str, times: Mapping[str, Timing]) -> None:
-    print(f"| what | median (best) ms | beside '{first}', medians (bests) |\n| --- | --- | --- |")
-    base = times[first]
-    for name, one in times.items():
-        print(f"| {name} | {ms(one)} | {one.median / base.median:.2f} ({one.best / base.best:.2f}) |")
-
-
-def ms(timing: Timing) -> str:
-    return f"{timing.median * 1e3:.2f} ({timing.best * 1e3:.2f})"
-
-
-def main(rounds: int) -> None:
+def main() -> None:
+    rounds = 9
     with torch.no_grad():
         from_disk(rounds)
         simulated_link(rounds)
-        print()
         overhead(3 * rounds)
-        print()
         generating(rounds)
-        if torch.cuda.is_available():
-            print()
-            on_gpu(rounds)
-    print()
     training(rounds)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 9)
+    main()

@@ -1,7 +1,7 @@
 """A step of a small GPT in pipeline stages, beside hand-written torch; and how long ranks wait.
 
-Run by ``python -m tests.bench`` on two processes, where steps are compared, and on four. How long ranks wait
-is measured with blocks that sleep, and so doesn't depend on how many cores there are.
+Steps are compared on two processes. How long ranks wait is measured on two and four, with blocks that sleep,
+and so doesn't depend on how many cores there are.
 """
 
 from __future__ import annotations
@@ -9,35 +9,23 @@ from __future__ import annotations
 import copy
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import accelfn as af
 from accelfn.context.config import PipelineParallelConfig
 from accelfn.parallel.pipeline_plan import SchedulePlan, plan_schedule
-from tests.bench.sharding import GPT, LARGE, SMALL, Step, batch_of, loss_of
-from tests.bench.timing import Row, compare, print_table
-
-plain: Any = cast("Any", dist)
+from tests.bench.sharding import GPT, LARGE, SMALL, Step, batch_of, loss_of, trained
+from tests.bench.timing import Times, compare, on_ranks, plain, rounds_of, show_beside, show_table
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 # Of one microbatch on one rank: long beside what a schedule itself takes.
 _FORWARD_S, _BACKWARD_S = 0.02, 0.04
-
-
-class Idle(NamedTuple):
-    """Shares of the time of several batches that the ranks of a pipeline wait on average."""
-
-    schedule: SchedulePlan
-    ours: list[float]
-    by_hand: list[float]
 
 
 def options_of(schedule: str, num_ranks: int, num_microbatches: int) -> af.ContextOptions:
@@ -54,16 +42,9 @@ def schedule_of(ctx: af.Context) -> SchedulePlan:
 
 def by_functions(ctx: af.Context, size: tuple[int, int]) -> tuple[nn.Module, Step]:
     """Return a model and its step through ``forward_backward``."""
-    model: nn.Module = GPT(*size)
-    model, optimizer = af.prepare(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
-    ((batch, micro),) = af.microbatches(ctx, [batch_of(0)])
-    states = [af.init_scaler(ctx)]
-
-    def step() -> None:
-        states[0], _ = af.forward_backward(ctx, model, loss_of, batch, states[0], micro)
-        states[0] = af.optimizer_step(ctx, optimizer, states[0])
-
-    return model, step
+    model = GPT(*size)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return trained(ctx, model, optimizer, batch_of(0), in_one_call=True)
 
 
 def by_train_step(ctx: af.Context, size: tuple[int, int]) -> tuple[nn.Module, Step]:
@@ -156,21 +137,21 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def compare_steps(rounds: int) -> list[Row]:
+def compare_steps() -> None:
     """Compare steps on this rank of two; every rank must call it."""
-    rows: list[Row] = []
+    rows: dict[str, Times] = {}
     for (size, shown), name in itertools.product(((SMALL, "width 128"), (LARGE, "width 384")), SCHEDULES):
         with af.init_context(**options_of(name, 2, 4)) as ctx:
-            _, hand = by_hand(schedule_of(ctx), ctx.rank, size)
             ways = {
                 "`forward_backward`": by_functions(ctx, size)[1],
                 "`make_train_step`": by_train_step(ctx, size)[1],
-                "hand-written torch": hand,
+                "hand-written torch": by_hand(schedule_of(ctx), ctx.rank, size)[1],
             }
-            times = compare(ways, rounds=rounds, calls=3 if size is SMALL else 1, before=plain.barrier)
-            beside = {"hand-written torch": times.pop("hand-written torch")}
-            rows += [Row(f"{shown}, {name}, {way}", timing, beside) for way, timing in times.items()]
-    return rows
+            calls = 3 if size is SMALL else 1
+            times = compare(ways, rounds=40, calls=calls, before=plain.barrier)
+            hand = {"hand-written torch": times.pop("hand-written torch")}
+            rows |= {f"{shown}, {name}, {way}": {way: one, **hand} for way, one in times.items()}
+    show_beside("pipeline", rows)
 
 
 class _Pause(torch.autograd.Function):
@@ -217,8 +198,8 @@ def _mean_with(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return output.mean()
 
 
-def idle_share(ctx: af.Context, rounds: int) -> Idle:
-    """Measure how long the ranks of a pipeline wait; every rank must call it."""
+def idle_share(ctx: af.Context) -> Sequence[str]:
+    """Return a row on how long the ranks of a pipeline wait; every rank must call it."""
     plan = schedule_of(ctx)
     slept: list[float] = []
     blocks = [_Pausing(1 / plan.stages_per_rank, slept) for _ in range(plan.num_stages)]
@@ -235,7 +216,7 @@ def idle_share(ctx: af.Context, rounds: int) -> Idle:
         states[0], _ = af.forward_backward(ctx, model, _mean_of, x, states[0], micro)
 
     found: list[list[float]] = [[], []]
-    for number in range(rounds + 1):
+    for number in range(rounds_of(5) + 1):
         for shares, run in zip(found, (ours, lambda: hand(x, x)), strict=True):
             af.wait_for_everyone(ctx)
             slept.clear()
@@ -245,47 +226,30 @@ def idle_share(ctx: af.Context, rounds: int) -> Idle:
             seconds, busy = af.gather(ctx, taken).unbind(1)
             if number:  # the first one finds out what stages send
                 shares.append(1 - float(busy.mean() / seconds.max()))
-    return Idle(plan, *found)
+    shown = [f"{statistics.median(one):.1%} ({min(one):.1%})" for one in found]
+    counts = (plan.num_ranks, plan.stages_per_rank, plan.num_microbatches)
+    return plan.name, *map(str, counts), *shown, f"{cast('float', plan.bubble):.1%}"
 
 
-def measure_idle(num_ranks: int, rounds: int) -> list[Idle]:
+def measure_idle(num_ranks: int) -> None:
     """Measure how long ranks wait, for each schedule and several numbers of microbatches."""
-    found: list[Idle] = []
+    rows: list[Sequence[str]] = []
     for name, factor in itertools.product(SCHEDULES, (1, 2, 4)):
         with af.init_context(**options_of(name, num_ranks, factor * num_ranks)) as ctx:
-            found.append(idle_share(ctx, rounds))
-    return found
-
-
-def print_idle(found: list[Idle]) -> None:
-    """Print a Markdown table."""
-    print(
-        "| schedule | ranks | stages on each | microbatches | ranks wait, median (best) "
-        "| with hand-written torch | by the formula |"
+            rows.append(idle_share(ctx))
+    columns = (
+        *("schedule", ">ranks", ">stages per rank", ">microbatches", ">idle, median (best)"),
+        *(">hand-written torch", ">formula"),
     )
-    print("| --- | --: | --: | --: | --: | --: | --: |")
-    for plan, *measured in found:
-        shown = " | ".join(f"{statistics.median(one):.1%} ({min(one):.1%})" for one in measured)
-        print(
-            f"| {plan.name} | {plan.num_ranks} | {plan.stages_per_rank} | {plan.num_microbatches} "
-            f"| {shown} | {cast('float', plan.bubble):.1%} |".replace("%", " %")
-        )
+    show_table(f"pipeline-idle-{num_ranks}", columns, rows)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 40
-    with af.init_context(cpu=True) as ctx:
-        num_ranks, is_main = ctx.num_processes, ctx.is_main_process
-    rows = compare_steps(rounds) if num_ranks == 2 else []  # with more ranks than cores they'd wait for those
-    found = measure_idle(num_ranks, min(rounds, 5))
-    if is_main:
-        if rows:
-            print_table(rows)
-            print()
-        print_idle(found)
-        sys.stdout.flush()
+def measure(ctx: af.Context) -> None:
+    """Measure on this rank; every rank must call it."""
+    if ctx.num_processes == 2:  # with more ranks than cores they'd wait for those
+        compare_steps()
+    measure_idle(ctx.num_processes)
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks(measure)

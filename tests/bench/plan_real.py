@@ -1,8 +1,7 @@
 """Plans of memory and traffic beside what really ran, and how long plans for many ranks take.
 
-``python -m tests.bench.plan_real``: a GPT on one to four processes of this machine; with a GPU, one on it, as
-``torch.cuda.max_memory_allocated`` has it, instead. ``python -m tests.bench.plan_real times`` times plans of
-a Llama of 70 billion parameters.
+A GPT on one to four processes of this machine; with a GPU, one on it, as ``torch.cuda.max_memory_allocated``
+has it, instead. Plans are timed for a Llama of 70 billion parameters.
 """
 
 # torch leaves its optimizers partly untyped, and transformers has no types.
@@ -12,11 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
-import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +22,9 @@ from torch.nn import functional as F
 import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.testing import run_ranks
-from tests.bench.data import memory_of
+from tests.bench.llama import llama
 from tests.bench.precision import GPT, LARGE, Size, read_text
+from tests.bench.timing import compare, growth_of, show_table
 from tests.parallel.traffic import Traffic
 
 ON_CPU = Size(512, 6, 128, 8)
@@ -66,18 +63,9 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(getattr(output, "logits", output).flatten(0, 1), ids[:, 1:].flatten())
 
 
-def llama(size: Size) -> nn.Module:
+def llama_like(size: Size) -> nn.Module:
     """Return a Llama of the size of a GPT: it has a plan for its layers."""
-    transformers: Any = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.width // 128,
-        vocab_size=256,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return llama(size.width, 4 * size.width, size.layers, size.width // 128, 256, use_cache=False)
 
 
 def on_rank(ctx: Context) -> Beside:
@@ -86,7 +74,7 @@ def on_rank(ctx: Context) -> Beside:
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     torch.set_num_threads(1)
     ids = read_text(ON_CPU, 1, torch.device("cpu"))[0]
-    make = GPT if ctx.axis_size("tp") == 1 else llama
+    make = GPT if ctx.axis_size("tp") == 1 else llama_like
     with torch.device("meta"):
         model: Any = make(ON_CPU)
     alike = af.plan_model(ctx, model)
@@ -96,18 +84,19 @@ def on_rank(ctx: Context) -> Beside:
     optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = af.prepare(ctx, model, optimizer)
     scaler, growth, received = af.init_scaler(ctx), 0, 0
-    for number in range(3):
+    for _ in range(3):
         optimizer.zero_grad()
         gc.collect()
-        before = memory_of("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        with Traffic() as counted:
+
+        def passes() -> None:
+            nonlocal scaler
             for batch, micro in af.microbatches(ctx, [ids]):
                 with af.accumulate(ctx, micro, model):
                     scaler, _ = af.forward_backward(ctx, model, loss_of, batch, scaler, micro)
-        if number == 2:
-            growth = memory_of("VmHWM") - before
-            received = sum(counted.received[name] for name in SENT)
+
+        with Traffic() as counted:
+            growth = growth_of(passes)  # the last one counts
+        received = sum(counted.received[name] for name in SENT)
         scaler = af.optimizer_step(ctx, optimizer, scaler)
     planned = budget.peak - budget.parameters - budget.optimizer - budget.buckets
     return Beside((planned, growth), (sum(traffic.moved.values()), received))
@@ -115,20 +104,24 @@ def on_rank(ctx: Context) -> Beside:
 
 def compare_on_cpu() -> None:
     """Print a row for each layout: the rank with the largest growth."""
-    count = sum(parameter.numel() for parameter in GPT(ON_CPU).parameters())
-    print(f"A GPT of {count / 1e6:.1f} million parameters, {ON_CPU.rows} rows of {ON_CPU.length} tokens\n")
-    print("| layout | ranks | growth: planned, MB | measured, MB | | received: planned, MB | counted, MB |")
-    print("| --- | --: | --: | --: | --: | --: | --: |")
+    rows: list[Sequence[str]] = []
     for name, (size, options) in CASES.items():
         ranks = run_ranks(on_rank, size, on="processes", timeout_s=200, **options)
-        found = max(ranks, key=lambda one: one.growth[1])
-        (planned, growth), (moved, received) = found
-        off = planned / growth - 1
-        print(
-            f"| {name.strip()} | {size} | {planned / 1e6:.1f} | {growth / 1e6:.1f} | {off:+.1%} "
-            f"| {moved / 1e6:.3f} | {received / 1e6:.3f} |",
-            flush=True,
+        (planned, growth), (moved, received) = max(ranks, key=lambda one: one.growth[1])
+        off = f"{planned / growth - 1:+.1%}"
+        sizes = (
+            f"{planned / 1e6:.1f}",
+            f"{growth / 1e6:.1f}",
+            off,
+            f"{moved / 1e6:.3f}",
+            f"{received / 1e6:.3f}",
         )
+        rows.append((name.strip(), str(size), *sizes))
+    columns = (
+        *("layout", ">ranks", ">growth: planned, MB", ">measured, MB", ">"),
+        *(">received: planned, MB", ">counted, MB"),
+    )
+    show_table("plan-real", columns, rows)
 
 
 def on_gpu(size: Size, options: Options) -> tuple[int, int, int]:
@@ -155,38 +148,26 @@ def on_gpu(size: Size, options: Options) -> tuple[int, int, int]:
 
 def compare_on_gpu() -> None:
     """Print a row for each model and precision."""
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print("| a GPT of | | planned at most, GB | planned peak, GB | measured, GB | |")
-    print("| --- | --- | --: | --: | --: | --: |")
     ways: dict[str, Options] = {
         "float32": {},
         "bf16": {"mixed_precision": "bf16"},
         "bf16, recomputed": {"mixed_precision": "bf16", "fsdp_plugin": RECOMPUTED},
         "fp8": {"mixed_precision": "fp8"},
     }
+    rows: list[Sequence[str]] = []
     for name, size in ON_GPU.items():
         for way, options in ways.items():
-            total, planned, peak = on_gpu(size, options)
-            print(
-                f"| {name} | {way} | {total / 1e9:.2f} | {planned / 1e9:.2f} | {peak / 1e9:.2f} "
-                f"| {planned / peak - 1:+.1%} |",
-                flush=True,
-            )
+            found = on_gpu(size, options)
+            shown = (f"{one / 1e9:.2f}" for one in found)
+            rows.append((name, way, *shown, f"{found[1] / found[2] - 1:+.1%}"))
+    columns = ("a GPT of", "", ">planned at most, GB", ">planned peak, GB", ">measured, GB", ">")
+    show_table("plan-real-gpu", columns, rows)
 
 
 def time_plans() -> None:
     """Print seconds of plans for a Llama of 70 billion parameters: wall, and of the processor."""
-    transformers: Any = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    )
     with torch.device("meta"):
-        model: nn.Module = transformers.LlamaForCausalLM(config)
+        model: nn.Module = llama(8192, 28672, 80, 64, 128256, num_key_value_heads=8)
 
     def make_batch(ctx: Context, rows: int) -> Any:
         ids = torch.empty(rows, 8192, dtype=torch.long, device="meta")
@@ -212,26 +193,20 @@ def time_plans() -> None:
         "10,000 ranks: dp_replicate 10 x dp_shard 1000": plan(dp_replicate=10, dp_shard=1000),
         "10,000 ranks: dp_shard 1250 x tp 8": plan(dp_shard=1250, tp=8),
         "8,192 ranks: pp 8 x dp_shard 128 x tp 8": plan(pp=8, dp_shard=128, tp=8),
-        "a search of 560 meshes of 8,192 ranks": search,
+        "a search of the 560 meshes of 8,192 ranks": search,
     }
-    print("| plan, with a batch | best of 3, s | of the processor, s |")
-    print("| --- | --: | --: |")
+    rows: list[Sequence[str]] = []
     for name, way in ways.items():
         way()
-        walls: list[float] = []
-        processor: list[float] = []
-        for _ in range(3):
-            started, cpu = time.perf_counter(), time.process_time()
-            way()
-            walls.append(time.perf_counter() - started)
-            processor.append(time.process_time() - cpu)
-        print(f"| {name} | {min(walls):.2f} | {min(processor):.2f} |", flush=True)
+        cpu = time.process_time()
+        best = compare({name: way}, rounds=3, calls=1)[name].best
+        rows.append((name, f"{best:.2f}", f"{(time.process_time() - cpu) / 4:.2f}"))
+    show_table("plan-times", ("plan, with a batch", ">best of 3, s", ">of the processor, s"), rows)
 
 
 def main() -> None:
-    if sys.argv[1:] == ["times"]:
-        time_plans()
-    elif torch.cuda.is_available():
+    time_plans()
+    if torch.cuda.is_available():
         compare_on_gpu()
     else:
         compare_on_cpu()

@@ -1,16 +1,14 @@
-"""Steps of a small GPT on sequences that ranks share: their time, and what they allocate at most.
+"""Steps of a small GPT on sequences that one, two and four ranks share: time, and what they allocate at most.
 
-Run by ``python -m tests.bench``: it starts a world of one process, of two and of four. A sequence four times
-as long on four ranks should fit the memory of one on one rank. Ring attention stands beside torch's own
-``context_parallel``, which has no kernel for the CPU: it is given one here.
+A sequence four times as long on four ranks should fit the memory of one on one rank. Ring attention stands
+beside torch's own ``context_parallel``, which has no kernel for the CPU: it is given one here.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,21 +18,13 @@ from torch.nn import functional as F
 import accelfn as af
 from accelfn.testing import run_ranks
 from tests.bench.sharding import GPT, Step, allocated_by
-from tests.bench.timing import Row, Timing, compare, print_table
+from tests.bench.timing import Times, Timing, compare, plain, show_beside, show_table
 
-plain: Any = cast("Any", dist)
 aten: Any = torch.ops.aten
 
 _LENGTH, _ROWS = 512, 2
 _SIZE = (128, 2)  # width and blocks
 ROTATIONS = ("allgather", "alltoall")
-
-
-class Seen(NamedTuple):
-    """What a way came to on its slowest rank."""
-
-    timing: Timing
-    megabytes: float
 
 
 def sequences(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,8 +126,8 @@ def _kernel_on_cpu() -> Generator[None, None, None]:
             del torchs.custom_ops[one]
 
 
-def measure(ctx: af.Context, length: int, rounds: int) -> dict[str, Seen]:
-    """Compare steps of this rank; every rank must call it."""
+def measure(ctx: af.Context, length: int) -> dict[str, tuple[Timing, float]]:
+    """Compare steps, by time and by allocated MB on the slowest rank; every rank must call it."""
     count = ctx.num_processes
     with ExitStack() as stack:
 
@@ -153,39 +143,32 @@ def measure(ctx: af.Context, length: int, rounds: int) -> dict[str, Seen]:
                 ways[f"cp{count}, {rotation}"] = by("cp", rotation)
                 ways[f"`context_parallel`, {rotation}"] = by_hand(rotation, length)[1]
             ways[f"sp{count}"] = by("sp")
-        times = compare(ways, rounds=rounds, calls=1, before=lambda: af.wait_for_everyone(ctx))
-        found: dict[str, Seen] = {}
+        times = compare(ways, rounds=8, calls=1, before=lambda: af.wait_for_everyone(ctx))
+        found: dict[str, tuple[Timing, float]] = {}
         for name, step in ways.items():
             megabytes = allocated_by(step, lambda: af.wait_for_everyone(ctx))
             own = torch.tensor([[*times[name], megabytes]])
             best, median, largest = map(float, af.gather(ctx, own).amax(0))
-            found[name] = Seen(Timing(best, median), largest)
+            found[name] = Timing(best, median), largest
         return found
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-    rows: list[Row] = []
-    print("| sequences | ranks | tokens | a step, median (best) ms | allocated at most, MB |")
-    print("| --- | --: | --: | --: | --: |")
+    rows: list[Sequence[str]] = []
+    beside: dict[str, Times] = {}
     for num_ranks, length in ((1, _LENGTH), (1, 4 * _LENGTH), (2, 4 * _LENGTH), (4, 4 * _LENGTH)):
-        found: dict[str, Seen] = run_ranks(
-            lambda ctx, length=length: measure(ctx, length, rounds),
-            num_ranks,
-            on="processes",
-            timeout_s=300.0,
+        found: dict[str, tuple[Timing, float]] = run_ranks(
+            lambda ctx, length=length: measure(ctx, length), num_ranks, on="processes", timeout_s=300.0
         )[0]
         for name, (timing, megabytes) in found.items():
-            times = f"{timing.median * 1e3:.1f} ({timing.best * 1e3:.1f})"
-            print(f"| {name} | {num_ranks} | {length:,} | {times} | {megabytes:.1f} |", flush=True)
-        rows += [
-            Row(f"cp{num_ranks}, {one}", found[f"cp{num_ranks}, {one}"].timing, {hand: found[hand].timing})
-            for one in ROTATIONS
-            if (hand := f"`context_parallel`, {one}") in found
-        ]
-    print()
-    print_table(rows)
+            rows.append((name, str(num_ranks), f"{length:,}", timing.ms(1), f"{megabytes:.1f}"))
+        for one in ROTATIONS if num_ranks > 1 else ():
+            ways = (f"cp{num_ranks}, {one}", f"`context_parallel`, {one}")
+            beside[ways[0]] = {way: found[way][0] for way in ways}
+    columns = ("layout", ">ranks", ">tokens", ">step, median (best) ms", ">peak memory, MB")
+    show_table("sequence", columns, rows)
+    show_beside("sequence-beside", beside)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
-"""A step of a small GPT whose ranks share parameters or layers, beside hand-written torch.
+"""A step of a small GPT whose ranks share parameters or layers, beside hand-written torch, on two processes.
 
-Run by ``python -m tests.bench`` on two processes: each rank runs :func:`measure`. Accelerate isn't among the
-ways: on the CPU it trains by DistributedDataParallel, whatever its FSDP plugin says.
+Accelerate isn't among the ways: on the CPU it trains by DistributedDataParallel, with an FSDP plugin too.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +19,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import accelfn as af
-from tests.bench.timing import Row, compare, print_table
-
-plain: Any = cast("Any", dist)
+from tests.bench.timing import Times, compare, on_ranks, plain, show_beside, show_table
 
 Step = Callable[[], object]
 _MAX_NORM = 1.0
@@ -102,34 +98,68 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def by_functions(ctx: af.Context, size: tuple[int, int]) -> Step:
-    """Return a step through the functions; the context says what ranks share."""
-    model: nn.Module = GPT(*size)
-    model, optimizer = af.prepare(ctx, model, torch.optim.AdamW(model.parameters(), 1e-3))
-    batch = batch_of(ctx.coordinate("dp"))
+def trained(
+    ctx: af.Context,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    max_norm: float | None = None,
+    *,
+    in_one_call: bool = False,
+) -> tuple[nn.Module, Step]:
+    """Prepare a model, and return it with its step through the functions.
+
+    Args:
+        ctx: Says what ranks share.
+        model: Of tokens.
+        optimizer: Of the model.
+        batch: For :func:`loss_of`.
+        max_norm: Of the gradients.
+        in_one_call: Whether forward and backward pass are one call, as stages need.
+    """
+    model, optimizer = af.prepare(ctx, model, optimizer)
     ((_, micro),) = af.microbatches(ctx, [0])
     states = [af.init_scaler(ctx)]
 
     def step() -> None:
-        with af.accumulate(ctx, micro, model):
-            states[0] = af.backward(ctx, loss_of(model, batch), states[0], micro)
-        states[0] = af.optimizer_step(ctx, optimizer, states[0], max_norm=_MAX_NORM)
+        if in_one_call:
+            states[0], _ = af.forward_backward(ctx, model, loss_of, batch, states[0], micro)
+        else:
+            with af.accumulate(ctx, micro, model):
+                states[0] = af.backward(ctx, loss_of(model, batch), states[0], micro)
+        states[0] = af.optimizer_step(ctx, optimizer, states[0], max_norm=max_norm)
+
+    return model, step
+
+
+def stepped(
+    loss: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer, max_norm: float | None = None
+) -> Step:
+    """Return a step in plain torch."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+
+    def step() -> None:
+        loss().backward()  # pyright: ignore[reportUnknownMemberType]
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
+
+
+def by_functions(ctx: af.Context, size: tuple[int, int]) -> Step:
+    """Return a step of the GPT through the functions; the context says what ranks share."""
+    model = GPT(*size)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    return trained(ctx, model, optimizer, batch_of(ctx.coordinate("dp")), _MAX_NORM)[1]
 
 
 def by_hand(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Step:
     """Return a step in plain torch, of a model whose ranks share something already."""
     # Plain parameters beside sharded ones can't be stepped in one call.
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-
-    def step() -> None:
-        loss_of(model, batch).backward()  # pyright: ignore[reportUnknownMemberType]
-        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
-        optimizer.zero_grad()
-
-    return step
+    return stepped(lambda: loss_of(model, batch), optimizer, _MAX_NORM)
 
 
 def fsdp_by_hand(rank: int, size: tuple[int, int]) -> Step:
@@ -177,45 +207,27 @@ def _norm_by_hand(norm: nn.Module, mesh: Any) -> None:
     norm.register_forward_hook(leave)
 
 
-def fsdp_ways(ctx: af.Context, size: tuple[int, int]) -> dict[str, Callable[[], Step]]:
-    """Return what makes each way's step under FSDP2; every rank must call it."""
-    return {
-        "functions": lambda: by_functions(ctx, size),
-        "hand-written `fully_shard`": lambda: fsdp_by_hand(ctx.rank, size),
-    }
-
-
-def tp_ways(ctx: af.Context, size: tuple[int, int]) -> dict[str, Callable[[], Step]]:
-    """Return what makes each way's step under tensor parallelism; every rank must call it."""
-    return {
-        "functions": lambda: by_functions(ctx, size),
-        "hand-written `parallelize_module`": lambda: tp_by_hand(size),
-    }
-
-
-def contexts() -> dict[str, tuple[af.ContextOptions, Callable[..., dict[str, Callable[[], Step]]]]]:
-    """Return the options and the ways by what ranks share."""
-    handler = af.config.TorchTensorParallelConfig(plan=PLAN)
-    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2)
-    config = af.ParallelismConfig(tp_size=2, tp_handler=handler)
-    return {
-        "tensor parallelism": ({"cpu": True, "parallelism_config": config}, tp_ways),
-        "FSDP2": ({"cpu": True, "fsdp_plugin": plugin}, fsdp_ways),
-    }
-
-
-def measure(rounds: int) -> tuple[list[Row], dict[str, float]]:
+def measure(ctx: af.Context) -> None:
     """Compare steps on this rank, and what they allocate; every rank must call it."""
-    rows: list[Row] = []
-    allocated: dict[str, float] = {}
-    for name, (options, ways_of) in contexts().items():
-        with af.init_context(**options) as ctx:
-            steps = {way: make() for way, make in ways_of(ctx, SMALL).items()}
-            times = compare(steps, rounds=rounds, calls=3, before=plain.barrier)
-            rows.append(Row(f"a step of a small GPT, {name}", times.pop("functions"), times))
-            for way, make in ways_of(ctx, LARGE).items():
-                allocated[f"{name}, {way}"] = allocated_by(make())
-    return rows, allocated
+    handler = af.config.TorchTensorParallelConfig(plan=PLAN)
+    config = af.ParallelismConfig(tp_size=2, tp_handler=handler)
+    layouts: dict[str, tuple[af.ContextOptions, Callable[[tuple[int, int]], Step]]] = {
+        "FSDP2": (
+            {"cpu": True, "fsdp_plugin": af.FullyShardedDataParallelPlugin(fsdp_version=2)},
+            lambda size: fsdp_by_hand(ctx.rank, size),
+        ),
+        "tensor parallelism": ({"cpu": True, "parallelism_config": config}, tp_by_hand),
+    }
+    rows: dict[str, Times] = {}
+    allocated: list[tuple[str, str, str]] = []
+    for name, (options, hand) in layouts.items():
+        with af.init_context(**options) as shared:
+            ways = {"functions": by_functions(shared, SMALL), "by hand": hand(SMALL)}
+            rows[name] = compare(ways, rounds=60, calls=3, before=plain.barrier)
+            ours, theirs = (allocated_by(step) for step in (by_functions(shared, LARGE), hand(LARGE)))
+            allocated.append((name, f"{ours:.1f}", f"{theirs:.1f}"))
+    show_beside("sharding", rows, 1)
+    show_table("sharding-memory", ("a step allocates at most, MB", ">functions", ">by hand"), allocated)
 
 
 def allocated_by(step: Step, before: Callable[[], object] = plain.barrier) -> float:
@@ -235,16 +247,5 @@ def allocated_by(step: Step, before: Callable[[], object] = plain.barrier) -> fl
     return min(found)  # what gloo's threads let go of late counts in some
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    with af.init_context(cpu=True) as ctx:
-        rows, allocated = measure(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
-        if ctx.is_main_process:
-            print_table(rows)
-            for name, size in allocated.items():
-                print(f"{name}: a step allocates {size:.1f} MB at most at a time")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    on_ranks(measure)

@@ -1,6 +1,6 @@
 """An epoch of transformers' Trainer: accelfn under Accelerate's name, beside Accelerate itself.
 
-``python -m tests.bench.trainer [rounds]``. The name means one thing in a process, so each side has one of its
+The name means one thing in a process, so each side has one of its
 own, and they take turns.
 """
 
@@ -17,7 +17,8 @@ from typing import IO, Any
 
 import torch
 
-from tests.bench.timing import Row, compare, print_table
+from tests.bench.llama import llama
+from tests.bench.timing import compare, show_beside
 
 _STEPS, _ROWS, _LENGTH, _VOCABULARY = 150, 4, 16, 64
 _SIDES = {"accelfn": ("-m", "accelfn.compat", "-m"), "Accelerate": ("-m",)}
@@ -28,15 +29,6 @@ def epoch(folder: str) -> Callable[[], float]:
     transformers: Any = importlib.import_module("transformers")
     ids = torch.randint(2, _VOCABULARY, (_STEPS * _ROWS, _LENGTH))
     data = [{"input_ids": row, "labels": row} for row in ids]
-    config = transformers.LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=_LENGTH,
-    )
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         num_train_epochs=1,
@@ -51,7 +43,7 @@ def epoch(folder: str) -> Callable[[], float]:
     silence: Any = transformers.PrinterCallback
 
     def train() -> float:
-        model = transformers.LlamaForCausalLM(config)
+        model = llama(32, 32, 2, 2, _VOCABULARY, num_key_value_heads=2, max_position_embeddings=_LENGTH)
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
         trainer.remove_callback(silence)
         start = time.perf_counter()
@@ -86,7 +78,6 @@ def turn_of(process: subprocess.Popen[str]) -> Callable[[], object]:
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -105,13 +96,12 @@ def main() -> None:
         for name, run in _SIDES.items()
     }
     try:
-        times = compare({name: turn_of(process) for name, process in started.items()}, rounds=rounds, calls=1)
+        times = compare({name: turn_of(process) for name, process in started.items()}, rounds=15, calls=1)
     finally:
         for process in started.values():
             process.kill()
             process.wait()
-    ours = times.pop("accelfn")
-    print_table([Row(f"an epoch of {_STEPS} steps of transformers' Trainer", ours, times)])
+    show_beside("trainer", {f"an epoch of {_STEPS} steps of transformers' Trainer": times}, 0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from accelfn import Context, ParallelismConfig
-from accelfn.parallel.norm import clip_norm_, clip_value_, gradient_norm
+from accelfn.parallel.norm import clip_norm_, clip_value_
+from accelfn.parallel.parameters import follow
 from accelfn.testing import run_ranks
 
 KINDS = (2.0, 1.0, 3.0, 0.0, math.inf, -math.inf)
@@ -53,20 +54,25 @@ def laid_out(ctx: Context, name: str) -> list[Any]:
         assert parameter.grad is not None
         new.grad = distribute_tensor(parameter.grad, mesh, layout)
         result.append(new)
-    return [*result, result[0]]  # a tie counts once
+    return follow([*result, result[0]])  # a tie counts once
+
+
+def norm_of(ctx: Context, parameters: list[torch.Tensor], kind: float = 2.0) -> torch.Tensor:
+    """Return the norm of gradients, which stay as they are."""
+    return clip_norm_(ctx, parameters, math.inf, kind)
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_the_norm_is_that_of_one_process(name: str) -> None:
     def work(ctx: Context) -> list[float]:
         parameters = laid_out(ctx, name)
-        norms = [gradient_norm(ctx, parameters, kind) for kind in KINDS]
+        norms = [norm_of(ctx, parameters, kind) for kind in KINDS]
         assert all(type(norm) is torch.Tensor and norm.shape == () for norm in norms)
         before = clip_norm_(ctx, parameters, 0.5)
         assert torch.equal(before, norms[0])
-        after = float(gradient_norm(ctx, parameters))
+        after = float(norm_of(ctx, parameters))
         clip_value_(ctx, parameters, 0.01)
-        return [float(norm) for norm in norms] + [after, float(gradient_norm(ctx, parameters, math.inf))]
+        return [float(norm) for norm in norms] + [after, float(norm_of(ctx, parameters, math.inf))]
 
     size, mesh = MESHES[name]
     gradients = [one.grad for one in plain() if one.grad is not None]
@@ -89,7 +95,7 @@ def test_strided_shards_count_as_shards() -> None:
         model.weight = nn.Parameter(weight)
         fully_shard(model, mesh=ctx.mesh.device_mesh("shard"))
         model.weight.grad = model.weight.detach().clone()
-        return float(gradient_norm(ctx, list(model.parameters()))), float(whole.norm())
+        return float(norm_of(ctx, list(model.parameters()))), float(whole.norm())
 
     for found, wanted in run_ranks(
         work, 4, "processes", parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2)

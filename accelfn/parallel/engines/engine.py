@@ -7,7 +7,7 @@ model, an :class:`EngineOptimizer` in place of the user's optimizer, and for che
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -96,7 +96,7 @@ class EngineHandle(Handle):
         """
 
 
-class EngineOptimizer(OptimizerProxy, ABC):
+class EngineOptimizer(OptimizerProxy):
     """An optimizer that an engine owns: its step reduces, unscales, clips and applies gradients.
 
     Attributes:
@@ -113,7 +113,6 @@ class EngineOptimizer(OptimizerProxy, ABC):
         self.model_parameters: tuple[torch.Tensor, ...] = tuple(model_parameters)
         self.handle = handle
 
-    @abstractmethod
     def step_engine(self, divisor: float, max_norm: float | None) -> EngineStep:
         """Reduce the gradients, divide them by ``divisor``, clip, and update the parameters.
 
@@ -121,6 +120,7 @@ class EngineOptimizer(OptimizerProxy, ABC):
 
         Ranks: every rank of the context.
         """
+        raise NotImplementedError
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step on the gradients as they are; :func:`accelfn.optimizer_step` also divides them."""
