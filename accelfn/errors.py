@@ -24,7 +24,6 @@
 Wrong arguments of a single call raise a plain ``ValueError`` or ``TypeError``.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -271,13 +270,7 @@ class Drift(NamedTuple):
 
     rank: int
     path: str  # of the leaf, such as "tree['weight']"
-    reference: int  # a rank with the most common value
-    num_elements: int
-    num_differing: int | None = None  # elements with different bits; None: not compared
-    # Largest absolute difference: 0 if only signs of zeros differ, NaN if a NaN is compared with another
-    # value, None if torch can't compute with the dtype.
-    largest: float | None = None
-    position: tuple[int, ...] | None = None  # of the element that differs most
+    reference: int  # the lowest rank with the most common value
 
 
 class ReplicaDriftError(DistributedError):
@@ -295,7 +288,9 @@ class ReplicaDriftError(DistributedError):
         num_leaves = len({row.path for row in rows})
         subject = "1 leaf differs" if num_leaves == 1 else f"{num_leaves} leaves differ"
         lines = [f"{operation}: {subject} between ranks."]
-        lines += [f"  rank {row.rank}  {row.path}  {_amount(row)}" for row in rows[:_MAX_ROWS]]
+        lines += [
+            f"  rank {row.rank}  {row.path}  differs from rank {row.reference}" for row in rows[:_MAX_ROWS]
+        ]
         if len(rows) > _MAX_ROWS:
             lines.append(f"  ... and {len(rows) - _MAX_ROWS} more")
         super().__init__("\n".join(lines))
@@ -381,17 +376,3 @@ def _ranges(ranks: list[int]) -> str:
         else:
             parts.append([rank])
     return ", ".join("-".join(map(str, part)) for part in parts)
-
-
-def _amount(row: Drift) -> str:
-    """Describe how much a leaf differs."""
-    if row.num_differing is None:
-        return f"differs from rank {row.reference}"
-    text = f"{row.num_differing} of {row.num_elements} elements differ from rank {row.reference}"
-    if row.largest is not None and math.isnan(row.largest):
-        text += ", NaN among them"
-    elif row.largest == 0:
-        text += ", in the sign of zero"
-    elif row.largest is not None:
-        text += f", by at most {row.largest:.3g}"
-    return f"{text}, at {list(row.position)}" if row.position else text

@@ -3,6 +3,7 @@
 With CI set, hypothesis tries the same examples each time; ``--hypothesis-profile=thorough`` tries more.
 """
 
+import importlib
 import os
 import signal
 import subprocess
@@ -26,6 +27,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "quick")
 # A shell that starts the suite in the background ignores interrupts, and so would what a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def dtensors() -> None:
+    """Import here what a process's first DTensor does: that takes a second, in each forked rank."""
+    importlib.import_module("torch._dynamo")
 
 
 @pytest.fixture(scope="session")

@@ -17,12 +17,15 @@ TAKES_CONTEXT = [
 ]
 
 
+def required(name: str, kind: Any) -> list[str]:
+    """Name the parameters after the context that have no default."""
+    parameters = list(inspect.signature(PUBLIC[name]).parameters.values())[1:]
+    return [item.name for item in parameters if item.default is item.empty and item.kind is kind]
+
+
 def use(name: str, *given: Any) -> None:
     """Call the function, and enter or iterate what it returns."""
-    parameters = inspect.signature(PUBLIC[name]).parameters.values()
-    named = {
-        one.name: None for one in parameters if one.default is one.empty and one.kind is one.KEYWORD_ONLY
-    }
+    named = dict.fromkeys(required(name, inspect.Parameter.KEYWORD_ONLY))
     returned = PUBLIC[name](*given, **named)
     if hasattr(returned, "__enter__"):
         returned.__enter__()
@@ -30,19 +33,12 @@ def use(name: str, *given: Any) -> None:
         next(returned)
 
 
-def arguments(name: str) -> tuple[Any, ...]:
-    """Something for each further parameter that has no default."""
-    parameters = list(inspect.signature(PUBLIC[name]).parameters.values())[1:]
-    needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    return (None,) * len(needed)
-
-
 @pytest.mark.parametrize("name", TAKES_CONTEXT)
 def test_a_forgotten_context_is_named(name: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"^{name}: the first argument must be the Context, got Linear\. Write {name}"
-    ):
-        use(name, nn.Linear(1, 1), *arguments(name))
+    others = required(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    said = rf"^{name}: the first argument must be the Context, got Linear\. Write {name}"
+    with pytest.raises(TypeError, match=said):
+        use(name, nn.Linear(1, 1), *(None for _ in others))
 
 
 def test_an_accelerator_holds_the_context() -> None:
@@ -61,29 +57,24 @@ def takers(parameter: str) -> list[str]:
     return [name for name in TAKES_CONTEXT if parameter in inspect.signature(PUBLIC[name]).parameters]
 
 
-def swapped(name: str, scaler_state: object, micro: object) -> None:
-    """Call the function with these two, and None for what else it needs."""
-    use_for = {"scaler_state": scaler_state, "micro": micro}
-    parameters = list(inspect.signature(PUBLIC[name]).parameters.values())[1:]
-    given = {
-        one.name: use_for.get(one.name)
-        for one in parameters
-        if one.name in use_for or (one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD)
-    }
-    PUBLIC[name](af.Context(), **given)
+def swapped(name: str, **given: object) -> None:
+    """Call the function with these, and None for what else it needs."""
+    known = inspect.signature(PUBLIC[name]).parameters
+    needed = dict.fromkeys(required(name, inspect.Parameter.POSITIONAL_OR_KEYWORD))
+    PUBLIC[name](af.Context(), **{**needed, **{key: value for key, value in given.items() if key in known}})
 
 
 @pytest.mark.parametrize("name", takers("scaler_state"))
 def test_a_state_of_another_kind_is_named(name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name}: scaler_state must be a ScalerState, got MicroBatch"):
-        swapped(name, plan_microbatch(0, 0, 1, 1), None)
+        swapped(name, scaler_state=plan_microbatch(0, 0, 1, 1), micro=None)
 
 
 @pytest.mark.parametrize("name", takers("micro"))
 def test_a_micro_batch_of_another_kind_is_named(name: str) -> None:
     state = af.init_scaler(af.Context())
     with pytest.raises(TypeError, match=f"^{name}: micro must be a MicroBatch, got ScalerState"):
-        swapped(name, state, state)
+        swapped(name, scaler_state=state, micro=state)
 
 
 @pytest.mark.parametrize("name", ["optimizer_step", "unscale_gradients"])

@@ -38,7 +38,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # From the ground up; packages in one row may not import each other.
 FLOORS = (
-    ("errors", "devices"),
+    ("errors", "devices", "svg"),
     ("context",),
     ("tree",),
     ("comm",),

@@ -210,12 +210,11 @@ def find_drift(
         for key, text in texts.items():
             holders.setdefault((key, tuple(boxes[rank][key])), {})[rank] = text
     rows: list[Drift] = []
-    for (key, parts), texts in holders.items():
+    for (key, _), texts in holders.items():
         usual = Counter(texts.values()).most_common(1)[0][0]
         reference = next(rank for rank, text in texts.items() if text == usual)
-        count = sum(math.prod(one.shape) for one in parts)
         path = f"{name}[{leaf_path(key)!r}]"
-        rows += [Drift(rank, path, reference, count) for rank, text in texts.items() if text != usual]
+        rows += [Drift(rank, path, reference) for rank, text in texts.items() if text != usual]
     return tuple(sorted(rows, key=lambda row: (row.path, row.rank)))
 
 

@@ -1,7 +1,6 @@
 """Implement :class:`Collectives` with a torch process group.
 
-Works for registered groups (``init_process_group``, ``new_group``) and for unregistered groups of threads, so
-ranks are always those within the group.
+Works for the group of ``init_process_group`` and those of ``new_group``: ranks are those within the group.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ _NEVER = timedelta(days=30)
 _MAX_SHARED_BYTES = 1 << 19
 
 
-def make_gloo_group(
-    store: Store, rank: int, size: int, patience: timedelta, interface: str | None = None
-) -> dist.ProcessGroup:
+def make_gloo_group(store: Store, rank: int, size: int, patience: timedelta) -> dist.ProcessGroup:
     """Return a new process group that isn't registered with torch, and ends with its last reference.
 
     Ranks: every rank of the group.
@@ -55,16 +52,13 @@ def make_gloo_group(
         rank: This rank.
         size: Number of ranks.
         patience: How long ranks wait here for each other. Later operations have no timeout.
-        interface: Network interface; None for that of ``GLOO_SOCKET_IFNAME`` or of the host's name.
     """
     names = cast("Any", bindings)
     options = names.ProcessGroupGloo._Options()
     options._timeout = patience
     options._threads = 2
     make = names.ProcessGroupGloo
-    options._devices = [
-        make.create_default_device() if interface is None else make.create_device(interface=interface)
-    ]
+    options._devices = [make.create_default_device()]
     backend = make(names.PrefixStore("ranks", store), rank, size, options)
     backend._set_default_timeout(_NEVER)
     group = names.ProcessGroup(names.PrefixStore("group", store), rank, size)
@@ -84,7 +78,6 @@ def process_group_collectives(
     call_log: CallLog | None = None,
     one_machine: bool = True,
     store: Store | None = None,
-    interface: str | None = None,
 ) -> Collectives:
     """Return collectives over ``group``.
 
@@ -102,7 +95,6 @@ def process_group_collectives(
         one_machine: The ranks may all be on one machine. If they are, they use shared memory.
         store: Rendezvous of parts of the world, see ``Collectives.split``; nothing else may use it. None if
             the world isn't split.
-        interface: Network interface of the groups of such parts; as for :func:`make_gloo_group`.
     """
     board, call_log = board or MessageBoard(), call_log or CallLog()
     # Weak: a context that outlives its group, or stays in a traceback, must not keep its connections open.
@@ -140,7 +132,7 @@ def process_group_collectives(
 
     by_socket = _exchange_by_socket(control_group, rank, size, chunk, monitor, finish, references)
     start_all_gather_bytes = by_socket
-    if one_machine and control is not None and size > 1:  # threads of a process can't hold file locks
+    if one_machine and control is not None and size > 1:
         most = chunk_bytes(size, _MAX_SHARED_BYTES)
         shared = share_rows(lambda message: by_socket(message).finish(), rank, size, most)
         if shared is not None:
@@ -235,24 +227,22 @@ def process_group_collectives(
         world_group = references[0]()
         if world_group is None:
             raise _closed_error("split")
-        registered = is_registered(world_group)
-        if registered:
-            level_group_counts(all_gather_bytes)
+        level_group_counts(all_gather_bytes)
         parts: list[Part] = []
         for members in groups:
             part_rank, count = list(members).index(rank), len(members)
             part_store = PrefixStore(f"split/{next(numbers)}/{members[0]}", store)
-            group = make_group_within(world_group, members, timeout) if registered else None
-            reference = None if group is None else weakref.ref(group)
+            group = make_group_within(world_group, members, timeout)
+            reference = weakref.ref(group)
             if count == 1:
                 parts.append(Part(Collectives(), reference))
                 continue
-            gloo = make_gloo_group(PrefixStore("side", part_store), part_rank, count, timeout, interface)
+            gloo = make_gloo_group(PrefixStore("side", part_store), part_rank, count, timeout)
             collectives = process_group_collectives(
-                gloo if group is None else group,
+                group,
                 part_rank,
                 count,
-                control=None if group is None else gloo,
+                control=gloo,
                 board=board_within(store_board(part_store), board, FAILURE),
                 one_machine=one_machine,
             )
@@ -386,7 +376,7 @@ def level_group_counts(all_gather_bytes: Callable[[torch.Tensor], Sequence[torch
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return whether torch's registry contains the group: not after destruction, or if a thread made it."""
+    """Return whether torch's registry contains the group: not after its destruction."""
     if not dist.is_initialized():
         return False
     try:

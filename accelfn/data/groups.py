@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from accelfn.data.draws import Generators, seed_from
+from accelfn.data.draws import restore_generators, save_generators, seed_from
 from accelfn.data.order import set_epoch_of
 from accelfn.data.plan import EpochPlan
 from accelfn.data.rebuild import Proxy
@@ -192,7 +192,7 @@ class _Pieces:
             self._pieces = self._split(
                 samples, start=self._position, begin=self._begin, read_first=read_first
             )
-        if tracked.is_stateful:
+        if tracked.has_state:
             # By position, so that a resumed pass draws the same. Streams without a state are read again.
             seed_from((*key, self._position))
         piece = next(self._pieces, None)
@@ -211,7 +211,9 @@ class _Pieces:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at ``state``; before the first piece."""
-        self._position, self._state = int(state["position"]), state["stream"]
+        stream = state["stream"]
+        self._position = int(state["position"])
+        self._state = stream if stream is not None and self._tracked.accepts(stream) else None
         self._begin = 0 if self._state is None else self._position
 
 
@@ -227,7 +229,6 @@ class CollatePiece:
         """Pass ``collate`` the list of samples, or the single sample if ``unbatched``."""
         self._collate = collate
         self._unbatched = unbatched
-        self._generators = Generators()
 
     def __call__(self, piece: Piece) -> Piece:
         """Collate."""
@@ -235,8 +236,8 @@ class CollatePiece:
             return piece
         samples = piece.content[0] if self._unbatched else piece.content
         # Ranks collate different samples: their draws differ, and must not advance the stream's generators.
-        before = self._generators.save()
+        before = save_generators()
         seed_from(piece.key)
         batch = self._collate(samples)
-        self._generators.restore(before)
+        restore_generators(before)
         return piece._replace(content=batch, key=())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accelfn.data.plan import EpochPlan
+from accelfn.svg import CHAR, GREY, rect_svg, text_svg, write_svg
 
 __all__ = ("draw_plan", "draw_plan_svg")
 
@@ -13,8 +14,9 @@ _MAX_LISTED = 4
 _GAP = "..."
 
 # Sizes in the drawing's units.
-_CHAR, _ROW, _EDGE, _BETWEEN = 8, 30, 10, 4
-_NEW, _PADDING, _INK, _GREY, _GROUND = "#cfe3f7", "#f3c9a5", "#111111", "#666666", "#ffffff"
+_ROW, _EDGE, _BETWEEN = 30, 10, 4
+_BASE = 18  # of a line of text, below its top
+_NEW, _PADDING = "#cfe3f7", "#f3c9a5"
 
 
 def draw_plan(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max_ranks: int = 16) -> str:
@@ -76,29 +78,25 @@ def draw_plan_svg(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max
     heads = _steps(plan, max_steps)
     columns = [[cells[number] for _, cells in table] for number in range(len(heads))]
     names = max((len(name) for name, _ in table), default=0)
-    lefts = [_EDGE + names * _CHAR + 2 * _EDGE]
+    lefts = [_EDGE + names * CHAR + 2 * _EDGE]
     for head, column in zip(heads, columns, strict=True):
         longest = max(len(head), *(len(" ".join(_words(read, padding))) for read, padding in column))
-        lefts.append(lefts[-1] + longest * _CHAR + 2 * _EDGE + 2 * _BETWEEN)
+        lefts.append(lefts[-1] + longest * CHAR + 2 * _EDGE + 2 * _BETWEEN)
     notes = _notes(plan)
-    width = max([lefts[-1] + _EDGE, *(len(note) * _CHAR + 2 * _EDGE for note in notes)])
+    width = max([lefts[-1] + _EDGE, *(len(note) * CHAR + 2 * _EDGE for note in notes)])
     height = 2 * _EDGE + _ROW * (1 + len(table) + len(notes))
-    parts = [_rect(0, 0, width, height, _GROUND)]
+    parts: list[str] = []
     for left, head in zip(lefts, heads, strict=False):
-        parts.append(_text(left + _EDGE, _EDGE, head, _GREY))
+        parts.append(text_svg(left + _EDGE, _EDGE + _BASE, head, GREY))
     for row, (name, cells) in enumerate(table, 1):
         top = _EDGE + row * _ROW
-        parts.append(_text(_EDGE, top, name, _GREY))
+        parts.append(text_svg(_EDGE, top + _BASE, name, GREY))
         for left, right, (read, padding) in zip(lefts, lefts[1:], cells, strict=False):
             parts += _draw_cell(left, top, right - left - 2 * _BETWEEN, read, padding)
     for row, note in enumerate(notes, 1 + len(table)):
-        parts.append(_text(_EDGE, _EDGE + row * _ROW, note, _GREY))
+        parts.append(text_svg(_EDGE, _EDGE + row * _ROW + _BASE, note, GREY))
     title = f"{plan.num_samples} samples in batches of {plan.rank_batch} on {plan.size} ranks"
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img" font-family="monospace" font-size="13">'
-    )
-    return "\n".join([head, f"<title>{title}</title>", *parts, "</svg>\n"])
+    return write_svg(width, height, title, parts)
 
 
 # The positions that a rank reads in a step, and those of its padding; None for cells that aren't shown.
@@ -185,26 +183,15 @@ def _draw_cell(
     left: int, top: int, width: int, read: Sequence[int] | None, padding: Sequence[int]
 ) -> list[str]:
     if not read and not padding:
-        return [_text(left + _EDGE, top, _words(read, padding)[0], _GREY)]
+        return [text_svg(left + _EDGE, top + _BASE, _words(read, padding)[0], GREY)]
     new, again = " ".join(_runs(read or ())), " ".join(_runs(padding))
-    cut = left if not new else left + _EDGE + len(new) * _CHAR + _CHAR // 2
-    parts = [_rect(left, top, width if not again else cut - left, _ROW - _BETWEEN, _NEW)] if new else []
-    if again:
-        parts.append(_rect(cut, top, left + width - cut, _ROW - _BETWEEN, _PADDING))
+    cut = left if not new else left + _EDGE + len(new) * CHAR + CHAR // 2
+    parts: list[str] = []
     if new:
-        parts.append(_text(left + _EDGE, top, new, _INK))
+        end = cut if again else left + width
+        parts.append(rect_svg(left, top, end - left, _ROW - _BETWEEN, _NEW, radius=3))
+        parts.append(text_svg(left + _EDGE, top + _BASE, new))
     if again:
-        parts.append(_text(cut + (_CHAR // 2 if new else _EDGE), top, again, _INK))
+        parts.append(rect_svg(cut, top, left + width - cut, _ROW - _BETWEEN, _PADDING, radius=3))
+        parts.append(text_svg(cut + (CHAR // 2 if new else _EDGE), top + _BASE, again))
     return parts
-
-
-def _rect(left: int, top: int, width: int, height: int, color: str) -> str:
-    return f'<rect x="{left}" y="{top}" width="{width}" height="{height}" rx="3" fill="{color}"/>'
-
-
-def _text(left: int, top: int, text: str, color: str) -> str:
-    # textLength: the layout assumes letters of one width, whichever font is used.
-    return (
-        f'<text x="{left}" y="{top + 18}" textLength="{len(text) * _CHAR}" '
-        f'lengthAdjust="spacingAndGlyphs" fill="{color}">{text}</text>'
-    )

@@ -35,11 +35,9 @@ State: TypeAlias = "Mapping[str, Any]"
 def has_state(thing: Any) -> bool:
     """Return whether an object has ``state_dict()`` and ``load_state_dict(state)``, and resumes exactly."""
     get_state, set_state = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
-    if (
-        not callable(get_state)
-        or not callable(set_state)
-        or (_is_hugging_face(thing) and not _is_exact(thing))
-    ):
+    # The state of a Hugging Face dataset leaves out what a shuffle buffer holds, and may skip a batch of a
+    # mapped table. No public attribute tells whether it does.
+    if not callable(get_state) or not callable(set_state) or _is_hugging_face(thing):
         return False
     try:
         inspect.signature(get_state).bind()
@@ -107,28 +105,6 @@ def _is_hugging_face(dataset: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "datasets" for base in type(dataset).__mro__)
 
 
-def _is_exact(dataset: Any) -> bool:
-    """Return whether a Hugging Face dataset continues exactly after its state was restored.
-
-    Its state doesn't include the contents of a shuffle buffer, and may skip a batch when batches of tables
-    are mapped. No public attribute tells whether a dataset has such a part.
-    """
-    is_table = bool(getattr(getattr(dataset, "_formatting", None), "is_table", False))
-    waiting: list[Any] = [getattr(dataset, "_ex_iterable", None)]
-    while waiting:
-        part = waiting.pop()
-        if (
-            part is None
-            or "Shuffled" in type(part).__name__
-            or (is_table and getattr(part, "batched", False))
-        ):
-            return False
-        for child in cast("dict[str, Any]", vars(part)).values():
-            children = cast("list[Any]", child if isinstance(child, list) else [child])
-            waiting += [part for part in children if hasattr(part, "_init_state_dict")]
-    return True
-
-
 def sampler_state(sampler: Any) -> State | None:
     """Return the states of a sampler, of its inner sampler, and of their generators.
 
@@ -172,10 +148,8 @@ def rewind_state(state: State | None) -> State | None:
     return _stream_state(state["begin"], state["begin"]) if state is not None and "begin" in state else None
 
 
-def _stream_state(
-    begin: Any, dataset: Any, iterator: Any = None, *, begun: bool = False, ended: bool = False
-) -> State:
-    return {"begin": begin, "dataset": dataset, "iterator": iterator, "begun": begun, "ended": ended}
+def _stream_state(begin: Any, dataset: Any, *, begun: bool = False, ended: bool = False) -> State:
+    return {"begin": begin, "dataset": dataset, "begun": begun, "ended": ended}
 
 
 def iterate_once(samples: Iterator[T]) -> Iterator[T]:
@@ -195,58 +169,43 @@ def _call_next(samples: Iterator[T]) -> Iterator[T]:
 class TrackedStream:
     """Iterates over a user's stream, pass after pass, and returns its state at any position.
 
-    A state consists of ``begin``, the dataset's state at the start of the pass; ``dataset`` and ``iterator``,
-    their current states; ``begun``, whether a pass is in progress; and ``ended``, whether it is exhausted.
+    A state consists of ``begin``, the dataset's state at the start of the pass; ``dataset``, its current
+    state; ``begun``, whether a pass is in progress; and ``ended``, whether it is exhausted.
 
     Attributes:
         dataset: The user's stream.
-        has_state: Whether the dataset has a state; its iterators may have states even if it doesn't.
+        has_state: Whether the dataset has a state, from which a pass can be resumed.
         in_progress: Whether the dataset is in the middle of a pass.
     """
 
     def __init__(self, dataset: Any, *, tracks: bool = True) -> None:
         """Iterate over ``dataset``; without ``tracks``, ignore its state."""
         self.dataset: Any = dataset
-        self._tracks = tracks
         self.has_state: bool = tracks and has_state(dataset)
         self._begin: Any = None
         self._final: Any = None  # state at the end of the pass, after which the dataset isn't queried
-        self._iterator: Any = None  # of the pass, if it has a state of its own
         self.in_progress: bool = False
-
-    @property
-    def is_stateful(self) -> bool:
-        """Whether the pass that was begun last can be resumed from its state."""
-        return self.has_state or self._iterator is not None
 
     def accepts(self, state: State) -> bool:
         """Return whether this stream can restore ``state``."""
-        if "dataset" not in state:
-            return False
-        if state["dataset"] is None:  # only its iterators had states
-            return has_state(iter(self.dataset))
-        return self.has_state
+        return self.has_state and state.get("dataset") is not None
 
     def begin(self, state: State | None = None) -> Iterator[Any]:
         """Begin a pass, from its start or from ``state``."""
-        dataset, self._final, self._iterator = self.dataset, None, None
+        dataset, self._final = self.dataset, None
         if self.has_state:
-            if state is not None and state["dataset"] is not None:
+            if state is not None:
                 self._begin = state["begin"]
                 dataset.load_state_dict(copy.deepcopy(state["dataset"]))
             else:
                 self.rewind()
-                self._begin = self._start_state()
+                self._begin = copy.deepcopy(dataset.state_dict())
             self.in_progress = True
         if state is not None and state["ended"]:
             self._final = state["dataset"]
             return iter(())
         samples: Iterator[Any] = iter(dataset)
-        if self._tracks and has_state(samples) and samples is not dataset:
-            self._iterator = samples
-            if state is not None and state["iterator"] is not None:
-                self._iterator.load_state_dict(copy.deepcopy(state["iterator"]))
-        elif self.has_state and isinstance(dataset, Iterator) and state is not None and state["begun"]:
+        if self.has_state and isinstance(dataset, Iterator) and state is not None and state["begun"]:
             # Calling iter() may have reset it.
             cast("Any", dataset).load_state_dict(copy.deepcopy(state["dataset"]))
         return samples
@@ -267,31 +226,21 @@ class TrackedStream:
 
     def end(self) -> None:
         """End the pass."""
-        # A Hugging Face dataset may apply a loaded state once more; the next pass resets it.
-        self.in_progress = self.in_progress and _is_hugging_face(self.dataset)
+        self.in_progress = False
 
     def state(self, ended: bool) -> State | None:
         """Return the current state of the pass; ``ended``: it is exhausted."""
-        if not self.has_state and self._iterator is None:
+        if not self.has_state:
             return None
-        dataset_state = self._final
-        if self.has_state and dataset_state is None:
-            dataset_state = copy.deepcopy(self.dataset.state_dict())
-        iterator_state = None
-        if self._iterator is not None and not ended:
-            iterator_state = copy.deepcopy(self._iterator.state_dict())
-        return _stream_state(self._begin, dataset_state, iterator_state, begun=True, ended=ended)
+        current = copy.deepcopy(self.dataset.state_dict()) if self._final is None else self._final
+        return _stream_state(self._begin, current, begun=True, ended=ended)
 
     def idle_state(self) -> State | None:
         """Return the state between passes."""
-        if not self.has_state or _is_hugging_face(self.dataset):
-            return None  # a pass doesn't depend on the previous one
+        if not self.has_state:
+            return None
         state = self._begin if self.in_progress else copy.deepcopy(self.dataset.state_dict())
         return _stream_state(state, state)
-
-    def _start_state(self) -> Any:
-        # An empty state resets a Hugging Face dataset to the start of any epoch.
-        return {} if _is_hugging_face(self.dataset) else copy.deepcopy(self.dataset.state_dict())
 
     def rewind(self) -> None:
         """Return to the start of the latest pass, if that wasn't completed."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import FLAG_NOTE, CommandParser
 from accelfn.launch.output import print_table, show_text
+from accelfn.svg import GREY, INK, write_svg
 
 _FORMAT = 1
 _FILE = "events.jsonl"
@@ -25,7 +26,7 @@ _MAX = 1e300  # differences of larger values overflow
 # Layout of the image.
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW, _RIGHT, _ROW = 360, 200, 70, 34, 30, 20, 20
 _COLORS = ("#14407a", "#d9730d", "#2e8540", "#a23b72", "#7a6a00", "#5b5b5b", "#0b8a8f", "#b3261e")
-_INK, _GREY, _LINE, _GROUND = "#111111", "#666666", "#e2e2e2", "#ffffff"
+_LINE = "#e2e2e2"
 
 
 class Curve(NamedTuple):
@@ -224,22 +225,16 @@ def draw_runs_svg(runs: Sequence[RunRecord], names: Sequence[str], *, log_scale:
     for number, run in enumerate(runs):
         top = plots + _ROW * number + _ROW // 2
         parts.append(f'<path d="M{_LEFT} {top}h30" {_stroke(number)} stroke-width="2"/>')
-        parts.append(_text(_LEFT + 38, top + 4, run.title, _INK))
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img" font-family="sans-serif" font-size="12">'
-    )
-    title = f"<title>{escape(', '.join(names))}</title>"
-    ground = f'<rect width="{width}" height="{height}" fill="{_GROUND}"/>'
-    return "\n".join([head, title, ground, *parts, "</svg>\n"])
+        parts.append(_text(_LEFT + 38, top + 4, run.title, INK))
+    return write_svg(width, height, ", ".join(names), parts, font="sans-serif", font_size=12)
 
 
 def _panel(name: str, curves: Sequence[Curve], log_scale: bool) -> list[str]:
     parts = [list(_split_curve(curve, log_scale)) for curve in curves]
     flat = [point for one in parts for part in one for point in part]
-    lines = [_text(0, -12, name, _INK, size=14)]
+    lines = [_text(0, -12, name, INK, size=14)]
     if not flat:
-        return [*lines, _text(0, _HEIGHT // 2, "no values", _GREY)]
+        return [*lines, _text(0, _HEIGHT // 2, "no values", GREY)]
     first, last = min(step for step, _ in flat), max(step for step, _ in flat)
     ticks = _ticks(min(value for _, value in flat), max(value for _, value in flat))
 
@@ -252,9 +247,9 @@ def _panel(name: str, curves: Sequence[Curve], log_scale: bool) -> list[str]:
         lines.append(f'<path d="M0 {y:.1f}h{_WIDTH}" stroke="{_LINE}"/>')
         # 10**tick may overflow.
         label = number_text(tick) if not log_scale else number_text(10**tick) if tick < 300 else f"1e{tick:g}"
-        lines.append(_text(-6, y + 4, label, _GREY, anchor="end"))
-    lines.append(_text(0, _HEIGHT + 16, f"{first}", _GREY))
-    lines.append(_text(_WIDTH, _HEIGHT + 16, f"step {last}", _GREY, anchor="end"))
+        lines.append(_text(-6, y + 4, label, GREY, anchor="end"))
+    lines.append(_text(0, _HEIGHT + 16, f"{first}", GREY))
+    lines.append(_text(_WIDTH, _HEIGHT + 16, f"step {last}", GREY, anchor="end"))
     for number, one in enumerate(parts):
         for part in one:
             points = [place(*point) for point in part]

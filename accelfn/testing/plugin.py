@@ -5,7 +5,7 @@
     from accelfn.testing.plugin import ranks
 
 
-    @pytest.mark.parametrize("ranks", ["memory", "gloo", "processes"], indirect=True)
+    @pytest.mark.parametrize("ranks", ["memory", "processes"], indirect=True)
     def test_total(ranks: Ranks) -> None:
         assert ranks(lambda ctx: reduce(ctx, torch.ones(1)).item(), 2) == [2.0, 2.0]
 

@@ -70,7 +70,7 @@ def run_on_processes(
     """Run ``fn`` on forked processes and return the results, which must be picklable."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise NotAvailableError(
-            'run_ranks(on="processes") needs fork, which this platform lacks. Use on="memory" or on="gloo".'
+            'run_ranks(on="processes") needs fork, which this platform lacks. Use on="memory".'
         )
     memory_world(0, size, num_nodes)  # checks the layout before any process starts
     seconds = 3600.0 if timeout_s is None else timeout_s
@@ -124,7 +124,7 @@ def _start(name: str, arguments: tuple[Any, ...]) -> tuple[Any, Connection]:
     raise DistributedError(
         f"{len(_START_TIMEOUTS_S)} forked processes could not multiply two matrices, the last one within "
         f"{_START_TIMEOUTS_S[-1]:g} s: threads of this process hold locks of libraries. Let them end before, "
-        'or use run_ranks(on="gloo").'
+        'or use run_ranks(on="memory").'
     )
 
 

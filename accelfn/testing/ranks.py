@@ -15,10 +15,10 @@ from accelfn.testing.faults import Fault, InjectedFaultError
 from accelfn.testing.part import conclude
 from accelfn.testing.processes import run_on_processes
 from accelfn.testing.schedule import Schedule, Trace
-from accelfn.testing.threads import run_on_gloo_threads, run_on_memory, run_on_schedule
+from accelfn.testing.threads import run_on_memory, run_on_schedule
 
 T = TypeVar("T")
-Where = Literal["memory", "gloo", "processes"]
+Where = Literal["memory", "processes"]
 # How much of the table the note of an error shows.
 _NOTED_STEPS = 40
 
@@ -40,16 +40,13 @@ def run_ranks(
 
     - ``"memory"``: threads of this process that exchange tensors in memory. Cheap (hundreds of worlds in a
       property test), and breakpoints work in ``fn``.
-    - ``"gloo"``: threads, each with its own gloo process group.
     - ``"processes"``: forked processes with an initialised torch.distributed, for DDP, FSDP2 and DTensor.
       Results must be picklable. Not on Windows.
 
     ``ACCELFN_*`` environment variables are ignored. Pass ``debug=True`` or ``guard=`` instead.
 
     All ranks are on the CPU. In memory each rank has its own state of torch's and Python's global random
-    generators, copied from the current state, which is unchanged afterwards. Gloo threads share these
-    generators and run concurrently, so a function that draws numbers there should use its own generator.
-    All threads share NumPy's generator.
+    generators, copied from the current state, which is unchanged afterwards, and all share NumPy's.
 
     Args:
         fn: Function to run on every rank.
@@ -88,11 +85,9 @@ def run_ranks(
     configured = _configuration(options, timeout_s)
     if on == "memory":
         return run_on_memory(fn, world_size, configured, timeout_s, faults, num_nodes)
-    if on == "gloo":
-        return run_on_gloo_threads(fn, world_size, configured, timeout_s, faults, num_nodes)
     if on == "processes":
         return run_on_processes(fn, world_size, configured, timeout_s, faults, num_nodes)
-    raise ValueError(f'run_ranks: on must be "memory", "gloo" or "processes", got {on!r}.')
+    raise ValueError(f'run_ranks: on must be "memory" or "processes", got {on!r}.')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed re-exports it untyped
 
 from accelfn.context import (
     CallLog,
@@ -31,10 +29,7 @@ from accelfn.context import (
     chunk_bytes,
     explain_departure,
     late_error,
-    make_gloo_group,
-    process_group_collectives,
     publish,
-    store_board,
 )
 from accelfn.context.failure import FAILURE
 from accelfn.context.peer_monitor import print_all_stacks
@@ -274,60 +269,6 @@ def _run_in_memory(
     turns: Turns,
 ) -> list[Outcome]:
     rendezvous = Rendezvous(size, turns=turns)
-
-    def enter(rank: int) -> tuple[World, Collectives]:
-        rendezvous.enter(rank)
-        return memory_world(rank, size, num_nodes), memory_collectives(rendezvous, rank, size, CallLog())
-
-    deadline = _deadline(timeout_s)
-    outcomes = _run(fn, size, configure, timeout_s, faults, rendezvous.open, enter, rendezvous.leave)
-    if isinstance(turns, ScheduledTurns):
-        turns.join(deadline)
-        running = turns.running_rank()
-        waiting = [running not in (None, rank) for rank in range(size)]
-        outcomes = [replace(one, waits=waits) for one, waits in zip(outcomes, waiting, strict=True)]
-    return outcomes
-
-
-def run_on_gloo_threads(
-    fn: Callable[[Context], T],
-    size: int,
-    configure: Configure,
-    timeout_s: float | None,
-    faults: Sequence[Fault],
-    num_nodes: int,
-) -> list[T]:
-    """Run ``fn`` on threads that each have a gloo group over one in-process store."""
-    store = cast("Any", dist).HashStore()  # documented, but not exported to checkers
-    groups: list[dist.ProcessGroup | None] = [None] * size
-
-    def enter(rank: int) -> tuple[World, Collectives]:
-        groups[rank] = group = make_gloo_group(store, rank, size, timedelta(minutes=5), "lo")
-        parts = PrefixStore("parts", store)
-        collectives = process_group_collectives(
-            group, rank, size, board=store_board(store), store=parts, interface="lo"
-        )
-        collectives.barrier()  # no rank may leave while others still connect to it
-        return memory_world(rank, size, num_nodes, "gloo"), collectives
-
-    def leave(rank: int, how: str) -> None:
-        del how
-        groups[rank] = None  # the last reference: closes the connections, which waiting peers notice
-
-    outcomes = _run(fn, size, configure, timeout_s, faults, lambda: None, enter, leave)
-    return conclude(outcomes, "gloo threads")
-
-
-def _run(
-    fn: Callable[[Context], T],
-    size: int,
-    configure: Configure,
-    timeout_s: float | None,
-    faults: Sequence[Fault],
-    started: Callable[[], None],
-    enter: Callable[[int], tuple[World, Collectives]],
-    leave: Callable[[int, str], None],
-) -> list[Outcome]:
     outcomes: list[Outcome | None] = [None] * size
 
     def die() -> None:
@@ -336,7 +277,9 @@ def _run(
     def work(rank: int) -> None:
         how = "returned"
         try:
-            world, collectives = enter(rank)
+            rendezvous.enter(rank)
+            world = memory_world(rank, size, num_nodes)
+            collectives = memory_collectives(rendezvous, rank, size, CallLog())
             ctx = configure(Context(world=world, collectives=inject(collectives, rank, size, faults, die)))
             with taking_part(ctx, whole_process=False):
                 outcomes[rank] = Outcome(value=fn(ctx))
@@ -347,7 +290,7 @@ def _run(
             how = f"failed with {type(raised).__name__}"
             outcomes[rank] = Outcome(error=raised)
         finally:
-            leave(rank, how)
+            rendezvous.leave(rank, how)
 
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"rank {rank} of {size}", daemon=True)
@@ -355,15 +298,16 @@ def _run(
     ]
     for thread in threads:
         thread.start()
-    started()
-    deadline = _deadline(timeout_s)
+    rendezvous.open()
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s + _GRACE_S
     for thread in threads:
         thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-    return [one or _timed_out(rank, timeout_s) for rank, one in enumerate(outcomes)]
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s + _GRACE_S
+    ended = [one or _timed_out(rank, timeout_s) for rank, one in enumerate(outcomes)]
+    if isinstance(turns, ScheduledTurns):
+        turns.join(deadline)
+        running = turns.running_rank()
+        ended = [replace(one, waits=running not in (None, rank)) for rank, one in enumerate(ended)]
+    return ended
 
 
 def _timed_out(rank: int, timeout_s: float | None) -> Outcome:

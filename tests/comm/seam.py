@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelfn.comm.agreement import HEADER_BYTES
 from accelfn.context import Context
+from accelfn.errors import MismatchError
 
 
 def failure(work: Callable[[Context], Any]) -> Callable[[Context], Any]:
@@ -21,6 +22,13 @@ def failure(work: Callable[[Context], Any]) -> Callable[[Context], Any]:
             return error
 
     return caught
+
+
+def same_mismatch(errors: Sequence[Any]) -> Any:
+    """Check that every rank raised the same MismatchError, and give it."""
+    assert {type(error) for error in errors} == {MismatchError}, errors
+    assert len({str(error) for error in errors}) == 1
+    return errors[0]
 
 
 def counted(ctx: Context) -> tuple[Context, Counter[str]]:

@@ -7,30 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.comm import (
-    TriggerState,
-    check_trigger,
-    failing_together,
-    gather_object,
-    local_main_process_first,
-    main_process_first,
-    on_last_process,
-    on_local_main_process,
-    on_local_process,
-    on_main_process,
-    on_process,
-    print_once,
-    set_trigger,
-    wait_for_everyone,
-)
+import accelfn as af
 from accelfn.context import Context
 from accelfn.errors import DistributedError, MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import worlds
+from tests.comm.seam import failure
 
 FIRST: tuple[Callable[[Context], AbstractContextManager[None]], ...] = (
-    main_process_first,
-    local_main_process_first,
+    af.main_process_first,
+    af.local_main_process_first,
 )
 
 
@@ -44,7 +30,7 @@ def test_the_first_ranks_pass_before_the_others(size: int, num_nodes: int, debug
             with first(ctx):
                 with lock:
                     order.append((turn, ctx.rank))
-            wait_for_everyone(ctx)
+            af.wait_for_everyone(ctx)
 
     run_ranks(work, size * num_nodes, num_nodes=num_nodes, debug=debug)
     for turn, leaders in enumerate(({0}, {node * size for node in range(num_nodes)})):
@@ -58,7 +44,7 @@ def test_the_first_of_all_and_the_first_of_each_node_may_go_before_together(num_
     entered: list[int] = []
 
     def work(ctx: Context) -> None:
-        with main_process_first(ctx), local_main_process_first(ctx):
+        with af.main_process_first(ctx), af.local_main_process_first(ctx):
             entered.append(ctx.rank)
 
     run_ranks(work, 2 * num_nodes, num_nodes=num_nodes, timeout_s=10)
@@ -73,116 +59,74 @@ def test_a_failure_of_the_first_reaches_those_that_wait(
 ) -> None:
     entered: list[int] = []
 
-    def work(ctx: Context) -> Any:
-        try:
-            with first(ctx):
-                entered.append(ctx.rank)
-                raise OSError("no space left")
-        except Exception as error:  # noqa: BLE001 -- it is the result
-            return error
+    def work(ctx: Context) -> None:
+        with first(ctx):
+            entered.append(ctx.rank)
+            raise OSError("no space left")
 
-    here, *others = run_ranks(work, 3, debug=debug, timeout_s=10)
+    here, *others = run_ranks(failure(work), 3, debug=debug, timeout_s=10)
     assert type(here) is OSError
     assert entered == [0]
     assert all(isinstance(error, RemoteRankError) and error.message == "no space left" for error in others)
 
 
-@given(worlds(), st.integers(1, 3), st.data())
-def test_functions_run_on_the_chosen_ranks_alone(size: int, num_nodes: int, data: st.DataObject) -> None:
-    index = data.draw(st.integers(0, size * num_nodes - 1))
-    local = data.draw(st.integers(0, size - 1))
-
-    def work(ctx: Context) -> Any:
-        def own(addend: int) -> int:
-            """Add."""
-            return ctx.rank + addend
-
-        chosen = (
-            on_main_process(ctx),
-            on_local_main_process(ctx),
-            on_last_process(ctx),
-            on_process(ctx, index),
-            on_local_process(ctx, local),
-        )
-        made = [decorate(own) for decorate in chosen]
-        assert [(one.__name__, one.__doc__) for one in made] == [("own", "Add.")] * 5
-        return [one(1) for one in made]
-
-    total = size * num_nodes
-    for rank, found in enumerate(run_ranks(work, total, num_nodes=num_nodes)):
-        runs = (rank == 0, rank % size == 0, rank == total - 1, rank == index, rank % size == local)
-        assert found == [rank + 1 if one else None for one in runs]
-
-
 def test_print_once_prints_once_per_node(capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(lambda ctx: print_once(ctx, "rank", ctx.rank, sep="-", end=";"), 4, num_nodes=2)
+    run_ranks(lambda ctx: af.print_once(ctx, "rank", ctx.rank, sep="-", end=";"), 4, num_nodes=2)
     assert sorted(capsys.readouterr().out.split(";")) == ["", "rank-0", "rank-2"]
 
 
 def test_waiting_for_ranks_that_do_something_else_is_an_error() -> None:
-    with pytest.raises(
-        MismatchError, match=r"\n  2 .*  a call of wait_for_everyone  a call of gather_object\n"
-    ):
-        run_ranks(lambda ctx: wait_for_everyone(ctx) if ctx.rank == 2 else gather_object(ctx, 1), 3)
+    with pytest.raises(MismatchError, match=r"\n  2 .*  a call of wait_for_everyone  a call of gather_obj"):
+        run_ranks(lambda ctx: af.wait_for_everyone(ctx) if ctx.rank == 2 else af.gather_object(ctx, 1), 3)
 
 
-# --- functions whose value every rank gets -------------------------------------------------------
+# --- functions on some ranks ----------------------------------------------------------------------
 
 
-@given(worlds(max_size=4), st.integers(1, 2), st.data())
-def test_every_rank_gets_what_the_chosen_one_returned(size: int, num_nodes: int, data: st.DataObject) -> None:
+@given(worlds(max_size=4), st.integers(1, 2), st.booleans(), st.data())
+def test_functions_run_on_the_chosen_ranks_and_every_rank_may_get_what_they_return(
+    size: int, num_nodes: int, share: Any, data: st.DataObject
+) -> None:
     total = size * num_nodes
     index = data.draw(st.integers(0, total - 1))
     local = data.draw(st.integers(0, size - 1))
-    runs: list[tuple[str, int]] = []
+    runs: list[tuple[int, int]] = []
 
     def work(ctx: Context) -> Any:
-        def own(name: str) -> dict[str, Any]:
+        def own(number: int) -> dict[str, Any]:
             """Say who ran."""
-            runs.append((name, ctx.rank))
+            runs.append((number, ctx.rank))
             return {"ran": ctx.rank}
 
-        chosen = {
-            "main": on_main_process(ctx, share=True),
-            "local main": on_local_main_process(ctx, share=True),
-            "last": on_last_process(ctx, share=True),
-            "index": on_process(ctx, index, share=True),
-            "local": on_local_process(ctx, local, share=True),
-        }
-        made = {name: decorate(own) for name, decorate in chosen.items()}
-        assert {(one.__name__, one.__doc__) for one in made.values()} == {("own", "Say who ran.")}
-        return {name: one(name)["ran"] for name, one in made.items()}
+        chosen = (
+            *(af.on_main_process(ctx, share=share), af.on_local_main_process(ctx, share=share)),
+            *(af.on_last_process(ctx, share=share), af.on_process(ctx, index, share=share)),
+            af.on_local_process(ctx, local, share=share),
+        )
+        made = [decorate(own) for decorate in chosen]
+        assert {(function.__name__, function.__doc__) for function in made} == {("own", "Say who ran.")}
+        returned = [function(number) for number, function in enumerate(made)]
+        return [value and value["ran"] for value in returned]
 
     results = run_ranks(work, total, num_nodes=num_nodes)
     for rank, found in enumerate(results):
         first = rank // size * size  # of this rank's node
-        assert found == {
-            "main": 0,
-            "local main": first,
-            "last": total - 1,
-            "index": index,
-            "local": first + local,
-        }
-    assert sorted(runs) == sorted({(name, ran) for found in results for name, ran in found.items()})
+        runners = [0, first, total - 1, index, first + local]
+        assert found == [ran if share or ran == rank else None for ran in runners]
+    whole = {(number, ran) for found in results for number, ran in enumerate(found) if ran is not None}
+    assert sorted(runs) == sorted(whole)
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+@pytest.mark.parametrize("on", ["memory", "processes"])
 def test_a_shared_function_that_fails_is_every_ranks_error(on: Where) -> None:
-    def work(ctx: Context) -> Any:
-        @on_main_process(ctx, share=True)
-        def read_file() -> str:
-            raise OSError("no such file")
+    def read_file() -> str:
+        raise OSError("no such file")
 
-        try:
-            return read_file()
-        except Exception as error:  # noqa: BLE001 -- it is the result
-            return type(error).__name__, str(error)
-
+    work = failure(lambda ctx: af.on_main_process(ctx, share=True)(read_file)())
+    here, *others = run_ranks(work, 3, on, timeout_s=20)
+    assert (type(here), str(here)) == (OSError, "no such file")
     said = "rank 0 failed in on_main_process (read_file): OSError: no such file"
-    assert run_ranks(work, 3, on, timeout_s=20) == [
-        ("OSError", "no such file"),
-        *[("RemoteRankError", said)] * 2,
-    ]
+    assert [(type(error), str(error)) for error in others] == [(RemoteRankError, said)] * 2
 
 
 def test_sharing_another_function_is_a_mismatch() -> None:
@@ -193,22 +137,21 @@ def test_sharing_another_function_is_a_mismatch() -> None:
         return 2
 
     with pytest.raises(MismatchError, match=r"second .*first"):
-        run_ranks(lambda ctx: on_main_process(ctx, share=True)(second if ctx.rank == 2 else first)(), 3)
+        run_ranks(lambda ctx: af.on_main_process(ctx, share=True)(second if ctx.rank == 2 else first)(), 3)
 
 
 # --- failing together ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo"])
-def test_the_others_hear_of_a_failure_before_the_rank_has_ended(on: Where) -> None:
+def test_the_others_hear_of_a_failure_before_the_rank_has_ended() -> None:
     told = threading.Semaphore(0)
 
     def work(ctx: Context) -> Any:
         try:
             if ctx.rank == 1:
-                with failing_together(ctx, "reading the data"):
+                with af.failing_together(ctx, "reading the data"):
                     raise OSError("no such file")
-            wait_for_everyone(ctx)
+            af.wait_for_everyone(ctx)
         except Exception as error:  # noqa: BLE001 -- it is the result
             for _ in range(2):  # the rank that failed lingers until both others have raised
                 if ctx.rank == 1:
@@ -216,7 +159,7 @@ def test_the_others_hear_of_a_failure_before_the_rank_has_ended(on: Where) -> No
             told.release()
             return error
 
-    here, there, other = run_ranks(work, 3, on, timeout_s=30)
+    here, there, other = run_ranks(work, 3, timeout_s=30)
     assert type(there) is OSError
     for error in (here, other):
         assert isinstance(error, RemoteRankError)
@@ -224,7 +167,7 @@ def test_the_others_hear_of_a_failure_before_the_rank_has_ended(on: Where) -> No
         assert str(error) == "rank 1 failed in reading the data: OSError: no such file"
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+@pytest.mark.parametrize("on", ["memory", "processes"])
 def test_a_remote_error_shows_the_traceback_of_the_other_rank(on: Where) -> None:
     def fails_here() -> None:
         raise OSError("no such file")
@@ -232,9 +175,9 @@ def test_a_remote_error_shows_the_traceback_of_the_other_rank(on: Where) -> None
     def work(ctx: Context) -> Any:
         try:
             if ctx.rank == 1:
-                with failing_together(ctx, "reading the data"):
+                with af.failing_together(ctx, "reading the data"):
                     fails_here()
-            wait_for_everyone(ctx)
+            af.wait_for_everyone(ctx)
         except Exception as error:  # noqa: BLE001 -- it is the result
             return type(error).__name__, repr(error.__cause__), str(error.__cause__)
 
@@ -248,13 +191,13 @@ def test_a_remote_error_shows_the_traceback_of_the_other_rank(on: Where) -> None
 def test_after_it_has_told_of_its_failure_a_rank_cannot_go_on() -> None:
     def work(ctx: Context) -> Any:
         try:
-            with failing_together(ctx, "reading"):
+            with af.failing_together(ctx, "reading"):
                 if ctx.rank == 1:
                     raise OSError("disk")
         except OSError:
             pass
         try:
-            wait_for_everyone(ctx)
+            af.wait_for_everyone(ctx)
         except DistributedError as error:
             return str(error)
 
@@ -263,25 +206,24 @@ def test_after_it_has_told_of_its_failure_a_rank_cannot_go_on() -> None:
     assert there.startswith("wait_for_everyone: operations across ranks are no longer possible")
 
 
+def triggered(ctx: Context, who: list[bool]) -> list[bool]:
+    state = af.set_trigger(af.TriggerState()) if who[ctx.rank] else af.TriggerState()
+    state, first = af.check_trigger(ctx, state)
+    state, second = af.check_trigger(ctx, state)
+    return [first, second, state.is_set]
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=5), st.booleans())
 def test_all_ranks_see_what_any_rank_has_set(who: list[bool], debug: bool) -> None:
-    def work(ctx: Context) -> list[bool]:
-        state = TriggerState()
-        if who[ctx.rank]:
-            state = set_trigger(state)
-        state, first = check_trigger(ctx, state)
-        state, second = check_trigger(ctx, state)
-        return [first, second, state.is_set]
+    found = run_ranks(lambda ctx: triggered(ctx, who), len(who), debug=debug)
+    assert found == [[any(who), False, False]] * len(who)
 
-    assert run_ranks(work, len(who), debug=debug) == [[any(who), False, False]] * len(who)
+
+def test_processes_see_it_too() -> None:
+    assert run_ranks(lambda ctx: triggered(ctx, [False, True]), 2, "processes") == [[True, False, False]] * 2
 
 
 def test_setting_changes_nothing_but_the_new_state() -> None:
-    state = TriggerState()
-    assert set_trigger(set_trigger(state)).is_set
+    state = af.TriggerState()
+    assert af.set_trigger(af.set_trigger(state)).is_set
     assert not state.is_set
-
-
-@pytest.mark.parametrize("on", ["gloo", "processes"])
-def test_other_worlds_agree_too(on: Where) -> None:
-    assert run_ranks(lambda ctx: check_trigger(ctx, TriggerState(ctx.rank == 1))[1], 2, on) == [True, True]

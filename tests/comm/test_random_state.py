@@ -27,14 +27,16 @@ def test_a_seed_decides_what_is_drawn() -> None:
     assert draws() != first
 
 
-def test_ranks_can_have_seeds_of_their_own() -> None:
+def test_ranks_can_have_seeds_of_their_own_and_be_synchronised() -> None:
     def work(ctx: Context) -> list[Any]:
         set_seed(7, ctx=ctx, device_specific=True)
-        return draws()
+        drawn = draws()
+        synchronize_rng_states(ctx, ["torch"])
+        return [drawn, listify(torch.rand(3))]
 
-    # Processes: threads share the generators.
-    first, second = run_ranks(work, 2, "processes")
+    (first, shared), (second, there) = run_ranks(work, 2, "processes")
     assert first != second
+    assert shared == there
     set_seed(8)
     assert draws() == second
 
@@ -58,16 +60,6 @@ def test_generators_continue_from_rank_0(size: int, seed: int, debug: bool) -> N
 
     results = run_ranks(work, size, debug=debug)
     assert results == [results[0]] * size
-
-
-def test_the_global_generator_of_each_process_is_synchronised() -> None:
-    def work(ctx: Context) -> Any:
-        set_seed(ctx.rank)
-        synchronize_rng_states(ctx, ["torch"])
-        return listify(torch.rand(3))
-
-    first, second = run_ranks(work, 2, "processes")
-    assert first == second
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -1,5 +1,6 @@
 """Laws of shard, unshard, all_gather, reduce_scatter, all_to_all and permute on trees."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch.autograd import forward_ad
 from accelfn.comm import all_gather, all_to_all, permute, reduce_scatter, shard, split_sizes, unshard
 from accelfn.context import Context
 from accelfn.context.config import ParallelismConfig
-from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError, RemoteRankError
-from accelfn.testing import Where, run_ranks
+from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
+from accelfn.testing import run_ranks
 from accelfn.testing.strategies import dtypes, rank_trees, shapes, tensors, trees, worlds
 from accelfn.tree import flatten, flatten_tensor, listify, map_tensors
+from tests.comm.seam import failure
 
-WORLDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 Operation = Callable[[Context, torch.Tensor], torch.Tensor]
 
 # Which torch leaves partly untyped.
@@ -104,9 +105,7 @@ def test_reduce_scatter_is_a_shard_of_the_sum(data: st.DataObject, size: int, re
 
 @settings(max_examples=12)
 @given(st.data(), worlds(4), st.integers(0, 2), st.integers(0, 2))
-def test_all_to_all_shards_along_another_dimension(
-    data: st.DataObject, size: int, before: int, after: int
-) -> None:
+def test_all_to_all_shards_along_another_dim(data: st.DataObject, size: int, before: int, after: int) -> None:
     whole = data.draw(tensors(dtypes(), shapes(min_dims=3, max_side=5), contiguous=True))
 
     def work(ctx: Context) -> bool:
@@ -220,9 +219,7 @@ def test_what_ranks_exchange_is_not_mapped_over(transform: str) -> None:
 
 @settings(max_examples=10)
 @given(worlds(4), st.integers(0, 99), st.integers(1, 6), st.integers(0, 1))
-def test_shard_and_unshard_have_the_gradients_of_one_process(
-    size: int, seed: int, rows: int, dim: int
-) -> None:
+def test_shard_and_unshard_have_gradients_of_one_process(size: int, seed: int, rows: int, dim: int) -> None:
     """A value that all ranks hold has one gradient, which all of them hold too."""
     start, other = drawn(seed, 0, (rows, 4)), drawn(seed + 1, 0, (rows, 4))
     alone = start.clone().requires_grad_()
@@ -266,11 +263,7 @@ def test_frozen_leaves_and_integers_travel_beside_trained_ones() -> None:
         trained = torch.full((2,), 1.0 + ctx.rank, dtype=torch.bfloat16, requires_grad=True)
         tree = {"trained": trained, "frozen": torch.ones(2, dtype=torch.bfloat16), "ids": torch.arange(2)}
         whole = all_gather(ctx, tree)
-        assert [leaf.requires_grad for leaf in (whole["trained"], whole["frozen"], whole["ids"])] == [
-            True,
-            False,
-            False,
-        ]
+        assert [whole[name].requires_grad for name in tree] == [True, False, False]
         torch.autograd.backward((whole["trained"] * whole["frozen"]).sum())
         assert trained.grad is not None
         assert listify(trained.grad) == [3.0, 3.0]
@@ -296,8 +289,8 @@ def test_large_leaves_travel_alone_and_empty_trees_not_at_all() -> None:
     run_ranks(work, 2)
 
 
-@pytest.mark.parametrize("on", WORLDS)
-def test_every_world_gives_the_same(on: Where) -> None:
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_processes_give_the_same(num_nodes: int) -> None:
     def work(ctx: Context) -> list[Any]:
         x = (torch.arange(15.0).view(5, 3) + ctx.rank).requires_grad_()
         part = reduce_scatter(ctx, {"x": x, "n": torch.arange(5)})
@@ -308,7 +301,7 @@ def test_every_world_gives_the_same(on: Where) -> None:
         assert x.grad is not None
         return [listify(whole["n"]), listify(turned), float(moved.detach()), listify(x.grad)]
 
-    assert run_ranks(work, 3, on) == run_ranks(work, 3, "memory")
+    assert run_ranks(work, 3, "processes", num_nodes=num_nodes) == run_ranks(work, 3)
 
 
 def test_an_axis_of_the_mesh_is_named() -> None:
@@ -319,45 +312,20 @@ def test_an_axis_of_the_mesh_is_named() -> None:
         return [listify(tp), listify(dp)]
 
     mesh = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    halves = [0, 1], [2, 3]
     assert run_ranks(work, 4, parallelism_config=mesh) == [
-        [[0, 1], [0, 1]],
-        [[2, 3], [0, 1]],
-        [[0, 1], [2, 3]],
-        [[2, 3], [2, 3]],
+        [halves[rank % 2], halves[rank // 2]] for rank in range(4)
     ]
-
-
-def failure(call: Callable[[Context], Any]) -> Callable[[Context], BaseException]:
-    def work(ctx: Context) -> BaseException:
-        with pytest.raises(
-            (TypeError, ValueError, ConfigurationError, MismatchError, RemoteRankError)
-        ) as caught:
-            call(ctx)
-        return caught.value
-
-    return work
 
 
 REFUSED: tuple[tuple[Callable[[Context], Any], type[Exception], str], ...] = (
     (lambda ctx: shard(ctx, {"a": torch.tensor(1.0)}), ValueError, r"shard: tree\['a'\] has 0 dimensions"),
-    (
-        lambda ctx: unshard(ctx, [torch.ones(2)], dim=1),
-        ValueError,
-        r"tree\[0\] has 1 dimension, shape \(2,\)",
-    ),
+    (lambda ctx: unshard(ctx, [torch.ones(2)], dim=1), ValueError, r"tree\[0\] has 1 dimension, shape"),
     (lambda ctx: all_gather(ctx, [1]), TypeError, r"all_gather: tree\[0\] must be a tensor"),
-    (
-        lambda ctx: reduce_scatter(ctx, torch.ones(2), reduction="max"),
-        ValueError,
-        "'sum' or 'mean', got 'max'",
-    ),
+    (lambda ctx: reduce_scatter(ctx, torch.ones(2), reduction="max"), ValueError, "mean', got 'max'"),
     (lambda ctx: reduce_scatter(ctx, torch.arange(2), reduction="mean"), TypeError, "can't represent a mean"),
     (lambda ctx: all_to_all(ctx, torch.ones(2), 0, 1), ValueError, "but no dim 1"),
-    (
-        lambda ctx: permute(ctx, torch.ones(2), [0, 0]),
-        ValueError,
-        r"a permutation of the ranks 0 to 1, got \[0, 0\]",
-    ),
+    (lambda ctx: permute(ctx, torch.ones(2), [0, 0]), ValueError, r"a permutation .* 0 to 1, got \[0, 0\]"),
     (lambda ctx: shard(ctx, torch.ones(2), "rows"), ConfigurationError, "no axis 'rows'"),
 )
 
@@ -368,8 +336,7 @@ def test_a_bad_argument_is_refused_on_every_rank(
 ) -> None:
     for error in run_ranks(failure(call), 2, timeout_s=10):
         assert type(error) is kind
-        with pytest.raises(kind, match=said):
-            raise error
+        assert re.search(said, str(error))
 
 
 DIFFERENT: tuple[Callable[[Context], Any], ...] = (

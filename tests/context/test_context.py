@@ -8,43 +8,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelfn.context import Context, Owned, World, close_context, init_context
-from accelfn.context.config import (
-    AORecipeKwargs,
-    AutocastKwargs,
-    DistributedType,
-    Guard,
-    InitProcessGroupKwargs,
-)
-from accelfn.context.device import Precision
+import accelfn as af
+from accelfn.context import Context, Owned
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 
 
 def test_the_default_is_one_process_on_the_cpu() -> None:
     ctx = Context()
-    assert (ctx.rank, ctx.num_processes, ctx.local_rank) == (0, 1, 0)
-    assert ctx.is_main_process
-    assert ctx.is_local_main_process
-    assert ctx.is_last_process
-    assert ctx.device == torch.device("cpu")
-    assert ctx.distributed_type == DistributedType.NO
-    assert (ctx.mixed_precision, ctx.gradient_accumulation_steps) == ("no", 1)
+    assert (ctx.rank, ctx.num_processes, ctx.local_rank, ctx.device) == (0, 1, 0, torch.device("cpu"))
+    assert ctx.is_main_process and ctx.is_local_main_process and ctx.is_last_process  # noqa: PT018
+    assert (ctx.distributed_type, ctx.mixed_precision) == (af.DistributedType.NO, "no")
 
 
 def test_it_is_frozen_and_equal_by_value() -> None:
     ctx = Context()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ctx.tag = "data"  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises((AttributeError, TypeError)):
-        ctx.debug = True  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises((AttributeError, TypeError)):
-        ctx.something = 1  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("tag", "debug", "something"):  # a field, a property, neither
+        with pytest.raises((AttributeError, TypeError)):
+            setattr(ctx, name, "data")
     assert Context() == ctx
     assert hash(Context()) == hash(ctx)
     assert ctx.replace(debug=True) != ctx
     assert ctx.tagged("data") != ctx
-    assert {ctx: 1}[Context()] == 1
 
 
 @pytest.mark.parametrize(
@@ -52,7 +37,7 @@ def test_it_is_frozen_and_equal_by_value() -> None:
     [(0, True, True, False), (1, False, False, False), (2, False, True, False), (3, False, False, True)],
 )
 def test_who_is_main(rank: int, main: bool, local_main: bool, last: bool) -> None:
-    world = World(rank=rank, size=4, local_rank=rank % 2, local_size=2, node_rank=rank // 2, num_nodes=2)
+    world = af.World(rank=rank, size=4, local_rank=rank % 2, local_size=2, node_rank=rank // 2, num_nodes=2)
     ctx = Context(world=world)
     assert (ctx.is_main_process, ctx.is_local_main_process, ctx.is_last_process) == (main, local_main, last)
 
@@ -60,43 +45,32 @@ def test_who_is_main(rank: int, main: bool, local_main: bool, last: bool) -> Non
 @pytest.mark.parametrize(
     ("device", "kind"),
     [
-        ("cpu", DistributedType.MULTI_CPU),
-        ("cuda:1", DistributedType.MULTI_GPU),
-        ("xpu:0", DistributedType.MULTI_XPU),
-        ("hpu:0", DistributedType.MULTI_HPU),
+        ("cpu", af.DistributedType.MULTI_CPU),
+        ("cuda:1", af.DistributedType.MULTI_GPU),
+        ("xpu:0", af.DistributedType.MULTI_XPU),
+        ("hpu:0", af.DistributedType.MULTI_HPU),
     ],
 )
-def test_the_kind_of_world_in_the_words_of_accelerate(device: str, kind: DistributedType) -> None:
-    world = World(size=2, local_size=2, device=torch.device(device))
+def test_the_kind_of_world_in_the_words_of_accelerate(device: str, kind: af.DistributedType) -> None:
+    world = af.World(size=2, local_size=2, device=torch.device(device))
     assert Context(world=world).distributed_type == kind
 
 
-# --- variants ------------------------------------------------------------------------------------
-
-
 def test_a_variant_changes_what_was_asked_and_nothing_else() -> None:
-    ctx = init_context(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=4, debug=True)
-    variant = ctx.replace(mixed_precision="bf16")
-    assert variant == dataclasses.replace(ctx, precision=Precision(mode="bf16"))
-    assert ctx.mixed_precision == "fp16"
-    assert ctx.replace() == ctx
-    assert ctx.replace(mixed_precision=None).mixed_precision == "fp16"
-    assert ctx.replace(gradient_accumulation_steps=1).gradient_accumulation_steps == 1
-    autocast = AutocastKwargs(cache_enabled=False)
+    ctx = af.init_context(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=4, debug=True)
+    assert ctx.replace(mixed_precision="bf16") == dataclasses.replace(
+        ctx, precision=af.Precision(mode="bf16")
+    )
+    assert ctx.replace() == ctx.replace(mixed_precision=None) == ctx.replace(cpu=True) == ctx
+    autocast = af.AutocastKwargs(cache_enabled=False)
     assert ctx.replace(kwargs_handlers=[autocast]).precision.autocast == autocast
-    assert ctx.replace(cpu=True) == ctx
-
-
-def test_a_variant_owns_nothing() -> None:
-    made = Owned(group=True, previous_device=torch.device("cuda:3"))
-    ctx = Context(world=World(owned=made))
-    assert ctx.replace(debug=True).world.owned == Owned()
-    assert ctx.world.owned == made
-    assert ctx.replace() == ctx  # so that what one has prepared, the other knows
+    eight = Context(precision=af.Precision(mode="fp8", fp8_recipe=af.AORecipeKwargs()))
+    assert eight.replace(mixed_precision="bf16").precision == af.Precision(mode="bf16")
+    assert eight.replace(debug=True).precision == eight.precision
 
 
 def test_variants_are_in_the_same_world_and_other_worlds_are_not() -> None:
-    def run(ctx: Context) -> World:
+    def run(ctx: Context) -> af.World:
         for variant in (ctx.replace(debug=True), ctx.tagged("data"), copy.deepcopy(ctx)):
             assert variant.world.identity is ctx.world.identity
             assert variant.world.background is ctx.world.background
@@ -106,72 +80,58 @@ def test_variants_are_in_the_same_world_and_other_worlds_are_not() -> None:
     first, again = run_ranks(run, 2)[0], run_ranks(run, 2)[0]
     assert first == first
     assert first != again
-    assert first.identity is not World().identity
-    assert Context().world.identity is World().identity is init_context(cpu=True).world.identity
-
-
-def test_a_variant_without_fp8_leaves_its_recipe() -> None:
-    ctx = Context(precision=Precision(mode="fp8", fp8_recipe=AORecipeKwargs()))
-    assert ctx.replace(mixed_precision="bf16").precision == Precision(mode="bf16")
-    assert ctx.replace(debug=True).precision == ctx.precision
+    assert first.identity is not af.World().identity
+    assert Context().world.identity is af.World().identity is af.init_context(cpu=True).world.identity
 
 
 def test_a_variant_stays_in_its_world() -> None:
     with pytest.raises(ConfigurationError, match="can't move from 'cpu' to another device: got cpu=False"):
         Context().replace(cpu=False)
-    away = Context(world=World(device=torch.device("cuda:0")))
+    away = Context(world=af.World(device=torch.device("cuda:0")))
     with pytest.raises(ConfigurationError, match="can't move from 'cuda' to another device: got cpu=True"):
         away.replace(cpu=True)
     with pytest.raises(ConfigurationError, match="keeps the process group"):
-        Context().replace(kwargs_handlers=[InitProcessGroupKwargs()])
+        Context().replace(kwargs_handlers=[af.InitProcessGroupKwargs()])
 
 
-def test_a_tag_is_on_the_variant_alone() -> None:
+def test_a_variant_owns_nothing_and_a_tag_is_on_it_alone() -> None:
     made = Owned(group=True, previous_device=torch.device("cuda:3"))
-    ctx = Context(world=World(owned=made), guard=Guard(mode="off"))
+    ctx = Context(world=af.World(owned=made), guard=af.Guard(mode="off"))
     tagged = ctx.tagged("data")
     assert (ctx.tag, tagged.tag, tagged.tagged("labels").tag) == ("", "data", "labels")
-    assert tagged == dataclasses.replace(ctx, tag="data", world=World())
-    assert ctx.world.owned == made
+    assert tagged == dataclasses.replace(ctx, tag="data", world=af.World())
     assert tagged.collectives.call_log is ctx.collectives.call_log
     assert tagged.replace(mixed_precision="bf16").tag == "data"
-    assert tagged.tagged("") == ctx.replace()
-
-
-# --- the end -------------------------------------------------------------------------------------
+    assert tagged.tagged("") == ctx.replace() == ctx  # so that what one has prepared, the other knows
+    assert (ctx.replace(debug=True).world.owned, ctx.world.owned) == (Owned(), made)
 
 
 def test_a_context_is_a_context_manager_that_lets_errors_through() -> None:
     with Context() as ctx:
         assert isinstance(ctx, Context)
-    with pytest.raises(KeyError, match="mine"), init_context(cpu=True):
+    with pytest.raises(KeyError, match="mine"), af.init_context(cpu=True):
         raise KeyError("mine")
 
 
 def test_closing_a_context_that_made_nothing_does_nothing_any_number_of_times() -> None:
     hook = sys.excepthook
-    ctx = init_context(cpu=True)
+    ctx = af.init_context(cpu=True)
     for _ in range(3):
-        close_context(ctx)
+        af.close_context(ctx)
     assert not dist.is_initialized()
     assert sys.excepthook is hook
     # Nor does one that says it made a group that is gone.
-    close_context(Context(world=World(owned=Owned(group=True, previous_device=torch.device("cuda:3")))))
+    af.close_context(Context(world=af.World(owned=Owned(group=True, previous_device=torch.device("cuda:3")))))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rank": 1}, r"rank must be in 0\.\.0, got 1"),
         ({"rank": -1, "size": 2}, r"rank must be in 0\.\.1, got -1"),
-        ({"size": 0}, "a rank needs at least one process"),
         ({"size": 4, "local_rank": 2, "local_size": 2}, r"local_rank must be in 0\.\.1, got 2"),
-        ({"size": 4, "node_rank": 2, "num_nodes": 2}, r"node_rank must be in 0\.\.1, got 2"),
-        ({"size": 2, "local_size": 3}, "are more than the world size 2"),
-        ({"size": 2, "num_nodes": 3}, "are more than the world size 2"),
         ({"size": 4, "local_size": 4, "num_nodes": 2}, "are more than the world size 4"),
     ],
 )
 def test_an_impossible_place_is_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        World(**fields)  # pyright: ignore[reportArgumentType]
+        af.World(**fields)  # pyright: ignore[reportArgumentType]

@@ -3,24 +3,15 @@
 import importlib
 import sys
 from collections.abc import Generator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from accelfn.context import (
-    DeviceFacts,
-    DevicePlan,
-    EnvironmentPlan,
-    Hardware,
-    Precision,
-    check_precision,
-    plan_device,
-    read_hardware,
-)
-from accelfn.context.config import AORecipeKwargs, PrecisionType, read_settings
+import accelfn as af
+from accelfn.context import DeviceFacts, DevicePlan, Hardware, plan_device, read_hardware
+from accelfn.context.config import read_settings
 from accelfn.context.device import check_peers, load_sagemaker_backend
 from accelfn.devices import DEVICE_TYPES
 from accelfn.errors import ConfigurationError, MissingExtraError
@@ -38,25 +29,17 @@ HPUS = Hardware(
 )
 
 
-def place(local_rank: int = 0, local_size: int = 1, launcher: str = "torchrun") -> EnvironmentPlan:
-    return EnvironmentPlan(
+def place(local_rank: int = 0, local_size: int = 1, launcher: str = "torchrun") -> af.EnvironmentPlan:
+    return af.EnvironmentPlan(
         launcher=launcher, rank=local_rank, size=local_size, local_rank=local_rank, local_size=local_size
     )
 
 
-ALONE = EnvironmentPlan()
+ALONE = af.EnvironmentPlan()
 
 
 def chosen(plan: DevicePlan) -> tuple[str, str | None]:
     return str(plan.device), plan.backend
-
-
-@given(local_size=st.integers(1, 8), data=st.data())
-def test_each_rank_of_a_node_takes_the_device_of_its_number(local_size: int, data: st.DataObject) -> None:
-    local_rank = data.draw(st.integers(0, local_size - 1))
-    plan = plan_device(place(local_rank, local_size), GPUS)
-    assert chosen(plan) == (f"cuda:{local_rank}", "cpu:gloo,cuda:nccl")
-    assert plan.facts == GPUS.devices[0]
 
 
 @pytest.mark.parametrize(
@@ -66,15 +49,12 @@ def test_each_rank_of_a_node_takes_the_device_of_its_number(local_size: int, dat
         (ALONE, GPUS, None, ("cuda:0", None)),
         (ALONE, GPUS, "cuda:3", ("cuda:3", None)),
         (ALONE, GPUS, "cuda", ("cuda:0", None)),
-        (ALONE, GPUS, "cpu", ("cpu", None)),
         (ALONE, GPUS, "cpu:0", ("cpu", None)),
-        (ALONE, MAC, None, ("mps", None)),
         (ALONE, MAC, "mps:0", ("mps", None)),
         (ALONE, HPUS, None, ("hpu:0", None)),
         (place(0, 1, "openmpi"), MAC, None, ("mps", None)),
         (place(0, 1, "openmpi"), GPUS, None, ("cuda:0", None)),
         (place(0, 1), PLAIN, None, ("cpu", "gloo")),
-        (place(1, 2), PLAIN, None, ("cpu", "gloo")),
         (place(1, 2), HPUS, None, ("hpu:1", "cpu:gloo,hpu:hccl")),
         (place(1, 2), GPUS, "cuda:7", ("cuda:7", "cpu:gloo,cuda:nccl")),
         (place(1, 2), GPUS, "cpu", ("cpu", "gloo")),
@@ -82,18 +62,10 @@ def test_each_rank_of_a_node_takes_the_device_of_its_number(local_size: int, dat
     ],
 )
 def test_the_choice_of_device_and_backend(
-    world: EnvironmentPlan,
-    hardware: Hardware,
-    device: str | None,
-    expected: tuple[str, str | None],
+    world: af.EnvironmentPlan, hardware: Hardware, device: str | None, expected: tuple[str, str | None]
 ) -> None:
     assert chosen(plan_device(world, hardware, device=device)) == expected
-
-
-@pytest.mark.parametrize("hardware", [PLAIN, GPUS, MAC, HPUS])
-def test_cpu_takes_the_cpu_everywhere(hardware: Hardware) -> None:
-    assert chosen(plan_device(place(1, 16), hardware, cpu=True)) == ("cpu", "gloo")
-    assert chosen(plan_device(ALONE, hardware, cpu=True)) == ("cpu", None)
+    assert str(plan_device(world, hardware, cpu=True).device) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -143,14 +115,12 @@ def test_what_is_not_there_is_refused(
         plan_device(place(0, 2), hardware, device=device, cpu=cpu, backend=backend)
 
 
-@pytest.mark.parametrize(("count", "local_size"), [(1, 2), (7, 8)])
-def test_more_ranks_than_devices_is_an_error_and_not_a_shared_device(count: int, local_size: int) -> None:
-    few = Hardware(devices=(DeviceFacts(type="cuda", count=count, backend="nccl"), CPU))
-    with pytest.raises(ConfigurationError, match=f"Start at most {count} rank.* ACCELFN_TORCH_DEVICE=cuda:0"):
-        plan_device(place(local_size - 1, local_size), few)
+def test_more_ranks_than_devices_is_an_error_and_not_a_shared_device() -> None:
+    few = Hardware(devices=(DeviceFacts(type="cuda", count=7, backend="nccl"), CPU))
+    with pytest.raises(ConfigurationError, match=r"Start at most 7 rank.* ACCELFN_TORCH_DEVICE=cuda:0"):
+        plan_device(place(7, 8), few)
     # The way out that the message names, for processes that are each shown a device of their own.
-    alone = plan_device(place(local_size - 1, local_size), few, device="cuda:0")
-    assert str(alone.device) == "cuda:0"
+    assert str(plan_device(place(7, 8), few, device="cuda:0").device) == "cuda:0"
 
 
 def test_this_machine_has_a_cpu_and_gloo_and_no_backend_that_moves_nothing() -> None:
@@ -163,55 +133,26 @@ def test_this_machine_has_a_cpu_and_gloo_and_no_backend_that_moves_nothing() -> 
 
 
 @pytest.mark.parametrize(
-    ("mode", "offered", "refused"),
-    [
-        ("bf16", ("fp16", "bf16"), False),
-        ("bf16", ("fp16",), True),
-        ("fp16", ("bf16",), True),
-        ("fp16", ("fp16",), False),
-        ("no", (), False),
-    ],
-)
-def test_a_precision_runs_where_the_device_has_it(mode: str, offered: tuple[str, ...], refused: bool) -> None:
-    facts = DeviceFacts(type="cuda", precisions=frozenset(offered))
-    if refused:
-        with pytest.raises(ConfigurationError, match=f"mixed_precision='{mode}' isn't supported on .*'cuda'"):
-            check_precision(Precision(mode=mode), facts)
-    else:
-        check_precision(Precision(mode=mode), facts)
-
-
-@pytest.mark.parametrize(
     ("mode", "dtype", "scales"),
     [("no", None, False), ("fp16", torch.float16, True), ("bf16", torch.bfloat16, False)],
 )
-def test_each_mode_has_its_dtype_and_only_fp16_scales(
+def test_modes_have_their_dtype_and_only_fp16_scales(
     mode: str, dtype: torch.dtype | None, scales: bool
 ) -> None:
-    precision = Precision(mode=mode)
+    precision = af.Precision(mode=af.PrecisionType(mode))
     assert (precision.compute_dtype, precision.scales_loss) == (dtype, scales)
-
-
-@pytest.mark.parametrize("item", list(PrecisionType))
-def test_a_mode_may_be_an_enum_and_is_kept_as_plain_text(item: PrecisionType) -> None:
-    precision = Precision(mode=item)
-    assert type(precision.mode) is str
-    assert precision == Precision(mode=item.value)
+    assert (type(precision.mode), precision) == (str, af.Precision(mode=mode))
 
 
 @pytest.mark.parametrize("mode", ["fp32", "BF16", "", None, 16])
 def test_an_unknown_mode_is_refused(mode: str) -> None:
     with pytest.raises(ConfigurationError, match=r"mixed_precision must be one of no, fp8, fp16, bf16: got"):
-        Precision(mode=mode)
+        af.Precision(mode=mode)
 
 
 def test_an_fp8_recipe_without_fp8_is_refused() -> None:
-    recipe = AORecipeKwargs()
-    assert Precision(mode="fp8", fp8_recipe=recipe).fp8_recipe == recipe
-    with pytest.raises(
-        ConfigurationError, match="AORecipeKwargs has an effect only with mixed_precision='fp8'"
-    ):
-        Precision(mode="bf16", fp8_recipe=recipe)
+    with pytest.raises(ConfigurationError, match="AORecipeKwargs has an effect only with mixed_precision='f"):
+        af.Precision(mode="bf16", fp8_recipe=af.AORecipeKwargs())
 
 
 # --- vendors' packages ----------------------------------------------------------------------------
@@ -275,7 +216,7 @@ def test_a_package_that_is_missing_is_named(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "variables", "found", "refused"),
+    ("backend", "variables", "would_hang", "refused"),
     [
         ("cpu:gloo,cuda:nccl", {}, True, True),
         ("cpu:gloo,cuda:nccl", {"NCCL_P2P_DISABLE": "1"}, True, False),
@@ -285,14 +226,12 @@ def test_a_package_that_is_missing_is_named(kind: str) -> None:
     ],
 )
 def test_gpus_on_which_nccl_would_hang_are_refused(
-    backend: str | None, variables: dict[str, str], found: bool, refused: bool
+    backend: str | None, variables: dict[str, str], would_hang: bool, refused: bool
 ) -> None:
     plan = DevicePlan(device=torch.device("cuda:0"), backend=backend, facts=GPUS.devices[0])
-    if refused:
-        with pytest.raises(ConfigurationError, match="Set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1"):
-            check_peers(plan, variables, find=lambda: found)
-    else:
-        check_peers(plan, variables, find=lambda: found)
+    expected = pytest.raises(ConfigurationError, match="Set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1")
+    with expected if refused else nullcontext():
+        check_peers(plan, variables, find=lambda: would_hang)
 
 
 def test_jobs_of_sagemaker_communicate_by_its_library(monkeypatch: pytest.MonkeyPatch) -> None:

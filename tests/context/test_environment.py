@@ -1,45 +1,32 @@
 """From launchers' variables to a plan: what each launcher really sets, and what must be refused."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.context.environment import EnvironmentPlan, detect_environment, first_host, tasks_on_node
+from accelfn.context.environment import EnvironmentPlan, detect_environment, first_host
 from accelfn.errors import EnvironmentPlanError
 
 Env = dict[str, str]
 
 
 def torchrun(rank: int, size: int, local: int, local_size: int, node: int, nodes: int) -> Env:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(local_size),
-        "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(nodes),
+    places = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_size}
+    env = {**places, "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes, "MASTER_PORT": 29400}
+    return {name: str(number) for name, number in env.items()} | {
         "MASTER_ADDR": "node0",
-        "MASTER_PORT": "29400",
         "TORCHELASTIC_RUN_ID": "none",
     }
 
 
 def slurm(rank: int, size: int, local: int, local_size: int, node: int, nodes: int, spread: str) -> Env:
-    return {
-        "SLURM_JOB_ID": "1234",
-        "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": str(size),
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(local),
-        "SLURM_NODEID": str(node),
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_STEP_TASKS_PER_NODE": spread,
-        "SLURM_STEP_NODELIST": "gpu[07-12]",
-        "SLURM_JOB_NODELIST": "gpu[01-12]",
-    }
+    places = {"NTASKS": size, "PROCID": rank, "LOCALID": local, "NODEID": node, "JOB_ID": 1234}
+    step = {"STEP_ID": 0, "STEP_NUM_TASKS": size, "STEP_NUM_NODES": nodes, "STEP_TASKS_PER_NODE": spread}
+    hosts = {"STEP_NODELIST": "gpu[07-12]", "JOB_NODELIST": "gpu[01-12]"}
+    return {f"SLURM_{name}": str(value) for name, value in {**places, **step, **hosts}.items()}
 
 
 Family = Callable[[int, int, int, int], Env]
@@ -59,6 +46,7 @@ pals = family("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")  # Cra
 
 MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "12345"}
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}
+BY_HAND = {"RANK": "3", "WORLD_SIZE": "4"}
 
 
 def plan(
@@ -70,28 +58,17 @@ def plan(
     *,
     known: bool = True,
 ) -> EnvironmentPlan:
-    return EnvironmentPlan(
-        launcher=launcher,
-        rank=rank_size[0],
-        size=rank_size[1],
-        local_rank=local[0],
-        local_size=local[1],
-        node_rank=node[0],
-        num_nodes=node[1],
-        nodes_known=known,
-        master_addr=master[0],
-        master_port=master[1],
-    )
+    names = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
+    places = dict(zip(names, (*rank_size, *local, *node), strict=True))
+    address: dict[str, Any] = {"master_addr": master[0], "master_port": master[1], "nodes_known": known}
+    return EnvironmentPlan(launcher=launcher, **places, **address)
 
 
 # Name: variables, and the plan.
 LAUNCHES: Mapping[str, tuple[Env, EnvironmentPlan]] = {
     "nothing": ({}, EnvironmentPlan()),
     "not distributed, as old launchers say it": ({"LOCAL_RANK": "-1"}, EnvironmentPlan()),
-    "not distributed, with a size": (
-        {"LOCAL_RANK": "-1", "RANK": "0", "WORLD_SIZE": "1"},
-        EnvironmentPlan(),
-    ),
+    "not distributed, with a size": ({"LOCAL_RANK": "-1", "RANK": "0", "WORLD_SIZE": "1"}, EnvironmentPlan()),
     "torchrun, second of three nodes": (
         torchrun(5, 12, 1, 4, 1, 3),
         plan("torchrun", (5, 12), (1, 4), (1, 3), ("node0", 29400)),
@@ -117,22 +94,15 @@ LAUNCHES: Mapping[str, tuple[Env, EnvironmentPlan]] = {
         plan("env", (2, 4), (2, 4), (0, 1), ("127.0.0.1", 29500)),
     ),
     "by hand, all there but the node": (
-        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MASTER},
+        {**BY_HAND, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MASTER},
         plan("env", (3, 4), (1, 2), (1, 2), ("node0", 12345), known=False),
     ),
     "a platform that numbers nodes": (
-        {
-            "RANK": "3",
-            "WORLD_SIZE": "4",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "NODE_RANK": "1",
-            **MASTER,
-        },
+        {**BY_HAND, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1", **MASTER},
         plan("env", (3, 4), (1, 2), (1, 2), ("node0", 12345)),
     ),
     "a platform that leaves out how many are on the node": (
-        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", **MASTER},
+        {**BY_HAND, "LOCAL_RANK": "1", "NODE_RANK": "1", **MASTER},
         plan("env", (3, 4), (1, 2), (1, 2), ("node0", 12345), known=False),
     ),
     "Open MPI's mpirun in a SLURM allocation: srun started the daemons": (
@@ -160,13 +130,7 @@ LAUNCHES: Mapping[str, tuple[Env, EnvironmentPlan]] = {
         plan("slurm", (3, 4), (1, 2), (1, 2), ("node0", 12345)),
     ),
     "sbatch without srun": (
-        {
-            "SLURM_JOB_ID": "1",
-            "SLURM_NTASKS": "8",
-            "SLURM_PROCID": "0",
-            "SLURM_LOCALID": "0",
-            "SLURM_NODEID": "0",
-        },
+        {name: text for name, text in slurm(0, 8, 0, 8, 0, 1, "8").items() if "STEP" not in name},
         EnvironmentPlan(),
     ),
     "srun -n 1": (slurm(0, 1, 0, 1, 0, 1, "1"), EnvironmentPlan()),
@@ -201,10 +165,7 @@ REFUSED: Mapping[str, tuple[Env, str]] = {
         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0", **MASTER},
         "a local_rank needs at least one process, got 0",
     ),
-    "node outside the nodes": (
-        {**torchrun(0, 4, 0, 2, 2, 2)},
-        r"node_rank must be in 0\.\.1, got 2",
-    ),
+    "node outside the nodes": ({**torchrun(0, 4, 0, 2, 2, 2)}, r"node_rank must be in 0\.\.1, got 2"),
     "a full node beside others": (torchrun(0, 4, 0, 4, 0, 2), "are more than the world size 4"),
     "alone, and not": ({"LOCAL_RANK": "-1", "RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK=-1 means"),
     "several nodes by hand without an address": (
@@ -248,21 +209,12 @@ def test_slurm_without_a_spread_takes_equal_nodes() -> None:
     assert detect_environment(env).local_rank == 1
 
 
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("n[1-4]", "n1"),
-        ("n[01,03-05],m2", "n01"),
-        ("n7,m[1-2]", "n7"),
-        ("r[1-2]c[3,5]", "r1c3"),
-        ("gpu-[01-03].cluster.org", "gpu-01.cluster.org"),
-        (" n1 ", "n1"),
-    ],
-)
-def test_first_host_of_a_list(hosts: str, first: str) -> None:
-    assert first_host(hosts) == first
+HOSTS = {"n1,n2": "n1", "n[01,03-05],m2": "n01", "n7,m[1-2]": "n7", "r[1-2]c[3,5]": "r1c3", " n1 ": "n1"}
+
+
+def test_first_host_of_a_list() -> None:
+    assert {hosts: first_host(hosts) for hosts in HOSTS} == HOSTS
+    assert first_host("gpu-[01-03].cluster.org") == "gpu-01.cluster.org"
 
 
 @pytest.mark.parametrize("hosts", ["", ",", "]"])
@@ -332,9 +284,7 @@ def test_launchers_that_number_nodes_give_the_layout_exactly(
 @pytest.mark.parametrize("deal", [in_blocks, in_turn])
 @given(layout=layouts)
 def test_mpi_on_any_layout_gives_the_rank_and_says_that_its_node_is_a_guess(
-    family: Family,
-    deal: Callable[[Layout], list[tuple[int, int]]],
-    layout: Layout,
+    family: Family, deal: Callable[[Layout], list[tuple[int, int]]], layout: Layout
 ) -> None:
     for rank, (node, local) in enumerate(deal(layout)):
         found = detect_environment(by_mpi(family)(layout, node, local, rank))
@@ -382,12 +332,3 @@ def test_a_world_that_was_asked_for_is_never_silently_one_process(rank: int, siz
         del env[drop]
         with pytest.raises(EnvironmentPlanError):
             detect_environment(env)
-
-
-@given(counts=st.lists(st.tuples(st.integers(1, 99), st.integers(1, 4)), min_size=1, max_size=5))
-def test_tasks_on_node_reads_what_slurm_writes(counts: list[tuple[int, int]]) -> None:
-    spread = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in counts)
-    written = [count for count, times in counts for _ in range(times)]
-    assert [tasks_on_node(spread, node) for node in range(len(written))] == written
-    with pytest.raises(EnvironmentPlanError, match=rf"\({len(written)} nodes?\)|has {len(written)} node"):
-        tasks_on_node(spread, len(written))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
@@ -10,18 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import accelfn as af
 from accelfn import Context, ParallelismConfig
@@ -30,16 +23,16 @@ from accelfn.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
     DistributedError,
-    MismatchError,
     MissingRankError,
     NotAvailableError,
-    RemoteRankError,
 )
 from accelfn.testing import Fault, run_ranks
+from tests.comm.seam import failure
 
 CUBE = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)
 SQUARE = ParallelismConfig(dp_shard_size=2, tp_size=2)
 NAMES = (*AXES, *JOINED, "ep", "edp")
+on_each_world = pytest.mark.parametrize("on", ["memory", "processes"])
 
 
 @st.composite
@@ -63,9 +56,7 @@ NAMED = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).map(tuple)
 
 
 @given(plans(), NAMED)
-def test_groups_share_the_ranks_out_and_coordinates_number_them(
-    plan: MeshPlan, axes: tuple[str, ...]
-) -> None:
+def test_groups_share_ranks_out_and_coordinates_number_them(plan: MeshPlan, axes: tuple[str, ...]) -> None:
     groups = {plan.group(rank, *axes) for rank in range(plan.num_ranks)}
     assert sorted(chain.from_iterable(groups)) == list(range(plan.num_ranks))
     for group in groups:
@@ -83,7 +74,7 @@ def test_a_restricted_plan_is_the_plan_of_a_group(plan: MeshPlan, axes: tuple[st
     for place, rank in enumerate(group):
         for axis in plan.parts(*axes):
             assert inner.coordinate(place, axis) == plan.coordinate(rank, axis)
-            assert tuple(group[one] for one in inner.group(place, axis)) == plan.group(rank, axis)
+            assert tuple(group[member] for member in inner.group(place, axis)) == plan.group(rank, axis)
 
 
 def test_without_a_config_each_rank_is_a_copy() -> None:
@@ -98,8 +89,7 @@ def test_a_mesh_of_ten_thousand_ranks_is_planned_by_the_sizes_alone() -> None:
     config = ParallelismConfig(pp_size=2, dp_replicate_size=5, dp_shard_size=125, tp_size=8, ep_size=25)
     plan = plan_mesh(config, 10_000)
     assert plan.parts(*AXES) == ("pp", "dp_replicate", "edp", "ep", "tp")
-    assert len(plan.group(9_999, "shard")) == 125
-    assert plan.group(9_999, "tp") == tuple(range(9_992, 10_000))
+    assert (len(plan.group(9_999, "shard")), plan.group(9_999, "tp")) == (125, tuple(range(9_992, 10_000)))
     assert len(str(plan).splitlines()) < 40
 
 
@@ -122,18 +112,15 @@ def test_a_plan_draws_itself() -> None:
 
 def test_what_a_plan_refuses() -> None:
     plan = plan_mesh(SQUARE, 4)
-    with pytest.raises(
-        ConfigurationError, match=r"no axis 'tensor'. Its axes are pp, dp_replicate, .* dp, shard"
-    ):
-        plan.size("tensor")
-    with pytest.raises(ConfigurationError, match="has ranks 0 to 3, got 4"):
-        plan.coordinate(4, "tp")
-    with pytest.raises(ConfigurationError, match=r"covers 4 ranks .*Fitting would be .*dp_shard_size=4"):
-        plan_mesh(SQUARE, 8)
-    with pytest.raises(
-        ConfigurationError, match=r"for 4 ranks, but the context has 1. .*plan_mesh\(config, 1\)"
-    ):
-        build_mesh(Context(), plan)
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: plan.size("tensor"), r"no axis 'tensor'. Its axes are pp, dp_replicate, .* dp, shard"),
+        (lambda: plan.coordinate(4, "tp"), "has ranks 0 to 3, got 4"),
+        (lambda: plan_mesh(SQUARE, 8), r"covers 4 ranks .*Fitting would be .*dp_shard_size=4"),
+        (lambda: build_mesh(Context(), plan), r"for 4 ranks, but the context has 1. .*plan_mesh\("),
+    ]
+    for call, message in refused:
+        with pytest.raises(ConfigurationError, match=message):
+            call()
 
 
 # --- along ---------------------------------------------------------------------------------------
@@ -143,6 +130,7 @@ def with_plan(ctx: Context, plan: MeshPlan) -> Context:
     return replace(ctx, mesh=build_mesh(ctx, plan))
 
 
+@settings(max_examples=12)
 @given(plans(most=12), st.lists(NAMED, min_size=1, max_size=3))
 def test_operations_along_an_axis_are_those_of_its_ranks(plan: MeshPlan, many: list[tuple[str, ...]]) -> None:
     def run(ctx: Context) -> None:
@@ -167,38 +155,25 @@ def test_operations_along_an_axis_are_those_of_its_ranks(plan: MeshPlan, many: l
     run_ranks(run, plan.num_ranks)
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+@on_each_world
 def test_the_axes_of_each_kind_of_world(on: Any) -> None:
     def run(ctx: Context) -> tuple[Any, ...]:
-        inner = ctx.along("dp").along("dp_shard")
-        return (
-            ctx.strategy.parallelism == CUBE,
-            listed(af.gather(ctx.along("tp"), torch.tensor([ctx.rank]))),
-            listed(af.gather(ctx.along("dp_replicate", "tp"), torch.tensor([ctx.rank]))),
-            listed(af.gather(inner, torch.tensor([ctx.rank]))),
+        inner, own = ctx.along("dp").along("dp_shard"), torch.tensor([ctx.rank])
+        assert {
+            inner.along("tp").num_processes,
             ctx.along("pp").num_processes,
             ctx.along().num_processes,
-            ctx.along(*AXES) is ctx,
-        )
+        } == {1}
+        assert ctx.along(*AXES) is ctx
+        assert inner.mesh is not None
+        assert inner.mesh.plan == MeshPlan((1, 1, 2, 1, 1, 1))
+        axes = (ctx.along("tp"), ctx.along("dp_replicate", "tp"), inner)
+        return tuple(listed(af.gather(axis, own)) for axis in axes)
 
-    found = run_ranks(run, 8, on, parallelism_config=CUBE)
     plan = plan_mesh(CUBE, 8)
-    for rank, row in enumerate(found):
-        groups = [list(plan.group(rank, *axes)) for axes in (("tp",), ("dp_replicate", "tp"), ("dp_shard",))]
-        assert row == (True, *groups, 1, 1, True)
-
-
-def test_the_context_of_an_axis_has_the_axes_of_its_ranks() -> None:
-    def run(ctx: Context) -> None:
-        dp = ctx.along("dp")
-        assert dp.mesh is not None
-        assert dp.mesh.plan == MeshPlan((1, 2, 2, 1, 1, 1))
-        assert (dp.coordinate("dp_shard"), dp.coordinate("tp")) == (ctx.coordinate("dp_shard"), 0)
-        assert dp.along("tp").num_processes == 1
-        assert dp.along("dp_shard", "tp").num_processes == 2
-        assert dp.along("loss") is dp
-
-    run_ranks(run, 8, parallelism_config=CUBE)
+    for rank, groups in enumerate(run_ranks(run, 8, on, parallelism_config=CUBE)):
+        names = (("tp",), ("dp_replicate", "tp"), ("dp_shard",))
+        assert groups == tuple(list(plan.group(rank, *axes)) for axes in names)
 
 
 def test_a_context_without_a_mesh_has_copies_only() -> None:
@@ -242,29 +217,24 @@ def test_a_variant_keeps_the_mesh_and_its_axes_have_its_options() -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+@on_each_world
 def test_an_error_along_one_axis_leaves_the_others_usable(on: Any) -> None:
-    def run(ctx: Context) -> tuple[str, Any, Any, Any]:
-        tp, shape = ctx.along("tp"), 1
-        if ctx.coordinate("dp_shard") == 0:  # one row of the mesh is torn, the other is not
-            shape = 2 + ctx.coordinate("tp")
-        said = ""
-        try:
-            af.reduce(tp, torch.ones(shape), "sum")
-        except MismatchError as error:
-            said = type(error).__name__
-        along = listed(af.gather(ctx.along("dp_shard"), torch.tensor([ctx.rank])))
-        again = listed(af.gather(tp, torch.tensor([ctx.rank])))
-        return said, along, again, listed(af.gather(ctx, torch.tensor([ctx.rank])))
+    def run(ctx: Context) -> tuple[str, list[Any]]:
+        tp, own = ctx.along("tp"), torch.tensor([ctx.rank])
+        # One row of the mesh is torn, the other is not.
+        shape = 2 + ctx.coordinate("tp") if ctx.coordinate("dp_shard") == 0 else 1
+        error = failure(lambda ctx: af.reduce(tp, torch.ones(shape), "sum"))(ctx)
+        axes = (ctx.along("dp_shard"), tp, ctx)
+        return type(error).__name__, [listed(af.gather(axis, own)) for axis in axes]
 
     found = run_ranks(run, 4, on, parallelism_config=SQUARE)
-    assert [row[0] for row in found] == ["MismatchError"] * 2 + [""] * 2
-    assert [row[1:] for row in found] == [
-        ([rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3]) for rank in range(4)
-    ]
+    for rank, (error, gathered) in enumerate(found):
+        assert error == ("MismatchError" if rank < 2 else "Tensor")
+        first = rank // 2 * 2
+        assert gathered == [[rank % 2, rank % 2 + 2], [first, first + 1], [0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+@on_each_world
 def test_what_is_over_along_one_axis_goes_on_along_the_others(on: Any) -> None:
     def run(ctx: Context) -> list[Any]:
         tp = ctx.along("tp")
@@ -282,111 +252,78 @@ def test_what_is_over_along_one_axis_goes_on_along_the_others(on: Any) -> None:
     assert run_ranks(run, 4, on, parallelism_config=SQUARE) == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+@on_each_world
 def test_a_rank_that_fails_is_named_to_those_who_wait_along_an_axis(on: Any, tmp_path: Path) -> None:
     def run(ctx: Context) -> None:
         if ctx.rank == 3:
             raise ValueError("no such file")
         if ctx.rank == 1:
-            try:
-                af.wait_for_everyone(ctx.along("dp_shard"))
-            except RemoteRankError as error:
-                (tmp_path / "told").write_text(f"rank {error.rank}: {error}")
-                raise
+            error = failure(lambda ctx: af.wait_for_everyone(ctx.along("dp_shard")))(ctx)
+            (tmp_path / "told").write_text(f"{type(error).__name__}: {error}")
 
     with pytest.raises(ValueError, match="no such file"):
         run_ranks(run, 4, on, parallelism_config=SQUARE)
     told = (tmp_path / "told").read_text()
-    assert told.startswith("rank 3: ")
+    assert told.startswith("RemoteRankError: rank 3 failed")
     assert "no such file" in told
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
-def test_a_rank_that_has_ended_is_missed_along_an_axis(on: Any) -> None:
+@pytest.mark.parametrize("faults", [[], [Fault(kind="die", rank=3, at=0)]], ids=("ended", "dies"))
+@on_each_world
+def test_a_rank_that_has_ended_or_dies_is_missed_along_an_axis(on: Any, faults: list[Fault]) -> None:
     def run(ctx: Context) -> str:
+        if ctx.rank == 3 and faults:
+            af.wait_for_everyone(ctx)
         if ctx.rank == 1:
             with pytest.raises(MissingRankError) as caught:
                 af.wait_for_everyone(ctx.along("dp_shard"))
             return str(caught.value)
         return ""
 
-    assert "has ended" in run_ranks(run, 4, on, parallelism_config=SQUARE)[1]
-
-
-@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
-def test_a_rank_that_dies_is_missed_along_an_axis(on: Any) -> None:
-    def run(ctx: Context) -> None:
-        if ctx.rank == 3:
-            af.wait_for_everyone(ctx)
-        af.wait_for_everyone(ctx.along("dp_shard"))
-
-    with pytest.raises(MissingRankError):
-        run_ranks(run, 4, on, parallelism_config=SQUARE, faults=[Fault(kind="die", rank=3, at=0)])
+    if on == "processes" and faults:
+        with pytest.raises(MissingRankError):
+            run_ranks(run, 4, on, parallelism_config=SQUARE, faults=faults)
+    else:
+        said = run_ranks(run, 4, on, parallelism_config=SQUARE, faults=faults)[1]
+        assert ("died" if faults else "has ended") in said
 
 
 # --- worlds of processes -------------------------------------------------------------------------
 
 
-def test_torch_composes_the_meshes_of_a_model() -> None:
+def test_the_meshes_of_torch_have_the_axes_as_their_dimensions() -> None:
     def run(ctx: Context) -> tuple[Any, ...]:
         assert isinstance(ctx.mesh, Mesh)
-        torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
-        plain, model = (
-            nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False), nn.Tanh()) for _ in "ab"
-        )
-        model.load_state_dict(plain.state_dict())
-        styles: dict[str, ParallelStyle] = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-        parallelize_module(model, ctx.mesh.device_mesh("tp"), styles)
-        fully_shard(model, mesh=ctx.mesh.device_mesh("dp_replicate", "shard"), reshard_after_forward=False)
-        data = torch.arange(8.0).view(2, 4)
-        model(data).sum().backward()
-        plain(data).sum().backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert isinstance(one.grad, DTensor)
-            assert other.grad is not None
-            assert torch.allclose(one.grad.full_tensor(), other.grad, atol=1e-6)
         dims = [("tp",), ("loss",), ("dp_replicate", "tp"), ("pp", "shard", "tp")]
         meshes = [ctx.mesh.device_mesh(*names) for names in dims]
-        assert all(ctx.mesh.device_mesh(*names) is one for names, one in zip(dims, meshes, strict=True))
-        assert [one.mesh_dim_names for one in meshes] == dims
+        assert all(ctx.mesh.device_mesh(*names) is mesh for names, mesh in zip(dims, meshes, strict=True))
+        assert [mesh.mesh_dim_names for mesh in meshes] == dims
         with pytest.raises(ConfigurationError, match="no mesh has the dimensions loss, tp"):
             ctx.mesh.device_mesh("loss", "tp")
         with pytest.raises(ConfigurationError, match="no axis 'x'"):
             ctx.mesh.device_mesh("x")
-        return tuple(tuple(one.shape) for one in meshes)
+        return tuple(tuple(mesh.shape) for mesh in meshes)
 
     for config in (SQUARE, ParallelismConfig(dp_replicate_size=2, tp_size=2)):
         found = run_ranks(run, 4, "processes", parallelism_config=config)
         assert found == [((2,), (2,), (config.dp_replicate_size, 2), (1, config.dp_shard_size, 2))] * 4
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo"])
-def test_threads_have_no_device_mesh(on: Any) -> None:
-    def run(ctx: Context) -> None:
-        assert ctx.mesh is not None
-        with pytest.raises(NotAvailableError, match='on="processes"'):
-            ctx.mesh.device_mesh("tp")
-
-    run_ranks(run, 4, on, parallelism_config=SQUARE)
-
-
+@pytest.mark.usefixtures("dtensors")
 def test_a_mesh_of_the_users_own_is_adopted() -> None:
+    names = SQUARE.mesh_dim_names
+
     def run(outer: Context) -> list[int]:
-        theirs: Any = init_device_mesh("cpu", SQUARE.mesh_shape, mesh_dim_names=SQUARE.mesh_dim_names)
-        handler = af.config.TorchTensorParallelConfig(plan={"0": "gather"})
-        mesh = replace(SQUARE, device_mesh=theirs, tp_handler=handler)
-        ctx = af.init_context(cpu=True, parallelism_config=mesh)
-        accelerator = af.Accelerator(context=ctx)
-        assert accelerator.torch_device_mesh is theirs
+        theirs: Any = init_device_mesh("cpu", SQUARE.mesh_shape, mesh_dim_names=names)
+        ctx = af.init_context(cpu=True, parallelism_config=replace(SQUARE, device_mesh=theirs))
+        assert af.Accelerator(context=ctx).torch_device_mesh is theirs
         assert ctx.mesh is not None
         for name, theirs_name in (("tp", "tp"), ("shard", "dp_shard")):
             assert ctx.mesh.device_mesh(name).get_group() is theirs[theirs_name].get_group()
-        one = DTensor.from_local(torch.ones(1), theirs["tp"], [Shard(0)])
+        mine = DTensor.from_local(torch.ones(1), theirs["tp"], [Shard(0)])
         other = DTensor.from_local(torch.ones(1), ctx.mesh.device_mesh("tp"), [Shard(0)])
-        both: Any = one + other
+        both: Any = mine + other
         assert listed(both.full_tensor()) == [2, 2]
-        model = nn.Sequential(nn.Linear(4, 4))
-        af.prepare_model(ctx, model)(torch.ones(1, 4)).sum().backward()
         found = listed(af.gather(ctx.along("tp"), torch.tensor([ctx.rank])))
         af.close_context(ctx)
         assert listed(other.full_tensor()) == [1, 1]  # their groups stay
@@ -396,15 +333,13 @@ def test_a_mesh_of_the_users_own_is_adopted() -> None:
         af.wait_for_everyone(outer)
         return found
 
-    names = SQUARE.mesh_dim_names
     assert run_ranks(run, 4, "processes") == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def test_a_mesh_of_the_users_own_has_the_dims_of_the_sizes_and_processes_for_ranks() -> None:
     def make(*names: str) -> DeviceMesh:
-        return DeviceMesh(
-            "cpu", torch.arange(4).view(2, 2), mesh_dim_names=names or None, _init_backend=False, _rank=0
-        )
+        ranks = torch.arange(4).view(2, 2)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=names or None, _init_backend=False, _rank=0)
 
     for names in (("tp", "dp_shard"), ("dp_shard", "model"), ()):
         with pytest.raises(ConfigurationError, match=r"and the sizes say \{'dp_shard': 2, 'tp': 2\}"):
@@ -415,20 +350,22 @@ def test_a_mesh_of_the_users_own_has_the_dims_of_the_sizes_and_processes_for_ran
     with pytest.raises(NotAvailableError, match="needs processes, but these ranks are threads"):
         run_ranks(lambda ctx: None, 4, parallelism_config=fitting)
 
+    def run(ctx: Context) -> None:
+        assert ctx.mesh is not None
+        with pytest.raises(NotAvailableError, match='on="processes"'):
+            ctx.mesh.device_mesh("tp")
 
-def own_group(rank: int) -> None:
-    dist.new_group([rank], use_local_synchronization=True)  # pyright: ignore[reportUnknownMemberType]
+    run_ranks(run, 4, parallelism_config=SQUARE)
 
 
-def new_group(ranks: list[int]) -> Any:
-    return dist.new_group(ranks)  # pyright: ignore[reportUnknownMemberType]
-
-
+@pytest.mark.usefixtures("dtensors")
 def test_a_part_of_a_world_has_a_mesh_whatever_groups_its_ranks_have_made() -> None:
+    new_group = cast("Any", dist).new_group
+
     def run(outer: Context) -> Any:
         group = new_group([1, 2, 3, 4])
-        if outer.rank in (0, 2):
-            own_group(outer.rank)  # torch counts the groups of a process, and names groups by that
+        if outer.rank in (0, 2):  # torch counts the groups of a process, and names groups by that
+            new_group([outer.rank], use_local_synchronization=True)
         if outer.rank == 0:
             return None
         before = len(groups_of_torch())
@@ -436,21 +373,15 @@ def test_a_part_of_a_world_has_a_mesh_whatever_groups_its_ranks_have_made() -> N
             assert ctx.mesh is not None
             mesh = ctx.mesh.device_mesh("shard", "tp")
             tensor = DTensor.from_local(torch.tensor([float(outer.rank)]), mesh["tp"])
-            summed = tensor.full_tensor() + 0
-            found = listed(af.gather(ctx.along("tp"), torch.tensor([outer.rank])))
-            shards = listed(af.gather(ctx.along("dp_shard"), torch.tensor([outer.rank])))
+            assert tensor.full_tensor().numel() == 1
+            own = torch.tensor([outer.rank])
+            found = [listed(af.gather(ctx.along(axis), own)) for axis in ("tp", "dp_shard")]
         assert len(groups_of_torch()) <= before + 1  # groups of one may have levelled the counts
-        assert summed.numel() == 1
-        return found, shards, listed(mesh.mesh)
+        return found, listed(mesh.mesh)
 
     found = run_ranks(run, 5, "processes", timeout_s=20)
-    mesh = [[1, 2], [3, 4]]
-    assert found[1:] == [
-        ([1, 2], [1, 3], mesh),
-        ([1, 2], [2, 4], mesh),
-        ([3, 4], [1, 3], mesh),
-        ([3, 4], [2, 4], mesh),
-    ]
+    tp, shard = ([1, 2], [1, 2], [3, 4], [3, 4]), ([1, 3], [2, 4], [1, 3], [2, 4])
+    assert found[1:] == [([own, other], [[1, 2], [3, 4]]) for own, other in zip(tp, shard, strict=True)]
 
 
 def groups_of_torch() -> Any:
@@ -464,18 +395,16 @@ def test_a_closed_context_closes_its_axes() -> None:
         before = len(groups_of_torch())
         ctx = af.init_context(cpu=True, parallelism_config=SQUARE)
         tp = ctx.along("tp")
-        af.wait_for_everyone(tp)
         af.close_context(tp)  # not its own to close
         af.wait_for_everyone(tp)
-        af.close_context(ctx)
-        af.close_context(ctx)
-        with pytest.raises(
-            DistributedError, match="operations across ranks are no longer possible"
-        ) as caught:
-            af.wait_for_everyone(tp)
-        return str(caught.value).partition(":")[0], len(groups_of_torch()) - before
+        for _ in range(2):
+            af.close_context(ctx)
+        return str(failure(af.wait_for_everyone)(tp)), len(groups_of_torch()) - before
 
-    assert run_ranks(run, 4, "processes") == [("wait_for_everyone", 0)] * 4
+    said = "wait_for_everyone: operations across ranks are no longer possible"
+    for text, more in run_ranks(run, 4, "processes"):
+        assert text.startswith(said)
+        assert more == 0
 
 
 # --- what init_context makes of its arguments ----------------------------------------------------
@@ -509,46 +438,41 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_made() -> None:
         run_ranks(lambda ctx: None, 2, parallelism_config=replicas, fsdp_plugin=plugin)
 
 
-def mean_of_product(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return (weight * rows).mean()
-
-
-@pytest.mark.parametrize("axis", ["dp_shard", "tp"])
-def test_exact_mode_has_replicas_and_no_other_axis(axis: str) -> None:
-    mesh = ParallelismConfig(dp_replicate_size=2, **cast("Any", {f"{axis}_size": 2}))
+def test_exact_mode_has_replicas_and_no_other_axis() -> None:
+    def mean_of_product(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return (weight * rows).mean()
 
     def run(ctx: Context) -> float:
-        with pytest.raises(ConfigurationError, match=f"shards along {axis}.*Leave {axis}_size out"):
+        with pytest.raises(ConfigurationError, match=r"shards along dp_shard.*Leave dp_shard_size out"):
             ctx.replace(reduction="canonical")
         replicas = ctx.along("dp_replicate").replace(reduction="canonical")
         step = af.value_and_grad(replicas, mean_of_product)
         return float(step(torch.ones(1), torch.tensor([1.0 + ctx.rank]))[0])
 
+    mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     assert run_ranks(run, 4, parallelism_config=mesh) == [2.0, 3.0, 2.0, 3.0]
-    with pytest.raises(ConfigurationError, match=f"shards along {axis}"):
-        run_ranks(run, 4, parallelism_config=mesh, reduction="canonical")
+    with pytest.raises(ConfigurationError, match="shards along dp_shard, tp"):
+        run_ranks(run, 4, parallelism_config=SQUARE, reduction="canonical")
 
 
 # --- the Accelerator -----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("dtensors")
 def test_the_accelerator_knows_its_place_on_each_axis() -> None:
-    plan = plan_mesh(CUBE, 8)
-
     def run(ctx: Context) -> tuple[Any, ...]:
         accelerator = af.Accelerator(context=ctx)
         mesh = accelerator.torch_device_mesh
         assert mesh is not None
-        assert accelerator.parallelism_config == CUBE
+        assert accelerator.parallelism_config == SQUARE
         assert (accelerator.is_fsdp2, accelerator.is_composable_parallelism_enabled) == (False, False)
         return (
             *(accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank),
             *(accelerator.tensor_parallel_rank, accelerator.pipeline_parallel_rank),
-            *(accelerator.context_parallel_rank, mesh.mesh_dim_names, mesh.get_coordinate()),
+            *(accelerator.context_parallel_rank, mesh.mesh_dim_names, tuple(mesh.get_coordinate() or ())),
         )
 
-    axes = ("dp_replicate", "dp_shard", "tp")
-    for rank, row in enumerate(run_ranks(run, 8, "processes", parallelism_config=CUBE)):
-        place = [plan.coordinate(rank, axis) for axis in axes]
-        assert row[:5] == (*place, 0, 0)
-        assert row[5:] in ((axes, place), (axes, tuple(place)))
+    found = run_ranks(run, 4, "processes", parallelism_config=SQUARE)
+    assert found == [
+        (0, *(rank // 2, rank % 2), 0, 0, ("dp_shard", "tp"), (rank // 2, rank % 2)) for rank in range(4)
+    ]

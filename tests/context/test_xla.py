@@ -36,14 +36,6 @@ def xla(monkeypatch: pytest.MonkeyPatch) -> Generator[Any, None, None]:
         del sys.modules[name]
 
 
-def runtime() -> Any:
-    return importlib.import_module("torch_xla.runtime")
-
-
-def names_of(xla: Any) -> list[str]:
-    return [call[0] for call in xla.calls]
-
-
 def test_one_process_has_its_device_and_accelerates_name(xla: Any) -> None:
     with af.init_context(mixed_precision="bf16") as ctx:
         assert (str(ctx.device), ctx.num_processes, ctx.distributed_type) == ("xla:0", 1, "XLA")
@@ -57,7 +49,6 @@ def test_one_process_has_its_device_and_accelerates_name(xla: Any) -> None:
     [
         ({"ACCELFN_TORCH_DEVICE": "xla", "PJRT_DEVICE": ""}, {}, "xla:0"),
         ({"USE_TORCH_XLA": "false"}, {}, "cpu"),
-        ({"ACCELFN_USE_CPU": "true"}, {}, "cpu"),
         ({}, {"cpu": True}, "cpu"),
         ({"ACCELFN_DOWNCAST_BF16": "true"}, {"mixed_precision": "bf16"}, "xla:0"),
     ],
@@ -75,45 +66,32 @@ def test_variables_decide(
         assert str(ctx.device) == expected
 
 
+MESH, FSDP = af.ParallelismConfig(tp_size=2), af.FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
 @pytest.mark.parametrize(
     ("state", "options", "error", "message"),
     [
         ({}, {"mixed_precision": "fp16"}, ConfigurationError, "which supports: no, bf16"),
-        ({"type": "CUDA"}, {"mixed_precision": "fp16"}, None, ""),
-        (
-            {},
-            {"parallelism_config": af.ParallelismConfig(tp_size=2)},
-            NotAvailableError,
-            "a mesh, which accelfn doesn't support on XLA",
-        ),
-        (
-            {"hosts": 2},
-            {"fsdp_plugin": af.FullyShardedDataParallelPlugin(fsdp_version=2)},
-            NotAvailableError,
-            "runs on one host, and this is one of 2",
-        ),
+        ({}, {"parallelism_config": MESH}, NotAvailableError, "a mesh, which accelfn doesn't support on XLA"),
+        ({"hosts": 2}, {"fsdp_plugin": FSDP}, NotAvailableError, "runs on one host, and this is one of 2"),
+        ({"devices": 2}, {}, NotAvailableError, "runs 2 ranks as threads of this process"),
     ],
 )
 def test_what_xla_cannot_do_is_refused(
     state: dict[str, Any],
     options: dict[str, Any],
-    error: type[Exception] | None,
+    error: type[Exception],
     message: str,
     xla: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runtime().state.update(state)
-    if error is None:
+    runtime: Any = importlib.import_module("torch_xla.runtime")
+    if "devices" in state:
+        monkeypatch.setattr(runtime, "SIZE", 8)
+    runtime.state.update(state)
+    with pytest.raises(error, match=message):
         af.init_context(**options)
-    else:
-        with pytest.raises(error, match=message):
-            af.init_context(**options)
-
-
-def test_ranks_that_are_threads_of_torch_xla_are_refused(xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime(), "SIZE", 8)
-    runtime().state["devices"] = 2
-    with pytest.raises(NotAvailableError, match="runs 2 ranks as threads of this process"):
-        af.init_context()
 
 
 def test_without_torch_xla_the_variable_and_the_remedy_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,28 +110,25 @@ def test_random_states_memory_and_waiting(xla: Any) -> None:
     assert torch.equal(device_random_state(XLA), state)
     assert device_module("xla").mem_get_info() == (7, 10)
     wait_for_device(XLA)
-    assert names_of(xla) == ["sync", "wait_device_ops"]
+    assert [call[0] for call in xla.calls] == ["sync", "wait_device_ops"]
 
 
 def test_batches_and_steps_start_what_was_recorded(xla: Any) -> None:
     ctx = af.init_context(mixed_precision="bf16")
     loader = DataLoader(TensorDataset(torch.zeros(4, 3)), batch_size=2)
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
+    model, optimizer, loader = af.prepare(ctx, model, torch.optim.SGD(model.parameters()), loader)
     scaler = af.init_scaler(ctx)
-    del xla.calls[:]
     for (batch,), micro in af.microbatches(ctx, loader):
+        del xla.calls[:-1]
         scaler = af.backward(ctx, model(batch).sum(), scaler, micro)
-        assert names_of(xla) == ["sync"]
+        assert [call[0] for call in xla.calls] == ["sync"]
         scaler = af.optimizer_step(ctx, optimizer, scaler)
-        assert names_of(xla) == ["sync", "sync"]
-        del xla.calls[:]
+        assert [call[0] for call in xla.calls] == ["sync", "sync"]
 
 
 def test_fsdp_shards_parameters_outputs_and_batches_over_all_devices_of_the_host(xla: Any) -> None:
-    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2)
-    ctx = af.init_context(fsdp_plugin=plugin)
+    ctx = af.init_context(fsdp_plugin=FSDP)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     plan = af.plan_model(ctx, model)
     assert "sharding   parameters, gradients and batches sharded along their first dimension" in str(plan)
@@ -172,33 +147,18 @@ def test_fsdp_shards_parameters_outputs_and_batches_over_all_devices_of_the_host
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [({"cpu_offload": True}, "cpu_offload"), ({"ignored_modules": "0.*"}, "ignored_modules")],
-)
-def test_options_that_torch_xla_lacks_are_refused(options: dict[str, Any], name: str, xla: Any) -> None:
-    ctx = af.init_context(fsdp_plugin=af.FullyShardedDataParallelPlugin(fsdp_version=2, **options))
-    with pytest.raises((NotAvailableError, ConfigurationError), match=name):
-        af.plan_model(ctx, nn.Linear(1, 1))
-
-
 def run(size: int) -> list[dict[str, Any]]:
     """Run the training program on a world of stand-ins."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    root = Path(__file__).parents[2]
+    path = f"{Path(__file__).parents[2]}{os.pathsep}{STAND_INS}"
+    stand_in = {"XLA_STAND_IN_SIZE": str(size), "XLA_STAND_IN_PORT": str(port)}
+    shared = {"PJRT_DEVICE": "TPU", "PYTHONPATH": path, **stand_in}
     started = [
         subprocess.Popen(
             [sys.executable, str(STAND_INS / "train_on_xla.py")],
-            env={
-                **os.environ,
-                "PJRT_DEVICE": "TPU",
-                "PYTHONPATH": f"{root}{os.pathsep}{STAND_INS}",
-                "XLA_STAND_IN_RANK": str(rank),
-                "XLA_STAND_IN_SIZE": str(size),
-                "XLA_STAND_IN_PORT": str(port),
-            },
+            env={**os.environ, **shared, "XLA_STAND_IN_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -208,6 +168,7 @@ def run(size: int) -> list[dict[str, Any]]:
     return [json.loads(output) for output in outputs]
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_model_of_one_through_torch_xlas_process_group() -> None:
     (alone,), pair = run(1), run(2)
     for rank, report in enumerate(pair):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelfn import Context, DataLoaderConfiguration
+from accelfn import Context, DataLoaderConfiguration, ParallelismConfig
 from accelfn.data import prepare_data_loader
 from tests.data.sources import Counting, Listed, Numbers, Sized, consecutive
 
@@ -49,6 +49,7 @@ class Case(NamedTuple):
     even: bool = True
     drop_last: bool = False
     window: int = 1
+    tensor: int = 1  # ranks that share what they read
 
     @property
     def units(self) -> list[list[int]]:
@@ -56,9 +57,8 @@ class Case(NamedTuple):
         if self.kind in BATCHES:
             return consecutive([1 + number % 3 for number in range(self.num // 2)])
         if self.kind == "shuffled":
-            loader = prepare_data_loader(
-                Context().replace(**self.options(1)), self.source(Counting(self.num))
-            )
+            ctx = Context().replace(**self.options(1))
+            loader = prepare_data_loader(ctx, self.source(Counting(self.num)))
             return [[int(sample)] for batch in loader for sample in batch]
         samples = range(self.num)
         return [[sample] for sample in (reversed(samples) if self.kind == "sampler" else samples)]
@@ -99,7 +99,10 @@ class Case(NamedTuple):
             dispatch_batches=self.dispatch and size is None,
             split_batches=self.split and size is None,
         )
-        return {"dataloader_config": loading, "gradient_accumulation_steps": self.window}
+        options: dict[str, Any] = {"dataloader_config": loading, "gradient_accumulation_steps": self.window}
+        if size is None and self.tensor > 1:
+            options["parallelism_config"] = ParallelismConfig(self.size, tp_size=self.tensor)
+        return options
 
 
 @st.composite
@@ -116,6 +119,7 @@ def cases(draw: st.DrawFn, *, even: bool | None = None) -> Case:
         even=draw(st.booleans()) if even is None else even,
         drop_last=kind in SAMPLES and draw(st.booleans()),
         window=draw(st.integers(1, 3)),
+        tensor=draw(st.integers(1, 2)),
     )
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -13,18 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import accelfn as af
 from accelfn import Context
-from accelfn.data import (
-    LoaderState,
-    MicroBatch,
-    gather_for_metrics,
-    loader_state,
-    microbatches,
-    plan_epoch,
-    prepare_data_loader,
-    restore_loader,
-    skip_first_batches,
-)
+from accelfn.data import plan_epoch
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
 from tests.data.cases import BATCHES, SAMPLES, STREAMS, Case, cases, joined
@@ -47,30 +39,32 @@ def test_each_sample_is_read_once_and_gathered_in_order(
     uneven: Any = "error" if min(counts) == max(counts) else way if min(counts) else "stop_first"
     steps = max(counts) if uneven == "pad" else min(counts)
 
-    def run(ctx: Context) -> tuple[list[list[int]], list[int], list[int], list[MicroBatch]]:
-        loader = prepare_data_loader(ctx, case.source(Counting(case.num)))
+    def run(ctx: Context) -> tuple[list[list[int]], list[int], list[int], list[af.MicroBatch]]:
+        loader = af.prepare_data_loader(ctx, case.source(Counting(case.num)))
         plain = [batch.tolist() for batch in loader]
         loader.set_epoch(0)
         gathered: list[int] = []
         valid: list[int] = []
-        micros: list[MicroBatch] = []
-        for batch, micro in microbatches(ctx, loader, uneven):
+        micros: list[af.MicroBatch] = []
+        for batch, micro in af.microbatches(ctx, loader, uneven):
             assert micro.num_rows == len(batch)
-            found = gather_for_metrics(ctx, {"x": batch, "twice": 2 * batch, "loss": batch.sum()}, micro)
+            found = af.gather_for_metrics(ctx, {"x": batch, "twice": 2 * batch, "loss": batch.sum()}, micro)
             assert found["twice"].tolist() == (2 * found["x"]).tolist()
             assert found["loss"].shape == (case.size,)  # one of a rank, and no row of a sample
-            names = gather_for_metrics(ctx, [str(int(one)) for one in batch], micro)
+            names = af.gather_for_metrics(ctx, [str(int(one)) for one in batch], micro)
             assert names == [str(int(one)) for one in found["x"]]
             gathered += found["x"].tolist()
             valid += batch[: micro.own_valid].tolist()
             micros.append(micro)
             if case.kind not in (*STREAMS, "items"):
-                assert loader_state(loader).consumed == len(gathered)
+                assert af.loader_state(loader).consumed == len(gathered)
         assert loader.epoch == 1
         return plain, gathered, valid, micros
 
     read = joined(units[: plan.consumed(steps - 1) if steps else 0])
-    ranks = run_ranks(run, case.size, **case.options())
+    ranks = run_ranks(run, case.size * case.tensor, **case.options())
+    assert all(ranks[index] == ranks[index - index % case.tensor] for index in range(len(ranks)))
+    ranks = ranks[:: case.tensor]
     for rank, (plain, gathered, _, micros) in enumerate(ranks):
         assert plain == [
             joined(units[position] for position in plan.positions(step, rank)) for step in range(counts[rank])
@@ -87,42 +81,60 @@ def test_each_sample_is_read_once_and_gathered_in_order(
     assert sorted(one for _, _, valid, _ in ranks for one in valid) == sorted(read)
 
 
-@given(cases(even=True), st.integers(0, 6), st.integers(1, 4), st.integers(1, 4))
-def test_a_pass_goes_on_in_another_world_with_what_is_left(
-    case: Case, stop: int, size: int, rows: int
-) -> None:
-    case = case._replace(drop_last=False)
-
-    def run(ctx: Context, case: Case, state: LoaderState | None, number: int | None) -> Any:
-        loader = prepare_data_loader(ctx, case.source(Counting(case.num)))
+@given(
+    cases(even=True),
+    st.lists(
+        st.tuples(*[st.integers(1, 4)] * 2, st.integers(1, 2), st.integers(0, 6)), min_size=1, max_size=3
+    ),
+)
+def test_a_pass_goes_on_in_other_worlds(case: Case, legs: list[tuple[int, int, int, int]]) -> None:
+    def run(ctx: Context, case: Case, state: af.LoaderState | None, number: int | None) -> Any:
+        loader, bare = (af.prepare_data_loader(ctx, case.source(Counting(case.num))) for _ in "ab")
         if state is not None:
-            restore_loader(loader, state)
-            assert loader_state(loader) == state
+            for restored in (loader, bare):
+                af.restore_loader(restored, state)
+                assert af.loader_state(restored) == state
         gathered: list[int] = []
-        for batch, micro in islice(microbatches(ctx, loader), number):
-            gathered += gather_for_metrics(ctx, batch, micro).tolist()
-        return gathered, loader_state(loader)
+        for batch, micro in islice(af.microbatches(ctx, loader), number):
+            gathered += af.gather_for_metrics(ctx, batch, micro).tolist()
+        for _ in islice(bare, number):
+            pass
+        state = af.loader_state(loader)
+        assert af.loader_state(bare) == state
+        return gathered, state
 
-    first = run_ranks(lambda ctx: run(ctx, case, None, stop), case.size, **case.options())
-    gathered, state = first[0]
-    assert all(one == (gathered, state) for one in first)
-    if state.epoch == 0:
-        later = case._replace(size=size, rows=rows)
-        gathered += run_ranks(lambda ctx: run(ctx, later, state, None), size, **later.options())[0][0]
+    gathered: list[int] = []
+    state: Any = None
+    for index, (size, rows, tensor, stop) in enumerate(legs):
+        case = case._replace(size=size, rows=rows, tensor=tensor, drop_last=False)
+        number = stop if index < len(legs) - 1 else None
+        ranks = run_ranks(
+            partial(run, case=case, state=state, number=number), size * tensor, **case.options()
+        )
+        assert all(rank == ranks[0] for rank in ranks)
+        gathered += ranks[0][0]
+        state = ranks[0][1]
+        if state.epoch:
+            break
     assert gathered == joined(case.units)
 
 
-@given(cases(), st.integers(0, 8), st.integers(0, 3))
+@given(cases(), st.integers(0, 8), st.integers(0, 3), st.integers(0, 3))
 def test_a_loader_begins_behind_what_is_skipped_and_loads_nothing_of_it(
-    case: Case, skipped: int, more: int
+    case: Case, skipped: int, more: int, before: int
 ) -> None:
+    """Counted from the start of the epoch, also where a state was loaded amid it."""
+
     def run(ctx: Context) -> None:
         data = Counting(case.num)
-        loader = prepare_data_loader(ctx, case.source(data))
+        loader = af.prepare_data_loader(ctx, case.source(data))
         epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
         loader.set_epoch(0)
+        for _ in islice(loader, before % max(1, len(epochs[0]))):
+            pass
+        af.restore_loader(loader, af.loader_state(loader))
         data.read.clear()
-        rest = skip_first_batches(skip_first_batches(loader, skipped), more)
+        rest = af.skip_first_batches(af.skip_first_batches(loader, skipped), more)
         for number, whole in enumerate(epochs):
             assert rest.epoch == loader.epoch == number
             # Of a batch sampler's last batch nobody knows beforehand whether it has rows for all ranks.
@@ -130,15 +142,15 @@ def test_a_loader_begins_behind_what_is_skipped_and_loads_nothing_of_it(
             if case.kind not in ("stream", "elements") and not is_unknown:
                 assert len(rest) == max(0, len(whole) - skipped - more)
             assert [batch.tolist() for batch in rest] == whole[skipped + more :]
-        state = loader_state(rest)
-        restore_loader(rest, state)
-        assert loader_state(loader) == state
+        state = af.loader_state(rest)
+        af.restore_loader(rest, state)
+        assert af.loader_state(loader) == state
         if not case.dispatch and case.kind not in (*STREAMS, "items"):
             assert sorted(data.read) == sorted(joined(joined(whole[skipped + more :]) for whole in epochs))
         elif not ctx.is_main_process:
             assert data.read == []
 
-    run_ranks(run, case.size, **case.options())
+    run_ranks(run, case.size * case.tensor, **case.options())
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
@@ -153,9 +165,9 @@ def test_what_one_rank_can_not_read_is_every_ranks_error(kind: str, dispatch: bo
         source = case.source(Counting(case.num))
         if ctx.is_main_process:
             source.collate_fn = fail
-        loader = prepare_data_loader(ctx, source)
+        loader = af.prepare_data_loader(ctx, source)
         with pytest.raises(OSError if ctx.is_main_process else RemoteRankError) as caught:
-            list(microbatches(ctx, loader))
+            list(af.microbatches(ctx, loader))
         return str(caught.value)
 
     assert all("the disk is gone" in text for text in run_ranks(run, 2, **case.options()))
@@ -176,7 +188,7 @@ def test_ranks_with_different_loaders_are_told(kind: str, other: dict[str, Any],
     def prepare(ctx: Context) -> str:
         own = case._replace(**cast("Any", other)) if ctx.rank else case
         with pytest.raises(MismatchError) as caught:
-            prepare_data_loader(ctx, own.source(Counting(own.num)))
+            af.prepare_data_loader(ctx, own.source(Counting(own.num)))
         return str(caught.value)
 
     first, second = run_ranks(prepare, 2, **case.options())

@@ -2,28 +2,23 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from accelfn import Accelerator, Context, DataLoaderConfiguration
 from accelfn.data import gather_for_metrics, microbatches, prepare_data_loader
-from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, RemoteRankError
 from accelfn.testing import run_ranks
-from tests.data.sources import Listed, Numbers, Sized
+from accelfn.testing.strategies import rank_trees
+from tests.comm.seam import counted
+from tests.data.sources import Numbers, Sized
+from tests.trees import values
 
 
 def numbers(kind: str, num: int, batch_size: int | None, **options: Any) -> DataLoader[Any]:
@@ -33,40 +28,6 @@ def numbers(kind: str, num: int, batch_size: int | None, **options: Any) -> Data
 
 def config(**options: Any) -> Any:
     return DataLoaderConfiguration(dispatch_batches=True, **options)
-
-
-class Draws(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 7
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(2)
-
-
-class DrawingStream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.rand(2) for _ in range(7))
-
-
-@pytest.mark.parametrize("kind", ["map", "batches", "stream"])
-def test_workers_draw_what_they_draw_for_ranks_that_read_for_themselves(kind: str) -> None:
-    def read(ctx: Context) -> list[Any]:
-        options: dict[str, Any] = {"batch_size": 2}
-        if kind == "batches":
-            options = {"batch_sampler": Listed([[0, 1], [2], [3, 4], [5, 6]])}
-        data: Any = DrawingStream() if kind == "stream" else Draws()
-        loader = prepare_data_loader(ctx, DataLoader(data, num_workers=1, **options))
-        passes_of(loader).move_to(0, 0, seed=9)
-        return [batch.tolist() for batch in loader]
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that all ranks read the stream
-        local_config = DataLoaderConfiguration(data_seed=4)
-        local = run_ranks(read, 2, "processes", dataloader_config=local_config)
-    dispatched = run_ranks(read, 2, "processes", dataloader_config=config(data_seed=4))
-    assert dispatched == local
-    firsts = [batch[0][0] for rank in dispatched for batch in rank]
-    assert len(set(firsts)) == len(firsts)
 
 
 class OnRankZero(Dataset[int]):
@@ -103,53 +64,22 @@ def test_several_workers_of_a_stream_give_each_sample_once() -> None:
     assert run_ranks(run, 2, "processes", dataloader_config=config()) == [(list(range(23)), 6)] * 2
 
 
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclass
-class Record:
-    ids: Any
-    weight: Any
-    name: str
-
-
-@pytest.mark.parametrize(
-    ("on", "num", "split"), [("memory", 2, False), ("memory", 200, True), ("processes", 200, False)]
+@given(
+    st.integers(2, 4).flatmap(lambda size: st.lists(rank_trees(size, float8=True), min_size=1, max_size=4))
 )
-def test_batches_of_any_containers_and_dtypes(on: Any, num: int, split: bool) -> None:
-    def collate(samples: list[int]) -> Any:
-        ids = torch.tensor(samples)
-        return {
-            "record": Record(ids, ids.to(torch.bfloat16)[:, None].expand(-1, num), "a"),
-            "pair": Pair(ids % 2 == 0, [ids.to(torch.float64), None]),
-            "scale": torch.tensor(0.5),
-            "kind": "train",
-        }
+def test_each_rank_has_its_own_batch_of_any_containers_and_dtypes(steps: list[list[Any]]) -> None:
+    size = len(steps[0])
+    trees = [tree for step in steps for tree in step]
+    batches = [{"tree": tree, "name": "a", "number": 1.5, "none": None} for tree in trees]
 
-    def run(ctx: Context) -> list[int]:
-        data: Any = list(range(10))
-        source = DataLoader(data, batch_size=4 if split else 2, collate_fn=collate)
-        seen: list[int] = []
-        for batch in prepare_data_loader(ctx, source):
-            record: Record = batch["record"]
-            assert isinstance(record, Record)
-            assert isinstance(batch["pair"], Pair)
-            ids = record.ids
-            assert record.name == "a"
-            assert torch.equal(record.weight, ids.to(torch.bfloat16)[:, None].expand(-1, num))
-            assert torch.equal(batch["pair"].x, ids % 2 == 0)
-            assert torch.equal(batch["pair"].y[0], ids.to(torch.float64))
-            assert batch["pair"].y[1] is None
-            assert batch["scale"].shape == ()
-            assert float(batch["scale"]) == 0.5
-            assert batch["kind"] == "train"
-            seen += ids.tolist()
-        return seen
+    def run(ctx: Context) -> list[Any]:
+        data: Any = range(len(batches))
+        source = DataLoader(data, batch_size=1, collate_fn=lambda samples: batches[samples[0]])
+        return list(prepare_data_loader(ctx, source))
 
-    options = config(split_batches=split)
-    assert run_ranks(run, 2, on, dataloader_config=options) == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 0, 1]]
+    for rank, own in enumerate(run_ranks(run, size, dataloader_config=config())):
+        assert [values(batch) for batch in own] == [values(batch) for batch in batches[rank::size]]
+        assert [type(batch["tree"]) for batch in own] == [type(tree) for tree in trees[rank::size]]
 
 
 def test_packed_sequences_travel_whole_but_are_not_cut() -> None:
@@ -169,17 +99,23 @@ def test_packed_sequences_travel_whole_but_are_not_cut() -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_texts_and_objects_go_to_the_rank_whose_they_are(split: bool) -> None:
     def collate(samples: list[int]) -> Any:
-        return {"ids": torch.tensor(samples), "text": [f"n{one}" for one in samples], "of": max(samples)}
+        return {
+            "ids": torch.tensor(samples),
+            "text": [f"n{sample}" for sample in samples],
+            "of": max(samples),
+        }
 
     def run(ctx: Context) -> list[Any]:
         data: Any = list(range(8))
         loader = prepare_data_loader(ctx, DataLoader(data, batch_size=4 if split else 2, collate_fn=collate))
         return [(batch["ids"].tolist(), batch["text"], batch["of"]) for batch in loader]
 
-    got = run_ranks(run, 2, dataloader_config=config(split_batches=split))
-    assert [[ids for ids, _, _ in rank] for rank in got] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    assert all(text == [f"n{one}" for one in ids] for rank in got for ids, text, _ in rank)
-    assert [one for _, _, one in got[0]] == ([3, 7] if split else [1, 5])
+    of = ((3, 7), (3, 7)) if split else ((1, 5), (3, 7))
+    samples = ([0, 1], [4, 5]), ([2, 3], [6, 7])
+    assert run_ranks(run, 2, dataloader_config=config(split_batches=split)) == [
+        [(ids, [f"n{sample}" for sample in ids], last) for ids, last in zip(own, lasts, strict=True)]
+        for own, lasts in zip(samples, of, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -201,32 +137,26 @@ def test_what_can_not_be_cut_is_named_by_its_path_on_every_rank(collate: Any, pa
         assert all(one in text for one in (path, "one row for each of its 4 samples", "slice_fn"))
 
 
-def test_a_slice_function_cuts_the_batch_of_a_whole_step() -> None:
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", ["map", "stream", "sized"])
+def test_a_slice_function_cuts_the_batch_of_a_whole_step(kind: str, split: bool) -> None:
     calls: list[tuple[list[str], slice, int, int]] = []
 
     def cut(batch: Any, part: slice, /, *, process_index: int, num_processes: int) -> Any:
         calls.append((batch, part, process_index, num_processes))
-        return torch.tensor([int(one) for one in batch[part]])
+        return torch.tensor([int(text) for text in batch[part]])
 
-    def run(ctx: Context, kind: str, rows: int) -> list[Any]:
-        source = numbers(kind, 7, rows, collate_fn=lambda samples: [str(int(one)) for one in samples])
+    def as_texts(samples: list[Any]) -> list[str]:
+        return [str(int(sample)) for sample in samples]
+
+    def run(ctx: Context) -> list[Any]:
+        source = numbers(kind, 7, 4 if split else 2, collate_fn=as_texts)
         return [batch.tolist() for batch in prepare_data_loader(ctx, source, slice_fn=cut)]
 
-    for split in (False, True):
-        for kind in ("map", "stream", "sized"):
-            calls.clear()
-            got = run_ranks(
-                lambda ctx, kind=kind, split=split: run(ctx, kind, 4 if split else 2),
-                2,
-                dataloader_config=config(split_batches=split),
-            )
-            assert got == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
-            assert calls == [
-                (["0", "1", "2", "3"], slice(0, 2), 0, 2),
-                (["0", "1", "2", "3"], slice(2, 4), 1, 2),
-                (["4", "5", "6", "0"], slice(0, 2), 0, 2),
-                (["4", "5", "6", "0"], slice(2, 4), 1, 2),
-            ]
+    found = run_ranks(run, 2, dataloader_config=config(split_batches=split))
+    assert found == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
+    parts = [(slice(0, 2), 0, 2), (slice(2, 4), 1, 2)]
+    assert calls == [(list(batch), *part) for batch in ("0123", "4560") for part in parts]
 
 
 def test_the_accelerator_takes_a_slice_function() -> None:
@@ -239,29 +169,40 @@ def test_the_accelerator_takes_a_slice_function() -> None:
     assert [batch.tolist() for batch in loader] == [[100, 101], [102]]
 
 
-def test_type_errors_of_a_slice_function_and_nothing_at_all_are_every_ranks_errors() -> None:
-    def raises(batch: Any, part: slice, **_: Any) -> Any:
-        raise TypeError("mine")
+def raises(batch: Any, part: slice, **_: Any) -> Any:
+    raise TypeError("mine")
 
-    def has_another_signature(batch: Any, part: slice) -> Any:
-        return batch[part]
 
-    def forgets(batch: Any, part: slice, **_: Any) -> Any:
-        del batch, part
+def has_another_signature(batch: Any, part: slice) -> Any:
+    return batch[part]
 
-    def run(ctx: Context, slice_fn: Any) -> str:
+
+def forgets(batch: Any, part: slice, **_: Any) -> Any:
+    del batch, part
+
+
+def unpicklable(batch: Any, part: slice, **_: Any) -> Any:
+    return type("Local", (dict,), {})(x=batch[part])
+
+
+@pytest.mark.parametrize(
+    ("slice_fn", "said"),
+    [
+        (raises, "mine"),
+        (has_another_signature, "unexpected keyword argument 'process_index'"),
+        (forgets, "must return these rows of the batch, but it returned None"),
+        (unpicklable, "Local"),
+    ],
+)
+def test_what_a_slice_function_does_wrong_is_every_ranks_error(slice_fn: Any, said: str) -> None:
+    def run(ctx: Context) -> str:
         loader = prepare_data_loader(ctx, numbers("map", 8, 2), slice_fn=slice_fn)
-        with pytest.raises(TypeError if ctx.is_main_process else RemoteRankError) as caught:
+        with pytest.raises(Exception, match=said) as caught:
             list(loader)
+        assert ctx.is_main_process != isinstance(caught.value, RemoteRankError)
         return str(caught.value)
 
-    own, other = run_ranks(lambda ctx: run(ctx, raises), 2, dataloader_config=config())
-    assert own == "mine"
-    assert "TypeError: mine" in other
-    for text in run_ranks(lambda ctx: run(ctx, has_another_signature), 2, dataloader_config=config()):
-        assert "unexpected keyword argument 'process_index'" in text
-    for text in run_ranks(lambda ctx: run(ctx, forgets), 2, dataloader_config=config()):
-        assert "must return these rows of the batch, but it returned None" in text
+    assert all(said in text for text in run_ranks(run, 2, dataloader_config=config()))
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -308,25 +249,24 @@ def test_a_batch_sampler_over_samples_that_are_dealt_out_already_is_refused() ->
             prepare_data_loader(ctx, source)
 
 
+@pytest.mark.parametrize("rows", [4, 40_000])
 @pytest.mark.parametrize(("kind", "extra"), [("map", 0), ("sized", 0), ("stream", 1)])
-def test_the_end_costs_at_most_one_exchange(kind: str, extra: int) -> None:
-    def run(ctx: Context) -> tuple[int, int]:
-        counts: list[int] = []
-        seam = ctx.collectives
-        calls: list[int] = []
+def test_a_step_is_one_exchange_and_at_most_one_scatter_and_the_end_at_most_one_more(
+    kind: str, extra: int, rows: int
+) -> None:
+    def collate(samples: list[int]) -> Any:
+        return {"x": torch.zeros(rows), "y": torch.zeros(rows, dtype=torch.int64), "z": torch.ones(rows) > 0}
 
-        def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            calls.append(1)
-            return seam.all_gather_bytes(message)
-
-        seen = replace(ctx, collectives=replace(seam, all_gather_bytes=all_gather_bytes))
-        for num in (8, 7):
-            loader = prepare_data_loader(seen, numbers(kind, num, 2))
-            calls.clear()
-            assert len(list(loader)) == 2
-            counts.append(len(calls))
-        return counts[0], counts[1]
+    def run(ctx: Context, num: int) -> dict[str, int]:
+        watched, calls = counted(ctx)
+        loader = prepare_data_loader(watched, numbers(kind, num, 2, collate_fn=collate))
+        calls.clear()
+        assert len(list(loader)) == 2
+        return dict(calls)
 
     # A short group says by itself that it is the last one.
     # With a seed of its own: otherwise the ranks agree on one as the first pass begins.
-    assert run_ranks(run, 2, dataloader_config=config(data_seed=0)) == [(2 + extra, 2)] * 2
+    for num, end in ((8, extra), (7, 0)):
+        steps = {"all_gather_bytes": 2 + end} | ({"scatter": 2} if rows > 4 else {})
+        found = run_ranks(lambda ctx, num=num: run(ctx, num), 2, dataloader_config=config(data_seed=0))
+        assert found == [steps] * 2

@@ -2,24 +2,20 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accelfn import Context, DataLoaderConfiguration, GradientAccumulationPlugin, gather, reduce
-from accelfn.data import (
-    microbatches,
-    plan_microbatch,
-    prepare_data_loader,
-)
+from accelfn.data import microbatches, plan_microbatch, prepare_data_loader
 from accelfn.errors import ConfigurationError, MismatchError, UnevenDataError
 from accelfn.testing import run_ranks
-from tests.data.sources import Numbers, Shards, make_source, numbers
+from tests.data.sources import Numbers, Shards, Sized, make_source, numbers
 
 
 @given(st.integers(1, 40), st.integers(1, 7))
@@ -43,6 +39,8 @@ def test_windows_go_on_into_the_next_epoch_where_the_data_does_not_close_them() 
     loader = prepare_data_loader(ctx, numbers(5, 1))
     syncs = [[micro.sync for _, micro in microbatches(ctx, loader)] for _ in range(2)]
     assert syncs == [[False, True, False, True, False], [True, False, True, False, True]]
+    with pytest.raises(ConfigurationError, match="windows of 2 batches"):  # which needs a length
+        next(microbatches(ctx, iter([torch.zeros(1)])))
 
 
 def test_a_batch_of_a_source_without_length_is_handed_out_before_the_next_one_is_read() -> None:
@@ -58,7 +56,7 @@ def test_a_batch_of_a_source_without_length_is_handed_out_before_the_next_one_is
 def test_lastness_is_told_where_it_is_known() -> None:
     def lastness(num: int, steps: int) -> list[bool | None]:
         ctx = Context().replace(gradient_accumulation_steps=steps)
-        source = (one for one in [torch.zeros(1)] * num)
+        source = iter([torch.zeros(1)] * num)
         return [micro.is_last for _, micro in microbatches(ctx, source)]
 
     assert lastness(3, 1) == [None, None, None]
@@ -67,18 +65,11 @@ def test_lastness_is_told_where_it_is_known() -> None:
     assert lastness(0, 2) == []
 
 
-def test_windows_that_go_on_into_the_next_epoch_need_a_length() -> None:
-    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
-    ctx = Context().replace(gradient_accumulation_plugin=plugin)
-    with pytest.raises(ConfigurationError, match="windows of 2 batches"):
-        next(microbatches(ctx, (one for one in [torch.zeros(1)])))
-
-
 # Of a rank that has more than its window, what it has read is known, and not what follows.
 @pytest.mark.parametrize(("steps", "counts"), [(1, (2, 3, 3)), (2, (2, 3, 4)), (3, (2, 3, 3))])
 def test_ranks_that_run_out_without_a_length_are_told_the_counts(steps: int, counts: tuple[int, ...]) -> None:
     def run(ctx: Context) -> tuple[str, tuple[int, ...]]:
-        source = (one for one in [torch.zeros(1)] * (2 + ctx.rank))
+        source = iter([torch.zeros(1)] * (2 + ctx.rank))
         with pytest.raises(UnevenDataError) as caught:
             list(microbatches(ctx, source))
         return str(caught.value), tuple(caught.value.counts)
@@ -92,18 +83,16 @@ def test_ranks_that_run_out_without_a_length_are_told_the_counts(steps: int, cou
 @pytest.mark.parametrize("kind", ["list", "generator", "loader", "shared"])
 def test_a_rank_with_nothing_to_repeat_is_every_ranks_error(kind: str) -> None:
     def run(ctx: Context) -> str:
-        if kind == "shared":
-            source: Any = prepare_data_loader(ctx, numbers(3))
-        else:
-            source = make_source(kind, [torch.zeros(1)] * (0 if ctx.rank == 2 else 1), [])
-            if kind == "loader":
-                source = prepare_data_loader(ctx, source, "already_sharded")
+        source = make_source(kind, [torch.zeros(1)] * (0 if ctx.rank == 2 else 1), [])
+        if kind == "loader":
+            source = prepare_data_loader(ctx, source, "already_sharded")
+        elif kind == "shared":
+            source = prepare_data_loader(ctx, numbers(3))
         with pytest.raises(ValueError, match="by rank are 1, 1, 0") as caught:
             list(microbatches(ctx, source, "pad"))
         return str(caught.value)
 
-    config = DataLoaderConfiguration(even_batches=False)
-    found = run_ranks(run, 3, dataloader_config=config)
+    found = run_ranks(run, 3, dataloader_config=DataLoaderConfiguration(even_batches=False))
     assert found == [found[0]] * 3
 
 
@@ -117,62 +106,51 @@ def test_uneven_ranks_are_an_error_that_names_the_counts() -> None:
 
 OWN_BATCHES = [[0, 1], [2], [3, 4]]
 USE = 'uneven="stop_first" or uneven="pad".'
+EVEN_OR_DROP, EVEN = f"Use even_batches=True, drop_last=True, {USE}", f"Use even_batches=True, {USE}"
+SOME = "Give each rank some data, or use even_batches=True."
+EQUALLY, NONE = f"Give each rank equally many batches, or use {USE}", "Give each rank some data."
 
 
 def batched(batches: list[list[int]]) -> DataLoader[Any]:
     return DataLoader(torch.arange(9), batch_sampler=batches)  # pyright: ignore[reportArgumentType]
 
 
+SHARED: tuple[tuple[Callable[[], Any], str], ...] = (
+    (lambda: numbers(9), EVEN_OR_DROP),
+    (lambda: numbers(1), SOME),
+    (lambda: numbers(3, None), EVEN),
+    (lambda: DataLoader(Numbers(9), batch_size=2), EVEN_OR_DROP),
+    (lambda: DataLoader(Numbers(3), batch_size=None, collate_fn=torch.tensor), EVEN),
+    (lambda: batched(OWN_BATCHES), EVEN),
+    (lambda: batched(OWN_BATCHES[:1]), SOME),
+)
+OWN: tuple[tuple[Callable[[Context], Any], str], ...] = (
+    (lambda ctx: [0] * (1 + ctx.rank), EQUALLY),
+    (lambda ctx: [0] * ctx.rank, NONE),
+    (lambda ctx: iter([0] * (1 + ctx.rank)), EQUALLY),
+    (lambda ctx: iter([0] * ctx.rank), NONE),
+    (lambda ctx: prepare_data_loader(ctx, numbers(1 + ctx.rank, 1), "already_sharded"), EQUALLY),
+    (lambda ctx: prepare_data_loader(ctx, numbers(ctx.rank, 1), "already_sharded"), NONE),
+    (lambda ctx: prepare_data_loader(ctx, DataLoader(Shards([0, 1, 2], rows=1), batch_size=1)), EQUALLY),
+)
+
+
 @pytest.mark.filterwarnings("ignore:each of . ranks reads the full stream")
-@pytest.mark.parametrize("dispatched", [False, True])
-@pytest.mark.parametrize(
-    ("make", "advice"),
-    [
-        (lambda: numbers(9), f"Use even_batches=True, drop_last=True, {USE}"),
-        (lambda: numbers(1), "Give each rank some data, or use even_batches=True."),
-        (lambda: numbers(3, None), f"Use even_batches=True, {USE}"),
-        (lambda: DataLoader(Numbers(9), batch_size=2), f"Use even_batches=True, drop_last=True, {USE}"),
-        (
-            lambda: DataLoader(Numbers(3), batch_size=None, collate_fn=torch.tensor),
-            f"Use even_batches=True, {USE}",
-        ),
-        (lambda: batched(OWN_BATCHES), f"Use even_batches=True, {USE}"),
-        (lambda: batched(OWN_BATCHES[:1]), "Give each rank some data, or use even_batches=True."),
-    ],
-)
-def test_ranks_that_share_data_out_unevenly_are_told_what_would_help(
-    make: Callable[[], Any], advice: str, dispatched: bool
-) -> None:
-    def run(ctx: Context) -> str:
-        with pytest.raises(UnevenDataError) as caught:
-            list(microbatches(ctx, prepare_data_loader(ctx, make())))
-        return str(caught.value).splitlines()[-1]
-
-    config = DataLoaderConfiguration(even_batches=False, dispatch_batches=dispatched)
-    assert run_ranks(run, 2, dataloader_config=config) == [advice] * 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "least"),
-    [(kind, least) for kind in ("list", "generator", "sharded") for least in (0, 1)] + [("shards", 1)],
-)
-def test_ranks_with_data_of_their_own_are_told_what_would_help(kind: str, least: int) -> None:
-    def run(ctx: Context) -> str:
-        number = least + ctx.rank
-        source: Any = [torch.zeros(1)] * number
-        if kind == "generator":
-            source = iter(source)
-        elif kind == "sharded":
-            source = prepare_data_loader(ctx, numbers(number, 1), "already_sharded")
-        elif kind == "shards":
-            shards = DataLoader(Shards([0, 1, 2], rows=1), batch_size=1)
-            source = prepare_data_loader(ctx, shards)
+def test_uneven_ranks_are_told_what_would_help() -> None:
+    def advice(ctx: Context, source: Any) -> str:
         with pytest.raises(UnevenDataError) as caught:
             list(microbatches(ctx, source))
         return str(caught.value).splitlines()[-1]
 
-    some = f"Give each rank equally many batches, or use {USE}"
-    assert run_ranks(run, 2) == [some if least else "Give each rank some data."] * 2
+    def run(ctx: Context) -> list[str]:
+        shared = [prepare_data_loader(ctx, make()) for make, _ in SHARED]
+        own = [] if ctx.loading.dispatch_batches else [make(ctx) for make, _ in OWN]
+        return [advice(ctx, source) for source in [*shared, *own]]
+
+    for dispatched in (False, True):
+        config = DataLoaderConfiguration(even_batches=False, dispatch_batches=dispatched)
+        expected = [said for _, said in (SHARED if dispatched else SHARED + OWN)]
+        assert run_ranks(run, 2, dataloader_config=config) == [expected] * 2
 
 
 @pytest.mark.parametrize("num", [1, 9])
@@ -212,6 +190,13 @@ def test_a_batch_knows_the_rows_of_its_pass() -> None:
     assert (micro.num_rows, micro.pass_rows, micro.pass_valid) == (3, None, None)
 
 
+def is_no_uneven_data(run: Callable[[Context], None]) -> None:
+    with pytest.raises(MismatchError) as caught:
+        run_ranks(run, 2)
+    assert not isinstance(caught.value, UnevenDataError)
+    assert "had no more" not in str(caught.value)
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_an_evaluation_that_has_ended_is_not_what_ranks_differ_in_later(left: bool) -> None:
     def run(ctx: Context) -> None:
@@ -223,10 +208,17 @@ def test_an_evaluation_that_has_ended_is_not_what_ranks_differ_in_later(left: bo
             if micro.index == 2 - ctx.rank:  # not in the same batch, and not the same call
                 (gather if ctx.rank else reduce)(ctx, torch.zeros(1))
 
-    with pytest.raises(MismatchError) as caught:
-        run_ranks(run, 2)
-    assert not isinstance(caught.value, UnevenDataError)
-    assert "had no more" not in str(caught.value)
+    is_no_uneven_data(run)
+
+
+def test_ranks_in_different_epochs_hear_of_it() -> None:
+    def run(ctx: Context) -> None:
+        loader = prepare_data_loader(ctx, numbers(8))
+        loader.set_epoch(ctx.rank)
+        for _ in microbatches(ctx, loader):
+            pass
+
+    is_no_uneven_data(run)
 
 
 def test_an_evaluation_on_one_rank_is_not_taken_for_uneven_data() -> None:
@@ -240,10 +232,7 @@ def test_an_evaluation_on_one_rank_is_not_taken_for_uneven_data() -> None:
                     pass
             reduce(ctx, torch.zeros(1))
 
-    with pytest.raises(MismatchError) as caught:
-        run_ranks(run, 2)
-    assert not isinstance(caught.value, UnevenDataError)
-    assert "had no more" not in str(caught.value)
+    is_no_uneven_data(run)
 
 
 @pytest.mark.parametrize("guard", ["full", "off"])
@@ -273,51 +262,20 @@ def test_a_pass_that_was_left_open_is_not_what_ranks_differ_in_later() -> None:
     run_ranks(run, 2)
 
 
+class Promising(Sized):
+    """Says that it has three batches."""
+
+    def __len__(self) -> int:
+        return 3
+
+
 def test_a_rank_that_ran_out_in_a_loop_is_told_beside_the_other_counts() -> None:
     def run(ctx: Context) -> None:
-        for _, _ in microbatches(ctx, [torch.zeros(1)] * 2):
+        for _ in microbatches(ctx, [torch.zeros(1)] * 2):
             pass
-        promised = DataLoader(Counted(3 - ctx.rank), batch_size=1)
-        for _, _ in microbatches(ctx.replace(), Promising(promised)):
+        for _ in microbatches(ctx.replace(), cast("Any", Promising(3 - ctx.rank))):
             gather(ctx, torch.zeros(1))
 
     with pytest.raises(UnevenDataError, match=r"rank\(s\) 1 had no more") as caught:
         run_ranks(run, 2)
     assert caught.value.counts == (3, 2)
-
-
-class Promising:
-    """Says that it has three batches."""
-
-    def __init__(self, batches: Any) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
-def test_policies_are_checked_at_the_call() -> None:
-    with pytest.raises(ValueError, match="'never'"):
-        microbatches(Context(), [], cast("Any", "never"))
-
-
-class Counted(IterableDataset[int]):
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.number))
-
-
-def test_ranks_in_different_epochs_hear_of_it() -> None:
-    def run(ctx: Context) -> None:
-        loader = prepare_data_loader(ctx, DataLoader(cast("Any", torch.arange(8)), batch_size=2))
-        loader.set_epoch(ctx.rank)
-        for _ in microbatches(ctx, loader):
-            pass
-
-    with pytest.raises(MismatchError):
-        run_ranks(run, 2)

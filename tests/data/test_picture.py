@@ -1,6 +1,5 @@
 import re
 import xml.etree.ElementTree as ElementTree
-from xml.etree.ElementTree import Element
 
 import pytest
 from hypothesis import given
@@ -66,28 +65,24 @@ def test_the_table_shows_what_each_rank_reads_and_which_of_it_is_padding(plan: E
     assert ("left out" in notes) == (plan.start + read < plan.num_samples)
 
 
-def drawn(root: Element, tag: str) -> list[Element]:
-    return list(root.iter(SVG + tag))
-
-
 @given(planned())
 def test_the_image_says_the_same_inside_of_its_borders(plan: EpochPlan) -> None:
     root = ElementTree.fromstring(draw_plan_svg(plan, max_steps=100))
-    width, height = int(root.attrib["width"]), int(root.attrib["height"])
-    for box in drawn(root, "rect"):
-        x, y, w, h = (int(box.attrib[name]) for name in ("x", "y", "width", "height"))
-        assert min(x, y) >= 0
-        assert min(w, h) > 0
-        assert x + w <= width
-        assert y + h <= height
-    texts = drawn(root, "text")
-    for text in texts:
-        assert int(text.attrib["x"]) + int(text.attrib["textLength"]) <= width
-    words = [text.text or "" for text in texts]
-    shown = sorted(one for word in words if re.fullmatch(r"[\d ]+", word) for one in numbers(word))
+    places = [*("x", "y", "width", "height")]
+    width, height = (int(root.attrib[name]) for name in places[2:])
+    boxes = [tuple(int(box.attrib[name]) for name in places) for box in root.iter(SVG + "rect")]
+    assert all(0 <= x < x + w <= width and 0 <= y < y + h <= height for x, y, w, h in boxes)
+    texts = list(root.iter(SVG + "text"))
+    assert all(int(text.attrib["x"]) + int(text.attrib["textLength"]) <= width for text in texts)
+    shown = [
+        number
+        for text in texts
+        if re.fullmatch(r"[\d ]+", text.text or "")
+        for number in numbers(text.text or "")
+    ]
     cells = [cell for row in expected_cells(plan) for cell in row]
-    assert shown == sorted(one for new, padding in cells for one in [*new, *padding])
-    colors = [box.attrib["fill"] for box in drawn(root, "rect")[1:]]
+    assert sorted(shown) == sorted(position for new, padding in cells for position in new + padding)
+    colors = [box.attrib["fill"] for box in root.iter(SVG + "rect")][1:]
     assert len(colors) == sum(bool(new) + bool(padding) for new, padding in cells)
     assert len(set(colors)) == any(new for new, _ in cells) + any(padding for _, padding in cells)
 
@@ -100,7 +95,6 @@ def test_what_is_long_is_shown_by_its_ends() -> None:
     assert lines[1].split()[:3] == ["rank", "0", "0..31"]
     assert lines[-1].startswith("rank 9999 ")
     assert lines[-1].endswith("9999999968..9999999999")
-    ElementTree.fromstring(draw_plan_svg(plan, max_steps=3, max_ranks=2))
     dropping = plan_epoch(10**10, 33, 10_000, drop_last=True)
     end = dropping.num_steps * 330_000
     assert draw_plan(dropping, max_steps=2).endswith(f"left out: {end}..9999999999")

@@ -8,9 +8,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from accelfn import Context, DataLoaderConfiguration, prepare_data_loader
+from accelfn import Context, prepare_data_loader
 from accelfn.data import placement
-from accelfn.data.placement import SideStream, place_on_cpu, placer
+from accelfn.data.placement import SideStream, placer
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -36,29 +36,18 @@ class Movable:
     [torch.zeros(2), [torch.zeros(2), torch.zeros(1)], (torch.zeros(2),), {"x": torch.zeros(2)}, [], "text"],
 )
 def test_on_the_cpu_batches_of_the_commonest_kinds_are_handed_out_as_they_are(batch: Any) -> None:
-    assert place_on_cpu(batch) is batch
-
-
-def test_what_moves_by_itself_is_asked_to_come_to_the_cpu() -> None:
-    movable = Movable()
-    movable.place = META
-    moved = placer(CPU, False)({"x": torch.zeros(1), "own": movable})
-    assert moved["own"] is movable
-    assert movable.place == CPU
-
-
-def test_what_is_there_is_handed_out_as_it_is() -> None:
-    batch = {"x": torch.zeros(2)}
     assert placer(CPU, False)(batch) is batch
 
 
-def test_other_batches_are_moved_leaf_by_leaf() -> None:
+@pytest.mark.parametrize("device", [CPU, META])
+def test_other_batches_are_moved_by_leaf_and_what_moves_by_itself_is_asked_to(device: torch.device) -> None:
     movable = Movable()
-    moved = placer(META, False)({"pair": Pair(torch.zeros(1), [torch.zeros(2)]), "text": "a", "own": movable})
-    assert moved["pair"].left.is_meta
-    assert moved["pair"].right[0].is_meta
-    assert moved["text"] == "a"
-    assert movable.place == META
+    movable.place = CPU if device == META else META
+    moved = placer(device, False)(
+        {"pair": Pair(torch.zeros(1), [torch.zeros(2)]), "text": "a", "own": movable}
+    )
+    assert {moved["pair"].left.device, moved["pair"].right[0].device, movable.place} == {device}
+    assert (moved["text"], moved["own"]) == ("a", movable)
 
 
 class Log:
@@ -135,7 +124,7 @@ def test_with_non_blocking_the_host_waits_for_nothing(monkeypatch: pytest.Monkey
     assert log.told[-1] == "memory is kept for computing"
 
 
-def test_on_cuda_what_moves_by_itself_does_so_in_the_stream_that_computes(
+def test_on_cuda_what_moves_by_itself_does_so_in_the_computing_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed, movable = pack_sequence([torch.ones(2), torch.ones(1)]), Movable()
@@ -153,23 +142,22 @@ def test_on_cuda_what_moves_by_itself_does_so_in_the_stream_that_computes(
     assert log.told == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("non_blocking", [False, True])
-@pytest.mark.parametrize("pin_memory", [False, True])
-def test_batches_on_a_real_device_are_what_was_read(non_blocking: bool, pin_memory: bool) -> None:
-    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(non_blocking=non_blocking))
-    data = torch.arange(64 * 4096, dtype=torch.float32).view(64, 4096)
-    loader = DataLoader(cast("Dataset[torch.Tensor]", data), 8, pin_memory=pin_memory)
-    placed = placer(torch.device("cuda", 0), ctx.loading.non_blocking)
-    busy = torch.rand(2048, 2048, device="cuda")
-    for batch, expected in zip(loader, data.view(8, 8, 4096), strict=True):
-        moved = placed({"x": batch, "text": "a"})
-        busy = busy @ busy.softmax(0)
-        assert torch.equal((moved["x"] * 2).cpu(), expected * 2)
-
-
 def test_a_loader_that_is_not_to_place_leaves_batches_where_they_are() -> None:
     ctx = Context().replace(device_placement=False)
     batches = cast("Dataset[torch.Tensor]", [torch.zeros(1, device="meta")])
     loader = prepare_data_loader(ctx, DataLoader(batches, batch_size=None))
     assert next(iter(loader)).is_meta
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_batches_on_a_real_device_are_what_was_read(non_blocking: bool, pin_memory: bool) -> None:
+    data = torch.arange(64 * 4096, dtype=torch.float32).view(64, 4096)
+    loader = DataLoader(cast("Dataset[torch.Tensor]", data), 8, pin_memory=pin_memory)
+    placed = placer(torch.device("cuda", 0), non_blocking)
+    busy = torch.rand(2048, 2048, device="cuda")
+    for batch, expected in zip(loader, data.view(8, 8, 4096), strict=True):
+        moved = placed({"x": batch, "text": "a"})
+        busy = busy @ busy.softmax(0)
+        assert torch.equal((moved["x"] * 2).cpu(), expected * 2)

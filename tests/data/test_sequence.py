@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -27,6 +27,7 @@ def mesh(axis: str, size: int, **more: int) -> af.ParallelismConfig:
     return af.ParallelismConfig(**sizes)
 
 
+@settings(max_examples=15)
 @given(
     axis=st.sampled_from(["cp", "sp"]),
     size=st.integers(1, 4),

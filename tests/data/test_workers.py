@@ -3,8 +3,8 @@
 
 import multiprocessing
 import os
-import pickle
 import signal
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
@@ -15,14 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from accelfn import Context
 from accelfn.data import microbatches, prepare_data_loader
-from accelfn.data.workers import (
-    Hold,
-    SignalHolder,
-    StartWorker,
-    begin_reading,
-    explain_dead_workers,
-    held_signals,
-)
+from accelfn.data.workers import Hold, SignalHolder, StartWorker, held_signals
 from accelfn.testing import run_ranks
 
 
@@ -69,16 +62,14 @@ def broken(given: Any) -> BrokenLoader:
     "error",
     [
         ConnectionResetError(104, "Connection reset by peer"),
-        ConnectionRefusedError(111, "Connection refused"),
         FileNotFoundError(2, "No such file or directory"),
         EOFError(),
     ],
     ids=lambda error: type(error).__name__,
 )
 def test_a_connection_that_broke_off_is_a_worker_that_died(error: Exception) -> None:
-    loader = prepare_data_loader(Context(), broken(error))
     with pytest.raises(RuntimeError, match="a DataLoader worker of rank 0 exited unexpectedly") as caught:
-        list(loader)
+        list(prepare_data_loader(Context(), broken(error)))
     assert type(error).__name__ in str(caught.value)
     assert caught.value.__cause__ is error
 
@@ -108,14 +99,6 @@ def test_what_a_dataset_raises_of_connections_is_its_own_affair() -> None:
         sent = ExceptionWrapper(where="in DataLoader worker process 0")
     with pytest.raises(ConnectionResetError, match="Caught ConnectionResetError in DataLoader worker"):
         list(prepare_data_loader(Context(), broken((0, sent))))
-
-
-def test_an_error_that_quotes_that_of_another_rank_is_left_alone() -> None:
-    class QuotingError(RuntimeError):
-        pass
-
-    with pytest.raises(QuotingError), explain_dead_workers(0):
-        raise QuotingError("DataLoader worker (pid 5) is killed by signal: Killed.")
 
 
 # Torch may wait for seconds for the end of a worker that is gone.
@@ -188,10 +171,12 @@ def test_where_nobody_holds_signals_workers_are_torchs() -> None:
     assert read() == [0] * 8
 
 
-def test_where_somebody_does_workers_stay(holder: Holder) -> None:
-    assert [one.number for one in held_signals()] == [signal.SIGTERM]
-    assert held_signals()[0].holds == (holder.hold,)
+def test_where_somebody_does_workers_stay_and_the_users_own_beginning_comes_after(holder: Holder) -> None:
+    assert [(held.number, held.holds) for held in held_signals()] == [(signal.SIGTERM, (holder.hold,))]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert read() == [1] * 8
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert read(worker_init_fn=set_default) == [0] * 8
 
 
 def set_default(worker_id: int) -> None:
@@ -199,38 +184,17 @@ def set_default(worker_id: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_the_users_own_beginning_comes_after(holder: Holder) -> None:
-    del holder
-    assert read(worker_init_fn=set_default) == [0] * 8
+def test_the_users_loader_looks_as_before_also_where_it_can_not_begin() -> None:
+    class Broken(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            raise ValueError("prefetch_factor")
 
-
-def test_the_users_loader_looks_as_before() -> None:
-    mine = DataLoader(Handlers(), num_workers=1, worker_init_fn=set_default)
-    loader: Any = prepare_data_loader(Context(), mine, "already_sharded")
-    next(iter(loader))
-    assert mine.worker_init_fn is set_default
-    with pytest.raises(ValueError, match="prefetch_factor"):
-        begin_reading(Broken(mine))
-    assert mine.worker_init_fn is set_default
-
-
-class Broken:
-    """Can't begin."""
-
-    num_workers = 1
-    multiprocessing_context = None
-
-    def __init__(self, loader: Any) -> None:
-        vars(self)["loader"] = loader
-
-    def __iter__(self) -> Any:
-        raise ValueError("prefetch_factor")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.loader, name, value)
+    for kind in (DataLoader[Any], Broken):
+        mine = kind(Handlers(), num_workers=1, worker_init_fn=set_default)
+        loader: Any = prepare_data_loader(Context(), mine, "already_sharded")
+        with pytest.raises(ValueError, match="prefetch_factor") if kind is Broken else nullcontext():
+            next(iter(loader))
+        assert mine.worker_init_fn is set_default
 
 
 def work(begin: StartWorker, orders: Any) -> None:
@@ -239,23 +203,6 @@ def work(begin: StartWorker, orders: Any) -> None:
     orders.send("ready")
     while True:
         orders.send(orders.recv())
-
-
-class Blocked(Dataset[int]):
-    """Says how many signals are blocked where it is read."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        return len(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-
-
-def test_no_signal_stays_blocked(holder: Holder) -> None:
-    del holder
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    assert [int(one) for one in begin_reading(DataLoader(Blocked(), num_workers=1))] == [len(before)] * 2
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_a_worker_leaves_by_a_signal_as_soon_as_none_is_held(holder: Holder) -> None:
@@ -274,9 +221,3 @@ def test_a_worker_leaves_by_a_signal_as_soon_as_none_is_held(holder: Holder) -> 
         assert worker.exitcode == 0
     finally:
         worker.kill()
-
-
-def test_what_is_shared_stays_out_of_a_pickle(holder: Holder) -> None:
-    del holder
-    copy = pickle.loads(pickle.dumps(StartWorker(set_default)))
-    assert vars(copy) == {"_then": set_default, "_held": ()}

@@ -22,9 +22,7 @@ from accelfn.parallel.handle import syncing
 from accelfn.testing import Where, run_ranks
 from tests.seen import Seen, look
 
-WORLDS: tuple[Where, ...] = ("memory", "gloo", "processes")
-# Those in which a rank goes on while others are still on their way to the forward pass.
-GOES_ON: tuple[Where, ...] = ("gloo", "processes")
+WORLDS: tuple[Where, ...] = ("memory", "processes")
 # Long enough that an error found by waiting it out would be a timeout and not the one that is expected.
 PATIENCE_S = 20.0
 # DistributedDataParallel may order its buckets anew in the second pass; each until then is checked at once.
@@ -114,7 +112,7 @@ def test_another_operation_for_a_forward_pass_is_one_error_and_no_gradient(
     assert len({seen.text for seen, *_ in found}) == 1
     for part in ("gather", "forward", "test_forward_check.py:"):
         assert part in found[0][0].text
-    late = on == "gloo" or (on == "processes" and passes > WARM)
+    late = on == "processes" and passes > WARM
     for rank, (_, untouched, ahead, bias) in enumerate(found):
         assert untouched
         assert ahead == ([True] if late and rank != 1 else [])
@@ -279,12 +277,11 @@ def heard(ctx: Context, name: str, outputs: Outputs) -> tuple[bool, list[bool], 
     return after, at_gradient, is_open(ctx)
 
 
-@pytest.mark.parametrize("on", GOES_ON)
-def test_the_verdict_is_heard_before_the_first_gradient(on: Where) -> None:
+def test_the_verdict_is_heard_before_the_first_gradient() -> None:
     def run(ctx: Context) -> dict[str, tuple[bool, list[bool], bool]]:
         return {name: heard(ctx, name, outputs) for name, outputs in LATE.items()}
 
-    for found in run_ranks(run, 2, on, timeout_s=PATIENCE_S):
+    for found in run_ranks(run, 2, "processes", timeout_s=PATIENCE_S):
         for name, (after, at_gradient, end) in found.items():
             assert after, name
             assert at_gradient, name
@@ -292,12 +289,11 @@ def test_the_verdict_is_heard_before_the_first_gradient(on: Where) -> None:
             assert not end, name
 
 
-@pytest.mark.parametrize("on", GOES_ON)
-def test_the_verdict_is_heard_at_once_where_gradients_may_start_unseen(on: Where) -> None:
+def test_the_verdict_is_heard_at_once_where_gradients_may_start_unseen() -> None:
     def run(ctx: Context) -> dict[str, tuple[bool, list[bool], bool]]:
         return {name: heard(ctx, name, outputs) for name, outputs in AT_ONCE.items()}
 
-    for found in run_ranks(run, 2, on, timeout_s=PATIENCE_S):
+    for found in run_ranks(run, 2, "processes", timeout_s=PATIENCE_S):
         for name, (after, at_gradient, _) in found.items():
             assert not after, name
             assert at_gradient, name
@@ -391,9 +387,8 @@ def by_torch(model: nn.Module) -> nn.Module:
     return loaded
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo"])
 @pytest.mark.parametrize("way", [by_pickle, by_torch])
-def test_a_model_from_a_pickle_belongs_to_no_world(on: Where, way: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_model_from_a_pickle_belongs_to_no_world(way: Callable[[nn.Module], nn.Module]) -> None:
     def run(ctx: Context) -> tuple[nn.Module, int]:
         counted = Counted(ctx)
         model = af.prepare(counted.ctx, nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -409,7 +404,7 @@ def test_a_model_from_a_pickle_belongs_to_no_world(on: Where, way: Callable[[nn.
         assert own is not None
         return loaded, count
 
-    for loaded, count in run_ranks(run, 2, on, timeout_s=PATIENCE_S):
+    for loaded, count in run_ranks(run, 2, timeout_s=PATIENCE_S):
         assert count == 0
         loaded.eval()
         assert loaded(torch.zeros(1, 3)).shape == (1, 2)

@@ -119,4 +119,3 @@ def test_what_cannot_be_watched_is_refused() -> None:
             raise AssertionError
 
     run_ranks(run, 2)
-    run_ranks(run, 2, "gloo")

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 import accelfn as af
 from accelfn import Context, GradScalerKwargs, Guard, Loss
 from accelfn.errors import ConfigurationError, MismatchError, NonFiniteGradientError, RemoteRankError
-from accelfn.testing import Where, run_ranks
+from accelfn.testing import run_ranks
 from tests.training.models import one_weight, sgd, values, weight_of
 from tests.training.optimizers import Adam, Sgd
 
@@ -167,11 +167,10 @@ def test_ranks_and_windows_are_one_plain_model_with_one_batch(
 
 
 @KINDS
-@pytest.mark.parametrize("on", ["gloo", "processes"])
-def test_the_same_on_real_groups(kind: str, on: Where) -> None:
+def test_the_same_on_processes(kind: str) -> None:
     rows = make_rows(12, 3)
     for one in run_ranks(
-        lambda ctx: train(ctx, kind, sum_loss, rows, 3, 0.5), 2, on, gradient_accumulation_steps=3
+        lambda ctx: train(ctx, kind, sum_loss, rows, 3, 0.5), 2, "processes", gradient_accumulation_steps=3
     ):
         close(one, plain(sum_loss, rows, 3, 0.5))
 

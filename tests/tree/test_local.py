@@ -9,34 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+import accelfn as af
 from accelfn.testing.strategies import Pair, Sample, dtypes, rank_trees, shapes, tensors, trees
-from accelfn.tree import (
-    concatenate,
-    convert_to_fp32,
-    find_batch_size,
-    find_device,
-    flatten,
-    listify,
-    map_tensors,
-    pad_input_tensors,
-    send_to_device,
-    slice_tensors,
-)
+from accelfn.tree import flatten, map_tensors
+from tests.trees import values
 
 
 def mixed() -> st.SearchStrategy[Any]:
     """Trees of tensors and other leaves."""
     return trees(tensors() | st.integers() | st.text(max_size=2))
-
-
-def values(tree: Any) -> list[Any]:
-    """Give leaves in a form that can be compared."""
-    return [
-        (leaf.dtype, leaf.shape, listify(leaf.to(torch.complex128).reshape(-1)))
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in flatten(tree)[0]
-    ]
 
 
 def pure(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -65,13 +46,13 @@ def test_map_tensors_meets_each_tensor_once_and_nothing_else(tree: Any) -> None:
 
 @given(mixed())
 def test_sending_to_the_same_device_copies_nothing(tree: Any) -> None:
-    result = pure(lambda tree: send_to_device(tree, "cpu"), tree)
+    result = pure(lambda tree: af.send_to_device(tree, "cpu"), tree)
     assert all(a is b for a, b in zip(flatten(result)[0], flatten(tree)[0], strict=True))
 
 
 @given(mixed())
 def test_sending_moves_every_tensor(tree: Any) -> None:
-    moved = flatten(send_to_device(tree, "meta"))[0]
+    moved = flatten(af.send_to_device(tree, "meta"))[0]
     for leaf, old in zip(moved, flatten(tree)[0], strict=True):
         assert leaf.is_meta if isinstance(old, torch.Tensor) else leaf is old
 
@@ -81,7 +62,7 @@ def test_skipped_keys_are_skipped_at_every_depth() -> None:
     tree = {"a": x, "b": {"skip": {"deep": [x]}, "c": x}, "skip": x, "skipped": x}
 
     def kinds(skip: Any) -> list[bool]:
-        return [leaf.is_meta for leaf in flatten(send_to_device(tree, "meta", skip_keys=skip))[0]]
+        return [leaf.is_meta for leaf in flatten(af.send_to_device(tree, "meta", skip_keys=skip))[0]]
 
     # a, b.c, b.skip.deep, skip, skipped
     assert kinds("skip") == [True, True, False, False, True]
@@ -102,12 +83,12 @@ def test_objects_with_a_to_method_are_moved_by_it() -> None:
         def to(self, device: str, non_blocking: bool = False) -> "Plain":
             return super().to(f"{device} {non_blocking}")
 
-    plain, modern, kind = send_to_device([Plain(), Modern(), Plain], "meta", non_blocking=True)
+    plain, modern, kind = af.send_to_device([Plain(), Modern(), Plain], "meta", non_blocking=True)
     assert (plain.device, modern.device, kind) == ("meta", "meta True", Plain)
 
 
 def test_a_packed_sequence_keeps_its_batch_sizes_on_the_cpu() -> None:
-    moved = send_to_device({"x": pack_sequence([torch.ones(3), torch.ones(2)])}, "meta")["x"]
+    moved = af.send_to_device({"x": pack_sequence([torch.ones(3), torch.ones(2)])}, "meta")["x"]
     assert isinstance(moved, PackedSequence)
     assert moved.data.is_meta
     assert not moved.batch_sizes.is_meta
@@ -117,7 +98,7 @@ def test_a_packed_sequence_keeps_its_batch_sizes_on_the_cpu() -> None:
 def test_slices_are_torch_slices(tree: Any, s: slice) -> None:
     if s.step is not None and s.step < 1:
         s = slice(s.start, s.stop)
-    result = pure(lambda tree: slice_tensors(tree, s), tree)
+    result = pure(lambda tree: af.slice_tensors(tree, s), tree)
     for part, leaf in zip(flatten(result)[0], flatten(tree)[0], strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             assert values(part) == values(leaf[s])
@@ -128,21 +109,21 @@ def test_slices_are_torch_slices(tree: Any, s: slice) -> None:
 @given(st.integers(1, 5).flatmap(rank_trees))
 def test_concatenate_is_torch_cat_leaf_by_leaf(ranked: list[Any]) -> None:
     before = values(ranked)
-    joined = concatenate(ranked)
+    joined = af.concatenate(ranked)
     assert values(ranked) == before
     leaves, structure = flatten(joined)
     assert structure == flatten(ranked[0])[1]
     columns = zip(*(flatten(tree)[0] for tree in ranked), strict=True)
     for leaf, column in zip(leaves, columns, strict=True):
-        rows = [one if one.dim() else one.reshape(1) for one in column]
+        rows = [leaf if leaf.dim() else leaf.reshape(1) for leaf in column]
         assert values(leaf) == values(torch.cat(rows))
 
 
 @given(trees(tensors(shape=shapes(min_dims=1))), st.integers(0, 3))
 def test_slices_concatenate_to_the_whole(tree: Any, cut: int) -> None:
-    assert values(concatenate([slice_tensors(tree, slice(cut)), slice_tensors(tree, slice(cut, None))])) == (
-        values(tree)
-    )
+    assert values(
+        af.concatenate([af.slice_tensors(tree, slice(cut)), af.slice_tensors(tree, slice(cut, None))])
+    ) == (values(tree))
 
 
 class Undecided:
@@ -163,14 +144,14 @@ def test_concatenate_refuses_values_that_it_can_not_join(pair: Sequence[Any]) ->
     with pytest.raises(
         TypeError, match=r"concatenate: tree\['x'\] has values that are not tensors and differ"
     ):
-        concatenate([{"x": value} for value in pair])
+        af.concatenate([{"x": value} for value in pair])
 
 
 def test_concatenate_refuses_nothing_and_other_structures() -> None:
     with pytest.raises(ValueError, match="concatenate: got no tree"):
-        concatenate([])
+        af.concatenate([])
     with pytest.raises(ValueError, match="tree 1 has another structure than tree 0"):
-        concatenate([{"a": torch.zeros(1)}, {"b": torch.zeros(1)}])
+        af.concatenate([{"a": torch.zeros(1)}, {"b": torch.zeros(1)}])
 
 
 def as_it_reads(tree: Any) -> list[Any]:
@@ -188,15 +169,15 @@ def as_it_reads(tree: Any) -> list[Any]:
 def test_the_batch_size_is_that_of_the_first_tensor_with_rows(tree: Any) -> None:
     sizes = [len(leaf) for leaf in as_it_reads(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if sizes:
-        assert find_batch_size(tree) == sizes[0]
+        assert af.find_batch_size(tree) == sizes[0]
     else:
         with pytest.raises(ValueError, match="no tensor with a first dimension"):
-            find_batch_size(tree)
+            af.find_batch_size(tree)
 
 
 @given(mixed())
 def test_fp32_conversion_touches_halves_alone(tree: Any) -> None:
-    result = pure(convert_to_fp32, tree)
+    result = pure(af.convert_to_fp32, tree)
     for leaf, old in zip(flatten(result)[0], flatten(tree)[0], strict=True):
         if isinstance(old, torch.Tensor) and old.dtype in (torch.float16, torch.bfloat16):
             assert leaf.dtype == torch.float32
@@ -207,7 +188,7 @@ def test_fp32_conversion_touches_halves_alone(tree: Any) -> None:
 
 @given(trees(tensors(shape=shapes(min_dims=1))), st.integers(1, 4), st.integers(1, 5))
 def test_padding_repeats_the_last_row_and_can_be_undone(tree: Any, batch_size: int, ranks: int) -> None:
-    result = pure(lambda tree: pad_input_tensors(tree, batch_size, ranks), tree)
+    result = pure(lambda tree: af.pad_input_tensors(tree, batch_size, ranks), tree)
     for leaf, old in zip(flatten(result)[0], flatten(tree)[0], strict=True):
         if len(old) == batch_size:
             assert len(leaf) == math.ceil(batch_size / ranks) * ranks
@@ -223,11 +204,11 @@ def test_padding_repeats_the_last_row_and_can_be_undone(tree: Any, batch_size: i
 def test_listify_gives_what_torch_gives(tree: Any) -> None:
     leaves, structure = flatten(tree)
     expected = [cast("Any", leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    assert flatten(listify(tree)) == flatten(structure.unflatten(expected))
+    assert flatten(af.listify(tree)) == flatten(structure.unflatten(expected))
 
 
 @given(mixed())
 def test_the_device_is_that_of_the_first_tensor(tree: Any) -> None:
     has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in flatten(tree)[0])
-    assert find_device(tree) == (torch.device("cpu") if has_tensor else None)
-    assert find_device([torch.zeros(1, device="meta"), tree]) == torch.device("meta")
+    assert af.find_device(tree) == (torch.device("cpu") if has_tensor else None)
+    assert af.find_device([torch.zeros(1, device="meta"), tree]) == torch.device("meta")

@@ -1,32 +1,23 @@
+import importlib
 import subprocess
 import sys
 import types
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from transformers import BatchEncoding
-from transformers.modeling_outputs import SequenceClassifierOutput
 
+import accelfn as af
 from accelfn import Context
 from accelfn.testing import run_ranks
-from accelfn.testing.strategies import trees
-from accelfn.tree import (
-    TensorInformation,
-    flatten,
-    initialize_tensors,
-    is_dtensor,
-    leaf_paths,
-    local_of,
-    map_tensors,
-    tree_structure,
-)
+from accelfn.testing.strategies import tensors, trees
+from accelfn.tree import flatten, is_dtensor, leaf_paths, local_of, map_tensors
 
 
 class Listed(list[Any]):
@@ -68,15 +59,6 @@ class SlottedRecord:
     b: Any = None
 
 
-@dataclass
-class Checked:
-    a: Any
-    calls: list[str] = field(default_factory=list[str])
-
-    def __post_init__(self) -> None:
-        self.calls.append("made")
-
-
 class Held(MutableMapping[str, Any]):
     """A mapping that holds its items in an attribute and doesn't say how it is copied."""
 
@@ -99,45 +81,43 @@ class Held(MutableMapping[str, Any]):
         return len(self.items_inside)
 
 
-def one() -> torch.Tensor:
+def ones() -> torch.Tensor:
     return torch.ones(2)
 
 
 CONTAINERS = (
-    lambda: {"b": one(), "a": one()},
-    lambda: [one(), (one(), None)],
-    lambda: Point(one(), [one()]),
-    lambda: OrderedDict[str, Any](b=one(), a=one()),
-    lambda: defaultdict[str, Any](list, a=one()),
-    lambda: deque([one(), one()], maxlen=5),
-    lambda: Listed([one(), one()]),
-    lambda: Tupled((one(), one())),
-    lambda: Mapped(b=one(), a=one()),
-    lambda: Queued([one()]),
-    lambda: Queued([one()], 3),
-    lambda: Record(one(), {"x": one()}),
-    lambda: FrozenRecord(one(), [one()]),
-    lambda: SlottedRecord(one(), (one(),)),
-    lambda: UserDict({"b": one(), "a": one()}),
-    lambda: types.MappingProxyType({"b": one(), "a": one()}),
-    lambda: Held({"b": one(), "a": one()}),
-    lambda: BatchEncoding({"input_ids": one(), "attention_mask": one()}),
-    lambda: SequenceClassifierOutput(loss=cast("Any", torch.tensor(1.0)), logits=cast("Any", one())),
-    lambda: BatchEncoding({"inner": {"record": FrozenRecord(one(), Record(one()))}}),
+    lambda: {"b": ones(), "a": ones()},
+    lambda: [ones(), (ones(), None)],
+    lambda: Point(ones(), [ones()]),
+    lambda: OrderedDict[str, Any](b=ones(), a=ones()),
+    lambda: defaultdict[str, Any](list, a=ones()),
+    lambda: deque([ones(), ones()], maxlen=5),
+    lambda: Listed([ones(), ones()]),
+    lambda: Tupled((ones(), ones())),
+    lambda: Mapped(b=ones(), a=ones()),
+    lambda: Queued([ones()]),
+    lambda: Queued([ones()], 3),
+    lambda: Record(ones(), {"x": ones()}),
+    lambda: FrozenRecord(ones(), [ones()]),
+    lambda: SlottedRecord(ones(), (ones(),)),
+    lambda: UserDict({"b": ones(), "a": ones()}),
+    lambda: types.MappingProxyType({"b": ones(), "a": ones()}),
+    lambda: Held({"b": ones(), "a": ones()}),
+    lambda: Held({"inner": {"record": FrozenRecord(ones(), Record(ones()))}}),
     lambda: pack_sequence([torch.ones(3), torch.ones(2)]),
     lambda: torch.ones(2, 2).max(dim=0),  # a structseq
-    lambda: {1: one(), "a": one(), None: one(), (2, "b"): one()},
+    lambda: {1: ones(), "a": ones(), None: ones(), (2, "b"): ones()},
     lambda: None,
     list,
     dict,
 )
 
 
-def same(one: Any, other: Any) -> bool:
+def same(tree: Any, other: Any) -> bool:
     """Whether two trees have the same types, structure and the very same leaves."""
-    (leaves, structure), (others, other_structure) = flatten(one), flatten(other)
+    (leaves, structure), (others, other_structure) = flatten(tree), flatten(other)
     return (
-        type(one) is type(other)
+        type(tree) is type(other)
         and structure == other_structure
         and len(leaves) == len(others)
         and all(a is b for a, b in zip(leaves, others, strict=True))
@@ -148,41 +128,21 @@ def reach(tree: Any, path: str) -> Any:
     return eval(path, {"tree": tree})
 
 
-def nested_lists() -> st.SearchStrategy[Any]:
-    return trees(st.integers() | st.text(max_size=2))
-
-
-@given(trees())
-def test_flatten_then_unflatten_gives_the_tree_back(tree: Any) -> None:
+@given(trees(st.integers() | st.text(max_size=2) | tensors()))
+def test_flatten_then_unflatten_gives_the_tree_back_and_each_path_leads_to_its_leaf(tree: Any) -> None:
     leaves, structure = flatten(tree)
     assert structure.num_leaves == len(leaves)
     assert same(structure.unflatten(leaves), tree)
-
-
-@given(trees())
-def test_each_path_leads_to_its_leaf(tree: Any) -> None:
-    leaves, _ = flatten(tree)
     assert [id(reach(tree, path)) for path in leaf_paths(tree)] == [id(leaf) for leaf in leaves]
-
-
-@given(nested_lists())
-def test_leaves_may_be_anything(tree: Any) -> None:
-    leaves, structure = flatten(tree)
-    assert structure.unflatten(leaves) == tree
 
 
 @given(trees(st.integers()))
 def test_equal_structures_describe_themselves_equally(tree: Any) -> None:
-    structure = flatten(tree)[1]
-    other = flatten(map_leaves(tree))[1]
+    leaves, structure = flatten(tree)
+    other = flatten(structure.unflatten([leaf + 1 for leaf in leaves]))[1]
     assert structure == other
     assert structure.describe() == other.describe()
     assert flatten([tree, None])[1].describe() != structure.describe()
-
-
-def map_leaves(tree: Any) -> Any:
-    leaves, structure = flatten(tree)
-    return structure.unflatten([leaf + 1 for leaf in leaves])
 
 
 @pytest.mark.parametrize("make", CONTAINERS, ids=lambda make: type(make()).__name__)
@@ -198,27 +158,45 @@ def test_every_container_keeps_its_type_and_is_not_written_to(make: Any) -> None
     assert [id(reach(tree, path)) for path in leaf_paths(tree)] == [id(leaf) for leaf in before]
 
 
-def test_a_mapping_keeps_the_order_and_the_attributes_it_had() -> None:
-    tree = Mapped(b=one(), a=one())
-    tree.label = "kept"
-    result = map_tensors(torch.clone, tree)
-    assert list(result) == ["b", "a"]
-    assert result.label == "kept"
-    assert list(map_tensors(torch.clone, {"b": one(), "a": one()})) == ["b", "a"]
-
-
-def test_bounds_of_a_deque_and_factory_of_a_defaultdict_are_kept() -> None:
-    assert map_tensors(torch.clone, Queued([one()], 3)).maxlen == 3
-    assert map_tensors(torch.clone, defaultdict[str, Any](list, a=one())).default_factory is list
-
-
-def test_unset_fields_of_a_model_output_are_no_leaves() -> None:
-    tree = SequenceClassifierOutput(logits=cast("Any", one()))
-    assert leaf_paths(tree) == ["tree['logits']"]
-    result = map_tensors(torch.clone, tree)
-    assert type(result) is SequenceClassifierOutput
+@pytest.mark.slow
+def test_containers_of_transformers_keep_their_type() -> None:
+    transformers: Any = importlib.import_module("transformers")
+    outputs: Any = importlib.import_module("transformers.modeling_outputs")
+    encoding = transformers.BatchEncoding({"input_ids": ones(), "inner": {"record": Record(ones())}})
+    output = outputs.SequenceClassifierOutput(loss=torch.tensor(1.0), logits=ones())
+    for tree in (encoding, output):
+        result = map_tensors(lambda leaf: leaf + 1, tree)
+        assert type(result) is type(tree)
+        assert flatten(result)[1] == flatten(tree)[1]
+    unset = outputs.SequenceClassifierOutput(logits=ones())  # fields that are unset are no leaves
+    assert leaf_paths(unset) == ["tree['logits']"]
+    result = map_tensors(torch.clone, unset)
     assert result.loss is None
     assert result.logits is result["logits"]
+
+
+@pytest.mark.slow
+def test_the_tree_functions_import_no_framework() -> None:
+    probe = """
+import sys, torch, accelfn.tree
+class Fake(dict): pass
+accelfn.tree.flatten(Fake(a=1))
+assert not accelfn.tree.is_dtensor(accelfn.tree.local_of(torch.ones(2)))
+modules = ("transformers", "hypothesis", "pytest", "torch.distributed.tensor")
+print([name for name in modules if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_what_a_container_has_beside_its_items_is_kept() -> None:
+    tree = Mapped(b=ones(), a=ones())
+    tree.label = "kept"
+    result = map_tensors(torch.clone, tree)
+    assert (list(result), result.label) == (["b", "a"], "kept")
+    assert list(map_tensors(torch.clone, {"b": ones(), "a": ones()})) == ["b", "a"]
+    assert map_tensors(torch.clone, Queued([ones()], 3)).maxlen == 3
+    assert map_tensors(torch.clone, defaultdict[str, Any](list, a=ones())).default_factory is list
 
 
 def test_dict_order_does_not_matter() -> None:
@@ -263,54 +241,31 @@ def test_none_is_structure_and_a_size_is_a_leaf() -> None:
     assert type(flatten([torch.Size([2])])[0][0]) is torch.Size
 
 
-def test_a_packed_sequence_keeps_its_type() -> None:
-    packed = pack_sequence([torch.ones(3), torch.ones(2)])
-    leaves, structure = flatten({"x": packed})
-    assert type(structure.unflatten(leaves)["x"]) is PackedSequence
+def test_is_leaf_stops_at_containers_that_are_opened_here() -> None:
+    inner, packed = Record(1), pack_sequence([torch.ones(3), torch.ones(2)])
+    assert flatten(Mapped(a=inner, b=2), lambda value: isinstance(value, Record))[0] == [inner, 2]
     assert flatten(packed, lambda value: isinstance(value, PackedSequence))[0] == [packed]
 
 
-def test_is_leaf_also_stops_at_containers_that_are_opened_here() -> None:
-    inner = Record(1)
-    assert flatten(Mapped(a=inner, b=2), lambda value: isinstance(value, Record))[0] == [inner, 2]
+@given(trees(tensors() | st.text(max_size=2)))
+def test_structure_then_initialize_keeps_shapes_and_dtypes_and_other_leaves(tree: Any) -> None:
+    for device in ("cpu", "meta"):
+        others, other_structure = flatten(af.initialize_tensors(af.tree_structure(tree), device))
+        leaves, structure = flatten(tree)
+        assert other_structure == structure
+        for leaf, other in zip(leaves, others, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                assert (other.shape, other.dtype, other.device.type) == (leaf.shape, leaf.dtype, device)
+            else:
+                assert other == leaf
+    info = af.TensorInformation((2,), torch.int8)
+    assert af.tree_structure({"x": torch.zeros(2, dtype=torch.int8)}) == {"x": info}
 
 
-def test_the_tree_functions_import_no_framework() -> None:
-    probe = (
-        "import sys, accelfn.tree\n"
-        "class Fake(dict): pass\n"
-        "accelfn.tree.flatten(Fake(a=1))\n"
-        "print(sorted(name for name in ('transformers', 'hypothesis', 'pytest') if name in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
-@given(trees())
-def test_structure_then_initialize_keeps_shapes_and_dtypes(tree: Any) -> None:
-    again = initialize_tensors(tree_structure(tree))
-    leaves, structure = flatten(tree)
-    others, other_structure = flatten(again)
-    assert other_structure == structure
-    assert [(leaf.shape, leaf.dtype) for leaf in others] == [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-
-def test_other_leaves_stay() -> None:
-    tree = {"x": torch.zeros(2, dtype=torch.int8), "name": "a", "none": None}
-    assert tree_structure(tree) == {"x": TensorInformation((2,), torch.int8), "name": "a", "none": None}
-    assert initialize_tensors({"name": "a", "n": 1}) == {"name": "a", "n": 1}
-
-
-def test_the_device_can_be_chosen() -> None:
-    info = [TensorInformation((), torch.float32), TensorInformation((0, 2), torch.bool)]
-    assert [leaf.is_meta for leaf in initialize_tensors(info, "meta")] == [True, True]
-
-
+@pytest.mark.usefixtures("dtensors")
 def test_a_plain_tensor_is_all_here_and_a_dtensor_is_not() -> None:
     plain = torch.ones(2, requires_grad=True)
-    assert not is_dtensor(plain)
-    assert not is_dtensor(None)
-    assert local_of(plain) is plain
+    assert (is_dtensor(plain), is_dtensor(None), local_of(plain) is plain) == (False, False, True)
 
     def run(ctx: Context) -> list[float]:
         from torch.distributed.device_mesh import init_device_mesh
@@ -318,22 +273,9 @@ def test_a_plain_tensor_is_all_here_and_a_dtensor_is_not() -> None:
 
         mesh = init_device_mesh("cpu", (ctx.num_processes,))
         spread = torch.nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
-        assert is_dtensor(spread)
         local = local_of(spread)
-        assert not is_dtensor(local)
-        assert not local.requires_grad
-        writes = local_of(spread)._version
+        assert (is_dtensor(spread), is_dtensor(local), local.requires_grad) == (True, False, False)
         local.mul_(2)  # the very part
-        assert local_of(spread)._version == writes + 1
-        return cast("Any", local_of(spread)).tolist()
+        return af.listify(local_of(spread))
 
     assert run_ranks(run, 2, on="processes") == [[0, 2], [4, 6]]
-
-
-def test_to_ask_does_not_load_the_module() -> None:
-    code = (
-        "import sys, torch; from accelfn.tree import is_dtensor, local_of; "
-        "assert not is_dtensor(local_of(torch.ones(2))); "
-        "assert 'torch.distributed.tensor' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -448,7 +448,7 @@ def test_damage_on_the_disk_is_found_before_anything_is_changed(tmp_path: Path) 
 # --- in the background ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+@pytest.mark.parametrize("on", ["memory", "processes"])
 def test_in_the_background_the_state_of_the_moment_is_saved(tmp_path: Path, on: Any) -> None:
     def run(ctx: Context) -> tuple[list[float], str]:
         weight = torch.ones(50_000)

@@ -47,12 +47,7 @@ INVALID: tuple[tuple[type, dict[str, Any], type[Exception], str], ...] = (
     (ParallelismConfig, {"tp_size": 0}, ConfigurationError, "tp_size must be at least 1, got 0"),
     (ParallelismConfig, {"tp_size": 2.0}, TypeError, "tp_size must be an int"),
     (ParallelismConfig, {"cp_size": 2, "sp_size": 2}, ConfigurationError, "splits the sequence twice"),
-    (
-        ParallelismConfig,
-        {"ep_size": 4, "dp_shard_size": 6},
-        ConfigurationError,
-        "must divide it: got ep_size=4",
-    ),
+    (ParallelismConfig, {"ep_size": 4, "dp_shard_size": 6}, ConfigurationError, "must divide it: got ep_"),
     (ParallelismConfig, {"pp_handler": "1f1b"}, TypeError, "must be a PipelineParallelConfig or None"),
     (ParallelismConfig, {"sp_backend": "deepspeed"}, NotAvailableError, "Use 'torch'"),
     (PipelineParallelConfig, {"schedule": "zigzag"}, ConfigurationError, "1f1b, gpipe, interleaved1f1b"),

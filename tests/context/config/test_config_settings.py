@@ -6,27 +6,17 @@ from typing import Any
 
 import pytest
 
-from accelfn.context.config import (
-    VARIABLES,
-    DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
-    MegatronLMPlugin,
-    ParallelismConfig,
-    Settings,
-    TorchContextParallelConfig,
-    TorchDynamoPlugin,
-    Variable,
-    read_settings,
-)
+import accelfn as af
+from accelfn.context.config import VARIABLES, Settings, TorchContextParallelConfig, Variable, read_settings
 from accelfn.errors import ConfigurationError
 
 # Variables that are read only if these are set as well.
 MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 CONTEXT: dict[type, dict[str, str]] = {
-    DeepSpeedPlugin: {"ACCELERATE_USE_DEEPSPEED": "true"},
-    FullyShardedDataParallelPlugin: {"ACCELERATE_USE_FSDP": "true"},
-    MegatronLMPlugin: {"ACCELERATE_USE_MEGATRON_LM": "true"},
-    ParallelismConfig: MESH,
+    af.DeepSpeedPlugin: {"ACCELERATE_USE_DEEPSPEED": "true"},
+    af.FullyShardedDataParallelPlugin: {"ACCELERATE_USE_FSDP": "true"},
+    af.MegatronLMPlugin: {"ACCELERATE_USE_MEGATRON_LM": "true"},
+    af.ParallelismConfig: MESH,
     TorchContextParallelConfig: {**MESH, "PARALLELISM_CONFIG_CP_SIZE": "2"},
 }
 
@@ -67,6 +57,11 @@ def test_a_variable_fills_a_field_and_what_is_not_understood_names_it(variable: 
         read_settings({**context, first: "no", **dict.fromkeys(later, "@@")})
 
 
+def written(text: str, prefix: str = "ACCELERATE_") -> dict[str, str]:
+    """Read variables as a shell would write them, each without its prefix."""
+    return {f"{prefix}{name}": value for name, _, value in (part.partition("=") for part in text.split())}
+
+
 SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
     ({"ACCELERATE_USE_CPU": "1", "ACCELFN_USE_CPU": "off"}, {"cpu": False}),
     ({"ACCELERATE_TORCH_DEVICE": "cuda:1"}, {"device": "cuda:1"}),
@@ -75,25 +70,18 @@ SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
     ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, {"gradient_accumulation_steps": None}),
     ({"ACCELFN_DEBUG": "no", "ACCELFN_DEBUG_MODE": "true"}, {"debug": False}),
     ({"ACCELERATE_INIT_INCLUDE_BUFFERS": "no"}, {"init_include_buffers": False}),
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, {"deepspeed_plugin": DeepSpeedPlugin()}),
+    (written("USE_DEEPSPEED=true GRADIENT_CLIPPING=auto"), {"deepspeed_plugin": af.DeepSpeedPlugin()}),
     ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "nonsense"}, {"deepspeed_plugin": None}),
     (
-        {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "/nvme",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
-            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "no",
-            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-            "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "Block, Layer",
-            "ACCELERATE_GRADIENT_CLIPPING": "1.0",
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
-        },
+        written(
+            "USE_DEEPSPEED=true GRADIENT_CLIPPING=1.0 GRADIENT_ACCUMULATION_STEPS=2 DEEPSPEED_ZERO_STAGE=3 "
+            "DEEPSPEED_CONFIG_FILE=none DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=nvme DEEPSPEED_ZERO3_INIT=no "
+            "DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH=/nvme DEEPSPEED_OFFLOAD_PARAM_DEVICE=cpu "
+            "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=true DEEPSPEED_MOE_LAYER_CLS_NAMES=Block,Layer"
+        ),
         {
             "gradient_accumulation_steps": 2,  # of the context, which the plugin's "auto" takes
-            "deepspeed_plugin": DeepSpeedPlugin(
+            "deepspeed_plugin": af.DeepSpeedPlugin(
                 zero_stage=3,
                 offload_optimizer_device="nvme",
                 offload_optimizer_nvme_path="/nvme",
@@ -106,32 +94,24 @@ SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
         },
     ),
     (
-        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_CLIPPING": "auto"},
-        {"deepspeed_plugin": DeepSpeedPlugin()},
+        written("DYNAMO_BACKEND=INDUCTOR DYNAMO_USE_DYNAMIC=False"),
+        {"dynamo_plugin": af.TorchDynamoPlugin(backend="inductor", dynamic=None)},
     ),
     (
-        {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"},
-        {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", dynamic=None)},
+        written("DYNAMO_BACKEND=INDUCTOR DYNAMO_USE_DYNAMIC=False", "ACCELFN_"),
+        {"dynamo_plugin": af.TorchDynamoPlugin(backend="inductor", dynamic=False)},
     ),
     (
-        {"ACCELFN_DYNAMO_BACKEND": "INDUCTOR", "ACCELFN_DYNAMO_USE_DYNAMIC": "False"},
-        {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", dynamic=False)},
-    ),
-    (
-        {
-            "ACCELERATE_USE_MEGATRON_LM": "true",
-            "MEGATRON_LM_TP_DEGREE": "2",
-            "MEGATRON_LM_GRADIENT_CLIPPING": "0.5",
-            "MEGATRON_LM_ATTENTION_BACKEND": "unfused",
-        },
-        {"megatron_lm_plugin": MegatronLMPlugin(2, gradient_clipping=0.5, attention_backend="unfused")},
+        written("USE_MEGATRON_LM=true")
+        | written("TP_DEGREE=2 GRADIENT_CLIPPING=0.5 ATTENTION_BACKEND=unfused", "MEGATRON_LM_"),
+        {"megatron_lm_plugin": af.MegatronLMPlugin(2, gradient_clipping=0.5, attention_backend="unfused")},
     ),
     ({"MEGATRON_LM_TP_DEGREE": "nonsense"}, {"megatron_lm_plugin": None}),
     ({"ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "nonsense"}, {"fsdp_plugin": None}),
     (
-        {**MESH, "PARALLELISM_CONFIG_CP_SIZE": "2", "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoall"},
+        MESH | written("CP_SIZE=2 CP_COMM_STRATEGY=alltoall", "PARALLELISM_CONFIG_"),
         {
-            "parallelism_config": ParallelismConfig(
+            "parallelism_config": af.ParallelismConfig(
                 cp_size=2, cp_handler=TorchContextParallelConfig("alltoall")
             )
         },
@@ -145,21 +125,13 @@ def test_values(env: dict[str, str], expected: dict[str, Any]) -> None:
 
 
 # What Accelerate's launcher writes, whichever version is chosen.
-LAUNCHER: dict[str, str] = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-    "FSDP_RESHARD_AFTER_FORWARD": "false",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_MIN_NUM_PARAMS": "1e8",
-    "FSDP_FORWARD_PREFETCH": "false",
-    "FSDP_USE_ORIG_PARAMS": "true",
-    "FSDP_SYNC_MODULE_STATES": "true",
-    "FSDP_ACTIVATION_CHECKPOINTING": "true",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block,Layer",
-    "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
-    "FSDP_STATE_DICT_TYPE": "3",
-}
+LAUNCHER = written("USE_FSDP=true") | written(
+    "SHARDING_STRATEGY=FULL_SHARD RESHARD_AFTER_FORWARD=false OFFLOAD_PARAMS=false MIN_NUM_PARAMS=1e8 "
+    "FORWARD_PREFETCH=false USE_ORIG_PARAMS=true SYNC_MODULE_STATES=true ACTIVATION_CHECKPOINTING=true "
+    "AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP TRANSFORMER_CLS_TO_WRAP=Block,Layer STATE_DICT_TYPE=3 "
+    "BACKWARD_PREFETCH=BACKWARD_PRE",
+    "FSDP_",
+)
 
 
 def test_fsdp_reads_the_variables_of_its_version() -> None:
@@ -170,7 +142,7 @@ def test_fsdp_reads_the_variables_of_its_version() -> None:
         "transformer_cls_names_to_wrap": ("Block", "Layer"),
         "state_dict_type": "SHARDED_STATE_DICT",
     }
-    first = FullyShardedDataParallelPlugin(
+    first = af.FullyShardedDataParallelPlugin(
         sharding_strategy="FULL_SHARD",
         use_orig_params=True,
         sync_module_states=True,
@@ -178,25 +150,20 @@ def test_fsdp_reads_the_variables_of_its_version() -> None:
         backward_prefetch="BACKWARD_PRE",
         **both,
     )
-    second = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False, **both)
+    second = af.FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False, **both)
     assert read_settings({**LAUNCHER, "FSDP_VERSION": "1"}).fsdp_plugin == first
     assert read_settings({**LAUNCHER, "FSDP_VERSION": "2"}).fsdp_plugin == second
 
 
 def test_values_that_clash_name_their_variables() -> None:
     env = {"ACCELERATE_USE_FSDP": "true", "ACCELFN_FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}
-    with pytest.raises(
-        ConfigurationError, match=r"ACCELFN_FSDP_AUTO_WRAP_POLICY=SIZE_BASED_WRAP.*min_num_params"
-    ):
+    with pytest.raises(ConfigurationError, match=r"ACCELFN_FSDP_AUTO_WRAP_POLICY=SIZE_BASED_WRAP.*min_num"):
         read_settings(env)
 
 
-def deepspeed_env(config: dict[str, Any], **variables: str) -> dict[str, str]:
-    named = {
-        "USE_DEEPSPEED": "true",
-        "DEEPSPEED_CONFIG_FILE": json.dumps({"zero_optimization": {}, **config}),
-    }
-    return {f"ACCELERATE_{name}": value for name, value in {**named, **variables}.items()}
+def deepspeed_env(config: dict[str, Any], variables: str) -> dict[str, str]:
+    file = json.dumps({"zero_optimization": {}, **config})
+    return written(f"USE_DEEPSPEED=true {variables}") | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": file}
 
 
 FILE: dict[str, Any] = {
@@ -209,50 +176,39 @@ FILE: dict[str, Any] = {
 }
 
 
+STAGE = "zero_optimization."
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "found"),
+    ("variable", "found"),
     [
-        ("GRADIENT_CLIPPING", "1.0", "gradient_clipping is 0.5"),
-        ("DEEPSPEED_ZERO_STAGE", "2", "zero_optimization.stage is 3"),
-        ("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu", "zero_optimization.offload_param.device is left out"),
-        ("DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "/a", "zero_optimization.offload_param.nvme_path is left out"),
-        (
-            "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-            "no",
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save is True",
-        ),
+        ("GRADIENT_CLIPPING=1.0", "gradient_clipping is 0.5"),
+        ("DEEPSPEED_ZERO_STAGE=2", f"{STAGE}stage is 3"),
+        ("DEEPSPEED_OFFLOAD_PARAM_DEVICE=cpu", f"{STAGE}offload_param.device is left out"),
+        ("DEEPSPEED_OFFLOAD_PARAM_NVME_PATH=/a", f"{STAGE}offload_param.nvme_path is left out"),
+        ("DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=no", f"{STAGE}stage3_gather_16bit_weights_on_model_save is True"),
     ],
 )
-def test_a_variable_that_contradicts_the_configuration_of_deepspeed_names_both(
-    name: str, value: str, found: str
-) -> None:
-    message = (
-        f"ACCELERATE_{name}={value} contradicts .* ACCELERATE_DEEPSPEED_CONFIG_FILE names, where {found}"
-    )
+def test_a_variable_that_contradicts_deepspeeds_configuration_names_both(variable: str, found: str) -> None:
+    message = f"ACCELERATE_{variable} contradicts .* ACCELERATE_DEEPSPEED_CONFIG_FILE names, where {found}"
     with pytest.raises(ConfigurationError, match=message):
-        read_settings(deepspeed_env(FILE, **{name: value}))
+        read_settings(deepspeed_env(FILE, variable))
 
 
 def test_a_variable_fills_what_the_configuration_leaves_open_or_repeats_it() -> None:
+    variables = "GRADIENT_CLIPPING=0.5 DEEPSPEED_ZERO_STAGE=3 DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu"
     plugin = read_settings(
-        deepspeed_env(
-            FILE,
-            GRADIENT_CLIPPING="0.5",
-            DEEPSPEED_ZERO_STAGE="3",
-            DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="cpu",
-            DEEPSPEED_OFFLOAD_PARAM_DEVICE="none",
-        )
+        deepspeed_env(FILE, f"{variables} DEEPSPEED_OFFLOAD_PARAM_DEVICE=none")
     ).deepspeed_plugin
     assert plugin is not None
     assert (plugin.stage, plugin.offload_optimizer_device) == (3, "cpu")
 
 
-def test_the_precision_that_accelerates_launcher_always_writes_leaves_the_choice_to_the_configuration() -> (
-    None
-):
+def test_the_precision_that_accelerates_launcher_always_writes_leaves_the_choice_to_the_file() -> None:
+    def precision(config: dict[str, Any], variables: str, ours: str = "") -> str | None:
+        return read_settings(deepspeed_env(config, variables) | written(ours, "ACCELFN_")).mixed_precision
+
     config = {"bf16": {"enabled": True}}
-    assert read_settings(deepspeed_env(config, MIXED_PRECISION="no")).mixed_precision is None
-    assert read_settings(deepspeed_env(config, MIXED_PRECISION="fp16")).mixed_precision == "fp16"
-    ours = {**deepspeed_env(config), "ACCELFN_MIXED_PRECISION": "no"}
-    assert read_settings(ours).mixed_precision == "no"
-    assert read_settings(deepspeed_env({}, MIXED_PRECISION="no")).mixed_precision == "no"
+    assert precision(config, "MIXED_PRECISION=no") is None
+    assert precision(config, "MIXED_PRECISION=fp16") == "fp16"
+    assert precision(config, "", "MIXED_PRECISION=no") == precision({}, "MIXED_PRECISION=no") == "no"
