@@ -23,7 +23,6 @@ from accelfn.accelerator.properties import Holdings, Hooks
 from accelfn.accelerator.proxies import unwrap
 from accelfn.accelerator.registry import WeakRegistry, name_all
 from accelfn.checkpoint.background import CollectivePhases
-from accelfn.checkpoint.save import Durability
 from accelfn.comm import catch
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
@@ -133,7 +132,6 @@ class Saving(Holdings):
         metric: float | None = None,
         keep: checkpoint.Keep | None = None,
         allow_drift: bool = False,
-        durability: Durability = "immediate",
         **save_model_func_kwargs: Any,
     ) -> Path: ...
     @overload
@@ -147,7 +145,6 @@ class Saving(Holdings):
         metric: float | None = None,
         keep: checkpoint.Keep | None = None,
         allow_drift: bool = False,
-        durability: Durability = "immediate",
         **save_model_func_kwargs: Any,
     ) -> checkpoint.SaveHandle: ...
     def save_state(
@@ -160,7 +157,6 @@ class Saving(Holdings):
         metric: float | None = None,
         keep: checkpoint.Keep | None = None,
         allow_drift: bool = False,
-        durability: Durability = "immediate",
         **save_model_func_kwargs: Any,
     ) -> Path | checkpoint.SaveHandle:
         """Save all prepared and registered objects as one checkpoint; see :func:`accelfn.save_state`.
@@ -178,7 +174,6 @@ class Saving(Holdings):
             metric: Your metric, to keep the best checkpoints.
             keep: Which other checkpoints stay; overrides ``total_limit``.
             allow_drift: Save replicas of a model that differ between ranks, each rank's own.
-            durability: ``"deferred"`` doesn't wait for the disk.
             **save_model_func_kwargs: Not supported: an error that names them.
 
         Returns:
@@ -200,9 +195,7 @@ class Saving(Holdings):
         numbers_by_rank = phases.gather("number", json.dumps(chosen and chosen[0]), error)
         number, tree = cast("tuple[int, dict[str, Any]]", chosen)
         if output_dir is None:
-            # The disk may look different from other ranks.
-            numbers = [json.loads(text) for text in numbers_by_rank]
-            number = max(numbers) if self.context.project.save_on_each_node else numbers[0]
+            number = json.loads(numbers_by_rank[0])  # the disk may look different from other ranks
             limit = self.context.project.total_limit
             target, step = self._folder("save_state") / f"checkpoint_{number}", number
             keep = checkpoint.Keep(last=limit) if keep is None and limit is not None else keep
@@ -220,7 +213,6 @@ class Saving(Holdings):
                 keep=keep,
                 files=files,
                 allow_drift=allow_drift,
-                durability=durability,
             )
         self._next_number = number + 1
         return saved

@@ -1,6 +1,6 @@
 """Save and load the state of a run, trees, and weights; stop when the cluster preempts the job."""
 
-from accelfn.checkpoint.accelerate import read_accelerate, write_accelerate
+from accelfn.checkpoint.accelerate import read_accelerate
 from accelfn.checkpoint.attachments import folder_for_files
 from accelfn.checkpoint.background import SaveHandle
 from accelfn.checkpoint.convert import Conversion, convert_checkpoint
@@ -46,5 +46,4 @@ __all__ = (
     "save_state",
     "save_tree",
     "verify_checkpoint",
-    "write_accelerate",
 )

@@ -30,8 +30,7 @@ def folder_for_files(ctx: Context, directory: str | os.PathLike[str]) -> Generat
     It is beside the future checkpoint. It is removed after the block, or by a later call if the program was
     killed.
 
-    Ranks: every rank of ``ctx``. All of them may write to it; with ``ProjectConfiguration.save_on_each_node``
-    each node has its own.
+    Ranks: every rank of ``ctx``. All of them may write to it.
 
     Args:
         ctx: The world.
@@ -54,23 +53,15 @@ def folder_for_files(ctx: Context, directory: str | os.PathLike[str]) -> Generat
     with ExitStack() as stack:
 
         def make() -> str | None:
-            if not writes_here(ctx):
+            if not ctx.is_main_process:
                 return None
             check_target(disk, target)
             make_folders(disk, os.path.dirname(target))
             return stack.enter_context(scratch_folder(disk, target))
 
         made, error = catch(make)
-        message = json.dumps([ctx.world.node_rank, made])
         phases = CollectivePhases(ctx, "folder_for_files")
-        folders = [json.loads(text) for text in phases.gather("make", message, error)]
-        node = ctx.world.node_rank if ctx.project.save_on_each_node else folders[0][0]
-        yield Path(next(path for number, path in folders if number == node and path is not None))
-
-
-def writes_here(ctx: Context) -> bool:
-    """Return whether this rank makes directories: the main process of all, or of its node."""
-    return ctx.is_local_main_process if ctx.project.save_on_each_node else ctx.is_main_process
+        yield Path(json.loads(phases.gather("make", json.dumps(made), error)[0]))
 
 
 def check_attachable(disk: Disk, folder: str) -> None:

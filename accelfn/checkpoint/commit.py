@@ -11,12 +11,6 @@ So at every instant ``manifest.json`` names a complete set of durable files. One
 lock of a directory. Under the lock, files with names of ours that no manifest names were left by a save that
 was killed, and are removed.
 
-A deferred save, in a directory that was empty, does all of this without waiting for the disk. It syncs what
-it has written in the background, and holds the lock meanwhile. Only then are older checkpoints removed, from
-other directories: a power cut before that may damage the new one, which its checksums show, and no other.
-
-Where each node has its own disk, a save keeps the old manifest as ``manifest.previous.json``, with its
-files, until all nodes have committed: after a crash between their renames, all still have the old checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +37,6 @@ from accelfn.checkpoint.disk import (
 )
 from accelfn.checkpoint.manifest import (
     MANIFEST,
-    PREVIOUS,
     Manifest,
     format_manifest,
     is_own_name,
@@ -89,7 +82,7 @@ class OpenSave(NamedTuple):
 # --- what a directory holds ------------------------------------------------------------------------
 
 
-def read_head(disk: Disk, path: str, name: str = MANIFEST) -> Manifest | None:
+def read_head(disk: Disk, path: str) -> Manifest | None:
     """Read a checkpoint's manifest without its tree and tensors; None if there is none.
 
     Raises:
@@ -98,16 +91,15 @@ def read_head(disk: Disk, path: str, name: str = MANIFEST) -> Manifest | None:
     """
     try:
         with opened(disk, path) as folder:
-            content = read_file(disk, folder, name, MAX_MANIFEST_BYTES)
+            content = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return parse_head(content, os.path.join(path, name))
+    return parse_head(content, os.path.join(path, MANIFEST))
 
 
 def find_missing(disk: Disk, path: str, head: Manifest) -> str | None:
     """Return the name of a file that is missing, or whose length isn't the manifest's; None if none is."""
-    sizes = {name: file.size for name, file in head.files.items() if file.node in (None, head.node)}
-    sizes |= {name: file.size for name, file in head.attachments.items()}
+    sizes = {name: file.size for name, file in (*head.files.items(), *head.attachments.items())}
     for name, size in sorted(sizes.items()):
         try:
             status = disk.status(os.path.join(path, name))
@@ -231,7 +223,7 @@ def _make_and_lock(disk: Disk, path: str) -> tuple[bool, Callable[[], None] | No
         except BlockingIOError as error:
             raise CheckpointError(
                 f"{path} is being written or removed by another program or rank. Save to another directory, "
-                "or let one at a time save (save_on_each_node is for disks that nodes don't share)."
+                "or let one at a time save."
             ) from error
         except FileNotFoundError:  # another save has failed and has removed the directory that it had made
             if attempt == _MAX_ATTEMPTS:
@@ -239,13 +231,12 @@ def _make_and_lock(disk: Disk, path: str) -> tuple[bool, Callable[[], None] | No
     raise AssertionError
 
 
-def clean(disk: Disk, path: str, *, keep_previous: bool = False, is_durable: bool = False) -> None:
+def clean(disk: Disk, path: str, *, is_durable: bool = False) -> None:
     """Remove the files of saves that no manifest in a directory names. Needs the lock.
 
     Args:
         disk: To write to.
         path: The directory.
-        keep_previous: Whether ``manifest.previous.json`` and its files stay.
         is_durable: Whether the manifest is known to survive a power cut. If not, the directory is synced
             first: otherwise a power cut could bring an older manifest back, and not its files.
 
@@ -253,10 +244,9 @@ def clean(disk: Disk, path: str, *, keep_previous: bool = False, is_durable: boo
     """
     used = {MANIFEST}
     with suppress(OSError, DamagedCheckpointError, NotAvailableError):
-        for name in (MANIFEST, PREVIOUS) if keep_previous else (MANIFEST,):
-            head = read_head(disk, path, name)
-            if head is not None:
-                used |= {name, *head.files, *(file.partition("/")[0] for file in head.attachments)}
+        head = read_head(disk, path)
+        if head is not None:
+            used |= {*head.files, *(file.partition("/")[0] for file in head.attachments)}
         with opened(disk, path) as folder:
             unused = [name for name in sorted(disk.names(folder)) if is_own_name(name) and name not in used]
         if unused and not is_durable:
@@ -266,23 +256,17 @@ def clean(disk: Disk, path: str, *, keep_previous: bool = False, is_durable: boo
                 remove_tree(disk, os.path.join(path, name))
 
 
-def write_manifest(disk: Disk, save: OpenSave, manifest: Manifest, *, keep_previous: bool = False) -> None:
+def write_manifest(disk: Disk, save: OpenSave, manifest: Manifest) -> None:
     """Write the manifest of a save under a temporary name; all its names are durable when this returns.
 
     Args:
         disk: To write to.
         save: With all its files written.
         manifest: Of the new checkpoint.
-        keep_previous: Whether to copy the old manifest to ``manifest.previous.json``.
 
     Raises:
         OSError: With the file's name.
     """
-    if keep_previous:
-        with suppress(FileNotFoundError, DamagedCheckpointError):
-            with opened(disk, save.path) as folder:
-                content = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
-            write_file(disk, os.path.join(save.path, PREVIOUS), content)
     write_file(disk, os.path.join(save.path, _temporary(save.token)), format_manifest(manifest))
     with naming(save.path):
         disk.sync_folder(save.path)
@@ -313,7 +297,7 @@ def end_save(disk: Disk, save: OpenSave) -> None:
 
 def abandon(disk: Disk, save: OpenSave) -> None:
     """Remove what a save that failed has written, as far as possible, and release the lock."""
-    clean(disk, save.path, keep_previous=True)
+    clean(disk, save.path)
     if save.is_new:
         with suppress(OSError):
             disk.remove_folder(save.path)
@@ -323,22 +307,6 @@ def abandon(disk: Disk, save: OpenSave) -> None:
 def _release(release: Callable[[], None] | None) -> None:
     if release is not None:
         release()
-
-
-def settle(disk: Disk, path: str, identity: str | None) -> None:
-    """Make the checkpoint of an identity, which all nodes have, that of ``manifest.json``. Needs the lock."""
-    previous = os.path.join(path, PREVIOUS)
-    if not is_there(disk, previous):
-        return
-    identities: dict[str, str] = {}
-    for name in (PREVIOUS, MANIFEST):
-        with suppress(DamagedCheckpointError, NotAvailableError):
-            head = read_head(disk, path, name)
-            identities[name] = "" if head is None else head.identity
-    if identities.get(PREVIOUS) == identity != identities.get(MANIFEST):
-        disk.rename(previous, os.path.join(path, MANIFEST))
-    else:
-        disk.remove_file(previous)
 
 
 # --- removing checkpoints, and directories for writing ---------------------------------------------
@@ -356,9 +324,8 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
         return False
     try:
         # A temporary manifest marks the directory as half removed, if this is killed.
-        for name in (PREVIOUS, MANIFEST):
-            with suppress(FileNotFoundError):
-                disk.rename(os.path.join(path, name), os.path.join(path, _temporary(secrets.token_hex(4))))
+        with suppress(FileNotFoundError):
+            disk.rename(os.path.join(path, MANIFEST), os.path.join(path, _temporary(secrets.token_hex(4))))
         with naming(path):
             # Or a power cut could bring the manifest back, and not the files.
             disk.sync_folder(path)

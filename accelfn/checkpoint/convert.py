@@ -1,12 +1,9 @@
-"""Convert checkpoints between accelfn, Accelerate's folders, and files of weights."""
+"""Convert Accelerate's folders to checkpoints, and either of them to files of weights."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from accelfn.checkpoint.accelerate import AccelerateFolder, is_accelerate, read_folder, write_accelerate
+from accelfn.checkpoint.accelerate import AccelerateFolder, is_accelerate, read_folder
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.commit import check_target
 from accelfn.checkpoint.disk import REAL_DISK
@@ -24,14 +21,10 @@ from accelfn.checkpoint.load import read_parts
 from accelfn.checkpoint.manifest import Json, Manifest
 from accelfn.checkpoint.save import save_for_ranks
 from accelfn.checkpoint.weights_files import write_weights
-from accelfn.context.config import GradScalerKwargs
-from accelfn.data import LoaderState
 from accelfn.errors import CheckpointError, NoCheckpointError
 
-Form = Literal["accelfn", "accelerate", "safetensors"]
+Form = Literal["accelfn", "safetensors"]
 
-# Parts of an Accelerate folder, except for the random states.
-_PARTS = re.compile(r"(model|optimizer|scheduler|sampler|loader)(_[1-9]\d*)?|custom_\d+|scaler|step")
 _VALUES = ("scaler", "step", "random")  # parts that are stored as values, and not as the state of an object
 
 
@@ -79,34 +72,30 @@ def convert_checkpoint(
     leave_out: Collection[str] = (),
     leaf: str = "model",
     step: int | None = None,
-    scaler: GradScalerKwargs | None = None,
     max_shard_size: int | str = "10GB",
     overwrite: bool = False,
 ) -> Conversion:
-    """Convert a checkpoint for another program. The complete target appears in one step, by a rename.
+    """Convert a checkpoint. The complete target appears in one step, by a rename.
 
-    - ``to="accelfn"`` converts a folder of Accelerate 1.x or DeepSpeed to a checkpoint that
-      :func:`accelfn.load_state` loads into ``{"model": model, "optimizer": optimizer, ...}``, with the random
-      states of all ranks. The parts are those that :func:`read_accelerate` lists. If an optimizer refers to
-      parameters by number, the numbers are resolved by the optimizer that loads the state.
-    - ``to="accelerate"`` converts a checkpoint to a folder that Accelerate 1.15 loads. Tensors that were
-      sharded over ranks are assembled. Of values that differ between ranks, except for random states, rank
-      0's is used.
-    - ``to="safetensors"`` extracts the weights of one model from either, as transformers reads them.
+    - ``to="accelfn"`` converts a folder of Accelerate 1.x to a checkpoint that :func:`accelfn.load_state`
+      loads into ``{"model": model, "optimizer": optimizer, ...}``, with the random states of all ranks. The
+      parts are those that :func:`read_accelerate` lists. If an optimizer refers to parameters by number, the
+      numbers are resolved by the optimizer that loads the state.
+    - ``to="safetensors"`` extracts the weights of one model from such a folder or from a checkpoint, as
+      transformers and Accelerate read them.
 
     Ranks: local; one process does everything, with all tensors in its memory.
 
     Args:
-        source: A checkpoint, a directory of checkpoints (whose newest is used), or a folder of Accelerate or
-            DeepSpeed. It isn't changed.
+        source: A checkpoint, a directory of checkpoints (whose newest is used), or a folder of Accelerate. It
+            isn't changed.
         target: The new directory.
         to: Form of the target.
         names: Paths in the tree by names of Accelerate's parts, such as ``{"model": "unet"}``. A slash makes
             nested dicts: ``{"model": "models/unet", "model_1": "models/critic"}``.
-        leave_out: Paths of parts to leave out.
+        leave_out: Paths of parts to leave out, for ``to="accelfn"``.
         leaf: Path of the model, for ``to="safetensors"``.
         step: Of the new checkpoint, for ``to="accelfn"``; determines which of several is the newest.
-        scaler: Options of the loss scaler, for ``to="accelerate"``. None: the defaults.
         max_shard_size: Largest size of a file of weights, for ``to="safetensors"``.
         overwrite: Replace a checkpoint at ``target``, for ``to="accelfn"``.
 
@@ -115,27 +104,22 @@ def convert_checkpoint(
         NoCheckpointError: ``source`` is neither a checkpoint nor a folder of Accelerate.
         DamagedCheckpointError: ``source`` is damaged.
         CheckpointError: The folder is incomplete, or a class in the tree isn't imported.
-        ValueError: A name doesn't exist, or a part can't be represented in the target.
-        TypeError: A value can't be represented in the target.
+        ValueError: A name doesn't exist; the part isn't a model's state; or safetensors lacks a dtype.
         OSError: The target can't be written. Nothing is left behind.
     """
     if to not in get_args(Form):
         raise ValueError(f"convert_checkpoint: to must be one of {', '.join(get_args(Form))}, got {to!r}.")
     directory = Path(target)
     _check_target(directory, to, overwrite)
-    path_of, left_out = names or {}, frozenset(leave_out)
+    path_of = names or {}
     is_own = _is_checkpoint(source)
     if to == "safetensors":
         tensors = _stored_weights(source, leaf) if is_own else _folder_weights(source, path_of, leaf)
         files = write_weights(target, tensors, max_shard_size=max_shard_size)
         return Conversion(path=directory, parts=files)
-    if to == "accelerate":
-        if not is_own:
-            raise ValueError(f"convert_checkpoint: {source} is a folder of Accelerate already.")
-        return _to_folder(source, directory, path_of, left_out, scaler)
     if is_own:
         raise ValueError(f"convert_checkpoint: {source} is a checkpoint of accelfn already. Copy it instead.")
-    return _to_checkpoint(read_folder(Path(source)), directory, path_of, left_out, step)
+    return _to_checkpoint(read_folder(Path(source)), directory, path_of, frozenset(leave_out), step)
 
 
 def _check_target(target: Path, to: Form, overwrite: bool) -> None:
@@ -236,79 +220,6 @@ def _folder_weights(
 
 
 # --- from a checkpoint ---------------------------------------------------------------------------
-
-
-def _to_folder(
-    source: str | os.PathLike[str],
-    target: Path,
-    path_of: Mapping[str, str],
-    left_out: frozenset[str],
-    scaler: GradScalerKwargs | None,
-) -> Conversion:
-    def choose(manifest: Manifest) -> list[Json]:
-        has_random = manifest.random is not None and "random" not in left_out
-        ranks = range(manifest.world_size if has_random else 0)
-        return [
-            _without(document_of(manifest.tree, 0), left_out),
-            *(document_of(manifest.random, rank) for rank in ranks),
-        ]
-
-    stored = read_parts(source, choose)
-    tree, *random = (decode(document, stored.tensors) for document in stored.documents)
-    part_of = {path: part for part, path in path_of.items()}
-    values = dict(_values_by_path(tree, part_of))
-    missing = [path for path in part_of if path not in values]
-    if missing:
-        raise ValueError(
-            f"convert_checkpoint: there is no {missing[0]!r} in the tree. It has "
-            f"{', '.join(map(repr, values))}."
-        )
-    loader_fields = {field.name for field in dataclasses.fields(LoaderState)}
-    for path, value in values.items():
-        if isinstance(value, dict) and loader_fields <= cast("dict[str, Any]", value).keys():
-            raise ValueError(
-                f"convert_checkpoint: {path!r} is the state of accelfn's data loader, which Accelerate can't "
-                f"load. Leave it out: leave_out=[{path!r}]."
-            )
-    odd = [path for path in values if not _PARTS.fullmatch(part_of.get(path, path))]
-    if odd:
-        raise ValueError(
-            f"convert_checkpoint: a folder of Accelerate has no place for {', '.join(map(repr, odd))}. Name "
-            f"parts for them, as in names={{'custom_0': {odd[0]!r}}}, or leave them out: leave_out={odd!r}."
-        )
-    parts = {part_of.get(path, path): value for path, value in values.items()}
-    if len(parts) != len(values):
-        raise ValueError("convert_checkpoint: names assigns two paths of the tree to the same part.")
-    folder = write_accelerate(target, {**parts, **({"random": random} if random else {})}, scaler=scaler)
-    notes = [
-        f"{key} differs between ranks: rank 0's was used."
-        for key, node in cast("dict[str, Json]", stored.manifest.tree).items()
-        if key not in left_out and '"$": "by_rank"' in json.dumps(node)
-    ]
-    return Conversion(path=folder, parts=tuple(values), notes=tuple(notes))
-
-
-def _without(document: Json, paths: frozenset[str], prefix: str = "") -> Json:
-    """Return a document without the parts at some paths."""
-    if not isinstance(document, dict) or "$" in document:
-        return document
-    return {
-        key: _without(node, paths, f"{prefix}{key}/")
-        for key, node in document.items()
-        if f"{prefix}{key}" not in paths
-    }
-
-
-def _values_by_path(tree: Any, wanted: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """List a tree's values by path: the top ones, or deeper ones where a wanted path is deeper."""
-    if not isinstance(tree, dict):
-        raise ValueError("convert_checkpoint: the tree must be a dict, whose keys name its parts.")
-    for key, value in cast("dict[Any, Any]", tree).items():
-        path = f"{prefix}{key}"
-        if path not in wanted and any(deeper.startswith(f"{path}/") for deeper in wanted):
-            yield from _values_by_path(value, wanted, f"{path}/")
-        else:
-            yield path, value
 
 
 def _stored_weights(source: str | os.PathLike[str], leaf: str) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import stat
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from accelfn.errors import DamagedCheckpointError
@@ -217,69 +217,6 @@ class Disk:
 
 
 REAL_DISK = Disk()
-
-
-def deferring(disk: Disk) -> tuple[Disk, Callable[[], None]]:
-    """Return a disk that doesn't wait for anything to become durable, and the function that then does.
-
-    Args:
-        disk: Carries the operations out. Until the function is called, nothing that a power cut may need may
-            be replaced or removed.
-
-    Returns:
-        The disk, and a function that syncs all files and directories whose syncs were left out.
-    """
-    paths: dict[int, str] = {}  # by descriptor
-    files: dict[str, None] = {}
-    folders: dict[str, None] = {}
-
-    def create(path: str) -> int:
-        descriptor = disk.create(path)
-        paths[descriptor] = path
-        return descriptor
-
-    def open_file(folder: Folder, name: str) -> int:
-        descriptor = disk.open_file(folder, name)
-        paths[descriptor] = os.path.join(folder.path, name)
-        return descriptor
-
-    def sync(descriptor: int) -> None:
-        files[paths[descriptor]] = None
-
-    def sync_folder(path: str) -> None:
-        folders[path] = None
-
-    def start_writing(descriptor: int, place: int, size: int) -> None:
-        """Leave it to the kernel when it begins."""
-
-    def rename(old: str, new: str) -> None:
-        disk.rename(old, new)
-        if old in files:
-            del files[old]
-            files[new] = None
-
-    def sync_all() -> None:
-        for path in files:
-            with naming(path), opened(disk, os.path.dirname(path)) as folder:
-                descriptor, _ = open_regular(disk, folder, os.path.basename(path))
-                try:
-                    disk.sync(descriptor)
-                finally:
-                    disk.close(descriptor)
-        for path in folders:
-            with naming(path):
-                disk.sync_folder(path)
-
-    deferred = replace(
-        disk,
-        create=create,
-        open_file=open_file,
-        rename=rename,
-        sync=sync,
-        sync_folder=sync_folder,
-        start_writing=start_writing,
-    )
-    return deferred, sync_all
 
 
 @contextmanager

@@ -290,11 +290,8 @@ def open_tensor_file(
     try:
         descriptor, size = open_regular(disk, folder, name)
     except FileNotFoundError as error:
-        advice = "Take another copy, or an older checkpoint."
-        if stored.node is not None:
-            advice = f"It was written to the disk of node {stored.node}: copy it from there."
         raise DamagedCheckpointError(
-            f"{path} is missing, and the manifest names it. {advice}", name
+            f"{path} is missing, and the manifest names it. Take another copy, or an older checkpoint.", name
         ) from error
     try:
         if size != stored.size:
@@ -307,8 +304,7 @@ def open_tensor_file(
         if not whole or zlib.crc32(head) != stored.header_crc32:
             _damaged(path, name, "its header isn't what was written")
         entries = check_safetensors_header(bytes(head), size, path).entries
-        # Of another node's file, a node's manifest names only what this node hasn't itself.
-        odd = entries.keys() ^ expected.keys() if stored.node is None else expected.keys() - entries.keys()
+        odd = entries.keys() ^ expected.keys()
         if odd:
             listed = ", ".join(map(repr, sorted(odd)[:5]))
             _damaged(path, name, f"it hasn't the tensors that the manifest says: {listed}")

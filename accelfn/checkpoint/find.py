@@ -7,16 +7,14 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from accelfn.checkpoint.commit import MAX_MANIFEST_BYTES, describe_extra, find_extra, find_missing, read_head
+from accelfn.checkpoint.commit import MAX_MANIFEST_BYTES, describe_extra, find_extra, find_missing
 from accelfn.checkpoint.disk import REAL_DISK, Disk, Folder, is_there, opened, read_file
 from accelfn.checkpoint.manifest import (
     MANIFEST,
-    PREVIOUS,
     Manifest,
     is_own_name,
     parse_head,
@@ -277,11 +275,7 @@ def locate(disk: Disk, directory: str | os.PathLike[str]) -> str:
 
 
 def read_checkpoint(
-    disk: Disk,
-    directory: str | os.PathLike[str],
-    read: Callable[[OpenCheckpoint], _T],
-    *,
-    identity: str | None = None,
+    disk: Disk, directory: str | os.PathLike[str], read: Callable[[OpenCheckpoint], _T]
 ) -> _T:
     """Open a checkpoint, or the newest one in a directory, and return the result of ``read`` for it.
 
@@ -291,7 +285,6 @@ def read_checkpoint(
         disk: To read from.
         directory: The checkpoint, or the directory with checkpoints.
         read: Reads what it needs, and changes nothing else.
-        identity: Of the checkpoint; the one before it is read if only that has this identity.
 
     Raises:
         NoCheckpointError: There is none; with what is there instead.
@@ -301,9 +294,6 @@ def read_checkpoint(
 
     def read_open(folder: Folder, content: bytes) -> _T:
         manifest = parse_manifest(content, os.path.join(folder.path, MANIFEST))
-        if identity not in (None, manifest.identity):
-            content = read_file(disk, folder, PREVIOUS, MAX_MANIFEST_BYTES)
-            manifest = parse_manifest(content, os.path.join(folder.path, PREVIOUS))
         return read(OpenCheckpoint(folder.path, folder, manifest))
 
     for attempt in itertools.count(1):
@@ -338,7 +328,7 @@ def check_names(disk: Disk, checkpoint: OpenCheckpoint, *, warns: bool = True) -
     """Check that a checkpoint's directory has the files of its manifest; warn of extra files.
 
     Returns:
-        The files of tensors that are there, in order. Those of other nodes needn't be.
+        The files of tensors, in order.
 
     Raises:
         DamagedCheckpointError: A file is missing.
@@ -348,63 +338,11 @@ def check_names(disk: Disk, checkpoint: OpenCheckpoint, *, warns: bool = True) -
     extra = warns and find_extra(disk, checkpoint.path, names, manifest)
     if extra:
         warnings.warn(f"{describe_extra(checkpoint.path, extra)} They are not read.", stacklevel=2)
-    for name, file in sorted(manifest.files.items()):
-        if name not in names and file.node in (None, manifest.node):
+    for name in sorted(manifest.files):
+        if name not in names:
             raise DamagedCheckpointError(
                 f"{os.path.join(checkpoint.path, name)} is missing, and the manifest names it. Take another "
                 "copy, or an older checkpoint.",
                 name,
             )
-    return tuple(sorted(names & manifest.files.keys()))
-
-
-# --- nodes with disks of their own -----------------------------------------------------------------
-
-
-def parts_at(disk: Disk, directory: str) -> list[tuple[str, str]]:
-    """List the complete checkpoints that this node has in a directory: identity and path, oldest first."""
-    parts: list[tuple[str, str]] = []
-    for name in (PREVIOUS, MANIFEST):
-        with suppress(DamagedCheckpointError, NotAvailableError):
-            head = read_head(disk, directory, name)
-            if head is not None and find_missing(disk, directory, head) is None:
-                parts.append((head.identity, directory))
-    return parts
-
-
-def parts_below(disk: Disk, directory: str) -> list[tuple[str, str]]:
-    """List the parts of a checkpoint, or of all checkpoints in a directory, oldest first."""
-    own = parts_at(disk, directory)
-    if own:
-        return own
-    try:
-        found, _ = scan(disk, directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [part for item in found for part in parts_at(disk, item.path)]
-
-
-def common(parts: Sequence[Sequence[Sequence[str]]], directory: str) -> str | None:
-    """Return the identity of the newest checkpoint that all nodes have; None where no node has any. Pure.
-
-    Args:
-        parts: For each node identity and path, oldest first.
-        directory: Named in the error.
-
-    Raises:
-        NoCheckpointError: Nodes have checkpoints, but none in common.
-
-    >>> common([[("a", "x"), ("b", "y")], [("a", "x")]], "checkpoint")
-    'a'
-    """
-    if not any(parts):
-        return None
-    others = [{identity for identity, _ in own} for own in parts[1:]]
-    shared = [identity for identity, _ in parts[0] if all(identity in own for own in others)]
-    if not shared:
-        counts = ", ".join(f"{len(own)} on node {node}" for node, own in enumerate(parts))
-        raise NoCheckpointError(
-            f"{directory}: no checkpoint is on the disks of all nodes ({counts}, none in common). Bring the "
-            "disk of the node that was replaced, or copy its part from where it is."
-        )
-    return shared[-1]
+    return tuple(sorted(manifest.files))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from accelfn.checkpoint.attachments import writes_here
 from accelfn.checkpoint.background import CollectivePhases, finish_background, paused_collection
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document.compare import match
@@ -22,10 +21,8 @@ from accelfn.checkpoint.files import Box, read_boxes
 from accelfn.checkpoint.find import (
     OpenCheckpoint,
     check_names,
-    common,
     locate,
     newest_first,
-    parts_below,
     read_checkpoint,
 )
 from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest, leaf_path
@@ -156,7 +153,6 @@ def load_latest(
     Raises:
         DamagedCheckpointError: All checkpoints are damaged.
         CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
-        NoCheckpointError: Nodes with disks of their own have checkpoints, and none in common.
         NotAvailableError: A newer version of accelfn has written the newest.
         NotADirectoryError: ``directory`` is a file.
         RemoteRankError: One of these happened on another rank.
@@ -194,7 +190,7 @@ def _load(
     ctx: Context, phases: CollectivePhases, path: str, like: T, request: Request, random_state: bool
 ) -> T:
     disk = disk_of(ctx, REAL_DISK)
-    read = _read_together(ctx, disk, phases, path, lambda found: _read(ctx, disk, like, request, found))
+    read = _read_together(disk, phases, path, lambda found: _read(ctx, disk, like, request, found))
     return restore(ctx, phases, like, request, read, random_state=random_state)
 
 
@@ -282,68 +278,51 @@ def read_parts(
 
 
 def _read_together(
-    ctx: Context,
-    disk: Disk,
-    phases: CollectivePhases,
-    directory: str,
-    read: Callable[[OpenCheckpoint], Read],
+    disk: Disk, phases: CollectivePhases, directory: str, read: Callable[[OpenCheckpoint], Read]
 ) -> Read:
     """Read each rank's part of one checkpoint, even if another program replaces or removes checkpoints."""
+    identities: list[str] = []
     for _ in range(_ATTEMPTS):
-        path, identity = _find_together(ctx, disk, phases, directory)
-        found, error = catch(functools.partial(read_checkpoint, disk, path, read, identity=identity))
+        path = _find_together(disk, phases, directory)
+        found, error = catch(functools.partial(read_checkpoint, disk, path, read))
         if isinstance(error, NoCheckpointError):
             error = None  # it was removed after it had been found; all ranks look again
         identities = phases.gather("read", "" if found is None else found.manifest.identity, error)
         if found is not None and len(set(identities)) == 1:
             return found
+    if identities[0] and "" in identities:
+        raise NoCheckpointError(
+            f"{phases.operation}: rank 0 finds a checkpoint in {directory}, and rank {identities.index('')} "
+            "doesn't: the path must be on a disk that all ranks share. Pass another one, or copy it there."
+        )
     raise CheckpointError(
         f"{phases.operation}: {directory} changes all the time: another program replaces or removes "
         "checkpoints there while this one reads. Load a copy, or wait for that program."
     )
 
 
-def _find_together(
-    ctx: Context, disk: Disk, phases: CollectivePhases, directory: str
-) -> tuple[str, str | None]:
-    """Choose the same checkpoint on all ranks: the one that rank 0 finds, or the newest that all nodes have.
-
-    Returns:
-        Its path; and its identity, where nodes have disks of their own.
-    """
-    if not ctx.project.save_on_each_node:
-        path, error = catch(lambda: locate(disk, directory)) if ctx.is_main_process else ("", None)
-        absent = str(error) if isinstance(error, NoCheckpointError) else None
-        text = json.dumps([path, absent])
-        path, absent = json.loads(phases.gather("find", text, None if absent else error)[0])
-        if absent is not None:  # the same class on every rank, since programs catch it
-            raise NoCheckpointError(absent)
-        return path, None
-    parts, error = catch(lambda: parts_below(disk, directory)) if ctx.is_local_main_process else ([], None)
-    text = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, parts])
-    ranks = [json.loads(text) for text in phases.gather("find", text, error)]
-    by_node = {node: parts for node, is_main, parts in ranks if is_main}
-    identity = common([by_node[node] for node in sorted(by_node)], directory)
-    if identity is None:
-        return locate(disk, directory), None  # its error names what is there instead
-    return dict(by_node[ctx.world.node_rank])[identity], identity
+def _find_together(disk: Disk, phases: CollectivePhases, directory: str) -> str:
+    """Choose the same checkpoint on all ranks: the one that rank 0 finds."""
+    path, error = catch(lambda: locate(disk, directory)) if phases.ctx.is_main_process else ("", None)
+    absent = str(error) if isinstance(error, NoCheckpointError) else None
+    text = json.dumps([path, absent])
+    path, absent = json.loads(phases.gather("find", text, None if absent else error)[0])
+    if absent is not None:  # the same class on every rank, since programs catch it
+        raise NoCheckpointError(absent)
+    return path
 
 
 def _list_together(ctx: Context, phases: CollectivePhases, directory: str) -> list[str]:
-    """List the checkpoints to try, newest first: those that rank 0 finds, or the one that all nodes have."""
-    each_node = ctx.project.save_on_each_node
-    list_paths = parts_below if each_node else newest_first
+    """List the checkpoints to try, newest first: those that rank 0 finds."""
     disk = disk_of(ctx, REAL_DISK)
-    found, error = catch(lambda: list_paths(disk, directory)) if writes_here(ctx) else ([], None)
-    ranks = [json.loads(text) for text in phases.gather("list", json.dumps(found), error)]
-    return ranks[0] if not each_node else [directory] if any(ranks) else []
+    found, error = catch(lambda: newest_first(disk, directory)) if ctx.is_main_process else ([], None)
+    return json.loads(phases.gather("list", json.dumps(found), error)[0])
 
 
 def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
     """Return which checkpoint :func:`accelfn.load_state` would load.
 
-    Ranks: every rank of ``ctx``; the same on each, or on each of a node with
-    ``ProjectConfiguration.save_on_each_node``.
+    Ranks: every rank of ``ctx``; the same on each.
 
     Args:
         ctx: The world.
@@ -357,14 +336,13 @@ def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
     _, error = catch(lambda: finish_background(ctx))
     phases.gather("begin", "", error)
     disk = disk_of(ctx, REAL_DISK)
-    return Path(_find_together(ctx, disk, phases, os.path.abspath(directory))[0])
+    return Path(_find_together(disk, phases, os.path.abspath(directory)))
 
 
 def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
     """Return the directory of the files that the caller of ``save_state`` put into a checkpoint, verified.
 
-    Ranks: every rank of ``ctx``; the same on each, or on each of a node with
-    ``ProjectConfiguration.save_on_each_node``.
+    Ranks: every rank of ``ctx``; the same on each.
 
     Args:
         ctx: The world.
@@ -382,15 +360,15 @@ def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
     disk, phases = disk_of(ctx, REAL_DISK), CollectivePhases(ctx, "find_files")
     _, error = catch(lambda: finish_background(ctx))
     phases.gather("begin", "", error)
-    path, identity = _find_together(ctx, disk, phases, os.path.abspath(directory))
+    path = _find_together(disk, phases, os.path.abspath(directory))
 
     def look(found: OpenCheckpoint) -> str:
-        if writes_here(ctx):
+        if ctx.is_main_process:
             check_attachments(disk, found)
         tops = (name.partition("/")[0] for name in found.manifest.attachments)
         return os.path.join(found.path, next(tops, "files"))
 
-    folder, error = catch(lambda: read_checkpoint(disk, path, look, identity=identity))
+    folder, error = catch(lambda: read_checkpoint(disk, path, look))
     phases.gather("check", "", error)
     return Path(cast("str", folder))
 
@@ -399,8 +377,8 @@ def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
 def _read(ctx: Context, disk: Disk, like: Any, request: Request, found: OpenCheckpoint) -> Read:
     """Check that a checkpoint fits, and read this rank's part of it."""
     # On all ranks, so that all of them name a missing file, and not only those that need it.
-    check_names(disk, found, warns=writes_here(ctx))
-    if writes_here(ctx):
+    check_names(disk, found, warns=ctx.is_main_process)
+    if ctx.is_main_process:
         check_attachments(disk, found)
     plan = plan_read(ctx, like, request, found.manifest, found.path)
     tensors = _read_tensors(disk, found, plan.wanted)

@@ -22,16 +22,15 @@ Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
 FORMAT = "accelfn-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-PREVIOUS = "manifest.previous.json"  # of the checkpoint before, until all nodes have committed
 # A checksum covers at most this many bytes, so that a rank that needs part of a tensor verifies little more.
 CHUNK_BYTES = 1 << 26
 
 # The order is that of the file.
-_SCALARS = ("created_by", "identity", "step", "metric", "world_size", "num_nodes", "node")
+_SCALARS = ("created_by", "identity", "step", "metric", "world_size")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILES = re.compile(r"files-[0-9a-f]{8}")
 _OWN_NAME = re.compile(
-    r"manifest(\.previous|-[0-9a-f]{8})?\.json|"
+    r"manifest(-[0-9a-f]{8})?\.json|"
     r"tensors-[0-9]{5,}(-[0-9])?(-[0-9a-f]{8})?\.safetensors|" + _FILES.pattern
 )
 
@@ -74,12 +73,10 @@ class StoredFile(NamedTuple):
     Attributes:
         size: In bytes.
         header_crc32: Of everything before the tensors: the header's length and the header.
-        node: Number of the node whose disk it is on; None if all nodes share one.
     """
 
     size: int
     header_crc32: int
-    node: int | None = None
 
 
 class Attachment(NamedTuple):
@@ -116,15 +113,13 @@ class Manifest:
         tree: The document of the tree, see ``accelfn.checkpoint.document.encode``; values that differ between
             ranks are encoded by ``accelfn.checkpoint.by_rank``.
         random: The document of the random states, by rank; None if there are none.
-        identity: A text that the parts of one checkpoint on several nodes share, and no other checkpoint has.
+        identity: A text that no other checkpoint has, so that ranks can tell whether they read the same one.
         tensors: By their names in the document.
         files: By name.
-        attachments: The caller's files on this disk, by path in the checkpoint: ``files-0a1b2c3d/notes``.
+        attachments: The caller's files, by path in the checkpoint: ``files-0a1b2c3d/notes``.
         step: The caller's count, such as of optimizer steps; None if none was passed.
         metric: The caller's measure, for keeping the best; None if none was passed.
         world_size: The number of ranks that saved it.
-        num_nodes: The number of nodes with disks of their own; 1 if they share one.
-        node: The node whose part this is, if they don't share a disk.
         created_by: Name and version of the program.
     """
 
@@ -137,8 +132,6 @@ class Manifest:
     step: int | None = None
     metric: float | None = None
     world_size: int = 1
-    num_nodes: int = 1
-    node: int | None = None
     created_by: str = ""
 
     @property
@@ -229,7 +222,8 @@ def _manifest(fields: Mapping[str, Any], place: str) -> Manifest:
         manifest = Manifest(
             tree=fields["tree"],
             tensors={name: _tensor(one) for name, one in fields["tensors"].items()},
-            files={name: StoredFile(*one) for name, one in fields["files"].items()},
+            # The first checkpoints had a third field, which was null.
+            files={name: StoredFile(size, head) for name, (size, head, *_) in fields["files"].items()},
             attachments={
                 name: Attachment(size, tuple(crc32))
                 for name, (size, crc32) in fields.get("attachments", {}).items()
@@ -261,9 +255,8 @@ def _unsound(place: str, why: str) -> DamagedCheckpointError:
 
 def _check(manifest: Manifest, place: str) -> None:
     """Check the fields: a malicious manifest can have a correct SHA-256."""
-    numbers = (manifest.world_size, manifest.num_nodes)
-    if not all(_is_count(number) for number in numbers) or 0 in numbers:
-        raise _unsound(place, f"world_size, num_nodes are {numbers}")
+    if not _is_count(manifest.world_size) or manifest.world_size == 0:
+        raise _unsound(place, f"world_size is {manifest.world_size!r}")
     if manifest.step is not None and type(cast("object", manifest.step)) is not int:
         raise _unsound(place, f"step is {manifest.step!r}")
     if manifest.metric is not None and type(cast("object", manifest.metric)) not in (int, float):
@@ -271,8 +264,7 @@ def _check(manifest: Manifest, place: str) -> None:
     for name, file in manifest.files.items():
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise _unsound(place, f"{name!r} is no name of a file of tensors")
-        node = 0 if file.node is None else file.node
-        if not all(map(_is_count, (file.size, file.header_crc32, node))):
+        if not all(map(_is_count, file)):
             raise _unsound(place, f"file {name!r} has {tuple(file)}")
     _check_attachments(manifest.attachments, place)
     seen: set[tuple[str, str]] = set()

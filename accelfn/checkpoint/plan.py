@@ -74,18 +74,15 @@ class SavePlan(NamedTuple):
     names: tuple[Mapping[str, str], ...]
 
 
-def plan_save(held: Sequence[Mapping[str, Held]], nodes: Sequence[int] | None = None) -> SavePlan:
+def plan_save(held: Sequence[Mapping[str, Held]]) -> SavePlan:
     """Decide which rank writes which tensors. Pure; the same on every rank.
 
     A tensor that all ranks hold with equal values is written by one rank. If values differ, each version is
-    written, under a name with the lowest rank that has it, and the first one under the plain name. A box is
-    written by one of the ranks that hold it. The largest are assigned first, each to the rank that has the
-    least to write so far.
+    written, see :func:`find_holders`. A box is written by one of the ranks that hold it. The largest are
+    assigned first, each to the rank that has the least to write so far.
 
     Args:
         held: What each rank holds, by rank.
-        nodes: Number of each rank's node, if nodes have disks of their own: then each node writes everything
-            that its ranks hold.
 
     Raises:
         CheckpointError: Ranks hold shards of tensors of different dtypes or shapes, or a shard and all of it.
@@ -94,20 +91,40 @@ def plan_save(held: Sequence[Mapping[str, Held]], nodes: Sequence[int] | None = 
     >>> plan_save([{"a": one, "b": one}, {"a": one, "b": one}]).writes
     ((Write(stored='a', name='a', box=None),), (Write(stored='b', name='b', box=None),))
     """
-    # The ranks that hold each box of each stored name.
-    holders: dict[tuple[str, str, Box | None], list[int]] = {}
-    sizes: dict[tuple[str, str, Box | None], int] = {}
+    holders, names = find_holders(held)
+    return SavePlan(_deal(held, holders), names)
+
+
+def find_holders(
+    held: Sequence[Mapping[str, Held]],
+) -> tuple[dict[Write, list[int]], tuple[dict[str, str], ...]]:
+    """List the ranks that hold each tensor, or each box of it. Pure.
+
+    If values of a tensor differ, each version has a name with the lowest rank that has it, and the first one
+    the plain name.
+
+    Args:
+        held: What each rank holds, by rank.
+
+    Returns:
+        The ranks, by what one of them would write; and by rank the stored name of each tensor that isn't the
+        plain one.
+
+    Raises:
+        CheckpointError: Ranks hold shards of tensors of different dtypes or shapes, or a shard and all of it.
+    """
+    holders: dict[Write, list[int]] = {}
     names: list[dict[str, str]] = [{} for _ in held]
     versions: dict[str, dict[Held, str]] = {}
     taken = {name for tensors in held for name in tensors}
     for rank, tensors in enumerate(held):
-        for name, one in tensors.items():
+        for name, own in tensors.items():
             known = versions.setdefault(name, {})
-            whole = one._replace(boxes=None)
+            whole = own._replace(boxes=None)
             stored = known.get(whole)
             if stored is None:
-                if known and (one.boxes is not None or any(other.content == "" for other in known)):
-                    _refuse(name, rank, one, next(iter(known)))
+                if known and (own.boxes is not None or any(other.content == "" for other in known)):
+                    _refuse(name, rank, own, next(iter(known)))
                 stored = f"{name}@{rank}" if known else name
                 while stored != name and stored in taken:
                     stored += "'"
@@ -115,11 +132,9 @@ def plan_save(held: Sequence[Mapping[str, Held]], nodes: Sequence[int] | None = 
                 known[whole] = stored
             if stored != name:
                 names[rank][name] = stored
-            for box in one.boxes if one.boxes is not None else (None,):
-                key = (stored, name, box)
-                holders.setdefault(key, []).append(rank)
-                sizes[key] = math.prod(one.shape if box is None else box.shape) * one.itemsize
-    return SavePlan(_deal(holders, sizes, len(held), nodes), tuple(names))
+            for box in own.boxes if own.boxes is not None else (None,):
+                holders.setdefault(Write(stored, name, box), []).append(rank)
+    return holders, tuple(names)
 
 
 def _refuse(name: str, rank: int, one: Held, other: Held) -> None:
@@ -130,34 +145,27 @@ def _refuse(name: str, rank: int, one: Held, other: Held) -> None:
 
 
 def _deal(
-    holders: Mapping[tuple[str, str, Box | None], Sequence[int]],
-    sizes: Mapping[tuple[str, str, Box | None], int],
-    num_ranks: int,
-    nodes: Sequence[int] | None,
+    held: Sequence[Mapping[str, Held]], holders: Mapping[Write, Sequence[int]]
 ) -> tuple[tuple[Write, ...], ...]:
-    written: list[list[Write]] = [[] for _ in range(num_ranks)]
+    num_ranks = len(held)
+    written: list[list[Write]] = [[] for _ in held]
     loads = [0] * num_ranks
     heap = [(0, rank) for rank in range(num_ranks)]  # for tensors that all ranks hold; may lag behind `loads`
-    for key in sorted(holders, key=lambda key: (-sizes[key], key[0], key[2] or Box((), ()))):
-        for ranks in _by_node(holders[key], nodes):
-            if len(ranks) == num_ranks:
-                while heap[0][0] != loads[heap[0][1]]:
-                    heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
-                writer = heap[0][1]
-            else:
-                writer = min(ranks, key=lambda rank: (loads[rank], rank))
-            loads[writer] += sizes[key]
-            written[writer].append(Write(*key))
+    sizes: dict[Write, int] = {}
+    for write, ranks in holders.items():
+        tensor = held[ranks[0]][write.name]
+        sizes[write] = math.prod(tensor.shape if write.box is None else write.box.shape) * tensor.itemsize
+    for write in sorted(holders, key=lambda write: (-sizes[write], write.stored, write.box or Box((), ()))):
+        ranks = holders[write]
+        if len(ranks) == num_ranks:
+            while heap[0][0] != loads[heap[0][1]]:
+                heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+            writer = heap[0][1]
+        else:
+            writer = min(ranks, key=lambda rank: (loads[rank], rank))
+        loads[writer] += sizes[write]
+        written[writer].append(write)
     return tuple(tuple(sorted(own, key=lambda one: (one.stored, one.box or Box((), ())))) for own in written)
-
-
-def _by_node(ranks: Sequence[int], nodes: Sequence[int] | None) -> Sequence[Sequence[int]]:
-    if nodes is None:
-        return (ranks,)
-    groups: dict[int, list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(nodes[rank], []).append(rank)
-    return tuple(groups.values())
 
 
 def boxes_of(tensor: torch.Tensor) -> tuple[Box, ...] | None:

@@ -9,11 +9,10 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 
-from accelfn.checkpoint.attachments import writes_here
 from accelfn.checkpoint.background import (
     BoardPhases,
     CollectivePhases,
@@ -32,7 +31,7 @@ from accelfn.checkpoint.collect import (
     random_names,
 )
 from accelfn.checkpoint.commit import check_target
-from accelfn.checkpoint.disk import REAL_DISK, Disk, deferring
+from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document.encode import Encoded, encode
 from accelfn.checkpoint.keep import Keep
 from accelfn.checkpoint.manifest import (
@@ -52,7 +51,7 @@ from accelfn.checkpoint.plan import (
 )
 from accelfn.checkpoint.scheduled_disk import disk_of
 from accelfn.checkpoint.stages import join_stages
-from accelfn.checkpoint.write import Job, begin_job, commit_job, end_deferred, entry_key, write_job
+from accelfn.checkpoint.write import Job, begin_job, entry_key, write_job
 from accelfn.comm import catch, check_replicas
 from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
@@ -60,8 +59,6 @@ from accelfn.errors import MissingRankError, ReplicaDriftError
 from accelfn.parallel.engines import with_plain_objects
 from accelfn.parallel.parameters import WholeModel
 from accelfn.tree import local_of
-
-Durability: TypeAlias = Literal["immediate", "deferred"]
 
 
 class _RankState(NamedTuple):
@@ -87,7 +84,6 @@ class _Options(NamedTuple):
     keep: Keep | None
     asynchronous: bool
     allow_drift: bool
-    durability: Durability
 
 
 @overload
@@ -102,7 +98,6 @@ def save_state(
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
     allow_drift: bool = False,
-    durability: Durability = "immediate",
 ) -> Path: ...
 @overload
 def save_state(
@@ -116,7 +111,6 @@ def save_state(
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
     allow_drift: bool = False,
-    durability: Durability = "immediate",
 ) -> SaveHandle: ...
 @overload
 def save_state(
@@ -130,7 +124,6 @@ def save_state(
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
     allow_drift: bool = False,
-    durability: Durability = "immediate",
 ) -> Path | SaveHandle: ...
 def save_state(
     ctx: Context,
@@ -143,7 +136,6 @@ def save_state(
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
     allow_drift: bool = False,
-    durability: Durability = "immediate",
 ) -> Path | SaveHandle:
     """Save the state of a run as one checkpoint, so that no crash can lose it.
 
@@ -161,38 +153,30 @@ def save_state(
     Args:
         ctx: The world.
         directory: The checkpoint; missing directories above it are made. The same on every rank, on a disk
-            that they share, unless ``ProjectConfiguration.save_on_each_node`` is set: then each node has its
-            part on its own disk.
+            that they share.
         tree: The state, as any tree with names.
         asynchronous: Copy the state to host memory and write it in the background. The copy is complete when
             this returns. One save at a time: the next one waits for it.
         step: A count, such as of optimizer steps, by which checkpoints are ordered.
         metric: A measure, for keeping the best; an infinite one or NaN counts as None.
         keep: Which other checkpoints stay after this one is committed; None keeps all.
-        files: A directory of the main process (of that of each node, with ``save_on_each_node``), on the disk
-            of the checkpoint, such as :func:`accelfn.checkpoint.folder_for_files` makes. It becomes part of
-            the checkpoint, and :func:`accelfn.checkpoint.find_files` finds it there. It is moved, not copied,
-            and after an error it may be lost. Nothing may write to it any more.
+        files: A directory of the main process, on the disk of the checkpoint, such as
+            :func:`accelfn.checkpoint.folder_for_files` makes. It becomes part of the checkpoint, and
+            :func:`accelfn.checkpoint.find_files` finds it there. It is moved, not copied, and after an error
+            it may be lost. Nothing may write to it any more.
         allow_drift: Save the parameters of a replicated model, and the states of their optimizers, even if
             they differ between ranks: each rank's are saved, and loaded again. For replicas that are meant to
             differ, as with local SGD.
-        durability: ``"immediate"`` waits until the checkpoint is on the disk. ``"deferred"`` returns when it
-            is committed: every program sees it, and it survives the end of this program, however it ends.
-            A thread then waits for the disk; the next save or load and the end of the context wait for the
-            thread, and raise its error. If the power is cut before, this checkpoint may be lost or damaged:
-            that is detected, and :func:`accelfn.load_latest` loads the one before, since ``keep`` removes
-            nothing until the new one is on the disk. A checkpoint that replaces another one in its directory
-            is on the disk when this returns, with either: save each to a directory of its own.
 
     Returns:
         The checkpoint's path; with ``asynchronous`` a handle, whose ``result()`` returns it.
 
     Raises:
         TypeError: Something in the tree has no plain form: all such leaves, by path.
-        ValueError: A tensor has no data; or ``durability`` has another value, or is deferred for a save in
-            the background, which never waits for the disk.
+        ValueError: A tensor has no data.
         CheckpointError: Ranks hold different shards of a tensor; there are links among ``files``; the
-            directory holds files but no checkpoint; or another program saves to it at the moment.
+            directory holds files but no checkpoint, isn't shared by all ranks, or another program saves to it
+            at the moment.
         OSError: It can't be written, such as for lack of space or rights. Or it is committed, and older ones
             that ``keep`` doesn't keep can't be removed.
         ReplicaDriftError: A replicated model (:func:`accelfn.prepare`) has other parameters on some ranks, or
@@ -212,27 +196,17 @@ def save_state(
     def collect() -> _RankState:
         finish_background(ctx)
         _check_options(step, metric, keep)
-        _check_durability(durability, asynchronous=asynchronous)
         return _collect(ctx, disk, path, plain, is_copied=asynchronous)
 
     own, error = catch(collect)
-    folder = os.path.abspath(files) if files is not None and writes_here(ctx) else None
+    folder = os.path.abspath(files) if files is not None and ctx.is_main_process else None
     phases = CollectivePhases(ctx, "save_state")
-    options = _Options(step, metric, keep, asynchronous, allow_drift, durability)
+    options = _Options(step, metric, keep, asynchronous, allow_drift)
     job, error = catch(lambda: _agree_on(ctx, phases, path, own, error, options, folder))
     if job is None:
         raise cast("Exception", error)
-    board = _board(ctx)
     if not asynchronous:
-        begun = begin_job(job, phases, disk)
-        if durability == "immediate" or begun.suffix:  # in a directory that was empty, nothing is replaced
-            return write_job(job, phases, disk, begun)
-        unsynced, sync_all = deferring(disk)
-        commit_job(job, phases, unsynced, begun)
-        begin_background(
-            ctx, path, partial(end_deferred, job._replace(entries=()), board, disk, begun, sync_all)
-        )
-        return path
+        return write_job(job, phases, disk)
     tensors = [tensor for _, tensor, _ in job.entries]
     copies, error = catch(lambda: copies_in_background(ctx, tensors))
     phases.gather("copy", "", error)
@@ -240,7 +214,7 @@ def save_state(
     begun = begin_job(job, phases, disk) if job.any_files else None
     copied = zip(job.entries, copies or (), strict=True)
     entries = tuple((key, copy, sums) for (key, _, sums), copy in copied)
-    work = partial(write_job, job._replace(entries=entries), board, disk, begun)
+    work = partial(write_job, job._replace(entries=entries), _board(ctx), disk, begun)
     return begin_background(ctx, path, work)
 
 
@@ -383,21 +357,6 @@ def _check_options(step: object, metric: object, keep: object) -> None:
         raise TypeError(f"save_state: keep must be a Keep such as Keep(last=3), or None, got {keep!r}.")
 
 
-def _check_durability(durability: object, *, asynchronous: bool) -> None:
-    """Check the option ``durability``.
-
-    Raises:
-        ValueError: It has another value, or doesn't fit a save in the background.
-    """
-    if durability not in get_args(Durability):
-        raise ValueError(f'save_state: durability must be "immediate" or "deferred", got {durability!r}.')
-    if asynchronous and durability == "deferred":
-        raise ValueError(
-            'save_state: durability="deferred" is for saves that the program waits for. One with '
-            "asynchronous=True waits for the disk in the background: leave durability out."
-        )
-
-
 @paused_collection()
 def _collect(ctx: Context, disk: Disk, path: Path, tree: Any, *, is_copied: bool) -> _RankState:
     """Collect and digest the state of this rank; nothing is written."""
@@ -438,13 +397,12 @@ def _agree_on(
     files: str | None,
 ) -> Job:
     """Exchange summaries of what the ranks hold, and plan which rank writes what."""
-    world, each_node = ctx.world, ctx.project.save_on_each_node
+    world = ctx.world
     summary, details = {}, ""
     if own is not None:
-        summary, details = _summarise(own, world.node_rank, world.local_rank)
+        summary, details = _summarise(own)
         summary["files"] = files is not None
-    shown = {"directory": "of each node" if each_node else str(path)}
-    shown |= {name: repr(value) for name, value in options._asdict().items()}
+    shown = {"directory": str(path), **{name: repr(value) for name, value in options._asdict().items()}}
     texts = phases.gather(f"begin {json.dumps(shown)}", json.dumps(summary), error)
     assert own is not None  # otherwise gather has raised
     ranks = [json.loads(text) for text in texts]
@@ -465,14 +423,12 @@ def _agree_on(
         boxes = {name: boxes_from(lists) for name, lists in summary["boxes"].items()}
         sharded = {name: held[rank][name]._replace(boxes=found) for name, found in boxes.items()}
         held[rank] = {**held[rank], **sharded, **parse_held(summary["random_held"])}
-    nodes = tuple(summary["node"] for summary in ranks) if each_node else None
-    plan = plan_save(held, nodes)
+    plan = plan_save(held)
     described = {
         plan.names[rank].get(name, name): tensor
         for rank, tensors in enumerate(held)
         for name, tensor in tensors.items()
     }
-    mains = {summary["node"]: rank for rank, summary in enumerate(ranks) if summary["local_rank"] == 0}
     trees = [renamed(document, names) for document, names in zip(documents, plan.names, strict=True)]
     if own.staged and ctx.mesh is not None:
         mesh = ctx.mesh.plan
@@ -486,9 +442,7 @@ def _agree_on(
         metric=None if metric is None or not math.isfinite(metric) else metric,
         keep=options.keep,
         rank=world.rank,
-        main=0 if nodes is None else mains[world.node_rank],
         threads=max(1, (os.cpu_count() or 1) // world.local_size),
-        nodes=nodes,
         size=world.size,
         tree=join_documents(trees),
         random=join_documents(randoms),
@@ -541,7 +495,7 @@ def _raise_drift(copies: Sequence[Mapping[str, str]], boxes: Sequence[Mapping[st
         raise ReplicaDriftError("save_state", rows)
 
 
-def _summarise(own: _RankState, node: int, local_rank: int) -> tuple[dict[str, Any], str]:
+def _summarise(own: _RankState) -> tuple[dict[str, Any], str]:
     """Return what the other ranks always need, and what they need only if ranks differ."""
     boxes = {name: one.boxes for name, one in own.held.items() if one.boxes is not None}
     plain = {name: one._replace(boxes=()) if name in boxes else one for name, one in own.held.items()}
@@ -551,8 +505,6 @@ def _summarise(own: _RankState, node: int, local_rank: int) -> tuple[dict[str, A
         "boxes": boxes,
         "random": own.random,
         "random_held": own.random_held,
-        "node": node,
-        "local_rank": local_rank,
         "copies": own.copies,
     }
     return summary, details

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from accelfn.checkpoint.deepspeed import find_deepspeed, read_deepspeed
 from accelfn.checkpoint.header import SAFETENSORS_NAMES
 from accelfn.checkpoint.torch_file import (
     Record,
@@ -213,17 +212,15 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> Path:
-    """Merge the weights in a sharded folder of ``torch.distributed.checkpoint`` or DeepSpeed into one file.
+    """Merge the weights in a sharded folder of ``torch.distributed.checkpoint`` into one file.
 
-    The complete file appears in one step. For safetensors, one tensor at a time is in memory, except for
-    DeepSpeed's folders, which are assembled in memory; their trained weights become float32. No code in the
+    The complete file appears in one step. For safetensors, one tensor at a time is in memory. No code in the
     folder runs.
 
     Ranks: local; one process does everything.
 
     Args:
-        checkpoint_dir: The folder with ``.metadata`` in it, such as Accelerate's ``pytorch_model_fsdp_0``; or
-            the one that DeepSpeed wrote, with the weights of one model.
+        checkpoint_dir: The folder with ``.metadata`` in it, such as Accelerate's ``pytorch_model_fsdp_0``.
         output_path: Directory of the new file; made if it is missing.
         safe_serialization: True: ``model.safetensors``. False: ``pytorch_model.bin``, by ``torch.save``, with
             all weights in memory.
@@ -241,17 +238,8 @@ def merge_fsdp_weights(
         OSError: The file can't be written. Nothing is left behind.
     """
     source = Path(checkpoint_dir)
-    zero = find_deepspeed(source) if source.is_dir() else {}
-    if len(zero) > 1:
-        raise CheckpointError(
-            f"merge_fsdp_weights: {source} holds {len(zero)} models. Pass the folder of one, such as "
-            f"{zero[0]}."
-        )
-    if zero:
-        tensors, tied = _zero_weights(zero[0])
-    else:
-        _check_source(source)
-        tensors, tied = _named_weights(source), {}
+    _check_source(source)
+    tensors = _named_weights(source)
     target = Path(output_path) / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
     if os.path.lexists(target):
         raise FileExistsError(
@@ -268,12 +256,9 @@ def merge_fsdp_weights(
     with staging(target) as stage, _explaining_damage(source):
         if safe_serialization:
             forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-            metadata = {"format": "pt", **tied}
-            write_safetensors(stage / target.name, forms, lambda name: tensors[name].read(), metadata)
+            write_safetensors(stage / target.name, forms, lambda name: tensors[name].read(), {"format": "pt"})
         else:
-            weights = {name: tensor.read() for name, tensor in tensors.items()}
-            weights |= {name: weights[first] for name, first in tied.items()}
-            write_pickled(stage / target.name, weights)
+            write_pickled(stage / target.name, {name: tensor.read() for name, tensor in tensors.items()})
         os.replace(stage / target.name, target)
     if remove_checkpoint_dir:
         shutil.rmtree(source)
@@ -290,6 +275,8 @@ def _check_source(source: Path) -> None:
     weights = [name for name in inside if not name.startswith("optimizer")]
     if weights:
         hint = f"Pass {source / weights[0]} instead."
+    elif (source / "zero_to_fp32.py").is_file():
+        hint = "DeepSpeed has written it, and zero_to_fp32.py in it writes the weights."
     elif (source / "manifest.json").is_file():
         hint = "It is a checkpoint of accelfn: convert it with accelfn checkpoint convert --to safetensors."
     else:
@@ -313,19 +300,3 @@ def _named_weights(source: Path) -> dict[str, _ShardedTensor]:
     if not weights:
         raise CheckpointError(f"merge_fsdp_weights: {source} contains no tensors.")
     return weights
-
-
-def _zero_weights(folder: Path) -> tuple[dict[str, _ShardedTensor], dict[str, str]]:
-    """Return the tensors of a folder of DeepSpeed's by name, and the other names of tied ones."""
-    tensors: dict[str, _ShardedTensor] = {}
-    tied: dict[str, str] = {}
-    first_of: dict[Any, str] = {}
-    for name, tensor in read_deepspeed(folder, with_optimizer=False).model.items():
-        is_view = tensor.numel() > 0
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if is_view else id(tensor)
-        first = first_of.setdefault(key, name)
-        if first == name:
-            tensors[name] = _ShardedTensor((name,), tuple(tensor.shape), tensor.dtype, tensor.contiguous)
-        else:
-            tied[name] = first
-    return tensors, tied

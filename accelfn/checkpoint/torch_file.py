@@ -332,7 +332,7 @@ _MAKERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 # --- files ---------------------------------------------------------------------------------------
 
 
-def read_torch_file(path: Path, take: TakeBytes | None = None, *, records: tuple[str, ...] = ()) -> Any:
+def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
     """Return the content of a file of ``torch.save``: containers, plain values, and tensors on the CPU.
 
     Tensors that shared memory share it again. Parameters become tensors.
@@ -341,26 +341,22 @@ def read_torch_file(path: Path, take: TakeBytes | None = None, *, records: tuple
         path: The file.
         take: Returns the bytes of a storage, possibly without reading them yet, and verifies their checksum.
             None: they are read and verified here.
-        records: See :func:`read_pickle`.
 
     Raises:
         CheckpointError: The file requests something that isn't data, or torch before 1.6 wrote it.
         DamagedCheckpointError: The file is truncated or damaged, or was not written by ``torch.save``.
     """
     with open(path, "rb") as file:
-        return read_torch_stream(file, path.name, take, records=records)
+        return read_torch_stream(file, path.name, take)
 
 
-def read_torch_stream(
-    file: BinaryIO, name: str, take: TakeBytes | None = None, *, records: tuple[str, ...] = ()
-) -> Any:
+def read_torch_stream(file: BinaryIO, name: str, take: TakeBytes | None = None) -> Any:
     """Return the content of an open file, as :func:`read_torch_file` does.
 
     Args:
         file: At any position.
         name: Its name in errors.
         take: See :func:`read_torch_file`.
-        records: See :func:`read_pickle`.
 
     Raises:
         CheckpointError: See :func:`read_torch_file`.
@@ -377,7 +373,7 @@ def read_torch_stream(
         )
     try:
         with zipfile.ZipFile(file) as archive:
-            return _read_archive(archive, file, take or functools.partial(_take, file), records)
+            return _read_archive(archive, file, take or functools.partial(_take, file))
     except RefusedPickleError as error:
         raise refuse_pickle(name, error) from None
     except (
@@ -398,7 +394,7 @@ def refuse_pickle(name: str, error: RefusedPickleError) -> CheckpointError:
     )
 
 
-def _read_archive(archive: zipfile.ZipFile, file: BinaryIO, take: TakeBytes, records: tuple[str, ...]) -> Any:
+def _read_archive(archive: zipfile.ZipFile, file: BinaryIO, take: TakeBytes) -> Any:
     size = file.seek(0, io.SEEK_END)
     pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -426,7 +422,7 @@ def _read_archive(archive: zipfile.ZipFile, file: BinaryIO, take: TakeBytes, rec
             storages[key] = take(start, info.file_size, info.CRC) if info.file_size else empty
         return _Storage(storages[key], dtype)
 
-    return read_pickle(archive.read(pickles[0]), persistent, records=records)
+    return read_pickle(archive.read(pickles[0]), persistent)
 
 
 def _take(file: BinaryIO, start: int, length: int, crc32: int) -> torch.Tensor:

@@ -23,14 +23,13 @@ class CheckpointReport:
 
     Attributes:
         path: Its directory.
-        files: Names of its files of tensors that are in the directory.
+        files: Names of its files of tensors.
         attachments: Paths in it of the files that the caller of ``save_state`` put there.
         num_bytes: The size of all these files, all of which were read.
-        num_tensors: The number of tensors, on all nodes.
+        num_tensors: The number of tensors.
         step: The step that was passed; None if none was.
         metric: The metric that was passed; None if none was.
         world_size: The number of ranks that saved it.
-        num_nodes: The number of nodes with disks of their own; 1 if they share one.
         created_by: Name and version of the program.
     """
 
@@ -42,7 +41,6 @@ class CheckpointReport:
     step: int | None
     metric: float | None
     world_size: int
-    num_nodes: int
     created_by: str
 
 
@@ -51,10 +49,8 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
 
     It checks the manifest and its checksum; that all files exist; the length, the header and every byte of
     each file of tensors, and every byte of the caller's files. It needs a few MB of memory. Files that aren't
-    part of the checkpoint cause a warning.
-
-    If nodes have disks of their own, the files of other nodes are checked if they are there. The meaning of
-    the tree isn't checked: a maliciously made manifest is detected when it is loaded.
+    part of the checkpoint cause a warning. The meaning of the tree isn't checked: a maliciously made manifest
+    is detected when it is loaded.
 
     Ranks: any; nothing is exchanged.
 
@@ -79,7 +75,7 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
         for _, error in rows:
             if error is not None:
                 raise error
-        read = [row for row, _ in rows[1:] if row.node is None and not row.is_extra]
+        read = [row for row, _ in rows[1:] if not row.is_extra]
         return CheckpointReport(
             path=Path(checkpoint.path),
             files=tuple(row.name for row in read if row.name in manifest.files),
@@ -89,7 +85,6 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
             step=manifest.step,
             metric=manifest.metric,
             world_size=manifest.world_size,
-            num_nodes=manifest.num_nodes,
             created_by=manifest.created_by,
         )
 
@@ -103,14 +98,12 @@ class FileReport(NamedTuple):
         name: Its path in the checkpoint.
         size: In bytes, from the manifest; for the manifest itself and extra files, from the disk.
         error: What is wrong with it; "" if it is sound.
-        node: The node whose disk it is on, if it isn't here.
         is_extra: Whether it isn't part of the checkpoint, so that it can't be checked.
     """
 
     name: str
     size: int
     error: str = ""
-    node: int | None = None
     is_extra: bool = False
 
 
@@ -174,10 +167,7 @@ def _check_each(disk: Disk, checkpoint: OpenCheckpoint) -> list[_Row]:
 
     rows: list[_Row] = [(FileReport(MANIFEST, size_of(MANIFEST)), None)]
     for name, file in sorted(manifest.files.items()):
-        if name not in there and file.node not in (None, manifest.node):
-            rows.append((FileReport(name, file.size, node=file.node), None))
-        else:
-            check(name, file.size, partial(verify_tensor_file, disk, folder, name, file, expected[name]))
+        check(name, file.size, partial(verify_tensor_file, disk, folder, name, file, expected[name]))
     for name, stored in sorted(manifest.attachments.items()):
         check(name, stored.size, partial(check_attachment, disk, folder, name, stored))
     extra = find_extra(disk, checkpoint.path, there, manifest)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +22,11 @@ from accelfn.checkpoint.commit import (
     clean,
     commit,
     end_save,
-    settle,
+    find_missing,
     write_manifest,
 )
 from accelfn.checkpoint.disk import Disk
 from accelfn.checkpoint.files import new_entry, write_tensors
-from accelfn.checkpoint.find import common, parts_at
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.checkpoint.manifest import (
     Attachment,
@@ -39,14 +37,13 @@ from accelfn.checkpoint.manifest import (
     StoredTensor,
 )
 from accelfn.checkpoint.plan import (
-    Box,
     Held,
     SavePlan,
     Write,
     all_of,
 )
 from accelfn.comm import catch
-from accelfn.errors import NoCheckpointError
+from accelfn.errors import CheckpointError
 
 # Two threads write two files at a time if each has at least this many bytes.
 _BYTES_FOR_A_FILE = 1 << 25
@@ -70,18 +67,16 @@ class Job(NamedTuple):
     keep: Keep | None = None
     random: Json = None
     rank: int = 0
-    main: int = 0  # the rank that makes the directory of this rank's node
     size: int = 1
-    nodes: tuple[int, ...] | None = None  # by rank, where nodes have disks of their own
-    files: str | None = None  # directory of the caller's files, on main ranks that have one
-    any_files: bool = False  # whether any rank has one
+    files: str | None = None  # directory of the caller's files, on rank 0
+    any_files: bool = False  # whether rank 0 has one
 
 
 class Begun(NamedTuple):
-    """A save whose directory is ready on each node.
+    """A save whose directory is ready.
 
     Attributes:
-        save: On the main rank.
+        save: On rank 0.
         suffix: For the names of this rank's files.
     """
 
@@ -100,71 +95,53 @@ def entry_key(write: Write, described: Mapping[str, Held]) -> str:
 
 
 def begin_job(job: Job, phases: Phases, disk: Disk) -> Begun:
-    """Lock the checkpoint's directory, on each node, and move the caller's files into it.
+    """Lock the checkpoint's directory, and move the caller's files into it.
 
     Raises:
         CheckpointError: Another save is writing there, or a file can't become part of a checkpoint.
         Exception: The disk fails, or another rank has failed; nothing is left behind.
     """
-    is_main, path = job.rank == job.main, str(job.directory)
-    save: OpenSave | None = None
-
-    def begin() -> Any:
-        nonlocal save
-        if job.files is not None:
-            check_attachable(disk, job.files)
-        save = begin_save(disk, path)
-        if job.nodes is not None:
-            return [save.suffix, parts_at(disk, path)]
-        prepare(None)
-        return [save.suffix, []]
-
-    def prepare(identity: str | None) -> None:
-        settle(disk, path, identity)
-        clean(disk, path)
-        if job.files is not None and save is not None:
-            disk.rename(job.files, os.path.join(path, save.attachments))
-
+    save, error = catch(lambda: _begin(job, disk)) if job.rank == 0 else (None, None)
     try:
-        own, error = catch(begin) if is_main else (None, None)
-        begun = [json.loads(text) for text in phases.gather("lock", json.dumps(own), error)]
-        if job.nodes is not None:
-            identity = None
-            with suppress(NoCheckpointError):  # then no node loses anything to the new one
-                identity = common([found[1] for found in begun if found], path)
-            _, error = catch(lambda: prepare(identity)) if is_main else (None, None)
-            phases.gather("settled", "", error)
+        suffix, *_ = phases.gather("lock", "" if save is None else save.suffix, error)
     except BaseException:
         if save is not None:
             abandon(disk, save)
         raise
-    return Begun(save, begun[job.main][0])
+    return Begun(save, suffix)
+
+
+def _begin(job: Job, disk: Disk) -> OpenSave:
+    if job.files is not None:
+        check_attachable(disk, job.files)
+    save = begin_save(disk, job.directory)
+    try:
+        clean(disk, save.path)
+        if job.files is not None:
+            disk.rename(job.files, os.path.join(save.path, save.attachments))
+    except BaseException:
+        abandon(disk, save)
+        raise
+    return save
 
 
 def write_job(job: Job, phases: Phases, disk: Disk, begun: Begun | None = None) -> Path:
     """Write this rank's part, and commit when all ranks have written theirs."""
     begun = begun or begin_job(job, phases, disk)
-    commit_job(job, phases, disk, begun)
-    return end_job(job, phases, disk, begun)
+    _commit_job(job, phases, disk, begun)
+    return _end_job(job, phases, disk, begun)
 
 
 @paused_collection()
-def commit_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> None:
+def _commit_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> None:
     """Write this rank's part, and swap the manifest when all ranks have written theirs."""
     save, suffix = begun
-    each_node = job.nodes is not None
     try:
         written, error = catch(lambda: _write_all(job, disk, save, suffix))
         results = phases.gather("write", json.dumps(written), error)
         error = None
         if save is not None:
-            manifest = _manifest(job, results)
-            _, error = catch(lambda: write_manifest(disk, save, manifest, keep_previous=each_node))
-        if each_node:
-            # Every node is ready before one of them commits: each still has its old one if another fails.
-            phases.gather("ready", "", error)
-        if save is not None and error is None:
-            _, error = catch(lambda: commit(disk, save))
+            _, error = catch(lambda: _commit(job, disk, save, results))
         phases.gather("commit", "", error)
     except BaseException:
         if save is not None:
@@ -172,7 +149,23 @@ def commit_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> None:
         raise
 
 
-def end_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> Path:
+def _commit(job: Job, disk: Disk, save: OpenSave, results: Sequence[str]) -> None:
+    manifest = _manifest(job, results)
+    lost = find_missing(disk, save.path, manifest) if job.size > 1 else None
+    if lost is not None:
+        raise _not_shared(job, f"rank 0 doesn't find {lost} there, which another rank has written")
+    write_manifest(disk, save, manifest)
+    commit(disk, save)
+
+
+def _not_shared(job: Job, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"save_state: {job.directory} isn't on a disk that all ranks share: {why}. Pass a path that every "
+        "node sees (save_on_each_node is for save_model and save_object)."
+    )
+
+
+def _end_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> Path:
     """Remove what the new checkpoint replaces, which must be durable on all ranks, and release the lock."""
     save, _ = begun
     if save is not None:
@@ -184,26 +177,6 @@ def end_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> Path:
             _, error = catch(lambda: prune_checkpoints(parent, keep, saved=saved, disk=disk))
         phases.gather("prune", "", error)
     return job.directory
-
-
-def end_deferred(job: Job, phases: Phases, disk: Disk, begun: Begun, sync_all: Callable[[], None]) -> Path:
-    """Make a committed checkpoint durable on all ranks, and end its job; after an error everything stays.
-
-    Args:
-        job: The job, in a directory that had no checkpoint.
-        phases: To end.
-        disk: To write to.
-        begun: The save, whose lock is released.
-        sync_all: Syncs what this rank has written.
-    """
-    _, error = catch(sync_all)
-    try:
-        phases.gather("durable", "", error)
-    except BaseException:
-        if begun.save is not None and begun.save.release is not None:
-            begun.save.release()
-        raise
-    return end_job(job, phases, disk, begun)
 
 
 def _write_tensors(job: Job, disk: Disk, suffix: str) -> list[Any]:
@@ -248,41 +221,31 @@ def _write_all(job: Job, disk: Disk, save: OpenSave | None, suffix: str) -> list
     attached = {}
     if save is not None and job.files is not None:
         attached = sync_attachments(disk, save.path, save.attachments)
-    return [_write_tensors(job, disk, suffix), attached]
+    try:
+        return [_write_tensors(job, disk, suffix), attached]
+    except FileNotFoundError as error:
+        if save is not None:
+            raise
+        raise _not_shared(job, f"rank {job.rank} doesn't see the directory that rank 0 has made") from error
 
 
 def _manifest(job: Job, results: Sequence[str]) -> Manifest:
     ranks: list[Any] = [json.loads(text) for text in results]
     files: dict[str, StoredFile] = {}
-    pieces: dict[str, dict[Box | None, Piece]] = {}
-    node = None if job.nodes is None else job.nodes[job.rank]
-    # This node's pieces first: if several nodes have the same box, each reads its own.
-    order = sorted(
-        range(job.size), key=lambda rank: (job.nodes is not None and job.nodes[rank] != node, rank)
-    )
-    for rank in order:
-        written = ranks[rank][0]
-        found = {key: (name, sums) for name, _, _, by_key in written for key, sums in by_key.items()}
-        used: set[str] = set()
-        for write in job.plan.writes[rank]:
-            stored, _, box = write
-            known = pieces.setdefault(stored, {})
-            if box in known:
-                continue
-            offset, shape = box or all_of(job.described[stored].shape)
+    pieces: dict[str, list[Piece]] = {}
+    for (written, _), writes in zip(ranks, job.plan.writes, strict=True):
+        entries = {key: (name, sums) for name, _, _, by_key in written for key, sums in by_key.items()}
+        for write in writes:
+            offset, shape = write.box or all_of(job.described[write.stored].shape)
             key = entry_key(write, job.described)
-            file, sums = found[key]
-            used.add(file)
-            known[box] = Piece(file, key, offset, shape, tuple(sums))
-        at = None if job.nodes is None else job.nodes[rank]
-        for name, size, header_crc32, _ in written:
-            if name in used or at == node:
-                files[name] = StoredFile(size, header_crc32, at)
-    attached = ranks[job.main][1]
+            file, sums = entries[key]
+            pieces.setdefault(write.stored, []).append(Piece(file, key, offset, shape, tuple(sums)))
+        files.update({name: StoredFile(size, header_crc32) for name, size, header_crc32, _ in written})
+    attached = ranks[0][1]
     return Manifest(
         tree=job.tree,
         tensors={
-            name: StoredTensor(job.described[name].dtype, job.described[name].shape, tuple(boxes.values()))
+            name: StoredTensor(job.described[name].dtype, job.described[name].shape, tuple(boxes))
             for name, boxes in pieces.items()
         },
         files=files,
@@ -293,7 +256,5 @@ def _manifest(job: Job, results: Sequence[str]) -> Manifest:
         step=job.step,
         metric=job.metric,
         world_size=job.size,
-        num_nodes=1 if job.nodes is None else len(set(job.nodes)),
-        node=node,
         created_by=f"accelfn {__version__}",
     )

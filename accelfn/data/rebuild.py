@@ -10,7 +10,8 @@ from functools import partial
 from operator import getitem
 from typing import Any, TypeAlias, TypeVar, cast
 
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from accelfn.context import Context
 from accelfn.data.draws import seed_from
@@ -144,8 +145,10 @@ class _SeededDataset(Proxy):
 def may_draw(source: DataLoader[Any]) -> bool:
     """Return whether random numbers may be drawn while a batch is made: not of torch's tensors in memory."""
     loader = cast("Any", source)
-    found: tuple[Any, ...] = (type(loader), type(loader.dataset), loader.collate_fn)
-    return found != (DataLoader, TensorDataset, default_collate) or loader.batch_sampler is None
+    collates_plainly = (
+        loader.batch_sampler is not None and loader.collate_fn is cast("Any", data).default_collate
+    )
+    return not (collates_plainly and type(loader) is DataLoader and type(loader.dataset) is TensorDataset)
 
 
 def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:

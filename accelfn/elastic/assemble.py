@@ -21,9 +21,9 @@ from accelfn.checkpoint.plan import (
     Overlap,
     all_of,
     boxes_from,
+    find_holders,
     find_overlaps,
     join_overlaps,
-    plan_save,
 )
 from accelfn.checkpoint.restore import Read, ReadPlan, begin_load, plan_read, restore
 from accelfn.checkpoint.stages import join_stages
@@ -183,16 +183,16 @@ def _choose_holders(ranks: Sequence[Sequence[Any]]) -> list[_Holder]:
 
 def _manifest(ctx: Context, state: Any, key: Key, holders: Sequence[_Holder]) -> Manifest:
     """Return the manifest of the snapshot: each rank's share is a file, by its number among ``holders``."""
-    plan = plan_save([holder.held for holder in holders], range(len(holders)))
+    holders_of, names_of = find_holders([holder.held for holder in holders])
     pieces: dict[str, dict[Box, list[Piece]]] = {}
     described: dict[str, Held] = {}
-    for number, writes in enumerate(plan.writes):
-        for write in writes:
-            one = described.setdefault(write.stored, holders[number].held[write.name])
-            box = write.box or all_of(one.shape)
-            piece = Piece(str(number), write.name, box.offset, box.shape, ())
-            pieces.setdefault(write.stored, {}).setdefault(box, []).append(piece)
-    trees = [renamed(holder.tree, names) for holder, names in zip(holders, plan.names, strict=True)]
+    for (stored, name, part), numbers in holders_of.items():
+        tensor = described.setdefault(stored, holders[numbers[0]].held[name])
+        box = part or all_of(tensor.shape)
+        pieces.setdefault(stored, {}).setdefault(box, []).extend(
+            Piece(str(number), name, box.offset, box.shape, ()) for number in numbers
+        )
+    trees = [renamed(holder.tree, names) for holder, names in zip(holders, names_of, strict=True)]
     groups = sorted({holder.stages for holder in holders})
     if len(groups[0]) > 1:
         found = collect_state(ctx, state, "run_elastic")
@@ -208,7 +208,7 @@ def _manifest(ctx: Context, state: Any, key: Key, holders: Sequence[_Holder]) ->
         )
         for name, boxes in pieces.items()
     }
-    randoms = [renamed(holder.random, names) for holder, names in zip(holders, plan.names, strict=True)]
+    randoms = [renamed(holder.random, names) for holder, names in zip(holders, names_of, strict=True)]
     return Manifest(
         tree=join_documents(trees),
         tensors=tensors,

@@ -88,11 +88,9 @@ def make_parser() -> CommandParser:
     prune.add_argument("--dry_run", action="store_true", help="print what would be removed")
 
     convert = add("convert", "convert a checkpoint to another format")
-    convert.add_argument(
-        "source", metavar="SOURCE", help="checkpoint, or directory written by Accelerate or DeepSpeed"
-    )
+    convert.add_argument("source", metavar="SOURCE", help="checkpoint, or directory written by Accelerate")
     convert.add_argument("target", metavar="TARGET", help="directory to create")
-    forms = ("accelfn", "accelerate", "safetensors")
+    forms = ("accelfn", "safetensors")
     convert.add_argument("--to", required=True, choices=forms, help="format")
     for flag, metavar, about in (
         ("--name", "OLD=NEW", "rename a part of an Accelerate checkpoint, such as model=models/unet"),

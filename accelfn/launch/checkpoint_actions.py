@@ -55,8 +55,6 @@ def _verify_one(directory: str) -> int:
         result = f"DAMAGED: {file.error}" if file.error else "OK"
         if file.is_extra:
             result = "not part of the checkpoint, not verified"
-        elif file.node is not None:
-            result = f"on the disk of node {file.node}, not verified"
         rows.append((f"  {file.name}", size_text(file.size), result))
     print(format_table((), rows, right=(1,)))
     return int(any(file.error for file in files))
@@ -145,7 +143,6 @@ def _show(options: argparse.Namespace) -> int:
             "step": manifest.step,
             "metric": manifest.metric,
             "world_size": manifest.world_size,
-            "num_nodes": manifest.num_nodes,
             "created_by": manifest.created_by,
             "files": {name: file.size for name, file in sorted(manifest.files.items())},
             "random": kinds,
@@ -236,10 +233,7 @@ def _convert(options: argparse.Namespace) -> int:
     except DamagedCheckpointError:
         raise
     except ValueError as error:
-        flags = {"names=": "names is --name", "leave_out": "leave_out is --leave_out"}
-        hints = [flag for word, flag in flags.items() if word in str(error)]
-        hint = f" On the command line, {', '.join(hints)}." if hints else ""
-        raise ConfigurationError(f"{error}{hint}") from error
+        raise ConfigurationError(str(error)) from error
     print(f"{_display_path(converted.path, options.target)}: {', '.join(converted.parts)}")
     for note in converted.notes:
         print(f"note: {note}")

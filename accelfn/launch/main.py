@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "checkpoint": ("checkpoint", "verify, list, show, prune and convert checkpoints"),
         "plan-memory": ("plan_memory", "show on which device each part of a model fits"),
         "runs": ("runs", "list, show and plot logged runs"),
-        "merge-weights": ("merge_weights", "merge the sharded weights of FSDP or DeepSpeed into one file"),
+        "merge-weights": ("merge_weights", "merge the sharded weights of FSDP into one file"),
         "to-fsdp2": ("to_fsdp2", "convert a config file from FSDP to FSDP2"),
         "migrate": ("migrate_command", "show what changes in a program written for Accelerate"),
         "tpu-config": ("tpu_config", "run shell commands on every machine of a TPU"),

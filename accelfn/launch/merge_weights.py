@@ -1,4 +1,4 @@
-"""``accelfn merge-weights``: merge the sharded weights of FSDP or DeepSpeed into one file."""
+"""``accelfn merge-weights``: merge the sharded weights of FSDP into one file."""
 
 import argparse
 from pathlib import Path
@@ -29,13 +29,12 @@ def make_parser() -> CommandParser:
     """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn merge-weights",
-        description="Merge the sharded weights of FSDP (torch.distributed.checkpoint) or DeepSpeed into one "
-        "file.",
+        description="Merge the sharded weights of FSDP (torch.distributed.checkpoint) into one file.",
     )
     parser.add_argument(
         "checkpoint_dir",
         metavar="CHECKPOINT_DIR",
-        help="directory that contains .metadata, or that DeepSpeed wrote",
+        help="directory that contains .metadata",
     )
     parser.add_argument("output_path", metavar="OUTPUT", help="output directory")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Train a small model in programs that nobody wrote, and find the feature that isn't right on several ranks."""
+"""Train a small model in programs that nobody wrote, and find the feature that is wrong on several ranks."""
 
 from __future__ import annotations
 

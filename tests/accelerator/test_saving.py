@@ -422,23 +422,6 @@ def test_checkpoints_are_numbered_and_old_ones_go_after_the_new_one_is_there(
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_13", "checkpoint_14"]
 
 
-def test_the_number_is_the_main_processs_and_on_own_disks_above_that_of_all_nodes(tmp_path: Path) -> None:
-    for number in (3, 7):
-        (tmp_path / f"node{number // 7}" / "checkpoints" / f"checkpoint_{number}").mkdir(parents=True)
-
-    def run(ctx: Context) -> str:
-        folder = tmp_path / f"node{ctx.world.node_rank}"
-        accelerator = Accelerator(context=ctx.replace(**project(folder, save_on_each_node=True)))
-        model = accelerator.prepare(nn.Linear(1, 1))
-        path = accelerator.save_state()
-        assert path.parent.parent == folder
-        accelerator.load_state()
-        del model
-        return path.name
-
-    assert run_ranks(run, 4, num_nodes=2) == ["checkpoint_8"] * 4
-
-
 def test_an_explicit_directory_counts_too_and_options_are_passed_on(tmp_path: Path) -> None:
     accelerator, model = small()
     assert accelerator.save_state(tmp_path / "a", step=7, metric=0.5) == tmp_path / "a"

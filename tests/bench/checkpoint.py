@@ -70,9 +70,6 @@ def saving(name: str, device: str, folder: Path) -> None:
 
     ways: dict[str, Callable[[], object]] = {
         "accelfn, `save_state`": lambda: af.save_state(ctx, fresh("ours"), training),
-        'accelfn, `save_state(durability="deferred")`': lambda: af.save_state(
-            ctx, fresh("deferred"), training, durability="deferred"
-        ),
         "the same bytes written plainly, with fsync": lambda: write(True),
         "the same bytes written plainly, no fsync": lambda: write(False),
         "Accelerate, `save_state`, no fsync": lambda: peer.save_state(str(fresh("theirs"))),

@@ -12,7 +12,6 @@ trial continues in the same directory, with whatever the killed one left behind.
 """
 
 import argparse
-import importlib
 import json
 import os
 import random
@@ -42,20 +41,9 @@ from accelfn.context import Context
 from accelfn.errors import NoCheckpointError
 from accelfn.testing import processes, run_ranks
 from accelfn.tree import is_dtensor, local_of
+from tests.checkpoint.layouts import differing, flat
 from tests.checkpoint.watched_disk import CHANGES, installed, watched
 from tests.parallel.layouts import LAYOUTS, Layout
-
-__all__ = (
-    "PHASES",
-    "Killed",
-    "Place",
-    "Report",
-    "State",
-    "fork",
-    "kill_at_its_last_step",
-    "kill_while_saving",
-    "state_of_step",
-)
 
 Place = Literal["replaced", "rotated"]
 Killed = Literal["program", "rank"]
@@ -92,19 +80,35 @@ class _Message(NamedTuple):
 _MESSAGE = struct.Struct("<cqqd")
 
 
+class Program(NamedTuple):
+    """A program that saves, and its end.
+
+    Attributes:
+        ranks: Of the program.
+        state: What is saved: a state that is the same on all ranks, or a model and its optimizer, of which
+            each has a part.
+        killed: What is killed: the program with all its ranks, or one of its ranks.
+        place: Whether each save replaces the one before, or has a directory of its own.
+        background: Whether it saves in the background.
+    """
+
+    ranks: int
+    state: State = "whole"
+    killed: Killed = "program"
+    place: Place = "replaced"
+    background: bool = False
+
+
 class _Trial(NamedTuple):
     """One program and its end."""
 
+    program: Program
     first: int  # step
-    ranks: int
-    place: Place
-    background: bool
     victim: int | None  # rank; None for all of them
     saves: int  # that are awaited before it is killed
     change: int | None  # the rank kills just before this change to the disk after them; None: by the clock
     part: float  # of the time that a save takes, for the clock
     watching: int  # the rank whose changes are counted
-    state: State
 
 
 @dataclass
@@ -118,16 +122,13 @@ class Report:
     told_after_s: list[float] = field(default_factory=list[float])  # until remaining ranks raised
 
 
-def state_of_step(step: int) -> dict[str, Any]:
+def state_of_step(step: int) -> dict[str, torch.Tensor]:
     """Return a state that differs in every tensor from that of another step: 2.4 MB or 24 kB."""
     generator = torch.Generator().manual_seed(step)
     size = 200_000 if step % 2 else 2_000
-    return {
-        "weights": {str(number): torch.randn(size, generator=generator) for number in range(3)},
-        "half": torch.randn(1001, generator=generator).bfloat16(),
-        "count": torch.tensor(step),
-        "step": step,
-    }
+    state = {str(number): torch.randn(size, generator=generator) for number in range(3)}
+    state["half"] = torch.randn(1001, generator=generator).bfloat16()
+    return {**state, "count": torch.tensor(step)}
 
 
 def model_of_step(step: int) -> dict[str, torch.Tensor]:
@@ -135,9 +136,9 @@ def model_of_step(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     state: dict[str, torch.Tensor] = {}
     for name, value in _model("meta").named_parameters():
-        for moment in ("", "exp_avg", "exp_avg_sq"):
-            state[f"{name}/{moment}"] = torch.rand(value.shape, generator=generator)
-        state[f"{name}/step"] = torch.tensor(float(step))
+        for place in (f"model/{name}", f"optimizer/{name}/exp_avg", f"optimizer/{name}/exp_avg_sq"):
+            state[place] = torch.rand(value.shape, generator=generator)
+        state[f"optimizer/{name}/step"] = torch.tensor(float(step))
     return state
 
 
@@ -146,54 +147,34 @@ def _model(device: str = "cpu") -> nn.Module:
 
 
 def kill_while_saving(
-    folder: Path,
-    kills: int,
-    *,
-    ranks: int,
-    place: Place,
-    killed: Killed = "program",
-    background: bool = False,
-    state: State = "whole",
-    seed: int = 0,
-    changes: Sequence[int] = (),
+    folder: Path, kills: int, program: Program, seed: int = 0, changes: Sequence[int] = ()
 ) -> Report:
     """Run trials one after the other in one directory.
 
     Args:
         folder: Of the checkpoints.
         kills: Trials; every other one is killed by the clock.
-        ranks: Of the program.
-        place: Whether each save replaces the one before, or has a directory of its own.
-        killed: What is killed: the program with all its ranks, or one of its ranks.
-        background: Whether the program saves in the background.
-        state: What is saved: a state that is the same on all ranks, or a model and its optimizer, of which
-            each has a part.
+        program: What is killed.
         seed: Of the moments at which programs are killed.
         changes: The changes of the main rank to the disk at which the trials are killed, one after the other,
             instead of at random.
     """
-    if state != "whole":  # once here, and not for a second in each forked rank
-        for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"):
-            importlib.import_module(name)
     chance = random.Random(seed)
     report = Report()
     times = [0.05]  # seconds that saves took
     step = 0
     for number in range(kills):
-        watching = 0 if changes else chance.randrange(ranks)
+        watching = 0 if changes else chance.randrange(program.ranks)
         # Of a save, the main rank makes about 14 changes to the disk, any other one 3 to 6.
         change = chance.randrange(16 if watching == 0 else 5) if number % 2 else None
         trial = _Trial(
+            program=program,
             first=step,
-            ranks=ranks,
-            place=place,
-            background=background,
-            victim=watching if killed == "rank" else None,
+            victim=watching if program.killed == "rank" else None,
             saves=chance.randrange(3),
             change=changes[number % len(changes)] if changes else change,
             part=chance.uniform(0.0, 1.1),
             watching=watching,
-            state=state,
         )
         left = {path for path in folder.iterdir() if not (path / "manifest.json").exists()}
         committed, seconds = _run_and_kill(folder, trial, times)
@@ -206,9 +187,9 @@ def kill_while_saving(
                 return report
             report.told_after_s.append(seconds)
         acknowledged = max([*committed, step - 1])
-        there = _listing(folder)
-        found = _newest(folder, acknowledged, place, state)
-        if _listing(folder) != there:
+        there = listing(folder)
+        found = _newest(folder, acknowledged, program)
+        if listing(folder) != there:
             found = "reading has changed the directory"
         if isinstance(found, str):
             report.lost.append(f"trial {number}: {found} ({trial})")
@@ -244,41 +225,28 @@ def _phase_of(at: Path, is_newest: bool) -> int:
     return 3 if unnamed else 0
 
 
-def _listing(folder: Path) -> list[tuple[str, int, int, int]]:
+def listing(folder: Path) -> list[tuple[str, int, int, int]]:
+    """Return what is in a directory, and whether anybody has touched it."""
     paths = sorted(folder.rglob("*"))
     return [(str(path), one.st_ino, one.st_size, one.st_mtime_ns) for path in paths if (one := path.lstat())]
 
 
-def _newest(folder: Path, acknowledged: int, place: Place, state: State) -> int | str:
+def _newest(folder: Path, acknowledged: int, program: Program) -> int | str:
     """Return the step of the newest checkpoint, or what is wrong with it."""
     try:
-        found = cast("dict[str, Any]", af.load_tree(folder / _LAST if place == "replaced" else folder))
+        found = cast(
+            "dict[str, Any]", af.load_tree(folder / _LAST if program.place == "replaced" else folder)
+        )
     except Exception as error:  # noqa: BLE001 -- any is a finding
         is_none_yet = acknowledged < 0 and isinstance(error, NoCheckpointError)
         return -1 if is_none_yet else f"step {acknowledged} was committed, and now: {error!r}"
     step = found["step"]
     if step < acknowledged:
         return f"step {acknowledged} was committed, and step {step} is the newest"
-    saved = state_of_step(step) if state == "whole" else model_of_step(step)
-    is_same = _same(found if state == "whole" else _flat(found), saved)
+    is_whole = program.state == "whole"
+    saved = state_of_step(step) if is_whole else model_of_step(step)
+    is_same = not differing(found["model"] if is_whole else flat(found), saved)
     return step if is_same else f"step {step} isn't what was saved"
-
-
-def _flat(found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return what :func:`model_of_step` returns, from a checkpoint that one process reads."""
-    moments = {f"{name}/": value for name, value in found["model"].items()}
-    for name, state in found["optimizer"]["state"].items():
-        moments.update({f"{name.removeprefix('model/')}/{key}": value for key, value in state.items()})
-    return moments
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        ours, theirs = cast("dict[str, Any]", one), cast("dict[str, Any]", other)
-        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one == other
 
 
 # --- the campaign's side -------------------------------------------------------------------------
@@ -292,14 +260,13 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
         an error, None where one didn't.
     """
     reader, writer = os.pipe()
-    child = fork()
-    if child == 0:  # nothing of the parent's may run here, so it ends without unwinding
-        try:
-            os.close(reader)
-            os.setsid()
-            _be_program(folder, trial, writer)
-        finally:
-            os._exit(1)
+
+    def program() -> None:
+        os.close(reader)
+        os.setsid()
+        _be_program(folder, trial, writer)
+
+    child = forked(program)
     os.close(writer)
     committed: list[int] = []
     pids: dict[int, int] = {}
@@ -321,7 +288,7 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
             if (
                 trial.change is None
                 and killed_s is None
-                and (len(pids), len(committed)) == (trial.ranks, trial.saves)
+                and (len(pids), len(committed)) == (trial.program.ranks, trial.saves)
             ):
                 time.sleep(trial.part * statistics.median(times[-9:]))
                 killed_s = time.monotonic()
@@ -330,34 +297,36 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
         os.killpg(child, signal.SIGKILL)  # not yet waited for, so the number is still its own
         os.waitpid(child, 0)
         os.close(reader)
-    if killed_s is None or len(errors) < trial.ranks - 1:
+    if killed_s is None or len(errors) < trial.program.ranks - 1:
         return committed, None
     return committed, max([*errors.values(), killed_s]) - killed_s
 
 
-def fork() -> int:
-    """Fork this process, whatever threads it has: the child uses none of them."""
+def forked(act: Callable[[], object]) -> int:
+    """Let a fork of this process do something, whatever threads this one has: the fork uses none of them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of it
-        return os.fork()
+        child = os.fork()
+    if child == 0:  # nothing of the parent's may run here, so it ends without unwinding
+        try:
+            torch.set_num_threads(1)  # torch's own threads weren't forked
+            act()
+        finally:
+            os._exit(1)
+    return child
 
 
 def kill_at_its_last_step(write: Callable[[], object]) -> None:
     """Run a program that writes something, and kill it at its first ``os.replace``."""
-    child = fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)
-            setattr(os, "replace", _die)  # noqa: B010 -- of this program alone
-            write()
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
+    def die(*paths: object) -> NoReturn:
+        os._exit(9)
 
-def _die(source: object, target: object) -> NoReturn:
-    del source, target
-    os._exit(9)
+    def program() -> None:
+        setattr(os, "replace", die)  # noqa: B010 -- of this program alone
+        write()
+
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(program), 0)[1]) == 9
 
 
 def _receive(reader: int) -> _Message | None:
@@ -381,12 +350,11 @@ def _kill(pid: int, trial: _Trial) -> None:
 
 
 def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
-    torch.set_num_threads(1)  # torch's own threads weren't forked
     program = os.getpid()
     setattr(processes, "_GRACE_S", _PATIENCE_S)  # noqa: B010 -- it is this program's own copy
 
     def be_rank(ctx: Context) -> None:
-        run = None if trial.state == "whole" else _Run(ctx)
+        run = None if trial.program.state == "whole" else _Run(ctx)
         _Message("b", ctx.rank, os.getpid(), time.monotonic()).sent(writer)
         saves = changes = 0
 
@@ -416,11 +384,11 @@ def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
             _Message("e", ctx.rank, 0, time.monotonic()).sent(writer)
             raise
 
-    if trial.ranks == 1:
+    if trial.program.ranks == 1:
         report_errors(Context())
     else:
-        mesh = None if trial.state == "whole" else _LAYOUTS[trial.state].config()
-        run_ranks(report_errors, trial.ranks, on="processes", parallelism_config=mesh)
+        mesh = None if trial.program.state == "whole" else _LAYOUTS[trial.program.state].config()
+        run_ranks(report_errors, trial.program.ranks, on="processes", parallelism_config=mesh)
 
 
 def _wait_for_the_end() -> NoReturn:
@@ -454,11 +422,10 @@ class _Run:
 
         whole = model_of_step(step)
         for name, parameter in self.model.named_parameters():
-            state = self.optimizer.state[parameter]
-            state["step"].copy_(whole[f"{name}/step"])
-            for moment in ("", "exp_avg", "exp_avg_sq"):
-                target: Any = state[moment] if moment else parameter.detach()
-                part = whole[f"{name}/{moment}"]
+            state: dict[str, Any] = self.optimizer.state[parameter]
+            places = {f"optimizer/{name}/{key}": value for key, value in state.items()}
+            for place, own in {f"model/{name}": parameter.detach(), **places}.items():
+                target, part = cast("Any", own), whole[place]
                 if is_dtensor(target):
                     part = distribute_tensor(part, target.device_mesh, target.placements, src_data_rank=None)
                 local_of(target).copy_(local_of(part))
@@ -466,10 +433,10 @@ class _Run:
 
 
 def _save(ctx: Context, folder: Path, trial: _Trial, step: int, run: _Run | None) -> None:
-    at = folder / (_LAST if trial.place == "replaced" else f"step-{step}")
-    keep = None if trial.place == "replaced" else Keep(last=2)
-    state = state_of_step(step) if run is None else run.be_at(step)
-    if not trial.background:
+    at = folder / (_LAST if trial.program.place == "replaced" else f"step-{step}")
+    keep = None if trial.program.place == "replaced" else Keep(last=2)
+    state = {"model": state_of_step(step), "step": step} if run is None else run.be_at(step)
+    if not trial.program.background:
         af.save_state(ctx, at, state, step=step, keep=keep)
         return
     handle = af.save_state(ctx, at, state, True, step=step, keep=keep)
@@ -493,16 +460,14 @@ def main() -> None:
     parser.add_argument("--state", choices=get_args(State), help="what is saved (all)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    programs: tuple[tuple[int, Killed, State], ...] = (
-        (1, "program", "whole"),
-        (2, "program", "whole"),
-        (2, "rank", "whole"),
-        *((layout.size, killed, state) for state, layout in _LAYOUTS.items() for killed in get_args(Killed)),
-    )
-    kinds: list[tuple[int, State, Place, bool, Killed]] = [
-        (ranks, state, place, background, killed)
-        for ranks, killed, state in programs
-        for place in ("replaced", "rotated")
+    kinds: list[tuple[int, Killed, State]] = [
+        *((1, "program", "whole"), (2, "program", "whole"), (2, "rank", "whole")),
+        *((one.size, killed, state) for state, one in _LAYOUTS.items() for killed in get_args(Killed)),
+    ]
+    programs = [
+        Program(ranks, state, killed, place, background)
+        for ranks, killed, state in kinds
+        for place in get_args(Place)
         for background in (False, True)
         if options.state in (None, state)
     ]
@@ -510,24 +475,17 @@ def main() -> None:
     print(f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}", sep="\n")
     sums: Counter[str] = Counter()
     seconds: list[float] = []
-    for number, (ranks, state, place, background, killed) in enumerate(kinds):
+    for number, program in enumerate(programs):
         with tempfile.TemporaryDirectory() as folder:
-            report = kill_while_saving(
-                Path(folder),
-                -(-options.kills // len(kinds)),
-                ranks=ranks,
-                place=place,
-                killed=killed,
-                background=background,
-                state=state,
-                seed=options.seed + number,
-            )
+            kills = -(-options.kills // len(programs))
+            report = kill_while_saving(Path(folder), kills, program, options.seed + number)
             if report.lost:  # to be looked at
                 shutil.copytree(folder, f"{folder}-lost")
                 print(*report.lost, f"{folder}-lost", sep="\n", file=sys.stderr)
         row = (
-            *(ranks, state, "all" if killed == "program" else "one rank", place),
-            *("in the background" if background else "waiting", report.kills, report.saves),
+            *program[:2],
+            *("all" if program.killed == "program" else "one rank", program.place),
+            *("in the background" if program.background else "waiting", report.kills, report.saves),
             *(report.phases[phase] for phase in PHASES),
             len(report.lost),
         )

@@ -20,10 +20,10 @@ from accelfn.context import Context
 from accelfn.parallel.parameters import whole_of
 
 # Imported before worlds of processes are forked.
-for _module in ("torch._dynamo", "torch.distributed.checkpoint"):
+for _module in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining"):
     importlib.import_module(_module)
 
-__all__ = ("OPTIMIZERS", "Layout", "Odd", "laid_out", "mesh_of", "step", "whole")
+Tensors = dict[str, torch.Tensor]
 
 
 class Layout(NamedTuple):
@@ -35,9 +35,6 @@ class Layout(NamedTuple):
     @property
     def size(self) -> int:
         return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return f"{self.kind}-{'x'.join(map(str, self.shape))}"
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -125,3 +122,20 @@ def whole(
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def flat(tree: Any) -> Tensors:
+    """Return what :func:`whole` does, from a checkpoint that one process has loaded."""
+    tensors = {f"model/{name}": value for name, value in tree["model"].items()}
+    for name, state in tree["optimizer"]["state"].items():
+        place = f"optimizer/{name.removeprefix('model/')}"
+        entries = state.items()
+        tensors |= {f"{place}/{key}": value for key, value in entries if isinstance(value, torch.Tensor)}
+    return tensors
+
+
+def differing(one: Tensors, other: Tensors) -> list[str]:
+    """Name what is not the same to the last bit."""
+    both = one.keys() & other.keys()
+    odd = {name for name in both if one[name].dtype != other[name].dtype or not one[name].equal(other[name])}
+    return sorted((one.keys() ^ other.keys()) | odd)

@@ -65,31 +65,20 @@ class Model:
     start: tuple[Names, Contents] = ({ROOT: {}}, {})  # durable, before the log
 
     def disk(self) -> Disk:
+        own = (
+            "create write sync sync_folder make_folder rename remove_file remove_folder open_folder open_file"
+        )
         return Disk(
-            create=self.create,
-            write=self.write,
+            **{name: getattr(self, name) for name in (*own.split(), "status_of", "lock", "read")},
             start_writing=lambda descriptor, place, size: None,
-            sync=self.sync,
             close=lambda descriptor: None,
-            sync_folder=self.sync_folder,
-            make_folder=self.make_folder,
-            rename=self.rename,
-            remove_file=self.remove_file,
-            remove_folder=self.remove_folder,
-            open_folder=self.open_folder,
             names=lambda folder: list(self.names[folder.descriptor or 0]),
-            open_file=self.open_file,
             status=lambda path: self.status_of(self.find(path)),
-            status_of=self.status_of,
-            lock=self.lock,
-            read=self.read,
         )
 
-    def find(self, path: str) -> int:
-        inode = ROOT
-        for part in path.strip("/").split("/"):
-            if not part:
-                continue
+    def find(self, path: str, start: int = ROOT) -> int:
+        inode = start
+        for part in filter(None, path.split("/")):
             if inode not in self.names:
                 raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
             if part not in self.names[inode]:
@@ -113,23 +102,24 @@ class Model:
         apply_names(self.names, one)
         self.log.append(one)
 
-    def _new(self, path: str) -> tuple[int, str, int]:
+    def _make(self, path: str, kind: str) -> int:
         self._step("new")
         folder, name = self._split(path)
         if name in self.names[folder]:
             raise FileExistsError(errno.EEXIST, "there is one", path)
-        return folder, name, 1 + max((*self.names, *self.contents))
-
-    def create(self, path: str) -> int:
-        folder, name, inode = self._new(path)
-        self.contents[inode] = b""
-        self._change(Operation("create", inode, folder, name))
+        inode = 1 + max((*self.names, *self.contents))
+        if kind == "mkdir":
+            self.names[inode] = {}
+        else:
+            self.contents[inode] = b""
+        self._change(Operation(kind, inode, folder, name))
         return inode
 
+    def create(self, path: str) -> int:
+        return self._make(path, "create")
+
     def make_folder(self, path: str) -> None:
-        folder, name, inode = self._new(path)
-        self.names[inode] = {}
-        self._change(Operation("mkdir", inode, folder, name))
+        self._make(path, "mkdir")
 
     def write(self, descriptor: int, content: memoryview, place: int) -> int:
         self._step("write")
@@ -167,21 +157,20 @@ class Model:
             self._change(Operation("link", inode, other, new))
             self._change(Operation("unlink", inode, folder, name))
 
-    def remove_file(self, path: str) -> None:
-        self._step("unlink")
+    def _remove(self, path: str, kind: str) -> None:
+        self._step(kind)
         folder, name = self._split(path)
         inode = self.find(path)
-        if inode in self.names:
-            raise IsADirectoryError(errno.EISDIR, "a directory", path)
-        self._change(Operation("unlink", inode, folder, name))
+        if kind == "rmdir" and self.names[inode]:
+            raise OSError(errno.ENOTEMPTY, "not empty", path)
+        self._change(Operation(kind, inode, folder, name))
+
+    def remove_file(self, path: str) -> None:
+        assert self.find(path) in self.contents
+        self._remove(path, "unlink")
 
     def remove_folder(self, path: str) -> None:
-        self._step("rmdir")
-        folder, name = self._split(path)
-        inode = self.find(path)
-        if self.names[inode]:
-            raise OSError(errno.ENOTEMPTY, "not empty", path)
-        self._change(Operation("rmdir", inode, folder, name))
+        self._remove(path, "rmdir")
 
     def open_folder(self, path: str) -> Folder:
         inode = self.find(path)
@@ -190,12 +179,7 @@ class Model:
         return Folder(path, inode)
 
     def open_file(self, folder: Folder, name: str) -> int:
-        inode = folder.descriptor or 0
-        for part in name.split("/"):
-            if part not in self.names[inode]:
-                raise FileNotFoundError(errno.ENOENT, "not there", name)
-            inode = self.names[inode][part]
-        return inode
+        return self.find(name, folder.descriptor or 0)
 
     def status_of(self, descriptor: int) -> Status:
         if descriptor in self.names:

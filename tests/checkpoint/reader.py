@@ -19,28 +19,16 @@ from typing import Any, NamedTuple, cast
 import numpy
 import torch
 
-__all__ = ("Damaged", "Foreign", "read", "verify")
-
 CHUNK_BYTES = 64 << 20
 SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
+    **{f"float{bits}": f"F{bits}" for bits in (64, 32, 16)},
+    **{f"int{bits}": f"I{bits}" for bits in (64, 32, 16, 8)},
+    **{f"uint{bits}": f"U{bits}" for bits in (64, 32, 16, 8)},
+    **{f"float8_{kind}": f"F8_{kind.upper()}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")},
     "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
     "bool": "BOOL",
     "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
 }
 FACTORIES: dict[str, Any] = {
@@ -48,6 +36,17 @@ FACTORIES: dict[str, Any] = {
     "OrderedDict": collections.OrderedDict,
     "deque": collections.deque,
     "none": None,
+}
+# What a node of a kind says with its value alone.
+PLAIN: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "complex": lambda parts: complex(*map(float, parts)),
+    "bytes": base64.b64decode,
+    "bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "path": pathlib.Path,
+    "dtype": lambda name: getattr(torch, name),
+    "device": torch.device,
+    "size": torch.Size,
 }
 
 
@@ -132,16 +131,13 @@ def _all(place: pathlib.Path) -> tuple[dict[str, Any], dict[tuple[str, str], byt
         for file, key, _, box, sums in pieces:
             _check(key not in expected[file], "two pieces in one entry")
             expected[file][key] = (*_form(dtype, box), sums)
-    here = {name for name, (_, _, node) in manifest["files"].items() if node in (None, manifest["node"])}
     _check_attachments(place, manifest.get("attachments", {}))
-    there = set(os.listdir(place)) & set(manifest["files"])
-    _check(here <= there, "files")
+    _check(set(manifest["files"]) <= set(os.listdir(place)), "files")
     entries: dict[tuple[str, str], bytes] = {}
-    for name in there:
+    for name, (size, header_crc32) in manifest["files"].items():
         _check(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name), "name of a file")
         _check((place / name).is_file() and not (place / name).is_symlink(), "no plain file")
         content = (place / name).read_bytes()
-        size, header_crc32, _ = manifest["files"][name]
         _check(len(content) == size, "length of a file")
         end = 8 + int.from_bytes(content[:8], "little")
         _check(end % 8 == 0 and zlib.crc32(content[:end]) == header_crc32, "header of a file")
@@ -227,7 +223,9 @@ class _Document:
             return node
         if "$" not in node:
             return {key: self.value(one) for key, one in node.items()}
-        return getattr(self, f"{node['$']}_")(node)
+        kind = node["$"]
+        plain = PLAIN.get(kind)
+        return getattr(self, f"{kind}_")(node) if plain is None else plain(node["value"])
 
     def make(self, of: str, *content: Any) -> Any:
         return self.classes[of](*content) if of in self.classes else Foreign(of, content)
@@ -265,34 +263,27 @@ class _Document:
         generator.set_state(self.laid(node))
         return generator
 
-    # containers
+    # containers and classes
 
     def pairs(self, node: Any) -> Any:
         return zip(map(self.value, node["keys"]), self.value(node["items"]), strict=True)
 
-    def tuple_(self, node: Any) -> tuple[Any, ...]:
-        return tuple(self.value(node["items"]))
+    def items(self, node: Any) -> Any:
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[node["$"]](self.value(node["items"]))
 
-    def dict_(self, node: Any) -> dict[Any, Any]:
-        return dict(self.pairs(node))
+    tuple_ = set_ = frozenset_ = items
 
-    def ordereddict_(self, node: Any) -> Any:
-        return collections.OrderedDict(self.pairs(node))
+    def mapping(self, node: Any) -> Any:
+        kinds: dict[str, Any] = {"ordereddict": collections.OrderedDict, "counter": collections.Counter}
+        return kinds.get(node["$"], dict)(dict(self.pairs(node)))
 
-    def counter_(self, node: Any) -> Any:
-        return collections.Counter(dict(self.pairs(node)))
+    dict_ = ordereddict_ = counter_ = mapping
 
     def defaultdict_(self, node: Any) -> Any:
         return collections.defaultdict(FACTORIES[node["factory"]], self.pairs(node))
 
     def deque_(self, node: Any) -> Any:
         return collections.deque(self.value(node["items"]), node.get("maxlen"))
-
-    def set_(self, node: Any) -> set[Any]:
-        return set(self.value(node["items"]))
-
-    def frozenset_(self, node: Any) -> frozenset[Any]:
-        return frozenset(self.value(node["items"]))
 
     def namedtuple_(self, node: Any) -> Any:
         return self.make(node["of"], *self.value(node["items"]))
@@ -303,34 +294,8 @@ class _Document:
     def object_(self, node: Any) -> Any:
         return self.value(node["state"])
 
-    # plain values
-
-    def float_(self, node: Any) -> float:
-        return float(node["value"])
-
-    def complex_(self, node: Any) -> complex:
-        return complex(*map(float, node["value"]))
-
-    def bytes_(self, node: Any) -> bytes:
-        return base64.b64decode(node["value"])
-
-    def bytearray_(self, node: Any) -> bytearray:
-        return bytearray(base64.b64decode(node["value"]))
-
-    def path_(self, node: Any) -> pathlib.Path:
-        return pathlib.Path(node["value"])
-
     def enum_(self, node: Any) -> Any:
         return self.make(node["of"], node["value"])
-
-    def dtype_(self, node: Any) -> torch.dtype:
-        return getattr(torch, node["value"])
-
-    def device_(self, node: Any) -> torch.device:
-        return torch.device(node["value"])
-
-    def size_(self, node: Any) -> torch.Size:
-        return torch.Size(node["value"])
 
     def numpy_(self, node: Any) -> Any:
         return numpy.frombuffer(base64.b64decode(node["value"]), node["dtype"])[0]

@@ -4,9 +4,7 @@
 # pyright: reportUnknownMemberType=false
 
 import importlib
-import json
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,9 +20,12 @@ from accelfn.errors import CheckpointMismatchError, NotAvailableError
 from accelfn.testing import run_ranks
 from accelfn.tree import is_dtensor, local_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*is an Enum subclass:UserWarning", "ignore:.*is deprecated:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.slow,  # they import torchao
+    pytest.mark.filterwarnings(
+        "ignore:.*is an Enum subclass:UserWarning", "ignore:.*is deprecated:DeprecationWarning"
+    ),
+]
 
 KINDS = ["AdamW8bit", "AdamW4bit", "AdamWFp8"]
 SHARDED: dict[str, Any] = {"fsdp_plugin": FullyShardedDataParallelPlugin()}
@@ -37,16 +38,10 @@ def imported() -> None:
         importlib.import_module(name)
 
 
-@contextmanager
-def without_compiler() -> Generator[None]:
-    """Let torchao's step, which it compiles, run as it is."""
-
-    def keep(step: Any, **options: Any) -> Any:
-        del options
-        return step
-
-    with patch.object(torch, "compile", keep):
-        yield
+def as_it_is(step: Any, **options: Any) -> Any:
+    """Stand for torch.compile, with which torchao compiles its step."""
+    del options
+    return step
 
 
 class Model(nn.Module):
@@ -70,14 +65,14 @@ def prepared(ctx: Context, kind: str, rows: int = 64) -> tuple[Any, Any]:
 
 
 def train(
-    ctx: Context, model: nn.Module, optimizer: Any, steps: range, way: Callable[[], Any] = without_compiler
+    ctx: Context, model: nn.Module, optimizer: Any, steps: range, compiles: bool = False
 ) -> list[float]:
     losses: list[float] = []
     for step in steps:
         x = torch.randn(8, 256, generator=torch.Generator().manual_seed(step))
         loss = (model(x) - x[:, :8]).square().mean()
         scaler = af.backward(ctx, loss, af.init_scaler(ctx))
-        with way():
+        with nullcontext() if compiles else patch.object(torch, "compile", as_it_is):
             af.optimizer_step(ctx, optimizer, scaler)
         losses.append(loss.item())
     return losses
@@ -89,12 +84,11 @@ def complete(value: torch.Tensor) -> torch.Tensor:
     local = local.dequantize() if hasattr(local, "dequantize") and hasattr(local, "scale") else local
     if not is_dtensor(value):
         return local.clone()
-    layout: Any = value
+    whole: Any = value
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        local, layout.device_mesh, layout.placements, shape=layout.shape, stride=layout.stride()
-    ).full_tensor()
+    sizes = {"shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(local, whole.device_mesh, whole.placements, **sizes).full_tensor()
 
 
 def states(optimizer: Any) -> list[torch.Tensor]:
@@ -171,16 +165,6 @@ def test_shards_with_blocks_of_their_own_load_in_the_same_layout_only(tmp_path: 
     assert not optimizer.state
 
 
-def test_sharded_parameters_in_bfloat16_are_refused() -> None:
-    def run(ctx: Context) -> None:
-        model = Model().to(torch.bfloat16)
-        optimizer = importlib.import_module("torchao.optim").AdamW8bit(model.parameters())
-        with pytest.raises(NotAvailableError, match=r'AdamW8bit can.t step .* mixed_precision="bf16"'):
-            af.prepare(ctx, model, optimizer)
-
-    run_ranks(run, 2, on="processes", **SHARDED)
-
-
 def test_blocks_that_a_layout_would_cut_are_refused(tmp_path: Path) -> None:
     model, optimizer = prepared(Context(), "AdamW8bit", rows=63)
     train(Context(), model, optimizer, range(1))
@@ -194,27 +178,14 @@ def test_blocks_that_a_layout_would_cut_are_refused(tmp_path: Path) -> None:
     run_ranks(load, 2, on="processes", **SHARDED)
 
 
-def test_a_stored_state_is_plain_tensors_of_its_size(tmp_path: Path) -> None:
-    model, optimizer = prepared(Context(), "AdamW4bit")
-    train(Context(), model, optimizer, range(1))
-    af.save_state(Context(), tmp_path, {"optimizer": optimizer, "model": model})
-    state = af.load_tree(tmp_path)["optimizer"]["state"]["model/up.weight"]["exp_avg"]
-    assert state["low_bit"] == "OptimState4bit"
-    assert state["shape"] == [64, 256]
-    assert {name: one.dtype for name, one in state["tensors"].items()} == {
-        "codes": torch.uint8,
-        "scale": torch.float32,
-        "qmap": torch.float32,
-    }
-    assert state["tensors"]["codes"].numel() == 64 * 256 // 2
-    assert json.dumps(state["attributes"], default=str) == '[true, null, "torch.float32"]'
-
-
-@pytest.mark.slow
-def test_compiled_steps_of_sharded_low_bits_train_as_adamw() -> None:
+def test_compiled_steps_of_sharded_low_bits_train_as_adamw_and_bfloat16_is_refused() -> None:
     def run(ctx: Context) -> None:
         model, optimizer = prepared(ctx, "AdamW8bit")
-        losses = train(ctx, model, optimizer, range(3), nullcontext)
+        losses = train(ctx, model, optimizer, range(3), compiles=True)
         torch.testing.assert_close(losses, train(ctx, *prepared(ctx, "AdamW"), range(3)), rtol=0.02, atol=0)
+        narrow = Model().to(torch.bfloat16)
+        optimizer = importlib.import_module("torchao.optim").AdamW8bit(narrow.parameters())
+        with pytest.raises(NotAvailableError, match=r'AdamW8bit can.t step .* mixed_precision="bf16"'):
+            af.prepare(ctx, narrow, optimizer)
 
     run_ranks(run, 2, on="processes", timeout_s=300, **SHARDED)

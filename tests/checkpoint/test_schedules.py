@@ -1,7 +1,6 @@
 """Checkpoints under schedules: background saves, several programs in one directory, and faults."""
 
 import contextlib
-import errno
 import os
 import tempfile
 from collections.abc import Callable, Generator
@@ -14,13 +13,11 @@ import torch
 
 import accelfn as af
 from accelfn.checkpoint import Keep
-from accelfn.checkpoint.commit import begin_save
 from accelfn.checkpoint.disk import REAL_DISK
-from accelfn.checkpoint.find import scan
-from accelfn.checkpoint.scheduled_disk import announcing
-from accelfn.context import Collectives, Context, MakeError
-from accelfn.errors import CheckpointError, MissingRankError, NoCheckpointError, RemoteRankError
+from accelfn.context import Collectives, Context
+from accelfn.errors import CheckpointError, NoCheckpointError, RemoteRankError
 from accelfn.testing import Fault, Schedule, explore, run_schedule
+from tests.checkpoint.small import names, save, value
 
 
 @contextlib.contextmanager
@@ -105,36 +102,29 @@ def reader(ctx: Context, path: str) -> str:
     return "read"
 
 
-PROTOCOLS: tuple[tuple[Callable[[Context, str], Any], set[str]], ...] = (
-    (rotation, {"(2.0, 2.0)"}),
-    (replacement, {"(2.0, 2.0)"}),
-    (
-        same_directory,
-        {*("('refused', 1.0)", "(0.0, 'refused')"), *(f"({a}.0, {b}.0)" for a in (0, 1) for b in (0, 1))},
-    ),
-    (reader, {"('read', 'read')"}),
-)
-each_protocol = pytest.mark.parametrize(
-    ("program", "outcomes"), PROTOCOLS, ids=[one.__name__ for one, _ in PROTOCOLS]
-)
+REFUSED = {"('refused', 1.0)", "(0.0, 'refused')", *(f"({a}.0, {b}.0)" for a in (0, 1) for b in (0, 1))}
+PROTOCOLS: dict[Callable[[Context, str], Any], set[str]] = {
+    rotation: {"(2.0, 2.0)"},
+    replacement: {"(2.0, 2.0)"},
+    same_directory: REFUSED,
+    reader: {"('read', 'read')"},
+}
+each_protocol = pytest.mark.parametrize("program", PROTOCOLS, ids=lambda program: program.__name__)
 
 
 @each_protocol
 @pytest.mark.parametrize("budget", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_every_schedule_ends_well(program: Any, outcomes: set[str], budget: int) -> None:
+def test_every_schedule_ends_well(program: Any, budget: int) -> None:
     report = explore(program, 2, setup=folder, budget=budget)
-    assert {one.text for one in report.outcomes} <= outcomes, str(report)
+    assert {outcome.text for outcome in report.outcomes} <= PROTOCOLS[program], str(report)
 
 
 @each_protocol
 @pytest.mark.parametrize("budget", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_fault_loses_no_checkpoint_and_is_every_ranks(
-    program: Any, outcomes: set[str], budget: int
-) -> None:
-    del outcomes
+def test_a_fault_loses_no_checkpoint_and_is_every_ranks(program: Any, budget: int) -> None:
     report = explore(program, 2, setup=folder, budget=budget, max_faults=1, seed=1000)
-    for one in report.failures:
-        run = one.plainest
+    for failure in report.failures:
+        run = failure.plainest
         assert not isinstance(run.error, (AssertionError, CheckpointError)), str(report)
         injected = [step.fault for step in run.trace.steps if step.fault]
         if injected == ["raise"] and program in (rotation, replacement):
@@ -144,81 +134,24 @@ def test_a_fault_loses_no_checkpoint_and_is_every_ranks(
 # --- found by exploring, and mended --------------------------------------------------------------
 
 
-def acting_at(number: int, operation: str, action: Callable[[], None]) -> Callable[[str, MakeError], None]:
-    """Return a function that acts before the n-th operation of a name, counted from 0."""
-    left = [number]
-
-    def reach(name: str, make_error: MakeError) -> None:
-        del make_error
-        if name == operation:
-            left[0] -= 1
-            if left[0] == -1:
-                action()
-
-    return reach
-
-
-def test_a_checkpoint_that_is_committed_while_another_is_removed_is_found(tmp_path: Path) -> None:
-    """Seed 91 of ``reader``: an unfinished save was seen, and later the one before it was removed."""
+@pytest.mark.parametrize("meanwhile", ["filled", "removed"])
+def test_a_directory_may_change_before_a_save_has_its_lock(meanwhile: str, tmp_path: Path) -> None:
+    """By another save: one that ends, whose files have the names of a first one; or one that fails."""
     at = tmp_path / "at"
-    ctx = Context()
-    af.save_state(ctx, at / "step_1", state(1), step=1)
-    (at / "step_2").mkdir()
+    locks: list[str] = []
 
-    def go_on() -> None:
-        af.save_state(ctx, at / "step_2", state(2), step=2)
-        af.save_state(ctx, at / "step_3", state(3), step=3, keep=Keep(last=1))
+    def lock(path: str) -> Callable[[], None] | None:
+        locks.append(path)
+        if len(locks) == 1:
+            if meanwhile == "filled":
+                save(at, 1)
+            else:
+                at.rmdir()
+        return REAL_DISK.lock(path)
 
-    # While the names are looked at for the second time, since step_2 had no manifest before.
-    disk = announcing(REAL_DISK, acting_at(1, "look at step_1", go_on))
-    found, _ = scan(disk, at)
-    assert [os.path.basename(one.path) for one in found] == ["step_3"]
-
-
-def test_a_directory_that_another_program_has_filled_before_the_lock_is_no_new_one(tmp_path: Path) -> None:
-    """Seed 4 of ``same_directory``: its files would have had the names of the other program's."""
-    at = tmp_path / "at"
-
-    def fill() -> None:
-        af.save_tree(at, state(1))
-
-    disk = announcing(REAL_DISK, acting_at(0, "lock at", fill))
-    save = begin_save(disk, at)
-    assert save.release is not None
-    save.release()
-    assert save.suffix == f"-{save.token}"
-
-
-def test_a_directory_that_another_program_removes_before_the_lock_is_made_again(tmp_path: Path) -> None:
-    """Seed 26 of ``same_directory`` with a fault: a save that fails removes what it has made."""
-    at = tmp_path / "at"
-    save = begin_save(announcing(REAL_DISK, acting_at(0, "lock at", at.rmdir)), at)
-    assert save.release is not None
-    save.release()
-    assert at.is_dir()
-
-
-def test_the_lock_of_a_directory_that_was_removed_meanwhile_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    at = tmp_path / "at"
-    at.mkdir()
-    flock = fcntl.flock
-
-    def late(descriptor: int, flags: int) -> None:
-        at.rmdir()
-        at.mkdir()  # another one, of the same name
-        flock(descriptor, flags)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(FileNotFoundError) as caught:
-        REAL_DISK.lock(str(at))
-    assert caught.value.errno == errno.ENOENT
-    monkeypatch.undo()
-    release = REAL_DISK.lock(str(at))
-    assert release is not None
-    release()
+    save(at, 2, disk=replace(REAL_DISK, lock=lock))
+    assert value(at) == 2
+    assert len(names(at)) == 2
 
 
 def test_a_save_for_which_there_is_no_thread_is_done_at_once(tmp_path: Path) -> None:
@@ -235,14 +168,3 @@ def test_a_save_for_which_there_is_no_thread_is_done_at_once(tmp_path: Path) -> 
     assert without.results == (2.0, 2.0)
     starts = [one.fault for one in without.trace.steps if one.operation == "start rank 1 save"]
     assert starts == ["raise", ""]
-
-
-def test_a_rank_that_dies_in_a_background_save_is_an_error_of_the_others(tmp_path: Path) -> None:
-    def run(ctx: Context) -> None:
-        af.save_state(ctx, tmp_path / "at", state(1), True)
-        af.wait_for_everyone(ctx)
-
-    plain = run_schedule(run, 2, Schedule())
-    at = next(one.at for one in plain.trace.steps if (one.rank, one.operation[:6]) == (1, "create"))
-    died = run_schedule(run, 2, Schedule(faults=(Fault(kind="die", rank=1, at=at or 0),)))
-    assert isinstance(died.error, (MissingRankError, af.errors.CollectiveTimeoutError))

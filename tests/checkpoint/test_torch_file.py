@@ -2,7 +2,6 @@ import contextlib
 import io
 import os
 import pickle
-import random
 import sys
 import zipfile
 from collections import Counter, OrderedDict
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -22,8 +22,10 @@ from accelfn.checkpoint.torch_file import (
     read_torch_stream,
 )
 from accelfn.errors import CheckpointError, DamagedCheckpointError
+from tests.checkpoint.small import Bomb
+from tests.checkpoint.trees import same
 
-np: Any = pytest.importorskip("numpy")
+np = cast("Any", numpy)  # partly untyped
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
@@ -32,69 +34,28 @@ DTYPES = (
 )
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal in type and every bit."""
-    kind = cast("Any", type(a))
-    if issubclass(kind, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and as_bytes(a) == as_bytes(b)
-    if issubclass(kind, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if kind is not type(b):
-        return False
-    if issubclass(kind, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if issubclass(kind, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b or (a != a and b != b)
-
-
-def as_bytes(tensor: Any) -> list[int]:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
-
-
 def saved(value: Any) -> io.BytesIO:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream
 
 
-def tensors() -> st.SearchStrategy[torch.Tensor]:
-    def make(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        data = bytearray(random.Random(seed).randbytes(size))
-        if dtype == torch.bool:
-            data = bytearray(byte & 1 for byte in data)
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        return flat.reshape(shape)
-
-    shapes = st.lists(st.integers(0, 3), max_size=3)
-    return st.builds(make, st.sampled_from(DTYPES), shapes, st.integers(0, 99))
+def make(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    return torch.randint(0, 2, shape).to(dtype)
 
 
-def trees() -> st.SearchStrategy[Any]:
-    plain = (
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats()
-        | st.text()
-        | st.binary()
-        | st.complex_numbers()
-    )
-    keys = st.text() | st.integers()
-    return st.recursive(
-        plain | tensors(),
-        lambda inner: (
-            st.lists(inner)
-            | st.tuples(inner, inner)
-            | st.dictionaries(keys, inner)
-            | st.dictionaries(keys, inner).map(OrderedDict)
-        ),
-        max_leaves=12,
-    )
+TENSORS = st.builds(make, st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3))
+PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers()
+)
 
 
-@given(trees())
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    dicts = st.dictionaries(st.text() | st.integers(), inner)
+    return st.lists(inner) | st.tuples(inner, inner) | dicts | dicts.map(OrderedDict)
+
+
+@given(st.recursive(PLAIN | TENSORS, containers, max_leaves=12))
 def test_anything_that_torch_saves_is_read(tree: Any) -> None:
     assert same(read_torch_stream(saved(tree), "tree"), tree)
 
@@ -128,17 +89,6 @@ def test_parameters_become_tensors() -> None:
     assert not read.requires_grad
 
 
-class Bomb:
-    """Makes a folder if it is unpickled."""
-
-    def __init__(self, path: Path, call: Any = os.mkdir) -> None:
-        self.path = path
-        self.call = call
-
-    def __reduce__(self) -> Any:
-        return self.call, (str(self.path),)
-
-
 def test_code_is_named_and_not_run(tmp_path: Path) -> None:
     path = tmp_path / "optimizer.bin"
     torch.save({"state": [Bomb(tmp_path / "crater")]}, path)
@@ -158,24 +108,15 @@ def test_other_functions_are_refused(call: Any, tmp_path: Path) -> None:
         read_torch_stream(saved(Bomb(tmp_path / "crater", call)), "file")
 
 
-def test_torchs_list_of_safe_globals_has_no_effect(tmp_path: Path) -> None:
-    with torch.serialization.safe_globals([os.mkdir]):
+def test_torchs_list_of_safe_globals_has_no_effect_and_is_not_changed(tmp_path: Path) -> None:
+    serialization: Any = torch.serialization
+    with serialization.safe_globals([os.mkdir, np.ndarray]):
+        before = set(serialization.get_safe_globals())
         with pytest.raises(CheckpointError, match="mkdir"):
             read_torch_stream(saved(Bomb(tmp_path / "crater")), "file")
+        read_torch_stream(saved({"key": np.arange(3, dtype=np.uint32)}), "file")
+        assert set(serialization.get_safe_globals()) == before
     assert not (tmp_path / "crater").exists()
-
-
-def safe_list() -> set[Any]:
-    serialization: Any = torch.serialization
-    return set(serialization.get_safe_globals())
-
-
-def test_reading_does_not_change_torchs_list_of_safe_globals() -> None:
-    stream = saved({"key": np.arange(3, dtype=np.uint32)})
-    with torch.serialization.safe_globals([np.ndarray]):
-        before = safe_list()
-        read_torch_stream(stream, "file")
-        assert safe_list() == before
 
 
 SIZE = b"ctorch\nSize\n"
@@ -206,7 +147,7 @@ def test_pickles_with_code_are_refused(data: bytes) -> None:
     assert read_pickle(SIZE + b"((K\x02ttR.") == torch.Size([2])
 
 
-class Stateful:
+class WithState:
     """A tensor with a state. BUILD would call ``Tensor.__setstate__``, which sets hooks and memory."""
 
     def __reduce__(self) -> Any:
@@ -216,24 +157,13 @@ class Stateful:
 
 def test_a_state_for_a_tensor_is_refused() -> None:
     with pytest.raises(CheckpointError, match="a state for an object that has none"):
-        read_torch_stream(saved(Stateful()), "file")
+        read_torch_stream(saved(WithState()), "file")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"N",
-        b"a.",
-        b"(.",
-        b"]]s.",
-        b"t.",
-        SIZE + b"K\x05R.",
-        b"ctorch\nfloat32\n)R.",
-        b"h\x05.",
-        b"K\x01}b.",
-    ],
-)
+MALFORMED = (b"", b"N", b"a.", b"(.", b"]]s.", b"t.", b"ctorch\nfloat32\n)R.", b"h\x05.", b"K\x01}b.")
+
+
+@pytest.mark.parametrize("data", [*MALFORMED, SIZE + b"K\x05R."])
 def test_malformed_pickles_are_value_errors(data: bytes) -> None:
     with pytest.raises(ValueError, match="is inconsistent"):
         read_pickle(data)
@@ -267,41 +197,32 @@ def test_a_truncated_file_is_damaged(length: int) -> None:
     assert caught.value.file == "optimizer.bin"
 
 
-Change = Callable[[str, bytes], bytes | None]
-
-
-def unchanged(name: str, data: bytes) -> bytes:
-    return data
-
-
-def without(ending: str, instead: Callable[[bytes], bytes] | None = None) -> Change:
-    def change(name: str, data: bytes) -> bytes | None:
-        if name.endswith(ending):
-            return instead(data) if instead else None
-        return data
-
-    return change
-
-
-def rewritten(change: Change, compression: int = zipfile.ZIP_STORED) -> io.BytesIO:
-    """Write the example with changed entries and valid checksums."""
+def rewritten(
+    ending: str = "?",
+    instead: Callable[[bytes], bytes] | None = None,
+    *,
+    compression: int = zipfile.ZIP_STORED,
+) -> io.BytesIO:
+    """Write the example with valid checksums, and one entry changed or left out."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(BYTES)) as old, zipfile.ZipFile(out, "w", compression) as new:
         for name in old.namelist():
-            entry = change(name, old.read(name))
-            if entry is not None:
-                new.writestr(name, entry)
+            content = old.read(name)
+            if not name.endswith(ending):
+                new.writestr(name, content)
+            elif instead is not None:
+                new.writestr(name, instead(content))
     return out
 
 
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
-        (rewritten(unchanged, zipfile.ZIP_DEFLATED), "compressed"),
-        (rewritten(without("byteorder", lambda data: b"big")), "endian"),
-        (rewritten(without("data.pkl")), r"no data\.pkl"),
-        (rewritten(without("data/0", lambda data: data[:4])), "beyond its storage"),
-        (rewritten(without("data/0")), "data/0"),
+        (rewritten(compression=zipfile.ZIP_DEFLATED), "compressed"),
+        (rewritten("byteorder", lambda data: b"big"), "endian"),
+        (rewritten("data.pkl"), r"no data\.pkl"),
+        (rewritten("data/0", lambda data: data[:4]), "beyond its storage"),
+        (rewritten("data/0"), "data/0"),
     ],
     ids=["compressed", "big-endian", "no pickle", "short storage", "no storage"],
 )

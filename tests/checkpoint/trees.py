@@ -4,6 +4,7 @@ import enum
 import math
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import numpy
@@ -60,6 +61,14 @@ def _unflatten_pair(label: Any, children: Any) -> Pair:
 cast("Any", optree).register_pytree_node(Pair, _flatten_pair, _unflatten_pair, namespace=NAMESPACE)
 
 
+# What the independent reader makes of the classes here, by their names in files.
+CLASSES: dict[str, Callable[..., Any]] = {
+    f"{__name__}:Point": Point,
+    f"{__name__}:Pair": _unflatten_pair,
+    **{f"{__name__}:{kind.__name__}": kind.__members__.__getitem__ for kind in (Color, Number, Word)},
+}
+
+
 def raw(tensor: torch.Tensor) -> bytes:
     plain = contiguous_copy(tensor.detach()).reshape(-1)
     return as_bytes(plain.view(torch.uint8)) if plain.numel() else b""
@@ -78,7 +87,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, complex):
         return same([one.real, one.imag], [other.real, other.imag])
     if isinstance(one, np.ndarray):
-        return same_array(one, other)
+        # Restored arrays are dense and writable.
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, np.generic):
         return one.dtype == other.dtype and one.tobytes() == other.tobytes()
     if isinstance(one, Pair):
@@ -110,11 +120,6 @@ def steps(tensor: torch.Tensor, *, kept: bool = False) -> list[int]:
     """Return the strides of dimensions of size 2 or more; with ``kept``, those of the restored tensor."""
     stride = copyable(tensor.detach()).clone().stride() if kept else tensor.stride()
     return [step for step, size in zip(stride, tensor.shape, strict=True) if size > 1 and tensor.numel()]
-
-
-def same_array(one: Any, other: Any) -> bool:
-    # Restored arrays are dense and writable.
-    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
 # --- strategies ----------------------------------------------------------------------------------

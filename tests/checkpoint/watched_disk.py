@@ -5,15 +5,15 @@ process.
 """
 
 import os
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
 from accelfn.checkpoint.disk import REAL_DISK, Disk, Folder
-
-__all__ = ("CHANGES", "Watcher", "installed", "watched")
 
 Watcher = Callable[[str, str], None]  # kind of operation, path
 
@@ -21,66 +21,50 @@ CHANGES = (
     *("make_folder", "create", "write", "sync", "sync_folder"),
     *("rename", "remove_file", "remove_folder"),
 )
+READINGS = ("open_folder", "open_file")
 
 
 def watched(watcher: Watcher) -> Disk:
     """Return the real disk, which calls ``watcher`` before every change and reading."""
-    paths: dict[int, str] = {}
+    paths: dict[int, str] = {}  # by descriptor
 
-    def by_path(kind: str, act: Callable[[str], None]) -> Callable[[str], None]:
-        def told(path: str) -> None:
+    def told(kind: str) -> Callable[..., Any]:
+        act = getattr(REAL_DISK, kind)
+
+        def call(first: Any, *others: Any) -> Any:
+            path = paths[first] if isinstance(first, int) else first
+            if isinstance(first, Folder):
+                path = os.path.join(first.path, others[0])
             watcher(kind, path)
-            act(path)
+            result = act(first, *others)
+            if kind in ("create", "open_file"):
+                paths[result] = path
+            return result
 
-        return told
+        return call
 
-    def create(path: str) -> int:
-        watcher("create", path)
-        descriptor = REAL_DISK.create(path)
-        paths[descriptor] = path
-        return descriptor
+    return replace(REAL_DISK, **{kind: told(kind) for kind in (*CHANGES, *READINGS)})
 
-    def write(descriptor: int, content: memoryview, place: int) -> int:
-        watcher("write", paths[descriptor])
-        return REAL_DISK.write(descriptor, content, place)
 
-    def sync(descriptor: int) -> None:
-        watcher("sync", paths[descriptor])
-        REAL_DISK.sync(descriptor)
+def locked(disk: Disk) -> Disk:
+    """Return a disk that ranks on threads use one at a time."""
+    lock = threading.Lock()
 
-    def rename(source: str, target: str) -> None:
-        watcher("rename", source)
-        REAL_DISK.rename(source, target)
+    def alone(act: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with lock:
+                return act(*arguments)
 
-    def open_folder(path: str) -> Folder:
-        watcher("open_folder", path)
-        return REAL_DISK.open_folder(path)
+        return call
 
-    def open_file(folder: Folder, name: str) -> int:
-        path = os.path.join(folder.path, name)
-        watcher("open_file", path)
-        descriptor = REAL_DISK.open_file(folder, name)
-        paths[descriptor] = path
-        return descriptor
-
-    return replace(
-        REAL_DISK,
-        create=create,
-        write=write,
-        sync=sync,
-        rename=rename,
-        open_folder=open_folder,
-        open_file=open_file,
-        sync_folder=by_path("sync_folder", REAL_DISK.sync_folder),
-        make_folder=by_path("make_folder", REAL_DISK.make_folder),
-        remove_file=by_path("remove_file", REAL_DISK.remove_file),
-        remove_folder=by_path("remove_folder", REAL_DISK.remove_folder),
-    )
+    acts = {field.name: getattr(disk, field.name) for field in fields(disk)}
+    return replace(disk, **{name: alone(act) for name, act in acts.items() if callable(act)})
 
 
 @contextmanager
-def installed(disk: Disk) -> Generator[None, None, None]:
-    """Make the saves of this process use ``disk``."""
+def installed(disk: Disk, *modules: str) -> Generator[None, None, None]:
+    """Make the saves of this process use ``disk``, or what is in other modules of the package."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accelfn.checkpoint.save.REAL_DISK", disk)
+        for module in modules or ("save",):
+            patch.setattr(f"accelfn.checkpoint.{module}.REAL_DISK", disk)
         yield

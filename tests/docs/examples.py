@@ -1,7 +1,7 @@
 """``python -m tests.docs.examples`` runs every program of docs/examples once, from one warm interpreter.
 
-Each runs as its own script on two processes, which are forked with the variables of a launcher; those without a
-context of their own run on one. Prints the seconds of each, and the output of those that fail.
+Each runs as its own script on two processes, which are forked with the variables of a launcher; those without
+a context of their own run on one. Prints the seconds of each, and the output of those that fail.
 """
 
 from __future__ import annotations

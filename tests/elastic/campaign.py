@@ -25,14 +25,14 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accelfn.context import store_board
 from accelfn.context.failure import Loss, announce_loss
-from tests.elastic.program import Program
+from tests.elastic.program import Faults, Program
 
 STEPS = 40
 _LIMIT_S = 90.0
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     restarts: int
     steps: int
     faults: tuple[tuple[float, int, str], ...] = ()
-    at_steps: frozenset[tuple[str, int, str]] = frozenset()
+    at_steps: Faults = frozenset()
 
 
 class Outcome(NamedTuple):
@@ -148,13 +148,10 @@ def _judge(
         return "hung"
     if not results:
         return "error" if "accelfn.errors." in text or " was killed by " in text else "wrong"
-    exact = plan.kind == "ddp"
-    tolerance = 0.0 if exact else 1e-4
-    is_right = all(
-        torch.allclose(torch.tensor(one), torch.tensor(weights), rtol=tolerance, atol=tolerance)
-        for one in results
-    )
-    return "right" if is_right else "wrong"
+    tolerance = 0.0 if plan.kind == "ddp" else 1e-4  # that is exact
+    expected = torch.tensor(weights)
+    is_right = [torch.allclose(torch.tensor(found), expected, tolerance, tolerance) for found in results]
+    return "right" if all(is_right) else "wrong"
 
 
 def _strike(folder: Path, slot: int, what: str) -> list[str]:
@@ -327,7 +324,6 @@ def main() -> int:
     rows: Counter[tuple[str, int, str]] = Counter()
     hits: Counter[str] = Counter()
     pauses: list[float] = []
-    bad = 0
     lost: list[int] = []
     print(
         "| seed | model | processes | replacements | what happened | pauses (s) | steps repeated | weights |"
@@ -342,20 +338,19 @@ def main() -> int:
         pauses += outcome.pauses
         lost += outcome.lost
         same = "the same bits" if plan.kind == "ddp" else "right"
+        ends = {"right": same, "error": "error by name"}
         cells = (
             *(seed, plan.kind, plan.size, plan.restarts, ", ".join(outcome.hits)),
-            *(", ".join(map(str, found)) for found in (outcome.pauses, outcome.lost)),
-            {"right": same, "error": "error by name"}.get(outcome.end, outcome.end.upper()),
+            *(", ".join(map(str, numbers)) for numbers in (outcome.pauses, outcome.lost)),
+            ends.get(outcome.end, outcome.end.upper()),
         )
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
-        if outcome.end in ("wrong", "hung"):
-            bad += 1
+        if outcome.end not in ends:
             print(outcome.text[-4000:], flush=True)
-    print()
-    print("| kind | processes | right weights | error by name | wrong | hung |")
+    print("\n| kind | processes | right weights | error by name | wrong | hung |")
     print("| --- | --: | --: | --: | --: | --: |")
     for kind, size in sorted({(kind, size) for kind, size, _ in rows}):
-        cells = " | ".join(str(rows[kind, size, end]) for end in ("right", "error", "wrong", "hung"))
+        cells = " | ".join(str(rows[kind, size, end]) for end in get_args(End))
         print(f"| {kind} | {size} | {cells} |")
     pauses.sort()
     if pauses:
@@ -364,7 +359,7 @@ def main() -> int:
             f"\n{hits['kill']} processes killed, {hits['stop']} stopped; {len(pauses)} new worlds, after "
             f"{middle:.1f} s (median) and {most:.1f} s (95 %); at most {max(lost, default=0)} steps repeated"
         )
-    return 1 if bad else 0
+    return int(any(end in ("wrong", "hung") for _, _, end in rows))
 
 
 if __name__ == "__main__":

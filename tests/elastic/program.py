@@ -23,6 +23,13 @@ import accelfn as af
 from accelfn.context import Context
 from accelfn.errors import CollectiveTimeoutError
 
+Faults = frozenset[tuple[str, int, str]]
+
+
+def parse_faults(texts: Sequence[str]) -> Faults:
+    """Parse faults such as ``1.0:10:kill``: of process 1.0 at step 10."""
+    return frozenset((name, int(step), what) for name, step, what in (text.split(":") for text in texts))
+
 
 class Program(NamedTuple):
     """What a process does.
@@ -44,7 +51,7 @@ class Program(NamedTuple):
     nap_s: float = 0.02
     every: int = 4
     saves: int = 15
-    faults: frozenset[tuple[str, int, str]] = frozenset()
+    faults: Faults = frozenset()
     me: str = "0.0"
 
     def options(self) -> dict[str, Any]:
@@ -132,16 +139,10 @@ def _refuse(descriptor: object) -> None:
 def main(argv: Sequence[str]) -> None:
     """Run the program of a command line."""
     folder, kind, steps, nap, *faults = argv
-    parsed = [fault.split(":") for fault in faults]
-    me = f"{os.environ.get('ACCELFN_ELASTIC_SLOT', '0')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    Program(
-        Path(folder),
-        kind,
-        int(steps),
-        float(nap),
-        faults=frozenset((name, int(step), what) for name, step, what in parsed),
-        me=me,
-    ).run()
+    me = ".".join(
+        os.environ.get(name, "0") for name in ("ACCELFN_ELASTIC_SLOT", "TORCHELASTIC_RESTART_COUNT")
+    )
+    Program(Path(folder), kind, int(steps), float(nap), faults=parse_faults(faults), me=me).run()
 
 
 if __name__ == "__main__":

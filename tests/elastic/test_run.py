@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -19,9 +20,10 @@ import accelfn as af
 from accelfn.context import Context, MessageBoard, store_board
 from accelfn.context.failure import append_text, list_texts
 from accelfn.elastic.membership import Member
-from accelfn.elastic.run import read_seat, without_older_objects
+from accelfn.elastic.run import read_seat
 from accelfn.errors import ConfigurationError
-from tests.elastic.campaign import FORKS, Plan, plan_run, reference, run, start_command, start_forks
+from tests.elastic.campaign import FORKS, End, Plan, plan_run, reference, run, start_command, start_forks
+from tests.elastic.program import parse_faults
 
 STEPS = 24
 
@@ -31,118 +33,62 @@ def weights() -> dict[str, list[float]]:
     return {kind: reference(kind, STEPS) for kind in ("ddp", "fsdp2")}
 
 
-def at(*faults: str) -> frozenset[tuple[str, int, str]]:
-    return frozenset((name, int(step), what) for name, step, what in (one.split(":") for one in faults))
+def plan(kind: str, size: int, restarts: int, *faults: str) -> Plan:
+    """Return a run with faults as ``PROCESS:STEP:FAULT``."""
+    return Plan(kind, size, restarts, STEPS, at_steps=parse_faults(faults))
 
 
-PLANS = {
-    "killed": Plan("ddp", 2, 0, STEPS, at_steps=at("1.0:10:kill")),
-    "raised": Plan("ddp", 2, 0, STEPS, at_steps=at("0.0:10:raise")),
-    "replaced": Plan("ddp", 2, 1, STEPS, at_steps=at("1.0:5:kill")),
-    "two at once": Plan("ddp", 3, 0, STEPS, at_steps=at("0.0:10:kill", "2.0:10:kill")),
-    "one after the other": Plan("ddp", 3, 0, STEPS, at_steps=at("0.0:7:kill", "2.0:14:kill")),
-    "shards": Plan("fsdp2", 2, 0, STEPS, at_steps=at("1.0:10:kill")),
+IN_MEMORY = (" on from step ", " in memory after ")
+FROM_DISK = "on from the newest checkpoint of"
+LATE = "CollectiveTimeoutError: an operation that never ends"
+RUNS: dict[str, tuple[Plan, End, tuple[str, ...]]] = {
+    "killed": (plan("ddp", 2, 0, "1.0:10:kill"), "right", IN_MEMORY),
+    "raised": (plan("ddp", 2, 0, "0.0:10:raise"), "right", IN_MEMORY),
+    "replaced": (plan("ddp", 2, 1, "1.0:5:kill"), "right", IN_MEMORY),
+    "two at once": (plan("ddp", 3, 0, "0.0:10:kill", "2.0:10:kill"), "right", IN_MEMORY),
+    "one after the other": (plan("ddp", 3, 0, "0.0:7:kill", "2.0:14:kill"), "right", IN_MEMORY),
+    "shards": (plan("fsdp2", 2, 0, "1.0:10:kill"), "right", IN_MEMORY),
+    "stopped": (plan("ddp", 2, 0, "1.0:10:stop"), "right", ("process 1.0 was killed by signal 9",)),
+    "all lost": (plan("ddp", 2, 1, "0.0:20:kill", "1.0:20:kill"), "right", (FROM_DISK,)),
+    "a shard and its copy lost": (plan("fsdp2", 3, 0, "1.0:20:kill", "2.0:20:kill"), "right", (FROM_DISK,)),
+    # No result, and no error of accelfn's: the program's own.
+    "all raised": (plan("ddp", 2, 0, "0.0:10:raise", "1.0:10:raise"), "wrong", ("a fault at step 10",)),
+    "a background save that fails": (plan("ddp", 1, 0, "0.0:14:disk"), "wrong", ("no disk",)),
+    # It may have been the network, so they go on once.
+    "late twice": (
+        plan("ddp", 2, 0, "0.0:10:late", "1.0:10:late"),
+        "error",
+        ("2 ranks go on from step 8", LATE),
+    ),
 }
 
 
-# The others are like these, and are run by CI alone.
-QUICK = ("killed", "replaced", "shards")
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(plan, id=name, marks=() if name in QUICK else pytest.mark.slow)
-        for name, plan in PLANS.items()
-    ],
-)
-def test_what_is_left_goes_on_in_memory(plan: Plan, weights: dict[str, list[float]]) -> None:
-    outcome = run(plan, weights[plan.kind], start_forks)
-    assert outcome.end == "right", outcome.text
-    assert " on from step " in outcome.text, outcome.text
-    assert " in memory after " in outcome.text, outcome.text
-
-
-def test_a_rank_that_is_stopped_is_lost(weights: dict[str, list[float]]) -> None:
-    plan = Plan("ddp", 2, 0, STEPS, at_steps=at("1.0:10:stop"))
-    outcome = run(plan, weights["ddp"], start_forks)
-    assert outcome.end == "right", outcome.text
-    assert "process 1.0 was killed by signal 9" in outcome.text
-
-
-def test_when_all_are_lost_the_newest_checkpoint_is_loaded(weights: dict[str, list[float]]) -> None:
-    plan = Plan("ddp", 2, 1, STEPS, at_steps=at("0.0:20:kill", "1.0:20:kill"))
-    outcome = run(plan, weights["ddp"], start_forks)
-    assert outcome.end == "right", outcome.text
-    assert "on from the newest checkpoint of" in outcome.text, outcome.text
-
-
-def test_shards_of_a_lost_rank_and_its_neighbour_come_from_the_checkpoint(
-    weights: dict[str, list[float]],
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_whatever_is_lost_the_run_ends_with_the_right_weights_or_an_error(
+    name: str, weights: dict[str, list[float]]
 ) -> None:
-    plan = Plan("fsdp2", 3, 0, STEPS, at_steps=at("1.0:20:kill", "2.0:20:kill"))
-    outcome = run(plan, weights["fsdp2"], start_forks)
-    assert outcome.end == "right", outcome.text
-    assert "1 rank goes on from the newest checkpoint of" in outcome.text, outcome.text
+    planned, end, texts = RUNS[name]
+    outcome = run(planned, weights[planned.kind], start_forks)
+    assert outcome.end == end, outcome.text
+    assert all(text in outcome.text for text in texts), outcome.text
 
 
-def test_a_fault_that_every_rank_has_ends_the_run_by_name(weights: dict[str, list[float]]) -> None:
-    plan = Plan("ddp", 2, 0, STEPS, at_steps=at("0.0:10:raise", "1.0:10:raise"))
-    outcome = run(plan, weights["ddp"], start_forks)
-    assert "ValueError: a fault at step 10" in outcome.text
-    assert outcome.end == "wrong"  # no result, and no error of accelfn's
-
-
-def test_a_fault_without_a_loss_ends_the_run_when_it_comes_again(weights: dict[str, list[float]]) -> None:
-    plan = Plan("ddp", 2, 0, STEPS, at_steps=at("0.0:10:late", "1.0:10:late"))
-    outcome = run(plan, weights["ddp"], start_forks)
-    assert outcome.end == "error", outcome.text
-    assert outcome.text.count("2 ranks go on from step 8") == 1  # it may have been the network
-    assert "s; CollectiveTimeoutError: an operation that never ends" in outcome.text
-    assert "CollectiveTimeoutError: an operation that never ends" in outcome.text
-
-
-def test_a_background_save_that_fails_is_an_error_even_if_nothing_asks_for_it(
-    weights: dict[str, list[float]],
-) -> None:
-    outcome = run(Plan("ddp", 1, 0, STEPS, at_steps=at("0.0:14:disk")), weights["ddp"], start_forks)
-    assert "no disk" in outcome.text
-    assert outcome.end == "wrong"  # no result, and no error of accelfn's
-
-
+@pytest.mark.slow
 def test_the_launcher_replaces_what_is_lost(weights: dict[str, list[float]]) -> None:
-    plan = Plan("ddp", 2, 1, STEPS, at_steps=at("1.0:10:kill"))
-    outcome = run(plan, weights["ddp"], start_command)
+    outcome = run(plan("ddp", 2, 1, "1.0:10:kill"), weights["ddp"], start_command)
     assert outcome.end == "right", outcome.text
     assert "rank 1 was killed by SIGKILL; a replacement starts (1 of 1)" in outcome.text
     assert "on from step 8 in memory" in outcome.text
 
 
-@pytest.mark.parametrize("was_frozen", [False, True])
-def test_collections_leave_out_what_existed_before_the_run(was_frozen: bool) -> None:
-    if was_frozen:
-        gc.freeze()
-    before = gc.get_freeze_count()
-    made = [[number] for number in range(10_000)]
-    try:
-        with without_older_objects():
-            # A few frozen objects may be freed meanwhile.
-            added = gc.get_freeze_count() - before
-            assert (added > len(made) // 2) == (not was_frozen)
-        assert (gc.get_freeze_count() > 0) == was_frozen
-    finally:
-        gc.unfreeze()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("start", [start_forks, start_command])
-def test_some_runs_of_the_campaign(start: object, weights: dict[str, list[float]]) -> None:
-    count = 6 if start is start_forks else 2
-    for seed in range(count):
-        plan = plan_run(seed)._replace(steps=STEPS)
-        outcome = run(plan, weights[plan.kind], start_forks if start is start_forks else start_command)
-        assert outcome.end in ("right", "error"), f"seed {seed}: {outcome.end}\n{outcome.text}"
+@pytest.mark.parametrize("seed", range(4))
+def test_some_runs_of_the_campaign(seed: int, weights: dict[str, list[float]]) -> None:
+    planned = plan_run(seed)._replace(steps=STEPS)
+    outcome = run(planned, weights[planned.kind], start_forks)
+    assert outcome.end in ("right", "error"), f"{outcome.end}\n{outcome.text}"
 
 
 # --- one process, and a test that stands for the others --------------------------------------------
@@ -168,19 +114,21 @@ def run_member(port: int, size: int, calls: int) -> None:
 
 
 def train_nothing(ctx: Context, state: int) -> None:
-    pass
+    assert gc.get_freeze_count() > 0  # collections leave out what was there before
 
 
 def make_nothing(ctx: Context) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_launch_is_refused() -> None:
     process, _ = start_member(1, calls=2)
     process.join(60)
     assert process.exitcode == 0
 
 
+@pytest.mark.slow
 def test_heartbeats_go_on_while_a_world_connects() -> None:
     process, board = start_member(2, calls=1)
     append_text(board, "joining/0", json.dumps(Member(0, 1, 0)))
@@ -264,28 +212,27 @@ def test_what_train_raises_alone_is_raised() -> None:
         af.run_elastic(train, lambda ctx: 0, cpu=True)
 
 
-def test_other_launchers_and_worlds_without_processes_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Start the program with accelfn launch --elastic"):
-        read_seat({"RANK": "0", "WORLD_SIZE": "2"})
-    assert read_seat({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    with pytest.raises(ConfigurationError, match="min_processes must be at least 1, got 0"):
-        af.run_elastic(lambda ctx, state: None, lambda ctx: 0, min_processes=0)
-    with pytest.raises(ConfigurationError, match="min_processes is 2, but this program is one process"):
-        af.run_elastic(lambda ctx, state: None, lambda ctx: 0, min_processes=2)
-    with pytest.raises(ConfigurationError, match="join_timeout must be a positive number of seconds, got 0"):
-        af.run_elastic(lambda ctx, state: None, lambda ctx: 0, join_timeout=0)
+@pytest.mark.parametrize(
+    ("variables", "options", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {}, "Start the program with accelfn launch --elastic"),
+        ({}, {"min_processes": 0}, "min_processes must be at least 1, got 0"),
+        ({}, {"min_processes": 2}, "min_processes is 2, but this program is one process"),
+        ({}, {"join_timeout": 0}, "join_timeout must be a positive number of seconds, got 0"),
+    ],
+)
+def test_other_launchers_and_worlds_without_processes_are_refused(
+    variables: dict[str, str], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=message):
+        af.run_elastic(lambda ctx, state: None, lambda ctx: 0, **options)
 
 
 def test_a_seat_is_read_from_the_variables_of_the_launcher() -> None:
-    seat = read_seat(
-        {
-            "ACCELFN_ELASTIC_STORE": "10.0.0.1:29500",
-            "ACCELFN_ELASTIC_SIZE": "4",
-            "ACCELFN_ELASTIC_SLOT": "3",
-            "LOCAL_RANK": "1",
-            "GROUP_RANK": "1",
-            "TORCHELASTIC_RESTART_COUNT": "2",
-        }
-    )
+    names = {"STORE": "10.0.0.1:29500", "SIZE": "4", "SLOT": "3"}
+    places = {"LOCAL_RANK": "1", "GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+    seat = read_seat({**{f"ACCELFN_ELASTIC_{name}": value for name, value in names.items()}, **places})
     assert seat is not None
     assert (seat.store, seat.size, seat.device_index, seat.me.name) == (("10.0.0.1", 29500), 4, 1, "3.2")

@@ -1,7 +1,8 @@
 """What the memory of some ranks is worth: every snapshot that is whole can be restored, in any world."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,9 +12,8 @@ from hypothesis import given
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
-from accelfn.checkpoint.plan import Box
 from accelfn.context import Context
-from accelfn.elastic.assemble import Offer, choose_snapshot, restore_snapshot
+from accelfn.elastic.assemble import restore_snapshot
 from accelfn.elastic.snapshot import Key, Memory, Regroup, neighbour_shift
 from accelfn.errors import CheckpointMismatchError, MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
@@ -26,14 +26,19 @@ def make_state(ctx: Context) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.arange(48.0).view(16, 3)), batch_size=1, shuffle=True)
     model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "loader": loader,
-        "own": torch.full((3,), float(ctx.rank)),
-        "steps": 0,
-        "name": f"rank {ctx.rank}",
-    }
+    own = {"own": torch.full((3,), float(ctx.rank)), "name": f"rank {ctx.rank}"}
+    return {"model": model, "optimizer": optimizer, "loader": loader, "steps": 0, **own}
+
+
+@contextmanager
+def remembering(ctx: Context, memory: Memory | None = None, generation: int = 0) -> Generator[Memory]:
+    """Let a rank remember, for a generation."""
+    memory = memory or Memory()
+    memory.enter(ctx, generation)
+    try:
+        yield memory
+    finally:
+        memory.leave()
 
 
 def train(ctx: Context, memory: Memory, state: dict[str, Any], steps: int, every: int) -> None:
@@ -51,17 +56,11 @@ def train(ctx: Context, memory: Memory, state: dict[str, Any], steps: int, every
 
 
 def values(state: dict[str, Any]) -> dict[str, Any]:
-    weights = {name: one.clone() for name, one in af.unwrap_model(state["model"]).state_dict().items()}
-    moments = copy.deepcopy(state["optimizer"].state_dict()["state"])
+    moments = state["optimizer"].state_dict()["state"]
+    objects = {"weights": af.unwrap_model(state["model"]).state_dict(), "moments": moments}
     position = af.loader_state(state["loader"])
-    return {
-        "weights": weights,
-        "moments": moments,
-        "epoch": position.epoch,
-        "consumed": position.consumed,
-        "steps": state["steps"],
-        "own": state["own"].clone(),
-    }
+    place = (position.epoch, position.consumed, state["steps"])
+    return copy.deepcopy({**objects, "place": place, "own": state["own"]})
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -72,59 +71,44 @@ def ran(world: int, steps: int, every: int) -> tuple[list[Memory], list[dict[str
     """Train in a world, and return what its ranks remember, and what they had at the last snapshot."""
 
     def run(ctx: Context) -> tuple[Memory, dict[str, Any]]:
-        memory = Memory()
-        memory.enter(ctx, 0)
-        state = make_state(ctx)
-        memory.take(ctx, state)
-        train(ctx, memory, state, steps - steps % every, every)
-        last = values(state)
-        train(ctx, memory, state, steps, every)
-        memory.leave()
+        with remembering(ctx) as memory:
+            state = make_state(ctx)
+            memory.take(ctx, state)
+            train(ctx, memory, state, steps - steps % every, every)
+            last = values(state)
+            train(ctx, memory, state, steps, every)
         return memory, last
 
     pairs = run_ranks(run, world)
     return [memory for memory, _ in pairs], [last for _, last in pairs]
 
 
-def grow(state: dict[str, Any]) -> None:
-    state["losses"].append(torch.zeros(()))
-
-
-def widen(state: dict[str, Any]) -> None:
-    state["own"] = state["own"].double()
-
-
-def reshape(state: dict[str, Any]) -> None:
-    state["own"] = torch.zeros(5)
-
-
-@pytest.mark.parametrize(("change", "path"), [(grow, "losses"), (widen, "own"), (reshape, "own")])
-def test_a_state_that_changes_its_form_is_an_error_at_once(
-    change: Callable[[dict[str, Any]], None], path: str
-) -> None:
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"losses": [torch.zeros(())]}, "losses"),
+        ({"own": torch.ones(3).double()}, "own"),
+        ({"own": torch.zeros(5)}, "own"),
+    ],
+)
+def test_a_state_that_changes_its_form_is_an_error_at_once(change: dict[str, Any], path: str) -> None:
     def run(ctx: Context) -> None:
-        memory = Memory()
-        memory.enter(ctx, 0)
         state: dict[str, Any] = {"own": torch.zeros(3), "losses": [], "best": 1.0, "means": [0.5]}
-        memory.take(ctx, state)
-        state.update(own=torch.ones(3), best=2.0, means=[0.5, 0.25])  # values may grow
-        memory.remember(ctx, state, 1)
-        change(state)
-        try:
+        with remembering(ctx) as memory:
+            memory.take(ctx, state)
+            state.update(own=torch.ones(3), best=2.0, means=[0.5, 0.25])  # values may grow
+            memory.remember(ctx, state, 1)
+            state.update(change)
             with pytest.raises(CheckpointMismatchError, match=f"another form than at step 1[^|]*{path}"):
                 memory.remember(ctx, state, 1)
-        finally:
-            memory.leave()
 
     run_ranks(run, 2)
 
 
 def test_a_rank_that_skips_a_call_is_named_by_the_next_operation() -> None:
     def run(ctx: Context) -> None:
-        memory = Memory()
-        memory.enter(ctx, 0)
         state = {"own": torch.zeros(3)}
-        try:
+        with remembering(ctx):
             for step in range(4):
                 if (ctx.rank, step) != (1, 2):
                     af.remember(ctx, state, every=5)
@@ -132,8 +116,6 @@ def test_a_rank_that_skips_a_call_is_named_by_the_next_operation() -> None:
                     af.wait_for_everyone(ctx)
             with pytest.raises(MismatchError, match="remember: the ranks disagree"):
                 af.wait_for_everyone(ctx)
-        finally:
-            memory.leave()
 
     run_ranks(run, 2)
 
@@ -144,13 +126,7 @@ def test_a_wrong_interval_is_refused_in_any_world(every: Any, error: type[Except
         af.remember(ctx, {}, every=every)
 
 
-@given(
-    world=st.integers(1, 4),
-    steps=st.integers(0, 11),
-    every=st.integers(1, 4),
-    data=st.data(),
-    num_new=st.integers(0, 2),
-)
+@given(st.integers(1, 3), st.integers(0, 9), st.integers(1, 4), st.data(), st.integers(0, 2))
 def test_whoever_is_left_restores_the_newest_snapshot_in_any_world(
     world: int, steps: int, every: int, data: st.DataObject, num_new: int
 ) -> None:
@@ -159,15 +135,13 @@ def test_whoever_is_left_restores_the_newest_snapshot_in_any_world(
     holders = [*(memories[rank] for rank in left), *(Memory() for _ in range(num_new))]
 
     def restore(ctx: Context) -> tuple[dict[str, Any], str, int]:
-        memory = holders[ctx.rank]
-        memory.enter(ctx, 1)
-        state = restore_snapshot(ctx, memory, make_state(ctx))
-        assert state is not None
-        memory.take(ctx, state)
-        memory.leave()
+        with remembering(ctx, holders[ctx.rank], 1) as memory:
+            state = restore_snapshot(ctx, memory, make_state(ctx))
+            assert state is not None
+            memory.take(ctx, state)
         return values(state), state["name"], memory.step
 
-    shared = ("weights", "moments", "epoch", "consumed", "steps")
+    shared = ("weights", "moments", "place")
     for restored, _, step in run_ranks(restore, len(holders)):
         assert step == steps - steps % every
         assert_equal({name: restored[name] for name in shared}, {name: last[0][name] for name in shared})
@@ -194,13 +168,10 @@ def test_the_neighbour_keeps_what_only_the_lost_rank_had() -> None:
 def test_generators_go_on_where_they_were() -> None:
     def run(ctx: Context) -> tuple[Memory, torch.Tensor]:
         torch.manual_seed(5)  # pyright: ignore[reportUnknownMemberType]
-        memory = Memory()
-        memory.enter(ctx, 0)
-        torch.rand(3)
-        memory.take(ctx, {"step": 1})
-        drawn = torch.rand(2)
-        memory.leave()
-        return memory, drawn
+        with remembering(ctx) as memory:
+            torch.rand(3)
+            memory.take(ctx, {"step": 1})
+            return memory, torch.rand(2)
 
     [(memory, drawn)] = run_ranks(run, 1)
 
@@ -239,16 +210,12 @@ def test_a_snapshot_that_does_not_fit_is_an_error_on_every_rank() -> None:
 def test_ranks_leave_together_at_a_whole_snapshot_if_processes_wait(world: int) -> None:
     def run(ctx: Context) -> tuple[int, set[Key]]:
         memory = Memory(lambda: ctx.is_last_process)  # only one of them has noticed
-        memory.enter(ctx, 3)
         state: dict[str, Any] = {"step": 0}
-        memory.take(ctx, state)
-        for step in range(1, 100):
-            state["step"] = step
-            try:
+        with remembering(ctx, memory, 3), suppress(Regroup):
+            memory.take(ctx, state)
+            while state["step"] < 100:
+                state["step"] += 1
                 memory.remember(ctx, state, 4)
-            except Regroup:
-                break
-        memory.leave()
         return state["step"], {share.key for share in memory.shares() if share.key.step == state["step"]}
 
     assert run_ranks(run, world) == [(4, {Key(4, 3)})] * world
@@ -262,44 +229,13 @@ def test_remember_needs_no_elastic_run() -> None:
 
 def test_what_can_not_be_stored_is_named() -> None:
     def run(ctx: Context) -> None:
-        memory = Memory()
-        memory.enter(ctx, 0)
-        with pytest.raises(TypeError, match="callback"):
+        with remembering(ctx) as memory, pytest.raises(TypeError, match="callback"):
             memory.take(ctx, {"callback": print})
-        memory.leave()
 
     run_ranks(run, 1)
 
 
-# --- which snapshot --------------------------------------------------------------------------------
-
-
-def offer(step: int, owner: int, size: int, rows: Sequence[int], *, needs_all: bool = False) -> Offer:
-    """Offer some rows of a table with 12 rows."""
-    boxes = tuple(Box((row, 0), (1, 2)) for row in rows)
-    return Offer(Key(step, 0), owner, size, needs_all, {"table": ((12, 2), boxes)})
-
-
-@given(st.data())
-def test_a_snapshot_is_whole_if_every_row_is_there(data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, 4))
-    cuts = [range(rank, 12, size) for rank in range(size)]
-    present = {
-        step: data.draw(st.sets(st.integers(0, size - 1)), label=f"holders of step {step}")
-        for step in (10, 20, 30)
-    }
-    offers = [
-        offer(step, holder, size, [*cuts[holder]]) for step, holders in present.items() for holder in holders
-    ]
-    whole = [step for step, holders in present.items() if len(holders) == size]
-    expected = Key(max(whole), 0) if whole else None
-    assert choose_snapshot(data.draw(st.permutations(offers))) == expected
-
-
-def test_pipeline_stages_are_all_needed() -> None:
-    rows = [*range(12)]
-    assert choose_snapshot([offer(1, 0, 2, rows, needs_all=True)]) is None
-    assert choose_snapshot([offer(1, owner, 2, rows, needs_all=True) for owner in (0, 1)]) == Key(1, 0)
+# --- who keeps it --------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 8), st.integers(1, 64))

@@ -20,10 +20,10 @@ from accelfn.checkpoint import (
     load_state,
     save_state,
     save_tree,
-    write_accelerate,
 )
 from accelfn.launch.main import main
 from accelfn.testing import run_ranks
+from tests.checkpoint.accelerate_folder import write_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -287,7 +287,6 @@ def test_the_json_is_the_essence_of_the_manifest(tmp_path: Path, read: Read) -> 
         "step": 4,
         "metric": 0.5,
         "world_size": 1,
-        "num_nodes": 1,
         "leaves": [
             {"path": "model/w", **tensor, "shape": [2, 3], "bytes": 24},
             {"path": "model/b", **tensor, "shape": [2], "bytes": 8},
@@ -356,8 +355,9 @@ def test_a_folder_of_accelerate_is_converted_with_other_names(
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     state = optimizer.state_dict()
-    groups = {"state": state["state"], "groups": state["param_groups"]}
-    folder = write_accelerate(tmp_path / "theirs", {"model": model.state_dict(), "optimizer": groups})
+    folder = write_folder(
+        tmp_path / "theirs", {"model.safetensors": model.state_dict(), "optimizer.bin": state}
+    )
     monkeypatch.chdir(tmp_path)
     names = ("--name", "model=net", "--name=optimizer=opt", "--step", "7")
     assert run("convert", folder, "here", "--to", "accelfn", *names) == 0
@@ -372,16 +372,9 @@ def test_a_folder_of_accelerate_is_converted_with_other_names(
     assert str(fresh.state_dict()) == str(state)
 
 
-def test_a_checkpoint_is_converted_for_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_extracted_and_targets_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = save(tmp_path, 1)
-    theirs, bare = tmp_path / "theirs", tmp_path / "bare"
-    assert run("convert", place, theirs, "--to", "accelerate") == 2
-    output = capsys.readouterr().err
-    assert "has no place for 'epoch'" in output
-    assert output.endswith("On the command line, names is --name, leave_out is --leave_out.\n")
-    assert run("convert", place, theirs, "--to", "accelerate", "--leave-out", "epoch") == 0
-    assert capsys.readouterr().out == f"{theirs}: model\n"
-    assert {"model.safetensors", "random_states_0.pkl"} <= {path.name for path in theirs.iterdir()}
+    theirs, bare = write_folder(tmp_path / "theirs", {"custom_checkpoint_0.pkl": 1}), tmp_path / "bare"
     assert run("convert", place, bare, "--to", "safetensors", "--max-shard-size", "24B") == 0
     assert "model-00001-of-00002.safetensors" in capsys.readouterr().out
     assert run("convert", place, bare, "--to", "safetensors") == 2
@@ -393,7 +386,7 @@ def test_a_checkpoint_is_converted_for_others(tmp_path: Path, capsys: pytest.Cap
 def test_a_damaged_source_has_a_status_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = save(tmp_path, 1)
     damage(place)
-    assert run("convert", place, tmp_path / "new", "--to", "accelerate", "--leave_out", "epoch") == 1
+    assert run("convert", place, tmp_path / "new", "--to", "safetensors") == 1
     assert "accelfn checkpoint convert: damaged: " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 

@@ -71,7 +71,8 @@ class ProjectConfiguration:
         total_limit: Checkpoints that are kept under automatic naming, at least 1; ``None`` keeps all. Default
             None.
         iteration: Number of the next automatically named checkpoint. Default 0.
-        save_on_each_node: Whether one rank per node writes, for disks that nodes do not share. Default False.
+        save_on_each_node: Whether one rank per node writes what ``save_model`` and ``save`` write, for disks
+            that nodes do not share; ``save_state`` needs a disk that they share. Default False.
     """
 
     project_dir: str | PathLike[str] | None = None

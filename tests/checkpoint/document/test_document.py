@@ -1,12 +1,12 @@
-"""Trees survive the conversion to documents bit for bit, and malformed documents do no harm."""
+"""Any tree comes back bit for bit, what doesn't fit is listed by path, and malformed documents do no harm."""
 
 import copy
-import json
-import math
 import sys
+import tempfile
 import types
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy
@@ -15,271 +15,256 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accelfn.checkpoint.document.compare import match
-from accelfn.checkpoint.document.decode import decode
-from accelfn.checkpoint.document.encode import Encoded, encode
-from accelfn.checkpoint.document.nodes import KINDS, LEAVES, PLAIN_KINDS, stored_names
-from accelfn.checkpoint.header import contiguous_copy
-from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError
-from accelfn.testing import run_ranks
-from tests.checkpoint.trees import NAMESPACE, Color, Point, arrays, plain_values, same, tensors, trees
+import accelfn as af
+from accelfn.checkpoint.document.nodes import KINDS, LEAVES, PLAIN_KINDS
+from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, Misfit
+from tests.checkpoint import reader
+from tests.checkpoint.small import Stateful, rewrite, said
+from tests.checkpoint.trees import (
+    CLASSES,
+    DTYPES,
+    NAMESPACE,
+    Pair,
+    Point,
+    arrays,
+    plain_values,
+    same,
+    tensors,
+    trees,
+)
 
 np = cast("Any", numpy)  # partly untyped
 constructors = cast("Any", torch)  # partly untyped
-MANY = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
-def written(encoded: Encoded) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Convert a document to JSON and back, and copy its tensors."""
-    document = json.loads(json.dumps(encoded.document, allow_nan=False))
-    return document, {name: contiguous_copy(tensor) for name, tensor in encoded.tensors.items()}
+@pytest.fixture
+def at(tmp_path: Path) -> Path:
+    return tmp_path / "at"
 
 
-def through(tree: Any, like: Any = None) -> Any:
-    return decode(*written(encode(tree, namespace=NAMESPACE)), like=like, namespace=NAMESPACE)
+def save(path: Path, tree: Any) -> Path:
+    return af.save_tree(path, tree, namespace=NAMESPACE)
+
+
+def load(path: Path, like: Any = None) -> Any:
+    return af.load_tree(path, like, namespace=NAMESPACE)
+
+
+def put(path: Path, document: Any) -> None:
+    """Put another tree into a checkpoint."""
+    rewrite(path, lambda manifest: manifest.update(tree=document))
 
 
 # --- round trips ---------------------------------------------------------------------------------
 
 
-@MANY
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.one_of(trees(), plain_values(), tensors(), arrays()))
-def test_any_tree_survives_a_round_trip_and_matches_itself(tree: Any) -> None:
-    encoded = encode(tree, namespace=NAMESPACE)
-    document, stored = written(encoded)
-    assert same(tree, decode(document, stored, namespace=NAMESPACE))
-    assert same(tree, decode(document, stored, like=tree, namespace=NAMESPACE))
-    assert json.dumps(document) == json.dumps(encode(tree, namespace=NAMESPACE).document)
-    assert set(stored_names(document)) == set(stored)
-    assert match(document, stored, tree, namespace=NAMESPACE).rows == []
+def test_any_tree_comes_back_also_by_the_reader_that_knows_only_the_page(tree: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(Path(folder) / "at", tree)
+        found = load(path)
+        assert same(tree, found)
+        assert same(tree, load(path, tree))
+        assert same(found, reader.read(path, classes=CLASSES))
 
 
-@given(tensors())
-def test_tensors_survive_a_round_trip_in_memory(tensor: torch.Tensor) -> None:
-    assert same(tensor, decode(*encode(tensor)))
+def test_every_dtype_comes_back(at: Path) -> None:
+    assert len(DTYPES) > 30
+    content = {dtype: torch.arange(6 * dtype.itemsize, dtype=torch.uint8) % 2 for dtype in DTYPES}
+    tree = {
+        str(dtype): (bits.view(dtype).view(2, 3), bits.view(dtype).view(2, 3).T)
+        for dtype, bits in content.items()
+    }
+    assert same(tree, load(save(at, tree)))
 
 
-def test_ordinary_trees_are_ordinary_json() -> None:
-    tree: dict[str, Any] = {"step": 3, "rates": [0.5, None, True], "é": {"w": torch.zeros(2, 1)}}
-    assert encode(tree) == (
-        {"step": 3, "rates": [0.5, None, True], "é": {"w": {"$": "tensor", "name": "é/w"}}},
-        {"é/w": tree["é"]["w"]},
-    )
-
-
-def test_sets_are_stored_sorted() -> None:
+def test_documents_are_plain_json_with_tensors_by_path(at: Path) -> None:
     assert list({0, 8}) != list({8, 0})
-    assert encode({0, 8}) == encode({8, 0})
+    zero = [torch.zeros(1) for _ in range(5)]
+    plain = {"step": 3, "rates": [0.5, None, True], "set": {8, 0}}
+    tree = {**plain, "a/b": {"~": zero[0]}, 1: zero[1], "1": zero[2], "": [zero[3]], "__metadata__": zero[4]}
+    manifest = said(save(at, tree))
+    assert set(manifest["tensors"]) == {"a~1b/~0", "1", "1~2", "/0", "__metadata__~2"}
+    values: list[Any] = manifest["tree"]["items"]
+    assert values[:2] == [3, [0.5, None, True]]
+    assert values[2]["items"] == [0, 8]
+    assert values[3] == {"~": {"$": "tensor", "name": "a~1b/~0"}}
+    assert set(said(save(at, torch.zeros(1)))["tensors"]) == {"tree"}
 
 
-def test_names_of_tensors_are_unique_json_pointers() -> None:
-    tree = {"a/b": {"~": torch.zeros(1)}, 1: torch.zeros(1), "1": torch.zeros(1), "": [torch.zeros(1)]}
-    assert list(encode(tree).tensors) == ["a~1b/~0", "1", "1~2", "/0"]
-    assert same(tree, through(tree))
-    assert list(encode({"__metadata__": torch.zeros(1)}).tensors) == ["__metadata__~2"]
-    assert list(encode(torch.zeros(1)).tensors) == ["tree"]
+def deep(levels: int) -> Any:
+    result: Any = 1
+    for _ in range(levels):
+        result = OrderedDict({1: result})
+    return result
 
 
 # --- sharing -------------------------------------------------------------------------------------
 
 
-def test_a_repeated_tensor_is_restored_as_one_and_views_by_value() -> None:
+def test_a_repeated_tensor_comes_back_as_one_and_views_by_value(at: Path) -> None:
     weight, array, generator = torch.nn.Parameter(torch.ones(2, 2)), np.zeros(2), torch.Generator()
     tree = [(weight, array, generator), {"again": [weight, array, generator]}, weight[0], weight.detach().t()]
-    encoded = encode(tree)
-    assert list(encoded.tensors) == ["0/0", "0/1", "0/2", "2", "3"]
-    first, second, part, turned = decode(*written(encoded))
+    assert set(said(save(at, tree))["tensors"]) == {"0/0", "0/1", "0/2", "2", "3"}
+    first, second, part, turned = load(at)
     assert all(one is other for one, other in zip(first, second["again"], strict=True))
     assert part.equal(torch.ones(2))
+    assert turned.is_leaf
     turned.zero_()
     assert first[0].sum() == 4
 
 
-def test_tied_weights_are_stored_once_and_tied_again() -> None:
+def test_tied_weights_are_stored_once_and_tied_again(at: Path) -> None:
     embed, head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
     head.weight = embed.weight
-    model = torch.nn.Sequential(embed, head)
-    encoded = encode({"model": model, "ema": torch.zeros(1)})
-    assert list(encoded.tensors) == ["model/0.weight", "ema"]
-    state = decode(*written(encoded))["model"]
+    save(at, {"model": torch.nn.Sequential(embed, head), "ema": torch.zeros(1)})
+    assert set(said(at)["tensors"]) == {"model/0.weight", "ema"}
+    state = load(at)["model"]
     state["0.weight"].zero_()[0] = 7
     assert state["1.weight"][0].tolist() == [7, 7]
 
 
-def test_parameters_and_requires_grad_are_restored() -> None:
-    frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    back = through([frozen, torch.ones(2, requires_grad=True) * 2, frozen.detach()])
-    assert [type(item) for item in back] == [torch.nn.Parameter, torch.Tensor, torch.Tensor]
-    assert [item.requires_grad for item in back] == [False, True, False]
-    assert all(item.is_leaf for item in back)
-    assert back[0].data_ptr() == back[2].data_ptr()
+# --- objects and classes -------------------------------------------------------------------------
 
 
-def test_lazy_conjugation_is_resolved() -> None:
-    tensor = torch.tensor([1 + 2j])
-    back = through([tensor, tensor.conj(), tensor.conj().imag])
-    assert [item.tolist() for item in back] == [[1 + 2j], [1 - 2j], [-2.0]]
-    assert not back[1].is_conj()
-
-
-def _distributed(ctx: Any) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (ctx.world.size,))
-    weight = torch.nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
-    tree = {"w": weight, "tied": weight, "alias": weight.detach(), "plain": torch.zeros(1)}
-    document, stored = encode(tree)
-    assert list(stored) == ["w", "plain"]
-    assert isinstance(stored["w"], DTensor)
-    back = decode(json.loads(json.dumps(document)), stored)
-    assert back["w"] is back["tied"]
-    assert isinstance(back["w"], DTensor)
-    assert isinstance(back["w"], torch.nn.Parameter)
-    assert back["alias"].to_local().data_ptr() == back["w"].to_local().data_ptr()
-    # Distributed tensors load as complete ones, and the other way round.
-    assert decode(document, {"w": torch.arange(4.0), "plain": torch.zeros(1)})["w"].tolist() == [0, 1, 2, 3]
-    plain = encode({name: torch.zeros(leaf.shape) for name, leaf in tree.items()})
-    matched = match(plain.document, plain.tensors, tree)
-    assert matched.rows == []
-    assert matched.leaves["w"] is weight
-
-
-def test_distributed_tensors_stay_leaves() -> None:
-    run_ranks(_distributed, 2, on="processes")
-
-
-# --- objects -------------------------------------------------------------------------------------
-
-
-class Stateful:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-def test_an_object_is_stored_by_its_state_and_restored() -> None:
-    tree = {"counter": Stateful(3), "weights": (torch.ones(2), Stateful([torch.ones(1)]))}
-    document, stored = written(encode(tree))
-    assert list(stored) == ["weights/0", "weights/1/value/0"]
-    assert decode(document, stored)["counter"] == {"value": 3}
+def test_an_object_is_stored_by_its_state_and_loaded_in_place(at: Path) -> None:
+    weight = torch.ones(2)
+    save(at, {"counter": Stateful(3), "weights": (weight, Stateful([weight]))})
+    assert load(at)["counter"] == {"value": 3}
     like: dict[str, Any] = {"counter": Stateful(0), "weights": (torch.zeros(2), Stateful(None))}
-    back = decode(document, stored, like=like)
+    back = load(at, like)
     assert back["counter"] is like["counter"]
     assert back["counter"].value == 3
     assert back["weights"][1] is like["weights"][1]
-    assert back["weights"][1].value[0].equal(torch.ones(1))
-    assert back["weights"][0].equal(torch.ones(2))
+    assert back["weights"][1].value[0] is back["weights"][0]
+    assert back["weights"][0].equal(weight)
 
 
-def test_a_model_its_optimizer_and_its_schedule_are_restored() -> None:
-    def make() -> list[Any]:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-        optimizer = torch.optim.AdamW(model.parameters())
-        return [model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])]
-
-    model, optimizer, schedule = objects = make()
-    model(torch.ones(4, 2)).sum().backward()
-    optimizer.step()
-    schedule.step()
-    back = through(objects, like=make())
-    assert all(same(one.state_dict(), other.state_dict()) for one, other in zip(objects, back, strict=True))
-    assert type(back[2].state_dict()["milestones"]) is Counter
-
-
-def test_convert_restore_and_adopt_override_the_defaults() -> None:
-    calls: list[tuple[str, Any]] = []
-
-    def convert(path: str, value: Any) -> Any:
-        calls.append((path, value))
-        return (value.value, torch.ones(1)) if path == "a" else NotImplemented
-
-    inner, other = Stateful(5), Stateful(6)
-    tree = {"a": inner, "b": [other, Point(1, 2), {1: "x"}], "c": Color.RED, "d": torch.zeros(1)}
-    encoded = encode(tree, convert=convert)
-    assert calls == [("a", inner), ("b/0", other)]
-    back = decode(
-        *written(encoded),
-        like=tree,
-        restore=lambda path, value, state: (path, value, state),
-        adopt=lambda leaf, value: (leaf, value),
-    )
-    assert back["a"] == ("a", inner, (5, torch.ones(1)))
-    assert back["b"][0] == ("b/0", other, {"value": 6})
-    assert back["d"][0] is tree["d"]
-
-
-def test_a_tensor_inside_and_outside_of_an_object_is_restored_as_one() -> None:
-    weight = torch.ones(2)
-    back = through([weight, Stateful(weight), weight], like=[None, Stateful(None), None])
-    assert back[0] is back[1].value
-    assert back[0] is back[2]
-
-
-def test_no_object_is_changed_before_the_whole_document_was_read() -> None:
-    document, stored = written(encode([Stateful(1), torch.zeros(2)]))
-    like: list[Any] = [Stateful(0), torch.zeros(2)]
-    with pytest.raises(DamagedCheckpointError):
-        decode(document, {}, like=like)
-    assert like[0].value == 0
-    with pytest.raises(CheckpointMismatchError, match="no load_state_dict") as caught:
-        decode(document, stored, like=[object(), None])
-    assert [row.path for row in caught.value.rows] == ["0"]
-
-
-# --- classes -------------------------------------------------------------------------------------
-
-
-def test_local_classes_come_from_like() -> None:
+def test_local_classes_come_from_like(at: Path) -> None:
     class Local(NamedTuple):
         x: Any
 
-    document, stored = written(encode({"a": [Local(1)]}))
+    save(at, {"a": [Local(1)]})
     with pytest.raises(CheckpointError, match="Import the module before loading, or load into a tree"):
-        decode(document, stored)
-    assert type(decode(document, stored, like={"a": [Local(2)]})["a"][0]) is Local
+        load(at)
+    assert type(load(at, {"a": [Local(2)]})["a"][0]) is Local
 
 
-def test_a_field_added_to_a_namedtuple_gets_its_default() -> None:
-    document, stored = written(encode(Point(torch.ones(1), 2)))
-    del document["keys"][1], document["items"][1]
-    assert decode(document, stored, like=Point(0))[1] == 0
-    assert match(document, stored, Point(torch.ones(1), None)).rows == []
-    result = match(document, stored, Point(torch.ones(1), torch.ones(1))).rows
-    assert [row.path for row in result] == ["y"]
-    document["keys"] = ["y"]  # x has none
-    with pytest.raises(CheckpointError, match="has the fields"):
-        decode(document, stored, like=Point(0))
+def test_a_field_added_to_a_namedtuple_gets_its_default(at: Path) -> None:
+    def shorten(manifest: dict[str, Any]) -> None:
+        del manifest["tree"]["keys"][1], manifest["tree"]["items"][1]
+
+    rewrite(save(at, Point(torch.ones(1), 2)), shorten)
+    assert load(at, Point(torch.zeros(1), None))[1] == 0
+    assert [row.path for row in misfits(at, Point(torch.ones(1), torch.ones(1)))] == ["y"]
+    rewrite(at, lambda manifest: manifest["tree"].update(keys=["y"]))  # x has no default
+    assert "x" in [row.path for row in misfits(at, Point(0))]
 
 
-def test_no_module_is_imported_for_a_file() -> None:
-    name = "this"  # prints a poem when it is imported
-    assert name not in sys.modules
-    wrong = ("accelfn:init_context", "os:system", "builtins:eval", "builtins:dict", "x", "", ":")
-    rest: dict[str, Any] = {"value": "a", "items": [], "metadata": 0}
-    for of in (f"{name}:Zen", *wrong):
-        for kind in ("namedtuple", "enum", "node"):
-            with pytest.raises(CheckpointError):
-                decode({"$": kind, "of": of, **rest}, {})
-    assert name not in sys.modules
-
-
-def test_finding_a_class_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_module_is_imported_for_a_file_and_no_code_runs(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     lazy = types.ModuleType("accelfn_lazy")
     vars(lazy)["__getattr__"] = calls.append
     monkeypatch.setitem(sys.modules, "accelfn_lazy", lazy)
-    with pytest.raises(CheckpointError, match="doesn't have"):
-        decode({"$": "enum", "of": "accelfn_lazy:Color", "value": "RED"}, {})
+    assert "this" not in sys.modules  # it prints a poem when it is imported
+    wrong = ("this:Zen", "accelfn:init_context", "os:system", "builtins:eval", "builtins:dict", "x", "", ":")
+    save(at, 0)
+    for of in (*wrong, "accelfn_lazy:Color"):
+        for kind in ("namedtuple", "enum", "node"):
+            put(at, {"$": kind, "of": of, "value": "a", "items": [], "metadata": 0})
+            with pytest.raises(CheckpointError):
+                load(at)
+    assert "this" not in sys.modules
     assert calls == []
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- what doesn't fit ----------------------------------------------------------------------------
+
+
+def misfits(path: Path, like: Any) -> tuple[Misfit, ...]:
+    try:
+        load(path, like)
+    except CheckpointMismatchError as error:
+        return error.rows
+    return ()
+
+
+def test_tensors_fit_by_shape_and_dtype_and_plain_subtrees_may_differ(at: Path) -> None:
+    save(at, {"w": torch.zeros(2, 3), "n": np.zeros(2), "tied": [torch.zeros(1)] * 2, "log": {"a": [1]}})
+    tied = [torch.ones(1), torch.ones(1)]
+    like = {"w": torch.ones(3, 2, device="meta").t(), "n": np.ones(2), "tied": tied, "log": ()}
+    assert load(at, like)["log"] == {"a": [1]}
+
+
+def test_all_that_does_not_fit_is_listed_by_path_and_nothing_is_changed(at: Path) -> None:
+    zeros, untouched = torch.zeros(1), Stateful(0)
+    stored = {
+        "same": zeros,
+        "shape": torch.zeros(2),
+        "dtype": zeros,
+        "extra": [zeros],
+        "none": None,
+        "kind": [zeros],
+        "short": (zeros,),
+        "a/b": np.zeros(1),
+        "step": 1,
+        "random": torch.Generator(),
+        "object": Stateful(1),
+        "state": Stateful(zeros),
+    }
+    like = {
+        "same": zeros,
+        "shape": torch.zeros(2, 2),
+        "dtype": zeros.int(),
+        "none": zeros,
+        "kind": (zeros,),
+        "short": (zeros, {"x": torch.zeros(2), "y": 1}),
+        "a/b": zeros,
+        "missing": Stateful(1),
+        # The state of an object may be taken up as a plain tree.
+        "random": 3,
+        "object": untouched,
+        "state": {"value": torch.zeros(2)},
+    }
+    assert misfits(save(at, stored), like) == (
+        Misfit("shape", "float32 [2]", "float32 [2, 2]"),
+        Misfit("dtype", "float32 [1]", "int32 [1]"),
+        Misfit("extra/0", "float32 [1]", "nothing"),
+        Misfit("none", "None", "float32 [1]"),
+        Misfit("kind", "a list of 1", "a tuple"),
+        Misfit("short/1/x", "nothing", "float32 [2]"),
+        Misfit("short/1/y", "nothing", "int"),
+        Misfit("a~1b", "array float64 [1]", "float32 [1]"),
+        Misfit("step", "int", "nothing"),
+        Misfit("random", "a generator", "int"),
+        Misfit("state/value", "float32 [1]", "float32 [2]"),
+        Misfit("missing", "nothing", "an object Stateful"),
+    )
+    assert untouched.value == 0
+
+
+LEAF = torch.zeros(1)
+PAIRS: list[tuple[Any, Any]] = [
+    ({"a": LEAF}, OrderedDict(a=LEAF)),
+    ((LEAF, 0), Point(LEAF)),
+    ([LEAF], LEAF),
+    (Pair(LEAF, 1), (LEAF, 1)),
+    ({"a": LEAF}, Stateful({"a": LEAF})),
+    (1, Stateful(None)),
+    (Stateful(1), 1),
+    (Stateful(1), object()),
+    (LEAF, torch.zeros(2)),
+]
+
+
+@pytest.mark.parametrize(("stored", "like"), PAIRS)
+def test_containers_and_objects_must_have_the_same_class(at: Path, stored: Any, like: Any) -> None:
+    assert [row.path for row in misfits(save(at, stored), like)] == ["tree"]
+    assert [row.path for row in misfits(save(at, [stored]), [like])] == ["0"]
+
+
+# --- what can't be stored ------------------------------------------------------------------------
 
 
 class Small(int):
@@ -296,20 +281,12 @@ def circle() -> list[Any]:
     return result
 
 
-def deep(levels: int) -> Any:
-    result: Any = 1
-    for _ in range(levels):
-        result = OrderedDict({1: result})
-    return result
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (lambda: lambda: 0, "builtins.function, which isn't known"),
         (lambda: Stateful, "builtins.type, which isn't known"),
-        (lambda: object(), "builtins.object, which isn't known"),
         (lambda: Small(3), "Small, which isn't known"),
         (lambda: slice(3), "slice, which isn't known"),
         (lambda: 1 << 2000, "more than 1024 bits"),
@@ -331,25 +308,24 @@ def deep(levels: int) -> Any:
         (lambda: deep(65), "in more than 64 others"),
     ],
 )
-def test_values_that_cannot_be_stored_are_refused_by_path(make: Callable[[], Any], why: str) -> None:
+def test_values_that_cannot_be_stored_are_refused_by_path(
+    at: Path, make: Callable[[], Any], why: str
+) -> None:
     with pytest.raises(TypeError, match=why) as caught:
-        encode({"fine": 1, "model/x": [make()], "last": object()}, namespace=NAMESPACE)
+        save(at, {"fine": 1, "model/x": [make()], "last": object()})
     text = str(caught.value)
     assert text.startswith("2 values of the tree can't be stored")
     assert "\n  model~1x/0" in text
     assert "\n  last: a builtins.object" in text
     assert "state_dict() and load_state_dict()" in text
     assert "optree.register_pytree_node" in text
-
-
-def test_a_tree_of_the_maximal_depth_survives_a_round_trip() -> None:
-    assert same(deep(64), through(deep(64)))
+    assert not at.exists()
 
 
 # --- hostile documents ---------------------------------------------------------------------------
 
 JUNK: st.SearchStrategy[Any] = st.one_of(
-    *(st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=3)),
+    *(st.none(), st.booleans(), st.integers(-3, 9), st.floats(allow_nan=False), st.text(max_size=3)),
     st.sampled_from((10**30, "float32", "tree", "0", "torch:Tensor", "builtins:eval", "0x1p", "F" * 9)),
     st.sampled_from(([], {}, [[]], {"$": 3}, {"$": "tensor"}, {"$": [1]}, {"$": "nothing"})),
 )
@@ -357,9 +333,11 @@ ALL_KINDS = sorted({*LEAVES, *PLAIN_KINDS, *KINDS.values(), "namedtuple", "node"
 
 
 def is_harmless(read: Callable[[], Any]) -> bool:
-    """Whether reading succeeds, or raises one of the two expected errors."""
+    """Whether reading succeeds, or raises one of the expected errors."""
     try:
         read()
+    except CheckpointMismatchError:
+        return True
     except CheckpointError as error:
         return isinstance(error, DamagedCheckpointError) or "doesn't have" in str(error)
     return True
@@ -376,34 +354,29 @@ def places(node: Any) -> list[tuple[Any, Any]]:
     return result
 
 
-@settings(max_examples=4 * settings().max_examples, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(trees(), st.data())
 def test_a_malformed_document_raises_only_checkpoint_errors(tree: Any, data: st.DataObject) -> None:
-    document, stored = written(encode(tree, namespace=NAMESPACE))
-    document = [document]
-    for _ in range(data.draw(st.integers(1, 3))):
-        result = places(document)
-        owner, key = result[data.draw(st.integers(0, len(result) - 1))]
-        change = data.draw(st.sampled_from(("junk", "deleted", "kind")))
-        if change == "deleted" and isinstance(owner, dict):
-            del owner[key]
-        elif change == "kind" and isinstance(owner, dict):
-            owner["$"] = data.draw(st.sampled_from(ALL_KINDS))
-        else:
-            owner[key] = copy.deepcopy(data.draw(JUNK))
-    modules = set(sys.modules)
-    for read in (
-        lambda: decode(document, stored, namespace=NAMESPACE),
-        lambda: decode(document, stored, like=[tree], namespace=NAMESPACE),
-        lambda: match(document, stored, [tree], namespace=NAMESPACE),
-    ):
-        assert is_harmless(read)
-    assert set(sys.modules) == modules
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(Path(folder) / "at", [tree])
+        document = said(path)["tree"]
+        for _ in range(data.draw(st.integers(1, 3))):
+            owner, key = data.draw(st.sampled_from(places(document)))
+            change = data.draw(st.sampled_from(("junk", "deleted", "kind")))
+            if change == "deleted" and isinstance(owner, dict):
+                del owner[key]
+            elif change == "kind" and isinstance(owner, dict):
+                owner["$"] = data.draw(st.sampled_from(ALL_KINDS))
+            else:
+                owner[key] = copy.deepcopy(data.draw(JUNK))
+        put(path, document)
+        modules = set(sys.modules)
+        assert is_harmless(lambda: load(path))
+        assert is_harmless(lambda: load(path, [tree]))
+        assert set(sys.modules) == modules
 
 
 MALFORMED: list[Any] = [
-    math.inf,
-    object(),
     {"$": "tensor", "name": "no"},
     {"$": "tensor", "name": "t", "stride": [2]},
     {"$": "tensor", "name": "t", "stride": [0]},
@@ -422,18 +395,10 @@ MALFORMED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("document", MALFORMED)
-def test_malformed_nodes_are_damaged(document: Any) -> None:
-    with pytest.raises(DamagedCheckpointError, match="'tree'"):
-        decode(document, {"t": torch.zeros(4), "i": torch.zeros(4, dtype=torch.int32)})
-
-
-def test_documents_that_nest_too_deep_are_damaged() -> None:
-    document: Any = 1
-    for _ in range(100_000):
-        document = [document]
-    for read in (lambda: decode(document, {}), lambda: match(document, {}, 1)):
-        with pytest.raises(DamagedCheckpointError, match="too deep"):
-            read()
-    while isinstance(document, list):  # a destructor would recurse
-        document = cast("list[Any]", document)[0]
+@pytest.mark.parametrize("document", MALFORMED, ids=str)
+def test_malformed_nodes_are_damaged(at: Path, document: Any) -> None:
+    like = {"t": torch.zeros(4), "i": torch.zeros(4, dtype=torch.int32)}
+    rewrite(save(at, like), lambda manifest: manifest["tree"].update(t=document))
+    for target in (None, like):
+        with pytest.raises(CheckpointError):
+            load(at, target)

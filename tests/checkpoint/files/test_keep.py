@@ -6,24 +6,20 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.checkpoint import (
     Keep,
     find_checkpoints,
-    load_tree,
     plan_retention,
     prune_checkpoints,
-    save_state,
     verify_checkpoint,
 )
 from accelfn.checkpoint.commit import abandon, begin_save
 from accelfn.checkpoint.disk import REAL_DISK
-from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from tests.checkpoint.small import save_small
+from tests.checkpoint.small import names, save, value
 
 counts = st.none() | st.integers(1, 4)
 modes = st.sampled_from(["min", "max"])
@@ -92,12 +88,12 @@ def test_an_unknown_mode_is_refused() -> None:
 
 def test_the_others_are_removed_and_what_stays_is_whole(tmp_path: Path) -> None:
     for step, metric in enumerate([0.5, 0.1, 0.4, 0.3]):
-        save_small(tmp_path / f"at-{step}", {"x": torch.tensor(step)}, step=step, metric=metric)
+        save(tmp_path / f"at-{step}", step, step=step, metric=metric)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "more").mkdir()
     removed = prune_checkpoints(tmp_path, Keep(last=1, best=1))
     assert removed == (tmp_path / "at-0", tmp_path / "at-2")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["at-1", "at-3", "more", "notes.txt"]
+    assert names(tmp_path) == ["at-1", "at-3", "more", "notes.txt"]
     assert all(verify_checkpoint(path) for path in find_checkpoints(tmp_path))
     assert prune_checkpoints(tmp_path, Keep(last=1, best=1)) == ()
 
@@ -105,24 +101,23 @@ def test_the_others_are_removed_and_what_stays_is_whole(tmp_path: Path) -> None:
 def test_what_was_just_saved_stays_whatever_the_rules_say(tmp_path: Path) -> None:
     assert plan_retention([(300, None), (400, None), (250, None)], Keep(last=2), saved=2) == (0, 1, 2)
     for step in (300, 400, 250):
-        path = save_state(Context(), tmp_path / f"step-{step}", {"at": step}, step=step, keep=Keep(last=2))
-        assert load_tree(path) == {"at": step}
-    save_state(Context(), tmp_path / "step-260", {"at": 260}, step=260, keep=Keep(last=2))
+        assert value(save(tmp_path / f"step-{step}", step, step=step, keep=Keep(last=2))) == step
+    save(tmp_path / "step-260", 260, step=260, keep=Keep(last=2))
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-260", "step-300", "step-400"]
 
 
 def test_names_are_ordered_by_all_their_numbers(tmp_path: Path) -> None:
     for epoch in (8, 9, 10):
-        save_small(tmp_path / f"epoch_{epoch}_bf16", {"x": torch.tensor(epoch)})
+        save(tmp_path / f"epoch_{epoch}_bf16", epoch)
     assert prune_checkpoints(tmp_path, Keep(last=2)) == (tmp_path / "epoch_8_bf16",)
     for epoch, step in ((1, 500), (2, 10), (2, 500)):
-        save_small(tmp_path / "two" / f"epoch_{epoch}_step_{step}", {"x": torch.tensor(epoch)})
+        save(tmp_path / "two" / f"epoch_{epoch}_step_{step}", epoch)
     assert prune_checkpoints(tmp_path / "two", Keep(last=1, every=500)) == (tmp_path / "two/epoch_2_step_10",)
 
 
 def test_a_checkpoint_with_a_users_files_stays_and_litter_goes_with_it(tmp_path: Path) -> None:
     for step in range(4):
-        save_small(tmp_path / f"at-{step}", {"x": torch.tensor(step)}, step=step)
+        save(tmp_path / f"at-{step}", step, step=step)
     (tmp_path / "at-0" / "notes.txt").write_text("mine")
     (tmp_path / "at-1" / ".DS_Store").write_text("")
     (tmp_path / "at-2" / ".env").write_text("mine")
@@ -137,36 +132,27 @@ def test_a_checkpoint_with_a_users_files_stays_and_litter_goes_with_it(tmp_path:
 
 def test_what_is_damaged_or_being_written_is_left_alone(tmp_path: Path) -> None:
     for step in range(5):
-        save_small(tmp_path / f"at-{step}", {"x": torch.tensor(step)}, step=step)
+        save(tmp_path / f"at-{step}", step, step=step)
     (tmp_path / "at-4" / "manifest.json").write_bytes(b"{}")
     (tmp_path / "at-3" / "tensors-00000.safetensors").unlink()
     running = [begin_save(REAL_DISK, tmp_path / name) for name in ("at-1", "new")]
     (tmp_path / "new" / "tensors-00000.safetensors").write_bytes(b"part")
     assert prune_checkpoints(tmp_path, Keep(last=1)) == (tmp_path / "at-0",)
-    assert {path.name for path in tmp_path.iterdir()} == {"at-1", "at-2", "at-3", "at-4", "new"}
-    for save in running:
-        abandon(REAL_DISK, save)
+    assert names(tmp_path) == ["at-1", "at-2", "at-3", "at-4", "new"]
+    for other in running:
+        abandon(REAL_DISK, other)
 
 
 def test_what_killed_saves_left_is_removed(tmp_path: Path) -> None:
-    save_small(tmp_path / "at-1", {"x": torch.tensor(1)}, step=1)
+    save(tmp_path / "at-1", 1, step=1)
     for name in ("at-2/tensors-00000.safetensors", ".at-3.staging-0a1b2c3d/vocab", "mine/notes"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(b"part")
+    (tmp_path / ".at-3.staging-0a1b2c3d" / "link").symlink_to(tmp_path / "mine")
     assert prune_checkpoints(tmp_path, Keep(last=1)) == ()
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "at-1",
-        "at-2",
-        "mine",
-    }  # at-2 may be a copy on its way
+    assert names(tmp_path) == ["at-1", "at-2", "mine"]  # at-2 may be a copy on its way
     for path in (tmp_path / "at-2" / "tensors-00000.safetensors", tmp_path / "at-2", tmp_path / "mine"):
         os.utime(path, (1000, 1000))
     assert prune_checkpoints(tmp_path, Keep(last=1)) == ()
-    assert {path.name for path in tmp_path.iterdir()} == {"at-1", "mine"}
-
-
-def test_without_a_rule_nothing_goes(tmp_path: Path) -> None:
-    for step in range(3):
-        save_small(tmp_path / f"at-{step}", {"x": torch.tensor(step)})
-    assert prune_checkpoints(tmp_path, Keep()) == ()
-    assert len(find_checkpoints(tmp_path)) == 3
+    assert names(tmp_path) == ["at-1", "mine"]
+    assert names(tmp_path / "mine") == ["notes"]  # no link is followed

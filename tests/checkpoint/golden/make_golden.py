@@ -5,7 +5,6 @@ load, and that nobody changes the bytes unawares. A new version gets a directory
 """
 
 import contextlib
-import enum
 import math
 import pathlib
 import random
@@ -14,67 +13,18 @@ import sys
 from collections import Counter as Counts
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Generator
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
-import optree
 import torch
 from torch import nn
 
 import accelfn as af
 from accelfn.context import Context
 from accelfn.testing import run_ranks
-
-__all__ = (
-    "CURRENT",
-    "NAMESPACE",
-    "Color",
-    "Counter",
-    "Pair",
-    "Point",
-    "Steps",
-    "main",
-    "make_run",
-    "new_run",
-    "new_tree",
-    "seeded",
-)
+from tests.checkpoint.trees import NAMESPACE, Color, Pair, Point
 
 CURRENT = pathlib.Path(__file__).parent / "v1"
-NAMESPACE = "accelfn.tests.golden"
-
-
-class Color(enum.Enum):
-    """An enum."""
-
-    RED = "red"
-
-
-class Point(NamedTuple):
-    """A namedtuple."""
-
-    x: Any
-    y: Any
-
-
-class Pair:
-    """Registered with optree."""
-
-    def __init__(self, left: Any, right: Any, label: str) -> None:
-        """Keep two children and metadata."""
-        self.left, self.right, self.label = left, right, label
-
-
-def _flatten(pair: Pair) -> tuple[tuple[Any, Any], str, tuple[str, str]]:
-    return (pair.left, pair.right), pair.label, ("left", "right")
-
-
-def _unflatten(label: str, children: Any) -> Pair:
-    left, right = children
-    return Pair(left, right, label)
-
-
-cast("Any", optree).register_pytree_node(Pair, _flatten, _unflatten, namespace=NAMESPACE)
 
 
 class Counter:

@@ -1,6 +1,9 @@
 """Loading: what doesn't fit is refused on all ranks before anything changes; and the newest that is whole."""
 
 import copy
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,18 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.context import Context
-from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, RemoteRankError
+from accelfn.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    DamagedCheckpointError,
+    RemoteRankError,
+)
 from accelfn.testing import run_ranks
+from tests.checkpoint import layouts
+from tests.checkpoint.small import flip, names
+from tests.checkpoint.watched_disk import installed
 
 TENSORS = "tensors-00000.safetensors"
 
@@ -20,8 +32,7 @@ def stepped(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+    layouts.step(model, optimizer)
     return model, optimizer
 
 
@@ -97,16 +108,10 @@ def test_an_empty_directory_has_no_latest_and_a_file_is_an_error(tmp_path: Path)
         af.load_latest(Context(), tmp_path / "empty" / "notes.txt", {"step": 0})
 
 
-def change_last_byte(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
 def test_the_next_older_one_is_loaded_where_the_newest_is_damaged(tmp_path: Path) -> None:
     for step in range(4):
         af.save_state(Context(), tmp_path / f"step-{step}", {"x": torch.full((64,), step)}, step=step)
-    change_last_byte(tmp_path / "step-3" / TENSORS)  # is seen when its bytes are read
+    flip(tmp_path / "step-3" / TENSORS)  # is seen when its bytes are read
     (tmp_path / "step-2" / "manifest.json").write_bytes(b"{}")  # is seen when it is listed
 
     def run(ctx: Context) -> Any:
@@ -120,7 +125,7 @@ def test_the_next_older_one_is_loaded_where_the_newest_is_damaged(tmp_path: Path
         ):
             assert run_ranks(run, ranks) == [1] * ranks
     (tmp_path / "step-1" / TENSORS).unlink()
-    change_last_byte(tmp_path / "step-0" / TENSORS)
+    flip(tmp_path / "step-0" / TENSORS)
     with pytest.warns(UserWarning, match="is damaged"):
         with pytest.raises(DamagedCheckpointError):
             run(Context())
@@ -133,14 +138,32 @@ def test_what_does_not_fit_is_no_reason_to_load_an_older_one(tmp_path: Path) -> 
         af.load_latest(Context(), tmp_path, {"x": torch.zeros(2)})
 
 
-def test_nodes_with_disks_of_their_own_agree_on_the_newest(tmp_path: Path) -> None:
-    project = af.ProjectConfiguration(save_on_each_node=True)
+def test_a_path_that_is_not_shared_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """Each of two nodes has a disk of its own at the same path."""
+    shared = tmp_path / "shared"
 
-    def run(ctx: Context) -> list[Any]:
-        place = tmp_path / f"node{ctx.world.node_rank}"
-        found: list[Any] = [af.load_latest(ctx, place, {"step": 0})]
-        for step in (1, 2):
-            af.save_state(ctx, place / f"step-{step}", {"step": step}, step=step)
-        return [*found, af.load_latest(ctx, place, {"step": 0})]
+    def on_own_disk(act: Callable[..., Any], node: str, *arguments: Any) -> Any:
+        return act(*(one.replace("/shared", node) if isinstance(one, str) else one for one in arguments))
 
-    assert run_ranks(run, 2, project_config=project, num_nodes=2) == [[None, {"step": 2}]] * 2
+    def run(ctx: Context) -> None:
+        acts = {field.name: getattr(REAL_DISK, field.name) for field in fields(REAL_DISK)}
+        own = {
+            name: partial(on_own_disk, act, f"/node{ctx.rank}") for name, act in acts.items() if callable(act)
+        }
+        tree = {"x": ctx.rank, "y": torch.ones(ctx.rank + 1)}
+        refused = partial(
+            pytest.raises, (CheckpointError, RemoteRankError), match="on a disk that all ranks share"
+        )
+        with installed(replace(REAL_DISK, **own), "save", "load"):
+            with refused():
+                af.save_state(ctx, shared / "at", tree)
+            with refused():
+                af.load_state(ctx, shared / "old", {"x": 0})
+
+    for node in ("node0", "node1"):
+        (tmp_path / node).mkdir()
+    af.save_tree(tmp_path / "node0" / "old", {"x": 1})
+    for _ in range(2):
+        run_ranks(run, 2, on="processes")
+        assert names(tmp_path / "node0") == ["old"]
+        (tmp_path / "node1" / "at").mkdir(exist_ok=True)  # as of an earlier run: then rank 0 misses a file

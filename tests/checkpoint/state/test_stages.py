@@ -20,15 +20,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import LoadReport, merge_fsdp_weights, verify_checkpoint
+from accelfn.checkpoint import LoadReport, verify_checkpoint
 from accelfn.context import Context
-from accelfn.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError, ReplicaDriftError
-from accelfn.launch.main import main
+from accelfn.errors import CheckpointError, CheckpointMismatchError
 from accelfn.parallel import plan_stages, read_facts
 from accelfn.parallel.parameters import leave_pointers, named, repoint
 from accelfn.parallel.stages import apply_stages
 from accelfn.testing import run_ranks
-from tests.checkpoint.layouts import step, whole
+from tests.checkpoint.layouts import differing, step, whole
 
 
 class Layers(nn.Module):
@@ -103,7 +102,7 @@ def cuts(draw: st.DrawFn) -> Cut:
     return Cut(num_layers, draw(st.booleans()), num_ranks, per_rank, draw(st.integers(1, 2)))
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)  # of worlds of up to six ranks
 @given(cuts())
 def test_the_checkpoint_of_stages_is_that_of_one_process_to_the_letter(cut: Cut) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -141,51 +140,12 @@ def test_the_checkpoint_of_stages_is_that_of_one_process_to_the_letter(cut: Cut)
         (expected,) = run_ranks(load, 1)
         for found in run_ranks(load, size, parallelism_config=cut.config):
             for one, other in zip(found, expected, strict=True):
-                assert_equal(one, other)
+                assert not differing(one, other)
         for one in (*stages, expected[0], expected[3]):
-            assert_equal(one, saved)
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+            assert not differing(one, saved)
 
 
 CUT = Cut(2, is_tied=True, num_ranks=2, per_rank=1, copies=1)
-
-
-def test_tools_take_the_checkpoint_of_stages_as_that_of_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def work(ctx: Context) -> None:
-        run = new(ctx, CUT, 0)
-        go(run)
-        tree = {name: run[name] for name in ("model", "optimizer", "schedule")}
-        af.save_state(ctx, tmp_path / f"of{ctx.num_processes}", tree)
-
-    def told(*command: str) -> str:
-        assert main(["checkpoint", *command]) == 0
-        return capsys.readouterr().out
-
-    shown: list[str] = []
-    for size in (1, 2):
-        run_ranks(work, size, parallelism_config=CUT.config if size > 1 else None)
-        source = str(tmp_path / f"of{size}")
-        assert "DAMAGED" not in told("verify", source)
-        shown.append(told("show", source, "--all").partition("random states")[2].partition("\n")[2])
-        told("convert", source, str(tmp_path / f"weights{size}"), "--to", "safetensors")
-        named = ("--name", "scheduler=schedule", "--leave_out", "random")
-        told("convert", source, str(tmp_path / f"folder{size}"), "--to", "accelerate", *named)
-        with pytest.raises(NoCheckpointError, match="accelfn checkpoint convert --to safetensors"):
-            merge_fsdp_weights(source, tmp_path / "merged")
-    assert shown[0] == shown[1]
-    for made in ("weights", "folder"):
-        one, other = tmp_path / f"{made}1", tmp_path / f"{made}2"
-        files = sorted(file.relative_to(one) for file in one.rglob("*"))
-        assert files == sorted(file.relative_to(other) for file in other.rglob("*"))
-        assert files
-        for file in files:
-            assert (one / file).read_bytes() == (other / file).read_bytes()
 
 
 @pytest.mark.parametrize("lacks", [False, True], ids=["extra", "missing"])
@@ -209,37 +169,15 @@ def test_what_other_stages_have_is_checked_where_it_is_and_every_rank_hears(
             of_states.append(str(of_state.value))
         with pytest.raises(CheckpointMismatchError) as of_model:
             af.load_model(run["model"], tmp_path / "weights")
-        assert_equal(tensors(ctx, run), before)
+        assert not differing(tensors(ctx, run), before)
         report = af.load_model(run["model"], tmp_path / "weights", strict=False)
         return of_states, str(of_model.value), report
 
-    third = {f"blocks.2.0.{name}" for name in ("weight", "bias")} | {
-        f"blocks.2.1.{name}"
-        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-    }
     for states, weights, report in run_ranks(work, 2, parallelism_config=CUT.config):
         assert all("blocks.2.0.weight" in state for state in states)
         assert "blocks.2.0.weight" in weights
-        assert {*report.missing} == (third if lacks else set())
-        assert {*report.unexpected} == (set() if lacks else third)
-
-
-def test_a_shared_weight_that_has_drifted_between_stages_is_refused(tmp_path: Path) -> None:
-    def work(ctx: Context) -> list[tuple[int, str]]:
-        run = new(ctx, CUT, 0)
-        if ctx.coordinate("pp") == 1:
-            with torch.no_grad():
-                run["model"].head.weight.add_(1e-3)
-        with pytest.raises(ReplicaDriftError) as caught:
-            af.save_state(ctx, tmp_path / "at", run)
-        af.save_state(ctx, tmp_path / "at", run, allow_drift=True)
-        return [(row.rank, row.path) for row in caught.value.rows]
-
-    drifted = [(1, "tree['model/embed.weight']")]
-    assert run_ranks(work, 2, parallelism_config=CUT.config) == [drifted] * 2
-    run = new(Context(), CUT, 1)
-    af.load_state(Context(), tmp_path / "at", run)  # the first stage's
-    assert_equal(dict(run["model"].state_dict()), dict(new(Context(), CUT, 0)["model"].state_dict()))
+        assert [len(names) for names in report] == ([7, 0] if lacks else [0, 7])
+        assert all(name.startswith("blocks.2.") for names in report for name in names)
 
 
 def test_what_is_left_of_a_model_is_not_saved_alone(tmp_path: Path) -> None:

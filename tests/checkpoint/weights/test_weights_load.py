@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import pickle
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import accelfn as af
@@ -23,22 +25,13 @@ from accelfn import Context
 from accelfn.checkpoint import LoadReport, find_weights
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit, NoCheckpointError
 from accelfn.testing import run_ranks
+from tests.checkpoint.layouts import differing
+from tests.checkpoint.small import Bomb
+from tests.checkpoint.weights.models import Bag, of_transformers, snapshot, tied, zero
 
 Names = Literal["transformers", "diffusers"]
-
-
-def tied(bias: bool = False) -> nn.ModuleDict:
-    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=bias) for name in "ab"})
-    model["b"].weight = model["a"].weight
-    return model
-
-
-def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+INDEX = "model.safetensors.index.json"
+NOTHING = LoadReport((), ())
 
 
 # --- into a model --------------------------------------------------------------------------------
@@ -50,23 +43,18 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     st.lists(st.sampled_from([(), (0,), (3,), (2, 5), (1, 1, 4)]), min_size=1, max_size=6), st.integers(1, 90)
 )
 def test_a_model_is_restored_bit_for_bit(
-    safe: bool,
-    names: Names,
-    tmp_path_factory: pytest.TempPathFactory,
-    shapes: list[tuple[int, ...]],
-    limit: int,
+    safe: bool, names: Names, shapes: list[tuple[int, ...]], limit: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("model")
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
-    model, other = nn.Module(), nn.Module()
-    for number, shape in enumerate(shapes):
-        value = torch.randint(0, 2, shape).to(dtypes[number % 4])
-        model.register_buffer(f"t{number}", value)
-        other.register_buffer(f"t{number}", torch.zeros_like(value))
-    af.save_model(Context(), model, folder, limit, safe, names)
+    values = {
+        f"t{number}": torch.randint(0, 2, shape).to(dtypes[number % 4]) for number, shape in enumerate(shapes)
+    }
+    model, other = Bag(**values), Bag(**{name: torch.zeros_like(value) for name, value in values.items()})
     places = {name: value.data_ptr() for name, value in other.state_dict().items()}
-    assert af.load_model(other, folder) == LoadReport((), ())
-    assert same(snapshot(model), snapshot(other))
+    with tempfile.TemporaryDirectory() as folder:
+        af.save_model(Context(), model, folder, limit, safe, names)
+        assert af.load_model(other, folder) == NOTHING
+    assert not differing(snapshot(model), snapshot(other))
     assert {name: value.data_ptr() for name, value in other.state_dict().items()} == places
 
 
@@ -75,33 +63,37 @@ def test_a_model_is_restored_bit_for_bit(
 def test_tied_weights_are_stored_once_and_stay_tied(safe: bool, limit: int, tmp_path: Path) -> None:
     model, other = tied(bias=True), tied(bias=True)
     files = af.save_model(Context(), model, tmp_path, limit, safe)
-    assert af.load_model(other, tmp_path) == LoadReport((), ())
-    assert same(snapshot(model), snapshot(other))
+    assert af.load_model(other, tmp_path) == NOTHING
+    assert not differing(snapshot(model), snapshot(other))
     assert other["a"].weight is other["b"].weight
+    if safe and limit == 10**6:
+        with safe_open(files[0], "pt") as opened:
+            assert "b.weight" not in list(opened.keys())
+            assert opened.metadata() == {"format": "pt", "b.weight": "a.weight"}
     if not safe and limit == 10**6:  # the second name costs little
         stored = torch.load(files[0], weights_only=True)
         assert stored["a.weight"].data_ptr() == stored["b.weight"].data_ptr()
     apart = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
-    assert af.load_model(apart, tmp_path) == LoadReport((), ())  # the file has the tie
-    assert same(snapshot(model), snapshot(apart))
+    assert af.load_model(apart, tmp_path) == NOTHING  # the file has the tie
+    assert not differing(snapshot(model), snapshot(apart))
 
 
 @pytest.mark.parametrize("kept", ["a.weight", "b.weight"])
 def test_either_name_of_tied_weights_is_enough(kept: str, tmp_path: Path) -> None:
     value = torch.randn(2, 2)
-    safetensors.torch.save_file({kept: value}, tmp_path / "model.safetensors")
+    save_file({kept: value}, tmp_path / "model.safetensors")
     model = tied()
-    assert af.load_model(model, tmp_path) == LoadReport((), ())
+    assert af.load_model(model, tmp_path) == NOTHING
     assert torch.equal(snapshot(model)["a.weight"], value)
 
 
 def test_tied_weights_that_differ_in_the_file_are_refused(tmp_path: Path) -> None:
     stored = {"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(2, 2)}
-    safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
+    save_file(stored, tmp_path / "model.safetensors")
     model = tied()
     af.load_model(model, tmp_path)
     stored["b.weight"][1, 1] = 1
-    safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
+    save_file(stored, tmp_path / "model.safetensors")
     with torch.no_grad():
         model.get_parameter("a.weight").fill_(7)
     with pytest.raises(CheckpointMismatchError) as caught:
@@ -112,66 +104,38 @@ def test_tied_weights_that_differ_in_the_file_are_refused(tmp_path: Path) -> Non
 
 def test_views_of_one_storage_are_stored_separately(tmp_path: Path) -> None:
     base = torch.arange(1000.0)
-    model = nn.Module()
-    for name, part in (
-        ("whole", base),
-        ("head", base[:2]),
-        ("row", base.view(10, 100)[3]),
-        ("step", base[::250]),
-    ):
-        model.register_buffer(name, part)
-    af.save_model(Context(), model, tmp_path / "safe")
+    model = Bag(whole=base, head=base[:2], row=base.view(10, 100)[3], step=base[::250])
+    (file,) = af.save_model(Context(), model, tmp_path / "safe")
+    assert not differing(load_file(file), snapshot(model))
     (file,) = af.save_model(Context(), model, tmp_path / "pickled", safe_serialization=False)
+    stored = torch.load(file, weights_only=True)
+    assert not differing(stored, snapshot(model))
+    assert stored["head"].untyped_storage().nbytes() == 8
     assert file.stat().st_size < 8000  # 4000 of "whole", and each storage once
-    for stored in (
-        safetensors.torch.load_file(tmp_path / "safe" / "model.safetensors"),
-        torch.load(file, weights_only=True),
-    ):
-        assert same(stored, snapshot(model))
-    assert torch.load(file, weights_only=True)["head"].untyped_storage().nbytes() == 8
 
 
 def test_all_misfits_are_listed_and_nothing_is_changed(tmp_path: Path) -> None:
-    class Saved(nn.Module):
-        def __init__(self, **tensors: torch.Tensor) -> None:
-            super().__init__()
-            for name, tensor in tensors.items():
-                self.register_buffer(name, tensor)
-
-    af.save_model(
-        Context(),
-        Saved(same=torch.ones(2), shape=torch.ones(2), dtype=torch.ones(2), extra=torch.ones(1)),
-        tmp_path,
-    )
-    model = Saved(
-        same=torch.zeros(2), shape=torch.zeros(3), dtype=torch.zeros(2).bfloat16(), missing=torch.zeros(())
-    )
+    stored = {name: torch.ones(2) for name in ("same", "shape", "dtype")}
+    af.save_model(Context(), Bag(**stored, extra=torch.ones(1)), tmp_path)
+    wanted = {"same": torch.zeros(2), "shape": torch.zeros(3), "dtype": torch.zeros(2).bfloat16()}
+    model = Bag(**wanted, missing=torch.zeros(()))
     misfits = (
         Misfit("shape", "float32 (2,)", "float32 (3,)"),
         Misfit("dtype", "float32 (2,)", "bfloat16 (2,)"),
     )
-    for strict, rows in (
-        (
-            True,
-            (
-                *misfits,
-                Misfit("missing", "nothing", "float32 ()"),
-                Misfit("extra", "float32 (1,)", "nothing"),
-            ),
-        ),
-        (False, misfits),
-    ):
+    names = (Misfit("missing", "nothing", "float32 ()"), Misfit("extra", "float32 (1,)", "nothing"))
+    for strict, rows in ((True, (*misfits, *names)), (False, misfits)):
         with pytest.raises(CheckpointMismatchError, match="Nothing was changed") as caught:
             af.load_model(model, tmp_path, strict)
         assert caught.value.rows == rows
         assert all(value.eq(0).all() for value in model.buffers())
-    model = Saved(same=torch.zeros(2), shape=torch.zeros(2), missing=torch.zeros(()))
+    model = Bag(same=torch.zeros(2), shape=torch.zeros(2), missing=torch.zeros(()))
     assert af.load_model(model, tmp_path, strict=False) == LoadReport(("missing",), ("dtype", "extra"))
     assert model.get_buffer("same").eq(1).all()
     assert model.get_buffer("missing").eq(0)
 
 
-def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
+def test_what_has_no_memory_or_is_no_module_is_refused(tmp_path: Path) -> None:
     af.save_model(Context(), nn.Linear(1, 1), tmp_path)
     with pytest.raises(ValueError, match=r"weight, bias have no memory \(meta device\)"):
         af.load_model(nn.Linear(1, 1, device="meta"), tmp_path)
@@ -184,15 +148,12 @@ def test_wrapped_models_are_loaded_by_their_own_names(tmp_path: Path) -> None:
         model = af.prepare(ctx, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
         af.save_model(ctx, model, tmp_path)
         before = snapshot(model)
-        assert list(af.get_state_dict(ctx, model)) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-        assert list(af.get_state_dict(ctx, model, unwrap=False)) == [
-            f"module.{n}" for n in af.get_state_dict(ctx, model)
-        ]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
+        names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert [*af.get_state_dict(ctx, model)] == names
+        assert [*af.get_state_dict(ctx, model, unwrap=False)] == [f"module.{name}" for name in names]
+        zero(model)
         af.load_model(model, tmp_path)
-        return same(before, snapshot(model))
+        return not differing(before, snapshot(model))
 
     assert run_ranks(run, 2, "processes") == [True, True]
 
@@ -209,13 +170,11 @@ def test_wrappers_inside_a_model_do_not_change_names(tmp_path: Path) -> None:
     assert list(state) == own
     assert state["2.bias"].data_ptr() == model.get_parameter("2.module.bias").data_ptr()
     (file,) = af.save_model(Context(), model, tmp_path)
-    assert sorted(safetensors.torch.load_file(file)) == sorted(own)
+    assert sorted(load_file(file)) == sorted(own)
     before = snapshot(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    zero(model)
     af.load_model(model, file)
-    assert same(before, snapshot(model))
+    assert not differing(before, snapshot(model))
 
 
 def test_names_that_differ_only_by_wrappers_are_refused() -> None:
@@ -229,32 +188,13 @@ def test_names_that_differ_only_by_wrappers_are_refused() -> None:
 # --- through other libraries ---------------------------------------------------------------------
 
 
-def bert() -> Any:
-    transformers = importlib.import_module("transformers")
-    config = transformers.BertConfig(
-        vocab_size=40,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=12,
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-def gpt() -> Any:
-    transformers = importlib.import_module("transformers")
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=40, n_positions=12, n_embd=8, n_layer=2, n_head=2)
-    )
-
-
-@pytest.mark.parametrize("make", [bert, gpt])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "GPT2LMHeadModel"])
 @pytest.mark.parametrize(("limit", "safe"), [("10GB", True), ("2KB", True), ("10GB", False), ("2KB", False)])
-def test_transformers_loads_saved_models_with_their_ties(
-    make: Callable[[], Any], limit: str, safe: bool, tmp_path: Path
+def test_transformers_and_accelfn_load_what_the_other_saved_with_its_ties(
+    kind: str, limit: str, safe: bool, tmp_path: Path
 ) -> None:
-    model = make().eval()
+    model = of_transformers(kind)
     model.config.save_pretrained(tmp_path)
     for again in range(2):  # the shards of the second save have other names
         with torch.no_grad():
@@ -264,27 +204,18 @@ def test_transformers_loads_saved_models_with_their_ties(
         loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
-        assert same(snapshot(model), snapshot(loaded))
-        embedding = loaded.get_input_embeddings().weight
-        assert loaded.get_output_embeddings().weight is embedding
-        ours = make()
-        assert af.load_model(ours, tmp_path) == LoadReport((), ())
-        assert same(snapshot(model), snapshot(ours))
-
-
-@pytest.mark.parametrize("limit", ["10GB", "2KB"])
-def test_models_that_transformers_saved_are_loaded(limit: str, tmp_path: Path) -> None:
-    model, other = gpt(), gpt()
-    model.save_pretrained(tmp_path, max_shard_size=limit)
-    assert (len(find_weights(tmp_path).files) > 1) == (limit == "2KB")
-    assert af.load_model(other, tmp_path) == LoadReport((), ())
-    assert same(snapshot(model), snapshot(other))
-    af.save_model(Context(), model, tmp_path)  # replaces the files of transformers
-    assert {path.name for path in tmp_path.iterdir()} <= {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    }
+        assert not differing(snapshot(model), snapshot(loaded))
+        assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+        ours = of_transformers(kind)
+        assert af.load_model(ours, tmp_path) == NOTHING
+        assert not differing(snapshot(model), snapshot(ours))
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
+    ours = of_transformers(kind)
+    assert af.load_model(ours, tmp_path / "theirs") == NOTHING
+    assert not differing(snapshot(model), snapshot(ours))
+    af.save_model(Context(), model, tmp_path / "theirs")  # replaces the files of transformers
+    configs = {"config.json", "generation_config.json"}
+    assert {path.name for path in (tmp_path / "theirs").iterdir()} - configs == {"model.safetensors"}
 
 
 def test_stock_safetensors_loads_a_model(tmp_path: Path) -> None:
@@ -292,17 +223,14 @@ def test_stock_safetensors_loads_a_model(tmp_path: Path) -> None:
     (file,) = af.save_model(Context(), model, tmp_path)
     stock: Any = safetensors.torch
     assert stock.load_model(other, file) == (set(), [])
-    assert same(snapshot(model), snapshot(other))
+    assert not differing(snapshot(model), snapshot(other))
     stock.save_model(model, tmp_path / "theirs.safetensors")
     other = tied()
     af.load_model(other, tmp_path / "theirs.safetensors")
-    assert same(snapshot(model), snapshot(other))
+    assert not differing(snapshot(model), snapshot(other))
 
 
 # --- malformed files -----------------------------------------------------------------------------
-
-
-INDEX = "model.safetensors.index.json"
 
 
 def sharded(folder: Path) -> dict[str, Any]:
@@ -310,27 +238,20 @@ def sharded(folder: Path) -> dict[str, Any]:
     return json.loads((folder / INDEX).read_text())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("../model.safetensors", "/etc/passwd.safetensors", "a/b.safetensors", "a\\b.safetensors", ".."),
-        *("C:model.safetensors", "model\0.safetensors", "", "."),
-        *(
-            "pytorch_model.bin",
-            INDEX,
-            "missing.safetensors",
-            "x" * 300 + ".safetensors",
-            "folder.safetensors",
-        ),
-        *(None, 3, ["model.safetensors"], "out.safetensors", "circle.safetensors", "pipe.safetensors"),
-    ],
-    ids=repr,
-)
+NAMES: list[Any] = [
+    *("../model.safetensors", "/etc/passwd.safetensors", "a/b.safetensors", "a\\b.safetensors", "..", "."),
+    *("C:model.safetensors", "model\0.safetensors", "", "pytorch_model.bin", INDEX, "missing.safetensors"),
+    *("x" * 300 + ".safetensors", "folder.safetensors", None, 3, ["model.safetensors"]),
+    *("out.safetensors", "circle.safetensors", "pipe.safetensors"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=repr)
 def test_an_index_must_name_files_in_its_directory(name: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     index = sharded(folder)
     outside = tmp_path / "model.safetensors"
-    safetensors.torch.save_file({"bias": torch.ones(2)}, outside)
+    save_file({"bias": torch.ones(2)}, outside)
     (folder / "folder.safetensors").mkdir()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
     (folder / "out.safetensors").symlink_to(outside)
@@ -344,7 +265,7 @@ def test_an_index_must_name_files_in_its_directory(name: Any, tmp_path: Path) ->
         af.load_model(model, folder)
     assert caught.value.file == INDEX
     assert INDEX in str(caught.value) or str(folder) in str(caught.value)
-    assert same(before, snapshot(model))
+    assert not differing(before, snapshot(model))
 
 
 @pytest.mark.parametrize(
@@ -375,7 +296,7 @@ def test_links_within_the_directory_and_the_hubs_cache_are_followed(tmp_path: Pa
     assert find_weights(tmp_path / "link").is_safe
     inside = snapshot_folder / "other.safetensors"
     (snapshot_folder / "model.safetensors").symlink_to(inside.name)
-    safetensors.torch.save_file({}, inside)
+    save_file({}, inside)
     assert find_weights(snapshot_folder).files == ("model.safetensors",)
     (snapshot_folder / "model.safetensors").unlink()
     (snapshot_folder / "model.safetensors").symlink_to("../../../secret")
@@ -413,78 +334,24 @@ def test_find_weights_chooses_by_the_libraries_names(tmp_path: Path) -> None:
         find_weights(tmp_path / "config.json")
 
 
-def test_shards_of_different_saves_are_detected(tmp_path: Path) -> None:
+def test_only_what_the_index_says_is_taken_from_a_file(tmp_path: Path) -> None:
     sharded(tmp_path)
-    safetensors.torch.save_file({"other": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    second = tmp_path / "model-00002-of-00002.safetensors"
+    save_file({"other": torch.ones(2)}, second)  # of another save
     with pytest.raises(DamagedCheckpointError, match="lacks bias, which the index says is in it"):
         af.load_model(nn.Linear(2, 2), tmp_path)
-
-
-def test_tensors_outside_of_the_index_are_ignored(tmp_path: Path) -> None:
-    sharded(tmp_path)
-    both = {"bias": torch.ones(2), "weight": torch.full((2, 2), 9.0), "other": torch.ones(1)}
-    safetensors.torch.save_file(both, tmp_path / "model-00002-of-00002.safetensors")
+    save_file({"bias": torch.ones(2), "weight": torch.full((2, 2), 9.0), "other": torch.ones(1)}, second)
     model = nn.Linear(2, 2)
-    assert af.load_model(model, tmp_path) == LoadReport((), ())
+    assert af.load_model(model, tmp_path) == NOTHING
     assert model.bias.eq(1).all()
     assert model.weight.ne(9).all()
-
-
-def safe_file(header: Any, data: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data
-
-
-def entry(shape: Any = (2,), start: int = 0, stop: int = 8, dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b"1234567", (2**63).to_bytes(8, "little"), (10**8 + 1).to_bytes(8, "little") + b"{}"),
-        *(safe_file(b"{}x"), safe_file(b"[]"), safe_file(b"\xff{}"), safe_file([1]), safe_file({"w": 3})),
-        safe_file({"w": entry()}, bytes(7)),
-        safe_file({"w": entry()}, bytes(9)),
-        safe_file({"w": entry(), "v": entry(start=4, stop=12)}, bytes(12)),
-        safe_file({"w": entry(), "v": entry(start=12, stop=20)}, bytes(20)),
-        safe_file({"w": entry(stop=12)}, bytes(12)),
-        safe_file({"w": entry(shape=[-2])}, bytes(8)),
-        safe_file({"w": entry(shape=[True, 2])}, bytes(8)),
-        safe_file({"w": entry(shape=[2**62, 4])}, bytes(8)),
-        safe_file({"w": entry(dtype="F99")}, bytes(8)),
-        safe_file({"w": entry(dtype=None)}, bytes(8)),
-        safe_file({"w": entry(), "__metadata__": {"a": 1}}, bytes(8)),
-        safe_file({"w": entry(), "__metadata__": "a"}, bytes(8)),
-        safe_file(b'{"w":%b,"w":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
-        pickle.dumps({"w": 1}),
-    ],
-)
-def test_a_malformed_safetensors_file_is_damaged(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    model = nn.Module()
-    model.register_buffer("w", torch.ones(2))
-    with pytest.raises(DamagedCheckpointError) as caught:
-        af.load_model(model, tmp_path, strict=False)
-    assert caught.value.file == "model.safetensors"
-    assert model.get_buffer("w").eq(1).all()
-
-
-class Harm:
-    """Runs code if it is unpickled."""
-
-    def __init__(self, sign: str) -> None:
-        self.sign = sign
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (self.sign,))
 
 
 @pytest.mark.parametrize("what", ["harm", "list", "number", "key", "sparse", "text", "cut", "legacy harm"])
 def test_a_pickled_file_must_hold_a_dict_of_tensors(what: str, tmp_path: Path) -> None:
     sign = tmp_path / "sign"
     contents: dict[str, Any] = {
-        "harm": {"w": torch.zeros(2), "x": Harm(str(sign))},
+        "harm": {"w": torch.zeros(2), "x": Bomb(sign)},
         "list": [torch.zeros(2)],
         "number": {"w": 3},
         "key": {1: torch.zeros(2)},
@@ -495,11 +362,10 @@ def test_a_pickled_file_must_hold_a_dict_of_tensors(what: str, tmp_path: Path) -
     if what in contents:
         torch.save(contents[what], file)
     else:
-        file.write_bytes(pickle.dumps(Harm(str(sign))) if what == "legacy harm" else b"no zip")
+        file.write_bytes(pickle.dumps(Bomb(sign)) if what == "legacy harm" else b"no zip")
     if what == "cut":
         file.write_bytes(file.read_bytes()[:-30])
-    model = nn.Module()
-    model.register_buffer("w", torch.ones(2))
+    model = Bag(w=torch.ones(2))
     with pytest.raises(DamagedCheckpointError) as caught:
         af.load_model(model, tmp_path)
     assert caught.value.file == file.name

@@ -17,13 +17,10 @@ from accelfn import Context
 from accelfn.checkpoint import save_object
 from accelfn.errors import RemoteRankError
 from accelfn.testing import run_ranks
+from tests.checkpoint.layouts import differing
 
-TENSORS = {
-    "small": torch.tensor([True, False, True]),
-    "turned": torch.arange(6.0).view(2, 3).t(),
-    "scalar": torch.tensor(3),
-    "conjugate": torch.tensor([1 + 2j]).conj(),
-}
+BASE = torch.arange(6.0).view(2, 3)
+TENSORS = {"base": BASE, "again": BASE, "turned": BASE.t(), "part": BASE[1:], "scalar": torch.tensor(3)}
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])
@@ -33,24 +30,10 @@ def test_an_object_is_written_once_and_readable_by_all(on: Any, tmp_path: Path) 
         save_object(ctx, TENSORS, str(tmp_path / "tensors.safetensors"), safe_serialization=True)
         loaded = torch.load(tmp_path / "object.pt", weights_only=True)
         stored = load_file(tmp_path / "tensors.safetensors")
-        return loaded == {"rank": 0, "list": [1, 2]}, all(
-            torch.equal(stored[name], value) for name, value in TENSORS.items()
-        )
+        return loaded == {"rank": 0, "list": [1, 2]}, not differing(stored, TENSORS)
 
     assert run_ranks(run, 2, on) == [(True, True)] * 2
     assert {path.name for path in tmp_path.iterdir()} == {"object.pt", "tensors.safetensors"}
-
-
-def test_tensors_that_share_data_are_stored_separately(tmp_path: Path) -> None:
-    value = torch.arange(4.0)
-    save_object(
-        Context(), {"a": value, "b": value, "part": value[1:]}, tmp_path / "x", safe_serialization=True
-    )
-    assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "x").items()} == {
-        "a": [0, 1, 2, 3],
-        "b": [0, 1, 2, 3],
-        "part": [1, 2, 3],
-    }
 
 
 def test_a_file_object_works_with_torch_save() -> None:
@@ -79,24 +62,18 @@ class Unwilling:
         raise RuntimeError("no")
 
 
-@pytest.mark.parametrize(
-    ("obj", "safe", "error", "message"),
-    [
-        ([1], True, TypeError, "hold a dict of tensors by name, got list"),
-        ({"a": 1}, True, TypeError, "hold a dict of tensors by name, got a dict with int under 'a'"),
-        ({1: torch.ones(1)}, True, TypeError, "got a dict with Tensor under 1"),
-        ({"w": torch.ones(1, device="meta")}, True, ValueError, "can't save w: no data"),
-        ({"w": torch.ones(2).to_sparse()}, True, ValueError, "can't save w: a tensor has the layout"),
-        (
-            {"w": torch.ones(2, dtype=torch.complex128)},
-            True,
-            ValueError,
-            "safetensors lacks torch.complex128",
-        ),
-        (Unwilling(), False, RuntimeError, "no"),
-    ],
-    ids=["list", "number", "key", "meta", "sparse", "dtype", "unwilling"],
-)
+ODD: list[tuple[Any, bool, type[Exception], str]] = [
+    ([1], True, TypeError, "hold a dict of tensors by name, got list"),
+    ({"a": 1}, True, TypeError, "hold a dict of tensors by name, got a dict with int under 'a'"),
+    ({1: torch.ones(1)}, True, TypeError, "got a dict with Tensor under 1"),
+    ({"w": torch.ones(1, device="meta")}, True, ValueError, "can't save w: no data"),
+    ({"w": torch.ones(2).to_sparse()}, True, ValueError, "can't save w: a tensor has the layout"),
+    ({"w": torch.ones(2, dtype=torch.complex128)}, True, ValueError, "safetensors lacks torch.complex128"),
+    (Unwilling(), False, RuntimeError, "no"),
+]
+
+
+@pytest.mark.parametrize(("obj", "safe", "error", "message"), ODD)
 def test_a_failed_write_keeps_the_old_file_and_raises_on_every_rank(
     obj: Any, safe: bool, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
@@ -131,9 +108,3 @@ def test_a_full_disk_keeps_the_old_file(
             save_object(Context(), {"w": torch.ones(2)}, path, safe)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        save_object(Context(), 1, tmp_path / "missing" / "file")
-    assert str(tmp_path / "missing") in str(caught.value)
