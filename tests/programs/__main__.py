@@ -1,8 +1,8 @@
 """The campaign: ``python -m tests.programs --minutes 10 --seed 1``.
 
 Draws programs, runs them, and shrinks what fails. What is in ``failed.txt`` isn't drawn again. ``--check``
-runs that file and writes the verdicts of today, ``--sample`` draws the programs of ``sample.txt`` anew, and
-``--show`` prints a program as a script: ``--show "dp=2 hook"``.
+runs that file and writes the verdicts of today, ``--sample`` draws what ``sample.txt`` lacks, and ``--show``
+prints a program as a script: ``--show "dp=2 hook"``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="write the verdicts of all programs that ever failed"
     )
-    parser.add_argument("--sample", action="store_true", help="draw the fixed sample anew")
+    parser.add_argument("--sample", action="store_true", help="complete the fixed sample")
     parser.add_argument("--show", metavar="PROGRAM", help="print a program as a script")
     options = parser.parse_args()
     if options.show is not None:
@@ -32,7 +32,8 @@ def main() -> None:
         programs = [program for _, program in records.read_failed()]
         records.write_failed(programs, check_programs(programs))
     elif options.sample:
-        chosen = cover(GRAMMAR, random.Random(options.seed), avoid=records.findings())
+        rng = random.Random(options.seed)
+        chosen = cover(GRAMMAR, rng, avoid=records.findings(), first=records.read_sample())
         records.SAMPLE.write_text("".join(f"{program}\n" for program in chosen))
         covered = needs(*chosen)
         print(f"{len(chosen)} programs with {sum(len(one) == 2 for one in covered)} pairs of features")

@@ -80,8 +80,9 @@ def _model(p: Program, draft: Draft) -> None:
     draft.words["part"] = {"bert": "model.bert.encoder.layer[0]", "t5": "model.encoder.block[0]"}.get(
         p["model"], "model.model.layers[0]"
     )
-    more = ', decoder_input_ids=batch["ids"]' if p["model"] == "t5" else ""
-    draft.words["call"] = f'model(input_ids=batch["ids"]{more}).logits'
+    # Ranks that share a sequence have positions of their own; those of T5 are distances.
+    more = 'decoder_input_ids=batch["ids"]' if p["model"] == "t5" else 'position_ids=batch["position"]'
+    draft.words["call"] = f'model(input_ids=batch["ids"], {more}).logits'
     draft.words["tensor_plan"] = repr(_LLAMA_PLAN)
 
 
@@ -370,7 +371,7 @@ _RULES = (
 def make_grammar() -> Grammar:
     """Return the grammar of all programs."""
     plan = {"embed": "embedding", "head": "gather"}
-    axes = layouts.layouts(tensor_plan=plan, sequence={"ids": 1, "x": 1, "labels": 1})
+    axes = layouts.layouts(tensor_plan=plan, sequence={"ids": 1, "x": 1, "labels": 1, "position": 1})
     return Grammar(
         skeleton=loops.SKELETON,
         features=(

@@ -133,16 +133,19 @@ def needs(*programs: Program) -> set[Finding]:
     return covered
 
 
-def cover(grammar: Grammar, rng: random.Random, *, avoid: Sequence[Finding] = ()) -> list[Program]:
+def cover(
+    grammar: Grammar, rng: random.Random, *, avoid: Sequence[Finding] = (), first: Iterable[Program] = ()
+) -> list[Program]:
     """Return programs that together have every pair of features, and every feature in every layout.
 
     Args:
         grammar: Of the programs.
         rng: Source of random numbers.
         avoid: Features that no program has together.
+        first: Programs that are among them, unless they are to be avoided.
     """
-    covered: set[Finding] = set()
-    programs: list[Program] = []
+    programs = [program for program in first if not is_known(program, avoid)]
+    covered = needs(*programs)
 
     def take(program: Program | None, least: int) -> bool:
         if program is None or len(needs(program) - covered) < least:
