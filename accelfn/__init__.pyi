@@ -172,7 +172,6 @@ from accelfn.tracking import finish as finish
 from accelfn.tracking import get_logger as get_logger
 from accelfn.tracking import get_tracker as get_tracker
 from accelfn.tracking import init_trackers as init_trackers
-from accelfn.tracking import install_rich_tracebacks as install_rich_tracebacks
 from accelfn.tracking import log as log
 from accelfn.tracking import log_images as log_images
 from accelfn.tracking import log_table as log_table

@@ -22,7 +22,6 @@ GUIDES = {
     "runs": "tracking",
     "merge-weights": "small-commands",
     "to-fsdp2": "small-commands",
-    "migrate": "from-accelerate",
     "tpu-config": "small-commands",
     "completion": "launch",
 }

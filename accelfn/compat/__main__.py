@@ -10,16 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from accelfn.compat.alias import Arithmetic, child_variables, install
+from accelfn.compat.alias import child_variables, install
 
 _USAGE = """\
-usage: python -m accelfn.compat [--arithmetic accelerate|accelfn] script.py [arguments]
-       python -m accelfn.compat [--arithmetic accelerate|accelfn] -m module [arguments]
+usage: python -m accelfn.compat script.py [arguments]
+       python -m accelfn.compat -m module [arguments]
 
-Run a program with `import accelerate` giving accelfn, in it and in the Python processes that it starts.
-
-  --arithmetic  whose arithmetic Accelerators have: Accelerate's (the default), where a scheduler steps once
-                per rank and a short last window is divided by the length of a full one; or accelfn's"""
+Run a program with `import accelerate` giving accelfn, in it and in the Python processes that it starts."""
 
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -32,13 +29,11 @@ class Command(NamedTuple):
         script: Path of a script, or name of a module.
         arguments: Its arguments.
         is_module: Whether it is a module.
-        arithmetic: Of Accelerators.
     """
 
     script: str
     arguments: tuple[str, ...]
     is_module: bool
-    arithmetic: Arithmetic
 
 
 def parse(argv: Sequence[str]) -> Command | str:
@@ -48,23 +43,16 @@ def parse(argv: Sequence[str]) -> Command | str:
     ('--lr', '1')
     """
     rest, is_module = list(argv), False
-    arithmetic: Arithmetic = "accelerate"
-    while rest and rest[0].startswith("-"):
-        flag, has_value, value = rest.pop(0).partition("=")
+    if rest and rest[0].startswith("-"):
+        flag = rest.pop(0)
         if flag in ("-h", "--help"):
             return ""
-        if flag == "-m":
-            is_module = True
-            break
-        if flag != "--arithmetic":
+        if flag != "-m":
             return f"unknown option {flag}"
-        value = value if has_value else rest.pop(0) if rest else ""
-        if value not in ("accelerate", "accelfn"):
-            return f"--arithmetic must be accelerate or accelfn, got {value!r}"
-        arithmetic = "accelfn" if value == "accelfn" else "accelerate"
+        is_module = True
     if not rest:
         return "no script given"
-    return Command(rest[0], tuple(rest[1:]), is_module, arithmetic)
+    return Command(rest[0], tuple(rest[1:]), is_module)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -77,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(command, str):
         print(_USAGE if not command else f"{_USAGE}\n\naccelfn.compat: {command}.", file=sys.stderr)
         raise SystemExit(2 if command else 0)
-    install(command.arithmetic)
+    install()
     sys.excepthook = _begin_at_script(sys.excepthook)
     os.environ.update(child_variables(os.environ))
     safe = bool(getattr(sys.flags, "safe_path", False))

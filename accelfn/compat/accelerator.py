@@ -21,7 +21,6 @@ import accelfn.training as training
 from accelfn.accelerator.properties import Hooks
 from accelfn.accelerator.proxies import AccumulateBlock, is_loader_of
 from accelfn.accelerator.registry import WeakRegistry
-from accelfn.compat.alias import find_alias
 from accelfn.compat.current import current
 from accelfn.compat.handlers import Handlers
 from accelfn.compat.loaders import BatchSamplerShard, DataLoaderShard, prepare_loader
@@ -49,8 +48,7 @@ _INSTEAD = MappingProxyType(
 _ARITHMETIC = (
     "accelfn.compat: this program has Accelerate's arithmetic: for each step of an optimizer its scheduler "
     "steps once per rank (unless split_batches is set), and the loss in a short last window is divided by "
-    'the length of a full one. To change that: accelfn.compat.install(arithmetic="accelfn"), or --arithmetic '
-    "accelfn."
+    "the length of a full one. accelfn.Accelerator has neither."
 )
 
 
@@ -117,12 +115,11 @@ class Accelerator(Handlers, shim.Accelerator):  # pyright: ignore[reportIncompat
                 f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches})."
             )
         super().__init__(context=context)
-        alias = find_alias()
-        self.compat = "accelerate" if alias is None or alias.arithmetic == "accelerate" else None
+        self.compat = "accelerate"
         self.plugins: dict[str, Any] = {name: arguments[name] for name in _PLUGINS}
         self.handlers: list[Any] = [*(kwargs_handlers or ())]
         current().adopt(self)
-        if self.compat is not None and (self.num_processes > 1 or self.gradient_accumulation_steps > 1):
+        if self.num_processes > 1 or self.gradient_accumulation_steps > 1:
             self._say_arithmetic()
 
     def _say_arithmetic(self) -> None:
@@ -263,12 +260,12 @@ class Accelerator(Handlers, shim.Accelerator):  # pyright: ignore[reportIncompat
         super().backward(loss, *args, **kwargs)
 
     def _is_open(self) -> bool:
-        """Return whether a program may change what an open window has so far: with Accelerate's arithmetic.
+        """Return whether a window is open whose gradients a program may change so far.
 
-        Gradients at a loss scale are refused there too, since they would be divided in each batch.
+        Gradients at a loss scale are refused, since they would be divided in each batch.
         """
         is_scaled = self.context.precision.scales_loss or self._scaling.state.weight is not None
-        return not (self.sync_gradients or self.compat is None or is_scaled or self.context.strategy.engine)
+        return not (self.sync_gradients or is_scaled or self.context.strategy.engine)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide gradients by the loss scale; see :func:`accelfn.unscale_gradients`."""

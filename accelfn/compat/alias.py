@@ -13,11 +13,8 @@ from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
 
 from accelfn.errors import ConfigurationError
-
-Arithmetic = Literal["accelerate", "accelfn"]
 
 # The release of Accelerate whose interface the modules have.
 VERSION = "1.15.0"
@@ -78,15 +75,7 @@ class _Distribution(Distribution):
 
 
 class Alias(DistributionFinder):
-    """Finds ``accelerate`` and its modules in :mod:`accelfn.compat.accelerate`.
-
-    Attributes:
-        arithmetic: Of Accelerators that the program makes.
-    """
-
-    def __init__(self, arithmetic: Arithmetic) -> None:
-        """Find them from when it is in ``sys.meta_path``."""
-        self.arithmetic: Arithmetic = arithmetic
+    """Finds ``accelerate`` and its modules in :mod:`accelfn.compat.accelerate`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -130,49 +119,34 @@ class Alias(DistributionFinder):
             yield _Distribution()
 
 
-def find_alias() -> Alias | None:
-    """Return the finder of this process; None if it isn't installed."""
-    return next((finder for finder in sys.meta_path if isinstance(finder, Alias)), None)
-
-
 def is_installed() -> bool:
     """Return whether ``import accelerate`` gives accelfn in this process."""
-    return find_alias() is not None
+    return any(isinstance(finder, Alias) for finder in sys.meta_path)
 
 
-def install(arithmetic: Arithmetic = "accelerate") -> None:
+def install() -> None:
     """Make ``import accelerate`` give accelfn in this process, whether Accelerate is installed or not.
 
     Call it before anything imports Accelerate: first in the program, or start the program with
-    ``python -m accelfn.compat``. Nothing of another package is changed. Calling it again only sets the
-    arithmetic.
+    ``python -m accelfn.compat``. Nothing of another package is changed. Calling it again does nothing.
 
-    Args:
-        arithmetic: Of Accelerators that the program makes. ``"accelerate"``: a scheduler steps once per rank
-            for each step of its optimizer, and a short last window is divided by the length of a full one,
-            which the program may have allowed for. ``"accelfn"``: one step is one step, and a window's
-            gradient is the mean over what it held.
+    Accelerators have Accelerate's arithmetic, which the program may have allowed for: a scheduler steps once
+    per rank for each step of its optimizer, and a short last window is divided by the length of a full one.
 
     Raises:
-        ConfigurationError: Accelerate was imported already, or the arithmetic is unknown.
+        ConfigurationError: Accelerate was imported already.
     """
-    if arithmetic not in ("accelerate", "accelfn"):
+    if is_installed():
+        return
+    imported = sorted(_imported())
+    if imported:
         raise ConfigurationError(
-            f'install: arithmetic must be "accelerate" or "accelfn", got {arithmetic!r}.'
+            f"install: {imported[0]} was imported already, and what imported it keeps it. Call "
+            "accelfn.compat.install() before any import of accelerate, transformers, peft, ..., or run "
+            "the program by python -m accelfn.compat."
         )
-    alias = find_alias()
-    if alias is not None:
-        alias.arithmetic = arithmetic
-    else:
-        imported = sorted(_imported())
-        if imported:
-            raise ConfigurationError(
-                f"install: {imported[0]} was imported already, and what imported it keeps it. Call "
-                "accelfn.compat.install() before any import of accelerate, transformers, peft, ..., or run "
-                "the program by python -m accelfn.compat."
-            )
-        # Nothing else: torch is imported by what imports Accelerate.
-        sys.meta_path.insert(0, Alias(arithmetic))
+    # Nothing else: torch is imported by what imports Accelerate.
+    sys.meta_path.insert(0, Alias())
 
 
 def uninstall() -> None:
@@ -204,14 +178,13 @@ def child_variables(environment: Mapping[str, str]) -> dict[str, str]:
     Returns:
         The variables to set; none, unless the alias is installed here.
     """
-    alias = find_alias()
-    if alias is None:
+    if not is_installed():
         return {}
     folder = str(Path(__file__).with_name("children"))
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != folder]
     return {
         "PYTHONPATH": os.pathsep.join([folder, *filter(None, paths)]),
-        "ACCELFN_COMPAT_ARITHMETIC": alias.arithmetic,
+        "ACCELFN_COMPAT_CHILD": "1",
     }
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelfn.compat.alias import find_alias
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser, add_launch_flags, parse_flags
 from accelfn.launch.config.files import find_config_file, format_config
@@ -131,11 +130,7 @@ def launch_command(args: argparse.Namespace) -> None:
     Raises:
         SystemExit: The launch has failed; with its status.
     """
-    alias = find_alias()
-    values = {**vars(args), "compat": True}
-    if alias is not None and values.get("compat_arithmetic") is None:
-        values["compat_arithmetic"] = alias.arithmetic
-    flags = _flags(values)
+    flags = _flags({**vars(args), "compat": True})
     command = [sys.executable, "-m", "accelfn", "launch", *flags, "--", args.training_script]
     child = subprocess.Popen([*command, *map(str, args.training_script_args)])
     while child.poll() is None:

@@ -11,7 +11,6 @@ from types import MappingProxyType as _MappingProxyType
 if _typing.TYPE_CHECKING:
     from accelfn.launch.command_line import parse_flags
     from accelfn.launch.config import LaunchConfig, Resolved, resolve
-    from accelfn.launch.migrate import Edit, Migration, Remark, plan_migration
     from accelfn.launch.plan import (
         LaunchPlan,
         Machine,
@@ -21,27 +20,22 @@ if _typing.TYPE_CHECKING:
         plan_launch,
         plan_sagemaker,
     )
-    from accelfn.launch.runs import Curve, RunRecord, RunTable, draw_runs_svg, find_runs, read_run
+    from accelfn.launch.runs import Curve, RunRecord, RunTable, find_runs, read_run
 
 __all__ = (
     "Curve",
-    "Edit",
     "LaunchConfig",
     "LaunchPlan",
     "Machine",
-    "Migration",
-    "Remark",
     "Resolved",
     "RunRecord",
     "RunTable",
     "SagemakerPlan",
     "Script",
-    "draw_runs_svg",
     "find_runs",
     "format_plan",
     "parse_flags",
     "plan_launch",
-    "plan_migration",
     "plan_sagemaker",
     "read_run",
     "resolve",
@@ -53,9 +47,8 @@ _HOMES = _MappingProxyType(
         for home, names in (
             ("command_line", "parse_flags"),
             ("config", "LaunchConfig Resolved resolve"),
-            ("migrate", "Edit Migration Remark plan_migration"),
             ("plan", "LaunchPlan Machine SagemakerPlan Script format_plan plan_launch plan_sagemaker"),
-            ("runs", "Curve RunRecord RunTable draw_runs_svg find_runs read_run"),
+            ("runs", "Curve RunRecord RunTable find_runs read_run"),
         )
         for name in names.split()
     }

@@ -28,7 +28,6 @@ ACTIONS: Mapping[str, Option] = MappingProxyType(
             Option("config_file", FILE, None, "config file to use instead of the default"),
             Option("print_config", BOOL, False, "print each value and its source, and exit"),
             Option("dry_run", BOOL, False, "print the command and its environment variables, and exit"),
-            Option("sbatch", FILE, None, "write a batch script for SLURM's sbatch, and exit"),
         )
     }
 )
@@ -41,6 +40,22 @@ _OTHER_LAUNCHERS: Mapping[str, str] = MappingProxyType(
         "--node_rank": "--machine_rank",
         "--master_addr": "--main_process_ip",
         "--master_port": "--main_process_port",
+    }
+)
+# Flags for other launchers, and how those are started.
+_STARTED_BY: Mapping[str, str] = MappingProxyType(
+    {
+        "--sbatch": "In a batch script, run: srun --ntasks-per-node=1 accelfn launch train.py",
+        "--mpirun_hostfile": "Run: mpirun --hostfile FILE python train.py",
+        **dict.fromkeys(
+            (
+                "--deepspeed_hostfile",
+                "--deepspeed_multinode_launcher",
+                "--deepspeed_exclusion_filter",
+                "--deepspeed_inclusion_filter",
+            ),
+            "Start accelfn launch on every machine, or run: deepspeed --hostfile FILE train.py",
+        ),
     }
 )
 # argparse's messages, as sentences.
@@ -140,6 +155,8 @@ def _find_flag(given: str) -> tuple[Option, str]:
     # difflib finds no match for an abbreviation.
     longer = [name for name in _FLAGS if name.startswith(flag)] if len(flag) > 5 else []
     meant = longer[0] if len(longer) == 1 else meant
+    if flag in _STARTED_BY:
+        raise ConfigurationError(f"{given} is no flag of accelfn launch. {_STARTED_BY[flag]}")
     hint = f" Did you mean {meant}?" if meant else " accelfn launch --help lists the flags."
     raise ConfigurationError(f"unknown flag {given}.{hint} Flags of the script follow the script.")
 

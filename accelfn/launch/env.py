@@ -20,7 +20,7 @@ from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.command_line import FLAG_NOTE, CommandParser
 from accelfn.launch.config.files import find_config_file, parse_config, read_text, read_tree
-from accelfn.launch.config.secrets import hide_in_text, is_secret
+from accelfn.launch.config.options import OPTIONS, TEXTS
 
 # Required packages, and optional ones to list if they are installed.
 _PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")
@@ -31,7 +31,6 @@ _OPTIONAL = (
         "psutil",
         "pyyaml",
         "questionary",
-        "rich",
         "sagemaker",
         "schedulefree",
         "torchao",
@@ -54,6 +53,15 @@ _RELEVANT = re.compile(
     r"(ACCELFN|ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|NCCL|GLOO|TORCH|TORCHELASTIC|TORCHINDUCTOR|PYTORCH"
     r"|CUDA|ROCR|HIP|ZE|ASCEND|HABANA|MLU|MUSA|NEURON|PT_HPU|SDAA|SM|XLA|PJRT|TPU|OMP|MKL|KMP|OMPI|PMI|MV2|SLURM|MASTER)_\w+"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|VIRTUAL_ENV|CONDA_PREFIX|LD_PRELOAD"
+)
+# What a report that is pasted into an issue must not show, by the names of variables and keys; and the texts
+# that users write themselves, such as commands.
+_SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
+_TEXTS = frozenset(
+    name
+    for option in OPTIONS.values()
+    if option.kind is TEXTS
+    for name in (option.key, option.name, *option.variables)
 )
 _HIDDEN = "(hidden)"
 
@@ -115,10 +123,12 @@ def relevant_variables(env: Mapping[str, str]) -> dict[str, str]:
     {'ACCELFN_API_KEY': '(hidden)', 'NCCL_DEBUG': 'INFO', 'RANK': '0'}
     """
     return {
-        name: _HIDDEN if is_secret(name) else hide_in_text(env[name])
-        for name in sorted(env)
-        if _RELEVANT.fullmatch(name)
+        name: _HIDDEN if _is_hidden(name) else env[name] for name in sorted(env) if _RELEVANT.fullmatch(name)
     }
+
+
+def _is_hidden(name: str) -> bool:
+    return name in _TEXTS or _SECRET.search(name) is not None
 
 
 def format_report(report: Mapping[str, Any]) -> str:
@@ -288,16 +298,15 @@ def _describe_configuration(env: Mapping[str, str], given: str | None) -> dict[s
     try:
         parse_config(text, path)
     except ConfigurationError as error:
-        facts["error"] = hide_in_text(str(error))
-    return {**facts, "contents": {key: _hide_secrets(key, entry) for key, entry in tree.items()}}
+        facts["error"] = str(error)
+    return {**facts, "contents": _hide_secrets(tree)}
 
 
-def _hide_secrets(key: str, value: Any) -> Any:
+def _hide_secrets(value: Any) -> Any:
     """Return a value with secrets hidden."""
-    if is_secret(key):
-        return _HIDDEN
-    if isinstance(value, list):
-        return [_hide_secrets("", item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {name: _hide_secrets(name, item) for name, item in cast("dict[str, Any]", value).items()}
-    return hide_in_text(value)
+        items = cast("dict[str, Any]", value).items()
+        return {name: _HIDDEN if _is_hidden(name) else _hide_secrets(item) for name, item in items}
+    if isinstance(value, list):
+        return [_hide_secrets(item) for item in cast("list[Any]", value)]
+    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
@@ -27,16 +26,14 @@ from accelfn.launch.config.files import (
     read_tree,
 )
 from accelfn.launch.config.options import FILE, OPTIONS, Option, read_value
-from accelfn.launch.config.record import changed_values, deepspeed_launcher, is_active
+from accelfn.launch.config.record import changed_values, is_active
 from accelfn.launch.config.resolve import Resolved, resolve
-from accelfn.launch.output import print_origins, write_text
+from accelfn.launch.output import print_origins
 from accelfn.launch.plan.choose import plan_launch
-from accelfn.launch.plan.commands import AGENT, LOOPBACK, LaunchPlan, Script, format_plan
-from accelfn.launch.plan.deepspeed import read_hosts
+from accelfn.launch.plan.commands import LOOPBACK, LaunchPlan, Script, format_plan
 from accelfn.launch.plan.machine import read_machine
-from accelfn.launch.plan.platforms import read_mpi, read_step, write_sbatch
+from accelfn.launch.plan.platforms import read_mpi, read_step
 from accelfn.launch.plan.sagemaker import plan_sagemaker
-from accelfn.launch.run.sagemaker import run_sagemaker
 
 
 def make_parser() -> CommandParser:
@@ -87,13 +84,7 @@ def run(parsed: Parsed) -> int:
     except OSError:
         raise ConfigurationError("the current directory no longer exists. Change to another one.") from None
     file = load_config(parsed.actions.get("config_file"), environment)
-    writes_script = parsed.actions.get("sbatch")
-    if writes_script is None:
-        step = _read_step(parsed, environment)
-    else:
-        # srun sets the rank on each node.
-        step = {"machine_rank": (0, "srun"), "main_process_ip": ("first-node-of-srun", "srun")}
-    resolved = resolve(parsed.flags, environment, file, step, writes_sbatch=writes_script is not None)
+    resolved = resolve(parsed.flags, environment, file, _read_step(parsed, environment))
     if "print_config" in parsed.actions:
         print_origins(resolved)
         return 0
@@ -103,15 +94,8 @@ def run(parsed: Parsed) -> int:
     config = resolved.config
     check_files(script, resolved)
     if config.compute_environment == "AMAZON_SAGEMAKER":
-        return _run_on_sagemaker(resolved, script, dry_run="dry_run" in parsed.actions)
-    if writes_script is not None:
-        return _write_sbatch(parsed, resolved, script, environment, writes_script)
-    machine = read_machine(environment, wants_mpi=config.mpirun_hostfile is not None)
-    if deepspeed_launcher(config) is not None:
-        hostfile = Path(config.deepspeed_hostfile).expanduser()
-        hosts = read_hosts(hostfile.read_text(encoding="utf-8", errors="replace"), str(hostfile))
-        machine = dataclasses.replace(machine, hosts=hosts)
-    plan = plan_launch(resolved, script, environment, machine)
+        return _print_sagemaker(resolved, script, dry_run="dry_run" in parsed.actions)
+    plan = plan_launch(resolved, script, environment, read_machine(environment))
     if "dry_run" in parsed.actions:
         print(format_plan(plan))
         return 0
@@ -123,20 +107,18 @@ def run(parsed: Parsed) -> int:
     return run_plan(plan, environment, log_dir=config.log_dir, quiet=config.quiet, script=script.name)
 
 
-def _run_on_sagemaker(resolved: Resolved, script: Script, *, dry_run: bool) -> int:
+def _print_sagemaker(resolved: Resolved, script: Script, *, dry_run: bool) -> int:
     config = resolved.config
     files = (config.sagemaker_inputs_file, config.sagemaker_metrics_file)
     inputs, metrics = (None if path is None else Path(path).read_text(encoding="utf-8") for path in files)
     plan = plan_sagemaker(resolved, script, inputs=inputs, metrics=metrics)
-    if dry_run:
-        print(plan)
-        return 0
-    print(f"model: {run_sagemaker(plan)}")
+    if not dry_run:
+        raise ConfigurationError(
+            "AMAZON_SAGEMAKER: accelfn launch doesn't start the job. --dry_run prints the arguments of the "
+            "estimator of AWS's sagemaker package, which does."
+        )
+    print(plan)
     return 0
-
-
-# Part of every script that --sbatch writes.
-_MARK = " -m accelfn launch "
 
 
 def _read_step(parsed: Parsed, environment: Mapping[str, str]) -> Mapping[str, tuple[object, str]]:
@@ -153,27 +135,6 @@ def _read_step(parsed: Parsed, environment: Mapping[str, str]) -> Mapping[str, t
     step = read_step(environment) or read_mpi(environment)
     # Rank and address hold only for the number of machines in the step.
     return {} if step and num_machines not in (None, step[option.name][0]) else step
-
-
-def _write_sbatch(
-    parsed: Parsed, resolved: Resolved, script: Script, environment: Mapping[str, str], path: str
-) -> int:
-    tokens = [f"--config_file={parsed.actions['config_file']}"] if "config_file" in parsed.actions else []
-    for name, given in parsed.flags.items():
-        if OPTIONS[name].section.name != "slurm":
-            tokens += [f"--{name}={text}" for text in given.text.split("\n")]
-    text = write_sbatch(resolved.config, script, tokens, read_machine(environment))
-    if "dry_run" in parsed.actions:
-        print(text, end="")
-        return 0
-    exists = os.path.isfile(path)
-    if exists and _MARK not in Path(path).read_text(encoding="utf-8", errors="replace"):
-        raise ConfigurationError(
-            f"--sbatch {path} exists and was not written by accelfn. Pass another path, or remove the file."
-        )
-    write_text(path, text)
-    print(f"{'replaced' if exists else 'wrote'} {path}; submit it with: sbatch {path}")
-    return 0
 
 
 def check_files(script: Script, resolved: Resolved) -> None:
@@ -244,12 +205,6 @@ def _check_option_file(option: Option, name: str, resolved: Resolved) -> None:
         raise ConfigurationError(f"{option.flags[0]}: the file {name!r}{where} {what}. Check the path.")
     if not os.access(path, os.R_OK):
         raise ConfigurationError(f"{option.flags[0]}: can't read {name!r}{where}. Check its permissions.")
-    if option.name.endswith("hostfile"):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        if not any(line.partition("#")[0].strip() for line in lines):
-            raise ConfigurationError(
-                f"{option.flags[0]}: {name!r} lists no host. Write one per line, such as: node1 slots=8"
-            )
 
 
 def run_plan(
@@ -302,7 +257,6 @@ def run_plan(
             f"accelfn launch: starting {several}{script}; importing torch may take a while.", file=sys.stderr
         )
     changes = dict(plan.env_changes)
-    argv = plan.argv
     if plan.rendezvous is not None:
         compare = (*plan.rendezvous["compare"], *_versions())
         changes["ACCELFN_AGENT_RENDEZVOUS"] = json.dumps({**plan.rendezvous, "compare": compare})
@@ -310,12 +264,10 @@ def run_plan(
         changes["ACCELFN_AGENT_QUIET"] = "1"
     if plan.fills_port is not None:
         changes[plan.fills_port] = str(_free_port())
-    if plan.way in ("mpirun", "deepspeed"):
-        argv = (sys.executable, AGENT, "--command", *argv)
     sys.stdout.flush()
     sys.stderr.flush()
     # exec, so that signals, the terminal and the exit status are those of the command.
-    os.execvpe(argv[0], argv, {**environment, **changes})
+    os.execvpe(plan.argv[0], plan.argv, {**environment, **changes})
 
 
 def is_port_free(port: int) -> bool:

@@ -25,10 +25,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "estimate-memory": ("estimate", "estimate the memory that a model needs"),
         "checkpoint": ("checkpoint", "verify, list, show, prune and convert checkpoints"),
         "plan-memory": ("plan_memory", "show on which device each part of a model fits"),
-        "runs": ("runs", "list, show and plot logged runs"),
+        "runs": ("runs", "list and show logged runs"),
         "merge-weights": ("merge_weights", "merge the sharded weights of FSDP into one file"),
         "to-fsdp2": ("to_fsdp2", "convert a config file from FSDP to FSDP2"),
-        "migrate": ("migrate_command", "show what changes in a program written for Accelerate"),
         "tpu-config": ("tpu_config", "run shell commands on every machine of a TPU"),
         "completion": ("completion", "print a shell completion script"),
     }

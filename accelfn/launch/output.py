@@ -138,7 +138,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: S
 
 
 def print_origins(resolved: Resolved, *, everything: bool = True) -> None:
-    """Print the value of each option and its source, of defaults only with ``everything``. Hides secrets."""
+    """Print the value of each option and its source, of defaults only with ``everything``."""
     rows = origin_rows(resolved, everything=everything)
     if rows:
         print_table((), rows)

@@ -1,4 +1,4 @@
-"""``accelfn runs``: list, show and plot runs of the JSONL tracker, without torch."""
+"""``accelfn runs``: list and show runs of the JSONL tracker, without torch."""
 
 from __future__ import annotations
 
@@ -10,23 +10,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import FLAG_NOTE, CommandParser
-from accelfn.launch.output import print_table, show_text
-from accelfn.svg import GREY, INK, write_svg
+from accelfn.launch.output import print_table
 
 _FORMAT = 1
 _FILE = "events.jsonl"
 _MAX_VALUES = 3
-_MAX = 1e300  # differences of larger values overflow
-# Layout of the image.
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW, _RIGHT, _ROW = 360, 200, 70, 34, 30, 20, 20
-_COLORS = ("#14407a", "#d9730d", "#2e8540", "#a23b72", "#7a6a00", "#5b5b5b", "#0b8a8f", "#b3261e")
-_LINE = "#e2e2e2"
 
 
 class Curve(NamedTuple):
@@ -88,11 +81,6 @@ class RunRecord:
     def num_steps(self) -> int:
         """Number of steps of the longest curve."""
         return max((len(curve.steps) for curve in self.curves.values()), default=0)
-
-    @property
-    def title(self) -> str:
-        """Project and name."""
-        return f"{self.project}/{self.name}" if self.project else self.name
 
 
 def find_runs(folder: str | Path) -> list[Path]:
@@ -198,127 +186,6 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield path, value
 
 
-# --- Images ---------------------------------------------------------------------------------------
-
-
-def draw_runs_svg(runs: Sequence[RunRecord], names: Sequence[str], *, log_scale: bool = False) -> str:
-    """Plot metrics of runs as an SVG document, with a panel for each metric. Pure.
-
-    Args:
-        runs: Runs, one line each.
-        names: Names of the metrics.
-        log_scale: Use a logarithmic scale, and omit values that aren't positive.
-
-    >>> run = RunRecord(folder=Path(), curves={"loss": Curve((0, 1), (2.0, 1.0))})
-    >>> draw_runs_svg([run], ["loss"]).count("<polyline")
-    1
-    """
-    across, down = _LEFT + _WIDTH + _RIGHT, _TOP + _HEIGHT + _BELOW
-    columns = min(2, max(1, len(names)))
-    width, plots = columns * across, -(-len(names) // columns) * down
-    height = plots + _ROW * (len(runs) + 1)
-    parts: list[str] = []
-    for number, name in enumerate(names):
-        left, top = number % columns * across + _LEFT, number // columns * down + _TOP
-        curves = [run.curves.get(name, Curve((), ())) for run in runs]
-        parts += [f'<g transform="translate({left} {top})">', *_panel(name, curves, log_scale), "</g>"]
-    for number, run in enumerate(runs):
-        top = plots + _ROW * number + _ROW // 2
-        parts.append(f'<path d="M{_LEFT} {top}h30" {_stroke(number)} stroke-width="2"/>')
-        parts.append(_text(_LEFT + 38, top + 4, run.title, INK))
-    return write_svg(width, height, ", ".join(names), parts, font="sans-serif", font_size=12)
-
-
-def _panel(name: str, curves: Sequence[Curve], log_scale: bool) -> list[str]:
-    parts = [list(_split_curve(curve, log_scale)) for curve in curves]
-    flat = [point for one in parts for part in one for point in part]
-    lines = [_text(0, -12, name, INK, size=14)]
-    if not flat:
-        return [*lines, _text(0, _HEIGHT // 2, "no values", GREY)]
-    first, last = min(step for step, _ in flat), max(step for step, _ in flat)
-    ticks = _ticks(min(value for _, value in flat), max(value for _, value in flat))
-
-    def place(step: float, value: float) -> str:
-        x = _WIDTH * (step - first) / (last - first) if last > first else _WIDTH / 2
-        return f"{x:.1f},{_HEIGHT * (ticks[-1] - value) / (ticks[-1] - ticks[0]):.1f}"
-
-    for tick in ticks:
-        y = _HEIGHT * (ticks[-1] - tick) / (ticks[-1] - ticks[0])
-        lines.append(f'<path d="M0 {y:.1f}h{_WIDTH}" stroke="{_LINE}"/>')
-        # 10**tick may overflow.
-        label = number_text(tick) if not log_scale else number_text(10**tick) if tick < 300 else f"1e{tick:g}"
-        lines.append(_text(-6, y + 4, label, GREY, anchor="end"))
-    lines.append(_text(0, _HEIGHT + 16, f"{first}", GREY))
-    lines.append(_text(_WIDTH, _HEIGHT + 16, f"step {last}", GREY, anchor="end"))
-    for number, one in enumerate(parts):
-        for part in one:
-            points = [place(*point) for point in part]
-            if len(points) == 1:
-                x, y = points[0].split(",")
-                lines.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{_color(number)}"/>')
-            else:
-                line = " ".join(points)
-                lines.append(f'<polyline points="{line}" fill="none" {_stroke(number)} stroke-width="1.5"/>')
-    return lines
-
-
-def _split_curve(curve: Curve, log_scale: bool) -> Iterator[list[tuple[int, float]]]:
-    """Yield the parts of a curve between values that can't be drawn."""
-    part: list[tuple[int, float]] = []
-    for step, value in zip((*curve.steps, 0), (*curve.values, math.nan), strict=True):
-        if abs(value) < _MAX and not (log_scale and value <= 0):  # false for NaN too
-            part.append((step, math.log10(value) if log_scale else value))
-        elif part:
-            yield _thin(part)
-            part = []
-
-
-def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Keep the minimum and maximum of each pixel column."""
-    size = len(points) // _WIDTH
-    if size < 4:
-        return points
-    kept = {points[0], points[-1]}
-    for begin in range(0, len(points), size):
-        column = points[begin : begin + size]
-        kept |= {min(column, key=lambda point: point[1]), max(column, key=lambda point: point[1])}
-    return sorted(kept)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return round tick values that cover ``low`` to ``high``.
-
-    >>> _ticks(0.13, 2.2)
-    [0.0, 1.0, 2.0, 3.0]
-    >>> _ticks(5.0, 5.0)
-    [4.0, 5.0, 6.0]
-    """
-    most = max(abs(low), abs(high))
-    if high - low < max(most * 1e-9, 1e-300):  # ticks would be indistinguishable
-        spread = max(most / 5, high - low) or 1.0
-        return [low - spread, low, low + spread]
-    rough = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(rough))
-    # The default is for a logarithm that was rounded down.
-    step = next((power * part for part in (1, 2, 5, 10) if power * part >= rough), power * 20)
-    return [number * step for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
-
-
-def _color(number: int) -> str:
-    return _COLORS[number % len(_COLORS)]
-
-
-def _stroke(number: int) -> str:
-    """Return color and dashes of a line. Dashes distinguish lines with the same color."""
-    dashes = number // len(_COLORS)
-    return f'stroke="{_color(number)}"' + (f' stroke-dasharray="{2 + 3 * dashes} 3"' if dashes else "")
-
-
-def _text(x: float, y: float, text: str, color: str, *, anchor: str = "start", size: int = 12) -> str:
-    attributes = f'fill="{color}" text-anchor="{anchor}" font-size="{size}"'
-    return f'<text x="{x:g}" y="{y:.1f}" {attributes}>{escape(text)}</text>'
-
-
 def number_text(value: float) -> str:
     """Format a number with four digits.
 
@@ -332,8 +199,8 @@ def number_text(value: float) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List, show or plot runs."""
-    {"list": _list, "show": _show, "plot": _plot}[options.action](options)
+    """List or show runs."""
+    {"list": _list, "show": _show}[options.action](options)
     return 0
 
 
@@ -393,23 +260,6 @@ def _show(options: argparse.Namespace) -> None:
         where = "" if table.step is None else f", step {table.step}"
         print(f"\ntable {_clean(table.name)}{where}")
         _print_table(table.columns, [tuple(map(str, row)) for row in table.rows])
-
-
-def _plot(options: argparse.Namespace) -> None:
-    runs = [read_run(_find(one, options.dir)) for one in options.runs]
-    known = list(dict.fromkeys(name for run in runs for name in run.curves))
-    missing = [name for name in options.names or () if name not in known]
-    if missing:
-        raise ValueError(
-            f"no run has the metrics {', '.join(map(repr, missing))}. Available: "
-            f"{', '.join(known) or 'none'}."
-        )
-    names = options.names or known
-    if not names:
-        raise ValueError("nothing to plot: no metrics were logged.")
-    if options.output is None and sys.stdout.isatty():
-        raise ValueError("can't plot on a terminal. Pass --output FILE.svg, or use accelfn runs show.")
-    show_text(draw_runs_svg(runs, names, log_scale=options.log_scale), options.output)
 
 
 def _find(given: str, top: str) -> Path:
@@ -487,21 +337,15 @@ def make_parser() -> CommandParser:
     """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn runs",
-        description="List, show and plot runs of the JSONL tracker.",
+        description="List and show runs of the JSONL tracker.",
         epilog=f"RUN is the folder of a run, its name or a prefix of it, or latest. {FLAG_NOTE}",
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|plot")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|show")
     listing = actions.add_parser("list", help="list the runs of a directory")
     listing.add_argument("folder", metavar="DIR", nargs="?", help="same as --dir")
     showing = actions.add_parser("show", help="show configuration and values of a run")
     showing.add_argument("run", metavar="RUN")
-    plotting = actions.add_parser("plot", help="plot metrics of one or more runs")
-    plotting.add_argument("runs", metavar="RUN", nargs="+")
-    plotting.add_argument("--names", metavar="NAME", nargs="+", help="metrics to plot, such as loss (all)")
-    plotting.add_argument("--output", metavar="FILE", help="write the SVG image to this file")
-    plotting.add_argument("--log_scale", action="store_true", help="use a logarithmic scale")
     for action in (listing, showing):
         action.add_argument("--json", action="store_true", help="print JSON")
-    for action in (listing, showing, plotting):
         action.add_argument("--dir", metavar="DIR", default="runs", help="logging directory (runs)")
     return parser

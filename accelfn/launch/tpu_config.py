@@ -13,7 +13,6 @@ from typing import Any, cast
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser
 from accelfn.launch.config.files import find_config_file, read_text, read_tree
-from accelfn.launch.config.secrets import hide_in_words
 
 # A directory without user files that could shadow an installed package.
 _DIRECTORY = "/usr/share"
@@ -67,10 +66,9 @@ def run(options: argparse.Namespace) -> int:
         )
     install = options.accelfn_version if options.install_accelfn else None
     command = tpu_command(name, commands, zone=zone, alpha=options.use_alpha, install=install)
+    print(shlex.join(command), flush=True)
     if options.debug:
-        print(shlex.join(command))
         return 0
-    print(shlex.join(hide_in_words(command)), flush=True)  # without secrets, since logs keep it
     gcloud = shutil.which(command[0])
     if gcloud is None:
         raise ConfigurationError(

@@ -13,7 +13,7 @@ from accelfn.tracking.adapters import (
     WandBTracker,
 )
 from accelfn.tracking.jsonl import JSONLTracker
-from accelfn.tracking.logs import ProgressBar, RankLogger, get_logger, install_rich_tracebacks, tqdm
+from accelfn.tracking.logs import ProgressBar, RankLogger, get_logger, tqdm
 from accelfn.tracking.profiling import profile
 from accelfn.tracking.tracker import BlankTracker, GeneralTracker
 from accelfn.tracking.trackers import (
@@ -53,7 +53,6 @@ __all__ = (
     "get_logger",
     "get_tracker",
     "init_trackers",
-    "install_rich_tracebacks",
     "log",
     "log_images",
     "log_table",

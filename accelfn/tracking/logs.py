@@ -1,12 +1,11 @@
-"""Rank-aware logging, progress bars and rich tracebacks."""
+"""Rank-aware logging and progress bars."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from typing_extensions import Self
@@ -189,34 +188,3 @@ def tqdm(
     if main_process_only and _rank_and_size(ctx)[0] > 0:
         options["disable"] = True
     return package.tqdm(iterable, *args, **options)
-
-
-def install_rich_tracebacks(*, show_locals: bool = False) -> Callable[[], None]:
-    """Print uncaught exceptions with rich. Effect: sets ``sys.excepthook``.
-
-    Ranks: any; affects only this process.
-
-    Args:
-        show_locals: Print local variables too, which may contain secrets.
-
-    Returns:
-        A function that restores the previous hook, unless the hook was changed since.
-
-    Raises:
-        MissingExtraError: rich isn't installed.
-    """
-    try:
-        package: Any = importlib.import_module("rich.traceback")
-    except ImportError as error:
-        raise MissingExtraError(
-            "install_rich_tracebacks needs rich. Run: pip install 'accelfn[cli]'."
-        ) from error
-    before = sys.excepthook
-    package.install(show_locals=show_locals)
-    hook = sys.excepthook
-
-    def undo() -> None:
-        if sys.excepthook is hook:
-            sys.excepthook = before
-
-    return undo

@@ -1,4 +1,4 @@
-"""Log two trainings on two processes, read what was logged, and draw it.
+"""Log two trainings on two processes, and read what was logged.
 
     accelfn launch --num_processes 2 docs/examples/tracking.py
     accelfn runs list
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
-from accelfn.launch import draw_runs_svg, read_run
+from accelfn.launch import read_run
 
 logger = af.get_logger(__name__, "INFO")
 
@@ -81,9 +81,6 @@ def main() -> None:
             for run in runs:
                 curve = run.curves["loss"]
                 print(f"{run.name}: loss {curve.values[0]:.3f} at first, {curve.values[-1]:.4f} at last")
-            page = options.logging_dir / "distances.svg"
-            page.write_text(draw_runs_svg(runs, ["loss"], log_scale=True), encoding="utf-8")
-            print(f"drawn in {page}")
         af.wait_for_everyone(ctx)
 
 

@@ -1,9 +1,13 @@
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from accelfn.compat.current import current
+
+# They import libraries that only slow tests have.
+collect_ignore_glob = ["*_program.py"]
 
 
 @pytest.fixture
@@ -17,3 +21,9 @@ def alone() -> Iterator[None]:
         yield
     current().close()
     current().reset()
+
+
+@pytest.fixture(scope="session")
+def peer() -> Any:
+    """Accelerate itself, which slow tests compare with."""
+    return pytest.importorskip("accelerate", minversion="1.15.0")

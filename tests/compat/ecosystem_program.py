@@ -1,12 +1,8 @@
-"""Train tiny models by the libraries around Accelerate, and write what came out.
-
-Run under Accelerate by ``python``, and under accelfn by ``python -m accelfn.compat``.
-"""
+"""Train tiny models by the libraries around Accelerate, and write what came out."""
 
 # torch leaves these partly untyped.
 # pyright: reportUnknownMemberType=false
 
-import argparse
 import importlib
 import json
 import os
@@ -14,17 +10,14 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
-
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.compat import local_glue
-from tests.compat.trainer_program import VOCABULARY, Runs, llama, peft_mode
+from tests.compat.trainer_program import DEFAULTS, VOCABULARY, llama
 
 
 def load(name: str) -> Any:
@@ -36,19 +29,7 @@ accelerate, transformers = load("accelerate"), load("transformers")
 Loader: Any = DataLoader  # of lists, which torch reads and its types refuse
 Result = dict[str, Any]
 WORDS = [f"w{number}" for number in range(VOCABULARY - 4)]
-OPTIONS: dict[str, Any] = {
-    "per_device_train_batch_size": 2,
-    "max_steps": 4,
-    "learning_rate": 0.01,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-    "seed": 5,
-}
+OPTIONS: dict[str, Any] = {**DEFAULTS, "max_steps": 4, "bf16": False}
 
 
 def tokenizer() -> Any:
@@ -75,25 +56,22 @@ def size_of(model: nn.Module) -> float:
     return sum(parameter.detach().double().abs().sum().item() for parameter in model.parameters())
 
 
-def sft(folder: pathlib.Path, peft_config: Any = None) -> Result:
+def sft(folder: pathlib.Path) -> Result:
     trl = load("trl")
     rows = [{"prompt": sentence(seed), "completion": f" {sentence(seed + 7)}"} for seed in range(13)]
-    runner = trl.SFTTrainer(
-        model=llama(),
-        args=trl.SFTConfig(output_dir=str(folder), max_length=12, gradient_accumulation_steps=2, **OPTIONS),
-        train_dataset=load("datasets").Dataset.from_list(rows),
-        processing_class=tokenizer(),
-        peft_config=peft_config,
-    )
-    runner.train()
-    return report(runner)
-
-
-def sft_with_lora(folder: pathlib.Path) -> Result:
+    options = {**OPTIONS, "save_strategy": "steps", "save_steps": 4}
     lora = load("peft").LoraConfig(
         r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
     )
-    return sft(folder, lora)
+    runner = trl.SFTTrainer(
+        model=llama(),
+        args=trl.SFTConfig(output_dir=str(folder), max_length=12, gradient_accumulation_steps=2, **options),
+        train_dataset=load("datasets").Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        peft_config=lora,
+    )
+    runner.train()
+    return report(runner, saved=(folder / "checkpoint-4" / "adapter_model.safetensors").is_file())
 
 
 def dpo(folder: pathlib.Path) -> Result:
@@ -116,15 +94,10 @@ def dpo(folder: pathlib.Path) -> Result:
 def diffusion(folder: pathlib.Path) -> Result:
     """Train as diffusers' script for unconditional images does."""
     diffusers, utils = load("diffusers"), load("accelerate.utils")
-    average: Any = load("diffusers.training_utils").EMAModel
-    logger = load("accelerate.logging").get_logger(__name__, log_level="INFO")
     accelerator = accelerate.Accelerator(
         gradient_accumulation_steps=2,
-        mixed_precision="no",
         log_with="tensorboard",
         project_config=utils.ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
-        kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=timedelta(seconds=600))],
-        cpu=True,
     )
     utils.set_seed(3)
     model = diffusers.UNet2DModel(
@@ -137,109 +110,74 @@ def diffusion(folder: pathlib.Path) -> Result:
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )
-    ema = average(
-        model.parameters(),
-        decay=0.9,
-        use_ema_warmup=True,
-        model_cls=diffusers.UNet2DModel,
-        model_config=model.config,
-    )
+    average: Any = load("diffusers.training_utils").EMAModel
+    ema = average(model.parameters(), model_cls=diffusers.UNet2DModel, model_config=model.config)
 
     def save_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
         if accelerator.is_main_process:
-            ema.save_pretrained(os.path.join(output_dir, "unet_ema"))
-            for one in models:
-                one.save_pretrained(os.path.join(output_dir, "unet"))
-                weights.pop()
+            ema.save_pretrained(f"{output_dir}/unet_ema")
+            models[0].save_pretrained(f"{output_dir}/unet")
+            weights.pop()
 
     def load_hook(models: list[Any], input_dir: str) -> None:
         ema.load_state_dict(
             average.from_pretrained(f"{input_dir}/unet_ema", diffusers.UNet2DModel).state_dict()
         )
-        for _ in range(len(models)):
-            one = models.pop()
-            loaded = diffusers.UNet2DModel.from_pretrained(input_dir, subfolder="unet")
-            one.register_to_config(**loaded.config)
-            one.load_state_dict(loaded.state_dict())
+        loaded = diffusers.UNet2DModel.from_pretrained(input_dir, subfolder="unet")
+        models.pop().load_state_dict(loaded.state_dict())
 
     accelerator.register_save_state_pre_hook(save_hook)
     accelerator.register_load_state_pre_hook(load_hook)
-    noise_scheduler = diffusers.DDPMScheduler(num_train_timesteps=20, beta_schedule="linear")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     images = torch.randn(22, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     loader = Loader([{"input": image} for image in images], batch_size=2, shuffle=True)
     get_scheduler: Any = load("diffusers.optimization").get_scheduler
     lr_scheduler = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=1, num_training_steps=20)
     model, optimizer, loader, lr_scheduler = accelerator.prepare(model, optimizer, loader, lr_scheduler)
-    if accelerator.is_main_process:
-        accelerator.init_trackers("diffusion", config={"learning_rate": 0.01})
-    logger.info("***** Running training *****")
-    losses: list[float] = []
-    rates: list[float] = []
+    accelerator.init_trackers("diffusion", config={"learning_rate": 0.01})
+    noise_scheduler = diffusers.DDPMScheduler(num_train_timesteps=20)
+    logged: list[tuple[float, float]] = []
 
-    def train_epochs(number: int) -> None:
-        for _ in range(number):
-            model.train()
-            for batch in loader:
-                clean = batch["input"]
-                noise = torch.randn(clean.shape, device=clean.device)
-                timesteps = torch.randint(0, 20, (clean.shape[0],), device=clean.device).long()
-                noisy = noise_scheduler.add_noise(clean, noise, timesteps)
-                with accelerator.accumulate(model):
-                    loss = nn.functional.mse_loss(model(noisy, timesteps).sample.float(), noise.float())
-                    accelerator.backward(loss)
-                    if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                    lr_scheduler.step()
-                    optimizer.zero_grad()
+    def train_epoch() -> float:
+        for batch in loader:
+            clean = batch["input"]
+            noise, timesteps = torch.randn(clean.shape), torch.randint(0, 20, clean.shape[:1])
+            with accelerator.accumulate(model):
+                said = model(noise_scheduler.add_noise(clean, noise, timesteps), timesteps).sample
+                loss = nn.functional.mse_loss(said, noise)
+                accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    ema.step(model.parameters())
-                logs = {"loss": loss.detach().item(), "lr": lr_scheduler.get_last_lr()[0]}
-                accelerator.log(logs, step=len(losses))
-                losses.append(logs["loss"])
-                rates.append(logs["lr"])
-            accelerator.wait_for_everyone()
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                lr_scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                ema.step(model.parameters())
+            logged.append((loss.item(), lr_scheduler.get_last_lr()[0]))
+            accelerator.log({"loss": loss.item()}, step=len(logged))
+        accelerator.wait_for_everyone()
+        return size_of(accelerator.unwrap_model(model))
 
-    train_epochs(1)
-    accelerator.save_state(str(folder / "checkpoint-1"))
-    train_epochs(1)
-    first = size_of(accelerator.unwrap_model(model))
-    accelerator.load_state(str(folder / "checkpoint-1"))
-    train_epochs(1)
-    again = size_of(accelerator.unwrap_model(model))
-    unet = accelerator.unwrap_model(model)
-    ema.store(unet.parameters())
-    ema.copy_to(unet.parameters())
-    if accelerator.is_main_process:
-        unet.save_pretrained(folder / "trained")
-    accelerator.wait_for_everyone()
-    averaged = size_of(diffusers.UNet2DModel.from_pretrained(folder / "trained"))
-    ema.restore(unet.parameters())
+    train_epoch()
+    accelerator.save_state(str(folder / "checkpoint"))
+    first = train_epoch()
+    accelerator.load_state(str(folder / "checkpoint"))
+    again = train_epoch()
+    ema.copy_to(model.parameters())
+    averaged = size_of(accelerator.unwrap_model(model))
     accelerator.end_training()
-    events = [*(folder / "logs").rglob("events*")]
-    assert events
-    return {
-        "losses": losses,
-        "rates": rates,
-        "weights": [first, again, averaged],
-        "steps": ema.optimization_step,
-    }
-
-
-def sentences_model(folder: pathlib.Path) -> Any:
-    sentence_transformers = load("sentence_transformers")
-    modules = load("sentence_transformers.sentence_transformer.modules")
-    words = modules.Transformer(str(folder), max_seq_length=16)
-    pooling = modules.Pooling(words.get_embedding_dimension())
-    return sentence_transformers.SentenceTransformer(modules=[words, pooling], device="cpu")
+    assert [*(folder / "logs").rglob("events*")]
+    return {"losses": logged, "weights": [first, again, averaged], "steps": ema.optimization_step}
 
 
 def sentences(folder: pathlib.Path) -> Result:
     sentence_transformers = load("sentence_transformers")
     losses = load("sentence_transformers.sentence_transformer.losses")
     pairs = [local_glue.sentence_pair(index) for index in range(15)]
-    model = sentences_model(folder.parent / "bert")
+    modules = load("sentence_transformers.sentence_transformer.modules")
+    words = modules.Transformer(str(folder.parent / "bert"), max_seq_length=16)
+    pooling = modules.Pooling(words.get_embedding_dimension())
+    model = sentence_transformers.SentenceTransformer(modules=[words, pooling], device="cpu")
     arguments: Any = sentence_transformers.SentenceTransformerTrainingArguments
     runner = sentence_transformers.SentenceTransformerTrainer(
         model=model,
@@ -254,62 +192,30 @@ def sentences(folder: pathlib.Path) -> Result:
     return report(runner, embeddings=float(abs(embeddings).sum()))
 
 
-def sentences_fit(folder: pathlib.Path) -> Result:
-    """Train by the older ``fit``, which takes loaders."""
-    example: Any = load("sentence_transformers").InputExample
-    losses = load("sentence_transformers.sentence_transformer.losses")
-    pairs = [local_glue.sentence_pair(index) for index in range(15)]
-    model = sentences_model(folder.parent / "bert")
-    examples = [
-        example(texts=[str(pair["sentence1"]), str(pair["sentence2"])], label=float(pair["label"]))
-        for pair in pairs
-    ]
-    model.fit(
-        train_objectives=[(Loader(examples, batch_size=2, shuffle=True), losses.CosineSimilarityLoss(model))],
-        epochs=1,
-        warmup_steps=1,
-        optimizer_params={"lr": 0.01},
-        show_progress_bar=False,
-        output_path=None,
-        checkpoint_path=str(folder),
-    )
-    return {"losses": [], "weights": size_of(model), "steps": 1}
-
-
 MODES: dict[str, Callable[[pathlib.Path], Result]] = {
-    "peft": lambda folder: peft_mode(Runs(folder, "peft")),
     "sft": sft,
-    "sft with lora": sft_with_lora,
     "dpo": dpo,
     "sentences": sentences,
-    "sentences by fit": sentences_fit,
     "diffusion": diffusion,  # last: it leaves the world
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--modes", default=",".join(MODES))
-    options = parser.parse_args()
+    (parent,) = sys.argv[1:]
     results: dict[str, Any] = {}
     results["processes"] = accelerate.PartialState(cpu=True).num_processes
-    for mode in options.modes.split(","):
-        folder = options.folder / mode.replace(" ", "-")
+    for mode, train in MODES.items():
+        folder = pathlib.Path(parent, mode)
         folder.mkdir(exist_ok=True)
         transformers.set_seed(0)
         try:
-            results[mode] = MODES[mode](folder)
+            results[mode] = train(folder)
         except Exception as error:  # noqa: BLE001 -- reported, and the other modes run
             traceback.print_exc()
             results[mode] = {"error": f"{type(error).__name__}: {error}"}
-    results["files"] = sorted({str(one.__file__) for _, one in accelerate_modules()})
-    rank = os.environ.get("RANK", "0")
-    (options.folder / f"results-{rank}.json").write_text(json.dumps(results))
-
-
-def accelerate_modules() -> list[tuple[str, Any]]:
-    return [(name, one) for name, one in [*sys.modules.items()] if name.partition(".")[0] == "accelerate"]
+    results["file"] = str(accelerate.__file__)
+    if int(os.environ.get("RANK", "0")) == 0:
+        pathlib.Path(parent, "results.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

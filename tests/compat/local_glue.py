@@ -12,11 +12,7 @@ CARD = """\
 ---
 configs:
 - config_name: mrpc
-  data_files:
-  - split: train
-    path: train.jsonl
-  - split: validation
-    path: validation.jsonl
+  data_files: [{split: train, path: train.jsonl}, {split: validation, path: validation.jsonl}]
 ---
 """
 METRIC = """\
@@ -61,13 +57,9 @@ def write_model(folder: pathlib.Path) -> pathlib.Path:
     transformers: Any = importlib.import_module("transformers")
     folder.mkdir()
     transformers.set_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(
-        vocab_size=len(SPECIAL) + len(WORDS),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
+        vocab_size=len(SPECIAL) + len(WORDS), max_position_embeddings=64, **sizes
     )
     transformers.BertForSequenceClassification(config).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join([*SPECIAL, *WORDS]) + "\n")

@@ -1,7 +1,6 @@
 """Run test scripts of Accelerate, and write which lines of their ``main`` raised.
 
-Run under Accelerate by ``python``, and under accelfn by ``python -m accelfn.compat``. A line that raises
-doesn't end the script, so that one difference doesn't hide the next one.
+A line that raises doesn't end the script, so that one difference doesn't hide the next one.
 """
 
 import ast
@@ -14,8 +13,6 @@ import traceback
 from typing import Any
 
 import pytest
-
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 
 FAILED = pytest.fail.Exception  # of pytest.raises; not an Exception
 WRAPPED = """

@@ -1,6 +1,5 @@
 """What programs import of Accelerate's command line."""
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -8,39 +7,28 @@ import sys
 import pytest
 
 from accelfn.compat.commands import launch_command_parser, load_config_from_file, write_basic_config
+from tests.launch.processes import environment
 
-ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = """
 import sys
 import accelerate
 state = accelerate.PartialState()
 if state.is_main_process:
     print(state.num_processes, accelerate.Accelerator(cpu=True).compat, sys.argv[1:])
-    sys.exit(int(sys.argv[-1]))
 """
 # As trl's command line does it.
 PROGRAM = """
 import sys
 import accelfn.compat
-accelfn.compat.install("accelfn")
+accelfn.compat.install()
 from accelerate.commands.launch import launch_command, launch_command_parser
-args = launch_command_parser().parse_args(["--cpu", sys.argv[1], "--lr", "1"])
-args.num_processes = 2
-args.training_script_args.append(sys.argv[2])
-launch_command(args)
-print("afterwards")
+for script in ("script.py", "fails.py"):
+    args = launch_command_parser().parse_args(["--cpu", script, "--lr", "1"])
+    args.num_processes = 2
+    args.training_script_args.append("x")
+    launch_command(args)
+    print("afterwards")
 """
-
-
-def launch(tmp_path: pathlib.Path, status: int) -> "subprocess.CompletedProcess[str]":
-    (tmp_path / "script.py").write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "script.py"), str(status)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELFN_CONFIG": ""},
-        timeout=100,
-    )
 
 
 def test_a_parser_has_accelerates_names() -> None:
@@ -73,23 +61,25 @@ def test_help_lists_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_is_launched_on_ranks_with_the_alias(tmp_path: pathlib.Path) -> None:
-    done = launch(tmp_path, 0)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "2 None ['--lr', '1', '0']\nafterwards\n"
-
-
-@pytest.mark.slow
-def test_a_failed_launch_ends_the_program(tmp_path: pathlib.Path) -> None:
-    done = launch(tmp_path, 3)
+def test_scripts_are_launched_on_ranks_with_the_alias_until_one_fails(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment(ACCELFN_CONFIG=""),
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == "2 accelerate ['--lr', '1', 'x']\nafterwards\n", done.stderr
     assert done.returncode != 0
-    assert "afterwards" not in done.stdout
 
 
 def test_a_written_configuration_is_the_one_that_is_read(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("yaml")
     path = tmp_path / "inner" / "config.yaml"
     monkeypatch.setenv("ACCELFN_CONFIG", str(path))
     assert write_basic_config("bf16") == path

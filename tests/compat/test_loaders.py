@@ -21,11 +21,16 @@ from accelfn.compat.states import GradientState
 from accelfn.errors import ConfigurationError
 
 Loader: Any = DataLoader  # of lists, which torch reads and its types refuse
-peer: Any = pytest.importorskip("accelerate.data_loader")
 
 
-@given(st.data())
-def test_the_batches_of_a_rank_are_the_peers(data: st.DataObject) -> None:
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+@pytest.mark.slow
+@given(data=st.data())
+def test_the_batches_of_a_rank_are_the_peers(peer: Any, data: st.DataObject) -> None:
     size, number = data.draw(st.integers(2, 4)), data.draw(st.integers(0, 30))
     splits = data.draw(st.booleans())
     rows = data.draw(st.integers(1, 4)) * (size if splits else 1)
@@ -34,7 +39,7 @@ def test_the_batches_of_a_rank_are_the_peers(data: st.DataObject) -> None:
     for rank in range(size):
         arguments = (batches, size, rank, splits, even)
         own = BatchSamplerShard(*arguments)
-        theirs = [*peer.BatchSamplerShard(*arguments)]
+        theirs = [*peer.data_loader.BatchSamplerShard(*arguments)]
         assert [*own] == theirs
         if even or drop_last or not splits:  # theirs has a wrong length otherwise
             assert len(own) == len(theirs)
@@ -55,10 +60,10 @@ def test_batches_of_different_sizes_arent_lost() -> None:
     assert read == [[[0, 1, 2], [5, 6, 7], [9, 10]], [[3, 4], [8]]]
 
 
-def test_a_seedable_order_is_the_peers() -> None:
-    own, theirs = (
-        kind(range(9), data_seed=5) for kind in (SeedableRandomSampler, peer.SeedableRandomSampler)
-    )
+@pytest.mark.slow
+def test_a_seedable_order_is_the_peers(peer: Any) -> None:
+    own = SeedableRandomSampler(range(9), data_seed=5)
+    theirs = peer.data_loader.SeedableRandomSampler(range(9), data_seed=5)
     for _ in range(2):
         assert [*own] == [*theirs]
     own.set_epoch(7)
@@ -68,13 +73,18 @@ def test_a_seedable_order_is_the_peers() -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_one_process_draws_what_torch_draws(workers: int) -> None:
+@pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["torch's", "of its own"])
+def test_one_process_draws_what_torch_draws(workers: int, generator: torch.Generator | None) -> None:
+    options = {"batch_size": 4, "shuffle": True, "num_workers": workers, "generator": generator}
+
     def read(prepare: bool) -> tuple[list[Any], float]:
         torch.manual_seed(3)
-        loader: Any = Loader(list(range(10)), batch_size=4, shuffle=True, num_workers=workers)
+        if generator is not None:
+            generator.manual_seed(42)
+        loader: Any = Loader(list(range(10)), **options)
         if prepare:
             loader = Accelerator(cpu=True).prepare(loader)
-        batches = [batch.tolist() for _ in range(2) for batch in loader]
+        batches = [batch.tolist() for _ in range(3) for batch in loader]
         return batches, torch.rand(()).item()
 
     assert read(True) == read(False)
@@ -90,37 +100,18 @@ def test_the_last_batch_is_known_to_be_the_last() -> None:
     seen = [(batch.tolist(), state.end_of_dataloader, state.remainder) for batch in loader]
     assert seen == [([0, 1, 2, 3], False, 2), ([4, 5, 6, 7], False, 2), ([8, 9], True, 2)]
     assert not state.in_dataloader
+    skip: Any = af.skip_first_batches
+    rest = skip(loader, 1)
+    assert [(len(batch), state.end_of_dataloader) for batch in rest] == [(4, False), (2, True)]
+    assert len(rest) == 2
+    stream = accelerator.prepare(Loader(Numbers(), batch_size=7))  # without a length
+    assert [(len(batch), state.end_of_dataloader) for batch in stream] == [(7, False), (5, True)]
     for _ in loader:
         for _ in accelerator.prepare(Loader([1, 2])):
             assert len(state.dataloader_references) == 3
         assert state.active_dataloader is loader
         break
     assert not state.in_dataloader, "also after a break"
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_stream_is_known_to_end_without_a_length() -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    loader = Accelerator(cpu=True, gradient_accumulation_steps=2).prepare(Loader(Stream(), batch_size=2))
-    state = GradientState()
-    assert [(len(batch), state.end_of_dataloader) for batch in loader] == [(2, False), (1, True)]
-
-
-@pytest.mark.usefixtures("alone")
-def test_skipped_batches_keep_the_end() -> None:
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(Loader(list(range(10)), batch_size=4))
-    skip: Any = af.skip_first_batches
-    rest = skip(loader, 1)
-    state = accelerator.gradient_state
-    assert [(batch.tolist(), state.end_of_dataloader) for batch in rest] == [
-        ([4, 5, 6, 7], False),
-        ([8, 9], True),
-    ]
-    assert len(rest) == 2
 
 
 @pytest.mark.usefixtures("alone")
@@ -140,8 +131,9 @@ def test_a_seedable_loader_is_drawn_by_seed_and_epoch() -> None:
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
     loader = Accelerator(cpu=True, dataloader_config=config).prepare(Loader(list(range(8)), shuffle=True))
     passes = [[batch.item() for batch in loader] for _ in range(2)]
-    theirs = peer.SeedableRandomSampler(range(8), data_seed=5)
-    assert passes == [[*theirs], [*theirs]]
+    order = SeedableRandomSampler(range(8), data_seed=5)
+    assert passes == [[*order], [*order]]
+    assert passes[0] != passes[1]
 
 
 def shuffled(ctx: af.Context) -> list[list[int]]:
@@ -153,6 +145,7 @@ def shuffled(ctx: af.Context) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_ranks_share_one_shuffled_order() -> None:
     first, second = af.testing.run_ranks(shuffled, 2, "processes", cpu=True)
     joined = [index for pair in zip(first, second, strict=True) for batch in pair for index in batch]
@@ -160,25 +153,7 @@ def test_ranks_share_one_shuffled_order() -> None:
     assert joined[9:] == joined[:3]
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_generator_of_ones_own_shuffles_every_pass_as_it_did(num_workers: int) -> None:
-    generator = torch.Generator()
-    plain = Loader(list(range(8)), batch_size=4, shuffle=True, generator=generator, num_workers=num_workers)
-    loader = Accelerator(cpu=True).prepare(plain)
-
-    def passes(one: Any) -> list[list[int]]:
-        generator.manual_seed(42)
-        return [[index for batch in one for index in batch.tolist()] for _ in range(3)]
-
-    assert passes(loader) == passes(plain)
-
-
-class Numbers(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(12))
-
-
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dataset", [Numbers(), list(range(12))], ids=["stream", "map"])
 def test_the_state_of_a_stateful_loader_is_that_of_the_batch_it_yielded(dataset: Any) -> None:

@@ -1,29 +1,26 @@
 """Accelerate's own test scripts, under the alias: what they raise is what the page about them says."""
 
 import json
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.compat import local_glue
+from tests.launch.forked import Job, run_jobs
+from tests.launch.processes import ROOT
 
-peer: Any = pytest.importorskip("accelerate", minversion="1.15.0")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(850), pytest.mark.usefixtures("peer")]
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pages" / "guide" / "accelerate-test-scripts.md").read_text()
 PROGRAM = str(ROOT / "tests" / "compat" / "script_program.py")
-# Those of two processes come last.
+# The last needs two processes.
 SCRIPTS = (
     *("test_cli", "test_ops", "test_sync", "test_script", "test_ddp_comm_hook", "test_merge_weights"),
     *("external_deps.test_pippy", "test_distributed_data_loop"),
 )
-NUM_ON_ONE = len(SCRIPTS) - 1
 TRAINING = (
     "external_deps.test_peak_memory_usage",
     "external_deps.test_performance",
@@ -44,53 +41,29 @@ def documented(script: str, processes: int) -> Failures:
     }
 
 
-def run_scripts(
-    folder: Path, command: list[str], scripts: list[list[str]], **variables: str
-) -> list[tuple[str, Report]]:
-    """Run scripts in one process of each rank, and return what rank 0 reports."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, *command, PROGRAM, str(folder), json.dumps(scripts)],
-        cwd=folder,
-        env={**environment, **offline, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    reports = sorted(folder.glob("reports-*.json"))
-    of_ranks = [json.loads(report.read_text()) for report in reports]
-    for by_script, files in of_ranks:
-        assert [report["failed"] for _, report in by_script] == [
-            report["failed"] for _, report in of_ranks[0][0]
-        ]
-        # Nothing of Accelerate itself was imported.
-        assert files
-        assert {Path(file).is_relative_to(ROOT / "accelfn") for file in files} == {True}
-    return of_ranks[0][0]
+def check(folder: Path, scripts: dict[int, list[list[str]]], variables: dict[str, str] | None = None) -> None:
+    """Run scripts, by number of processes, and compare what they raise with the page."""
+    jobs: list[Job] = []
+    for processes, some in scripts.items():
+        (folder / str(processes)).mkdir()
+        argv = [str(folder / str(processes)), json.dumps(some)]
+        jobs.append(Job(PROGRAM, argv, processes, variables or {}, aliased=True))
+    run_jobs(jobs, folder, 800)
+    for processes, some in scripts.items():
+        of_ranks = [json.loads(one.read_text()) for one in sorted((folder / str(processes)).glob("*.json"))]
+        reports: list[tuple[str, Report]] = of_ranks[0][0]
+        for by_script, files in of_ranks:
+            assert [one["failed"] for _, one in by_script] == [one["failed"] for _, one in reports]
+            # Nothing of Accelerate itself was imported.
+            assert {Path(file).is_relative_to(ROOT / "accelfn") for file in files} == {True}
+        assert [name for name, _ in reports] == [name for name, *_ in some]
+        for name, report in reports:
+            raised = {line: tuple(dict.fromkeys(errors)) for line, errors in report["failed"].items()}
+            assert (name, raised) == (name, documented(name, processes))
+            assert report["passed"] or "import" in raised
 
 
-def launch(processes: int) -> list[str]:
-    return ["-m", "accelfn", "launch", "--compat", "--cpu", "--num_processes", str(processes)]
-
-
-def check(reports: list[tuple[str, Report]], scripts: list[list[str]], processes: int) -> None:
-    assert [name for name, _ in reports] == [name for name, *_ in scripts]
-    for name, report in reports:
-        raised = {line: tuple(dict.fromkeys(errors)) for line, errors in report["failed"].items()}
-        assert (name, raised) == (name, documented(name, processes))
-        assert report["passed"] or "import" in raised
-
-
-def test_a_script_runs_under_the_alias(tmp_path: Path) -> None:
-    scripts = [["test_ops"]]
-    check(run_scripts(tmp_path, ["-m", "accelfn.compat"], scripts), scripts, 1)
-
-
-def test_the_page_lists_every_script() -> None:
+def test_the_page_lists_every_script(peer: Any) -> None:
     package = Path(str(peer.__file__)).parent / "test_utils" / "scripts"
     inside = ["external_deps", ""]
     found = {
@@ -110,30 +83,18 @@ def test_the_page_lists_every_script() -> None:
     assert {script for script, one, _ in rows if one != "needs GPUs"} == tried
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("processes", [1, 2])
-def test_scripts_raise_what_is_documented(tmp_path: Path, processes: int) -> None:
-    scripts = [[name] for name in SCRIPTS[: len(SCRIPTS) if processes > 1 else NUM_ON_ONE]]
-    check(run_scripts(tmp_path, launch(processes), scripts), scripts, processes)
+def test_scripts_raise_what_is_documented(tmp_path: Path) -> None:
+    scripts = [[name] for name in SCRIPTS]
+    check(tmp_path, {1: scripts[:-1], 2: scripts})
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("processes", [1, 2])
-def test_notebooks_raise_what_is_documented(tmp_path: Path, processes: int) -> None:
+def test_notebooks_raise_what_is_documented(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")  # without it the script leaves out a line
-    scripts = [["test_notebook"]]
-    reports = run_scripts(
-        tmp_path, ["-m", "accelfn.compat"], scripts, ACCELERATE_NUM_PROCESSES=str(processes)
-    )
-    check(reports, scripts, processes)
+    # With two, all that it launches takes twice as long; the page says the same of both.
+    check(tmp_path, {1: [["test_notebook"]]}, {"ACCELERATE_NUM_PROCESSES": "1"})
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("processes", [1, 2])
-def test_scripts_that_train_a_model_raise_what_is_documented(tmp_path: Path, processes: int) -> None:
+def test_scripts_that_train_a_model_raise_what_is_documented(tmp_path: Path) -> None:
     pytest.importorskip("evaluate")
     model = ["--model_name_or_path", str(local_glue.write(tmp_path)), "--output_dir", str(tmp_path)]
     scripts = [
@@ -142,4 +103,4 @@ def test_scripts_that_train_a_model_raise_what_is_documented(tmp_path: Path, pro
         [TRAINING[-1], *model, "--partial_train_epoch", "1"],
         [TRAINING[-1], *model, "--resume_from_checkpoint", str(tmp_path / "epoch_0")],
     ]
-    check(run_scripts(tmp_path, launch(processes), scripts), scripts, processes)
+    check(tmp_path, {1: scripts, 2: scripts})

@@ -110,9 +110,3 @@ def test_a_state_is_pickled_as_a_view() -> None:
     twin.__setstate__(state.__getstate__())
     assert state.__getstate__() == {}
     assert twin.device == torch.device("cpu")
-
-
-def test_a_state_is_printed_as_the_peers() -> None:
-    peer = pytest.importorskip("accelerate")
-    assert str(Accelerator(cpu=True).state) == str(peer.Accelerator(cpu=True).state)
-    assert str(PartialState()) == str(peer.PartialState())

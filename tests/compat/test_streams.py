@@ -11,8 +11,6 @@ from torch.utils.data import IterableDataset
 from accelfn.compat.streams import IterableDatasetShard
 from accelfn.errors import ConfigurationError
 
-peer: Any = pytest.importorskip("accelerate.data_loader")
-
 
 class Stream(IterableDataset[int]):
     def __init__(self, number: int) -> None:
@@ -29,6 +27,7 @@ class Stream(IterableDataset[int]):
         return iter(range(self.number))
 
 
+@pytest.mark.slow
 @given(
     number=st.integers(0, 30),
     rows=st.integers(1, 4),
@@ -36,14 +35,21 @@ class Stream(IterableDataset[int]):
     drop_last=st.booleans(),
     split=st.booleans(),
 )
-def test_samples_are_the_peers(number: int, rows: int, size: int, drop_last: bool, split: bool) -> None:
+def test_samples_are_the_peers(
+    peer: Any, number: int, rows: int, size: int, drop_last: bool, split: bool
+) -> None:
     batch = rows * size if split else rows
     for rank in range(size):
         arguments = (Stream(number), batch, drop_last, size, rank, split)
         own = IterableDatasetShard(*arguments)
         samples = [*own]
-        assert samples == [*peer.IterableDatasetShard(*arguments)]
+        assert samples == [*peer.data_loader.IterableDatasetShard(*arguments)]
         assert len(samples) == len(own)
+
+
+def test_ranks_share_a_stream_and_the_last_round_begins_again() -> None:
+    read = [[*IterableDatasetShard(Stream(5), 2, False, 2, rank)] for rank in range(2)]
+    assert read == [[0, 1, 4, 0], [2, 3, 1, 2]]
 
 
 def test_a_batch_that_cant_be_split_is_refused() -> None:

@@ -36,7 +36,13 @@ LLAMA_70B = {
 }
 
 
-@pytest.mark.parametrize(("page", "program", "arguments", "output"), COMMANDS)
+@pytest.mark.parametrize(
+    ("page", "program", "arguments", "output"),
+    [
+        pytest.param(*one, marks=pytest.mark.slow) if "llama_70b" in one[2] else one  # needs transformers
+        for one in COMMANDS
+    ],
+)
 def test_what_a_page_shows_is_what_the_command_says(
     page: str,
     program: str,
@@ -74,6 +80,7 @@ def test_the_pages_show_commands_and_a_picture_each() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["big-models", "offload"])
 def test_a_program_prints_what_its_page_shows(page: str, tmp_path: Path) -> None:
     ((program, script, output),) = SHOWN.findall((GUIDE / f"{page}.md").read_text())

@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import accelfn.bigmodel
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pages" / "guide" / "hooks.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     (shown,) = re.findall(r"^```text\n\$ python docs/examples/take_turns.py\n(.*?)^```$", PAGE, re.M | re.S)
     done = subprocess.run(

@@ -17,7 +17,9 @@ def read(name: str) -> str:
     return (PAGES / f"{name}.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_first_example_gives_what_stands_below_it() -> None:
+    pytest.importorskip("cloudpickle")
     code, shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)\n```", read("launchers"), re.DOTALL)[0]
     *definitions, call = code.strip().splitlines()
     names: dict[str, Any] = {"__name__": "__main__"}  # as in a notebook
@@ -42,7 +44,6 @@ def test_the_report_has_the_parts_that_the_page_shows(capsys: pytest.CaptureFixt
 def test_the_small_commands_print_what_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("yaml")
     page = read("small-commands")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ACCELFN_CONFIG", raising=False)

@@ -1,8 +1,7 @@
-"""The guide to trackers names what is there, and its picture is one that the command draws."""
+"""The guide to trackers names what is there."""
 
 import re
 import shlex
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,9 @@ def test_the_table_has_every_built_in_tracker_and_what_it_needs() -> None:
         assert bool(directory) == tracker.requires_logging_directory
 
 
+@pytest.mark.slow
 def test_the_kinds_of_lines_are_those_that_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
     trackers = init_trackers(Context(), "digits", log_with="jsonl", logging_dir=tmp_path, config={})
     log(trackers, {"a": 1})
     log_images(trackers, {"a": torch.zeros(1, 1)})
@@ -59,14 +60,7 @@ def test_the_commands_of_the_page_are_ones(capsys: pytest.CaptureFixture[str]) -
         for line in section("Runs on the disk").splitlines()
         if line[:12] == "accelfn runs"
     ]
-    assert [words[2] for words in commands] == ["list", "show", "plot", "plot"]
+    assert [words[2] for words in commands] == ["list", "show"]
     for words in commands:
         assert main([*words[1:3], "--dir", "nowhere", *words[3:]]) == 2
         assert "no directory 'nowhere'" in capsys.readouterr().err
-
-
-def test_the_picture_shows_two_runs() -> None:
-    root = ElementTree.parse(GUIDE / "tracking_runs.svg").getroot()
-    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 2
-    texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"loss", "distances/lr-0.03", "distances/lr-0.1"} <= set(texts)

@@ -14,6 +14,7 @@ PAGE = (ROOT / "docs" / "pages" / "guide" / "written-for-accelerate.md").read_te
 COMMANDS = re.findall(r"^\$ (\S+) (.*)\n(.*\n)", SHOWN, re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "arguments", "said"), COMMANDS, ids=["alone", "launched"])
 def test_the_program_prints_what_the_page_shows(program: str, arguments: str, said: str) -> None:
     run = [sys.executable, *(["-m", "accelfn"] if program == "accelfn" else []), *arguments.split()]

@@ -3,59 +3,53 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelfn.launch.main import main
-
-pytestmark = pytest.mark.parametrize("command", ["estimate-memory", "plan-memory"])
+Command = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.parametrize("name", ["estimate-memory", "plan-memory"])
 
 
 def test_functions_that_give_no_model(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    module = f"no_model_of_{command.replace('-', '_')}"
     text = "def needs(width): ...\ndef raises():\n    return 1 / 0\ndef gives():\n    return 3\n"
-    (tmp_path / f"{module}.py").write_text(text)
-    (tmp_path / f"broken_{module}.py").write_text("raise LookupError('no licence')\n")
-    monkeypatch.chdir(tmp_path)
-    try:
-        assert main([command, f"{module}:gives"]) == 2
-        said = f"accelfn {command}: error: {module}:gives must return a module, but returned int.\n"
-        assert capsys.readouterr().err == said
-        assert main([command, f"{module}:needs"]) == 2
-        assert "needs() missing 1 required positional argument: 'width'" in capsys.readouterr().err
-        # What the user's own code raises passes, with its traceback.
-        with pytest.raises(ZeroDivisionError):
-            main([command, f"{module}:raises"])
-        with pytest.raises(LookupError, match="no licence"):
-            main([command, f"broken_{module}:build"])
-    finally:
-        sys.modules.pop(module, None)
+    (tmp_path / "no_model.py").write_text(text)
+    (tmp_path / "broken.py").write_text("raise LookupError('no licence')\n")
+    monkeypatch.delitem(sys.modules, "no_model", raising=False)
+    for line, message in (
+        ("no_model:gives", "error: no_model:gives must return a module, but returned int.\n"),
+        ("no_model:needs", "needs() missing 1 required positional argument: 'width'"),
+        ("no_model:absent", "has no attribute 'absent'"),
+        ("absent_module:build", "No module named 'absent_module'"),
+    ):
+        status, _, stderr = command(f"{name} {line}")
+        assert (status, message in stderr) == (2, True), stderr
+    # What the user's own code raises passes, with its traceback.
+    with pytest.raises(ZeroDivisionError):
+        command(f"{name} no_model:raises")
+    with pytest.raises(LookupError, match="no licence"):
+        command(f"{name} broken:build")
 
 
-def test_the_ending_of_the_output_says_its_form(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_ending_of_the_output_says_its_form(name: str, tmp_path: Path, command: Command) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
-    given = [command, str(tmp_path / "model.safetensors")]
-    if (
-        command == "plan-memory"
-    ):  # otherwise the plan shows how much memory is free, which changes between runs
-        given += ["--max_memory", "cpu=1GB"]
-    for ending, begin in (("txt", None), ("json", "{"), ("SVG", "<svg"), ("html", "<!")):
-        assert main([*given, "--output", str(tmp_path / f"a.{ending}")]) == 0
-        assert begin is None or (tmp_path / f"a.{ending}").read_text().lower().startswith(begin)
-    assert main([*given]) == 0
-    assert capsys.readouterr().out == (tmp_path / "a.txt").read_text()
-    assert main([*given, "--output", str(tmp_path / "plain")]) == 0
-    assert (tmp_path / "plain").read_text() == (tmp_path / "a.txt").read_text()
-    assert main([*given, "--output", str(tmp_path / "a.foo")]) == 2
-    said = "a.foo'. Use one of .txt, .json, .svg, .html, .htm, or pass --format."
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "a.foo").exists()
-    assert main([*given, "--output", str(tmp_path / "a.foo"), "--format", "json"]) == 0
-    assert (tmp_path / "a.foo").read_text().startswith("{")
+    line = f"{name} model.safetensors"
+    if name == "plan-memory":  # otherwise it shows how much memory is free, which changes between runs
+        line += " --max_memory cpu=1GB"
+    for ending, begin in (("txt", ""), ("json", "{"), ("SVG", "<svg"), ("html", "<!"), ("plain", "")):
+        target = Path("plain" if ending == "plain" else f"a.{ending}")
+        assert command(f"{line} --output {target}")[:2] == (0, "")
+        assert target.read_text().lower().startswith(begin)
+    printed = command(line)[1]
+    assert printed == Path("a.txt").read_text() == Path("plain").read_text()
+    status, _, stderr = command(f"{line} --output a.foo")
+    assert status == 2
+    assert "a.foo'. Use one of .txt, .json, .svg, .html, .htm, or pass --format." in stderr
+    assert not Path("a.foo").exists()
+    assert command(f"{line} --output a.foo --format json")[0] == 0
+    assert Path("a.foo").read_text().startswith("{")

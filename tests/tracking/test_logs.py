@@ -1,7 +1,8 @@
-"""Loggers that know their rank, bars that are shown once, and tracebacks by rich."""
+"""Loggers that know their rank, and bars that are shown once."""
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any, cast
@@ -42,8 +43,7 @@ def kept() -> Iterator[Kept]:
 
 @pytest.fixture
 def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in LAUNCHED.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED})
 
 
 def test_a_message_comes_once_or_from_every_rank(kept: Kept) -> None:
@@ -82,8 +82,7 @@ def test_in_order_needs_a_context_only_where_there_are_several_ranks(
 ) -> None:
     get_logger("accelfn-test").warning("alone", in_order=True)
     assert kept.texts == ["[RANK 0] alone"]
-    for name, value in LAUNCHED.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED})
     with pytest.raises(
         ConfigurationError, match=r"in_order=True needs a context .* 2 ranks.*get_logger\(name, ctx=ctx\)"
     ):
@@ -142,37 +141,32 @@ def test_a_warning_is_logged_once_per_arguments(kept: Kept) -> None:
     assert kept.texts == ["[RANK 0] number 1", "[RANK 0] number 2", "[RANK 0] number 1"]
 
 
-def test_the_level_is_the_loggers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_level_is_the_loggers_own(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     root, logger = logging.getLogger(), logging.getLogger("accelfn-test")
     before = root.level
-    get_logger("accelfn-test", "debug")
-    assert (logger.level, root.level) == (logging.DEBUG, before)
-    get_logger("accelfn-test")
-    assert logger.level == logging.DEBUG
-    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
-    get_logger("accelfn-test")
-    assert logger.level == logging.ERROR
-    monkeypatch.setenv("ACCELFN_LOG_LEVEL", "info")
-    get_logger("accelfn-test")
-    assert logger.level == logging.INFO
-    get_logger("accelfn-test", logging.CRITICAL)
-    assert (logger.level, root.level) == (logging.CRITICAL, before)
+    for variables, given, level in (
+        ({}, "debug", logging.DEBUG),
+        ({}, None, logging.DEBUG),
+        ({"ACCELERATE_LOG_LEVEL": "error"}, None, logging.ERROR),
+        ({"ACCELFN_LOG_LEVEL": "info"}, None, logging.INFO),
+        ({}, logging.CRITICAL, logging.CRITICAL),
+        ({"ACCELFN_LOG_LEVEL": "warn"}, None, logging.WARNING),
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        get_logger("accelfn-test", given)
+        assert (logger.level, root.level) == (level, before)
     with pytest.raises(ConfigurationError, match=r"unknown level 'LOUD'. Use one of DEBUG"):
         get_logger("accelfn-test", "LOUD")
     monkeypatch.setenv("ACCELFN_LOG_LEVEL", "10")
-    with pytest.raises(
-        ConfigurationError, match=r"unknown level '10' \(from the variable ACCELFN_LOG_LEVEL\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"level '10' \(from the variable ACCELFN_LOG_LEVEL\)"):
         get_logger("accelfn-test")
-    monkeypatch.setenv("ACCELFN_LOG_LEVEL", "warn")
-    get_logger("accelfn-test")
-    assert logger.level == logging.WARNING
-    logger.setLevel(logging.NOTSET)
 
 
 # --- progress ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_bar_is_shown_on_the_main_process_and_the_loop_is_the_same(capfd: Any) -> None:
     pytest.importorskip("tqdm")
 
@@ -187,6 +181,7 @@ def test_a_bar_is_shown_on_the_main_process_and_the_loop_is_the_same(capfd: Any)
     assert "rank1" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_launched")
 def test_without_a_context_the_launcher_decides_who_shows_the_bar() -> None:
     pytest.importorskip("tqdm")
@@ -201,54 +196,25 @@ def test_without_a_context_the_launcher_decides_who_shows_the_bar() -> None:
         counted.set_postfix(loss=0.5)
 
 
-def test_arguments_by_place_are_those_of_tqdm() -> None:
+@pytest.mark.slow
+def test_arguments_are_those_of_tqdm() -> None:
     pytest.importorskip("tqdm")
     file = io.StringIO()
     bar: Any = tqdm(range(2), "training", 5, ctx=Context(), file=file)
     assert bar.total == 5
     bar.close()
     assert "training" in file.getvalue()
-
-
-def test_the_users_wish_for_no_bar_counts() -> None:
-    pytest.importorskip("tqdm")
-    bar: Any = tqdm(range(1), disable=True)
-    assert bar.disable
+    hidden: Any = tqdm(range(1), disable=True)
+    assert hidden.disable
 
 
 def test_the_old_form_is_an_error() -> None:
-    with pytest.raises(TypeError, match="main_process_only=True by name"):
-        tqdm(True)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="main_process_only=False by name"):
-        tqdm(False)  # pyright: ignore[reportArgumentType]
+    for old in (True, False):
+        with pytest.raises(TypeError, match=f"main_process_only={old} by name"):
+            tqdm(old)  # pyright: ignore[reportArgumentType]
 
 
-def test_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    monkeypatch.setitem(sys.modules, "rich.traceback", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[progress\]'"):
         tqdm(range(3))
-    with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[cli\]'"):
-        af.install_rich_tracebacks()
-
-
-# --- tracebacks ----------------------------------------------------------------------------------
-
-
-def test_rich_tracebacks_are_asked_for_and_can_be_undone() -> None:
-    pytest.importorskip("rich")
-    before = sys.excepthook
-    undo = af.install_rich_tracebacks()
-    try:
-        assert sys.excepthook is not before
-    finally:
-        undo()
-    assert sys.excepthook is before
-    undo = af.install_rich_tracebacks()
-
-    def other(*_: Any) -> None: ...
-
-    sys.excepthook = other
-    undo()
-    assert sys.excepthook is other  # somebody else's by now
-    sys.excepthook = before

@@ -6,11 +6,14 @@
 import argparse
 import dataclasses
 import enum
+import pickle
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -22,8 +25,12 @@ from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableEr
 from accelfn.testing import run_ranks
 from accelfn.tracking import (
     BlankTracker,
+    DVCLiveTracker,
     GeneralTracker,
+    MLflowTracker,
+    TensorBoardTracker,
     TrackerPlan,
+    WandBTracker,
     finish,
     get_tracker,
     init_trackers,
@@ -45,21 +52,24 @@ class Memory(GeneralTracker):
         super().__init__()
         self.calls: list[tuple[Any, ...]] = [("built", project_name, options)]
 
+    def note(self, kind: str, *given: Any) -> None:
+        self.calls.append((kind, *given))
+
     @property
     def tracker(self) -> list[tuple[Any, ...]]:
         return self.calls
 
     def start(self) -> None:
-        self.calls.append(("start",))
+        self.note("start")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.calls.append(("config", values))
+        self.note("config", values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.calls.append(("log", values, step, kwargs))
+        self.note("log", values, step, kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.calls.append(("images", list(values), step))
+        self.note("images", list(values), step)
 
     def log_table(
         self,
@@ -70,10 +80,10 @@ class Memory(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self.calls.append(("table", table_name, columns, data, step))
+        self.note("table", table_name, columns, data, step)
 
     def finish(self) -> None:
-        self.calls.append(("finish",))
+        self.note("finish")
 
 
 class Everywhere(Memory):
@@ -90,28 +100,13 @@ class Broken(Memory):
         super().__init__(project_name)
         self.breaks = breaks
 
-    def _check(self, call: str) -> None:
-        if call in self.breaks:
-            raise ConnectionError(f"no network in {call}")
-
-    def start(self) -> None:
-        self._check("start")
-        super().start()
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self._check("config")
-        super().store_init_configuration(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self._check("log")
-        super().log(values, step, **kwargs)
-
-    def finish(self) -> None:
-        self._check("finish")
-        super().finish()
+    def note(self, kind: str, *given: Any) -> None:
+        if kind in self.breaks:
+            raise ConnectionError(f"no network in {kind}")
+        super().note(kind, *given)
 
 
-def kinds(tracker: Memory) -> list[str]:
+def kinds(tracker: Any) -> list[str]:
     return [call[0] for call in tracker.calls]
 
 
@@ -138,9 +133,8 @@ def test_an_instance_is_taken_as_it_is_and_gets_every_call_in_order() -> None:
 
 
 def test_a_class_is_built_with_the_project_and_its_arguments() -> None:
-    trackers = init_trackers(
-        Context(), "project", log_with=[Memory], init_kwargs={"memory": {"color": "red"}}
-    )
+    options = {"memory": {"color": "red"}}
+    trackers = init_trackers(Context(), "project", log_with=[Memory], init_kwargs=options)
     memory = get_tracker(trackers, "memory")
     assert isinstance(memory, Memory)
     assert memory.calls[0] == ("built", "project", {"color": "red"})
@@ -163,11 +157,8 @@ def test_all_are_started_before_any_gets_the_configuration() -> None:
     order: list[str] = []
 
     class First(Memory):
-        def start(self) -> None:
-            order.append(f"start {self.name}")
-
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            order.append(f"config {self.name}")
+        def note(self, kind: str, *given: Any) -> None:
+            order.append(f"{kind} {self.name}")
 
     class Second(First):
         name = "second"
@@ -216,17 +207,6 @@ def test_a_rank_where_no_tracker_acts_does_not_touch_the_values() -> None:
     run_ranks(run, 2)
 
 
-def test_two_runs_at_once_know_nothing_of_each_other() -> None:
-    one, other = Memory(), Memory()
-    first = init_trackers(Context(), "one", log_with=one)
-    second = init_trackers(Context(), "other", log_with=other)
-    log(first, {"a": 1})
-    finish(first)
-    log(second, {"b": 2})
-    assert kinds(one) == ["built", "start", "log", "finish"]
-    assert kinds(other) == ["built", "start", "log"]
-
-
 def test_logging_after_the_end_is_an_error() -> None:
     trackers = init_trackers(Context(), "project", log_with=Memory)
     finish(trackers)
@@ -241,15 +221,12 @@ def test_a_stand_in_takes_what_runs_of_packages_take_beside_calls() -> None:
     run.name = "renamed"
     with run.context("validation") as inside:
         assert inside["loss"] is blank
-    assert list(run.scan_history()) == []
-    assert "best" not in run.summary
-    assert not run
-    assert run.dir / "images" is blank
-    assert blank.log_images({}) is blank.log_table("t")
-    with pytest.raises(AttributeError):
-        blank.__wrapped__  # noqa: B018 -- what inspect looks for
     with pytest.raises(ValueError, match="of the user"), run.context():
         raise ValueError("of the user")
+    assert (list(run.scan_history()), "best" in run.summary, bool(run)) == ([], False, False)
+    assert run.dir / "images" is blank
+    with pytest.raises(AttributeError):
+        blank.__wrapped__  # noqa: B018 -- what inspect looks for
 
 
 # --- what is chosen ------------------------------------------------------------------------------
@@ -265,13 +242,8 @@ def test_all_means_what_is_installed_and_skips_with_a_note_what_lacks_a_director
     assert plan.names == ("wandb",)
     assert [note.split()[0] for note in plan.skipped] == ["aim", "tensorboard"]
     assert names("all", "runs", there) == ("jsonl", "aim", "tensorboard", "wandb")
-    assert names(["all", "wandb", Memory()], "runs", there) == (
-        "wandb",
-        "memory",
-        "jsonl",
-        "aim",
-        "tensorboard",
-    )
+    mixed = names(["all", "wandb", Memory()], "runs", there)
+    assert mixed == ("wandb", "memory", "jsonl", "aim", "tensorboard")
 
 
 def test_notes_on_all_are_printed_once_on_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +257,8 @@ def test_notes_on_all_are_printed_once_on_the_main_process(monkeypatch: pytest.M
 
 
 def test_a_class_of_a_built_in_name_takes_its_place_under_all() -> None:
-    class Mine(Memory):
-        name = "wandb"
-
-    plan = plan_trackers(["all", Mine], installed=lambda one: one.name == "wandb")
-    assert plan.chosen == (Mine,)
+    mine: Any = type("Mine", (Memory,), {"name": "wandb"})
+    assert plan_trackers(["all", mine], installed=lambda one: one.name == "wandb").chosen == (mine,)
 
 
 @pytest.mark.parametrize(
@@ -308,16 +277,8 @@ def test_a_class_of_a_built_in_name_takes_its_place_under_all() -> None:
 def test_invalid_log_with_is_refused(log_with: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         names(log_with)
-
-
-def test_a_named_tracker_without_its_directory_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="Pass logging_dir or project_dir"):
-        names("tensorboard", there=("tensorboard",))
-
-
-@pytest.mark.parametrize("asked", [None, (), []])
-def test_nothing_asked_is_nothing_chosen(asked: Any) -> None:
-    assert names(asked) == ()
+    for nothing in (None, (), []):
+        assert names(nothing) == ()
 
 
 def test_attributes_that_are_missing_are_named() -> None:
@@ -336,9 +297,7 @@ def test_attributes_that_are_missing_are_named() -> None:
 
 
 def test_arguments_for_a_tracker_that_is_not_chosen_are_an_error() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"init_kwargs: this run has no tracker 'wandb', only memory"
-    ):
+    with pytest.raises(ConfigurationError, match="init_kwargs: this run has no tracker 'wandb', only memory"):
         init_trackers(Context(), "project", log_with=Memory, init_kwargs={"wandb": {}})
     trackers = init_trackers(Context(), "project", log_with=Memory)
     with pytest.raises(ConfigurationError, match="log_kwargs: this run has no tracker 'wandb'"):
@@ -346,7 +305,7 @@ def test_arguments_for_a_tracker_that_is_not_chosen_are_an_error() -> None:
     with pytest.raises(ConfigurationError, match="get_tracker: this run has no tracker 'wandb'"):
         get_tracker(trackers, "wandb")
     with pytest.raises(ValueError, match="on_error must be"):
-        init_trackers(Context(), "project", log_with=Memory, on_error="ignore")  # pyright: ignore[reportArgumentType]
+        init_trackers(Context(), "project", log_with=Memory, on_error=cast("Any", "ignore"))
 
 
 @pytest.mark.parametrize("step", [torch.tensor(7), torch.tensor([7]), True])
@@ -358,8 +317,6 @@ def test_a_step_of_another_package_is_a_number(step: Any) -> None:
     log_table(trackers, "t", data=[[1]], step=step)
     steps = [memory.calls[-3][2], memory.calls[-2][2], memory.calls[-1][4]]
     assert steps == [int(step)] * 3
-    with pytest.raises(TypeError):
-        log(trackers, {}, step=cast("Any", 2.5))
 
 
 def test_a_table_has_rows_that_fit_its_columns() -> None:
@@ -368,17 +325,12 @@ def test_a_table_has_rows_that_fit_its_columns() -> None:
         log_table(trackers, "t")
     with pytest.raises(ValueError, match=r"must have 2 cells.*row 1 has 1"):
         log_table(trackers, "t", ["a", "b"], [[1, 2], [3]])
+    for data in (torch.ones(2, 1), iter([[1.0], (torch.tensor(1.0),)])):  # from anything
+        log_table(trackers, "t", ["a"], cast("Any", data))
+        assert get_tracker(trackers, "memory", unwrap=True)[-1][3] == [[1.0], [1.0]]
 
 
 # --- a tracker that fails ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("data", [torch.ones(2, 1), iter([[1.0], (torch.tensor(1.0),)])])
-def test_rows_of_a_table_come_from_anything(data: Any) -> None:
-    memory = Memory()
-    trackers = init_trackers(Context(), "project", log_with=memory)
-    log_table(trackers, "t", ["a"], data)
-    assert memory.calls[-1][3] == [[1.0], [1.0]]
 
 
 def test_a_failing_tracker_warns_once_and_the_others_continue() -> None:
@@ -418,34 +370,17 @@ def test_wrong_arguments_of_a_tracker_are_an_error_on_every_rank() -> None:
 
 def test_where_it_is_asked_for_a_failure_is_every_ranks() -> None:
     def run(ctx: Context) -> str:
-        memory = Memory()
-        trackers = init_trackers(ctx, "project", log_with=[Broken(breaks=("log",)), memory], on_error="raise")
+        trackers = init_trackers(ctx, "project", log_with=[Broken(), Memory()], on_error="raise")
         try:
             log(trackers, {"a": 1})
             af.wait_for_everyone(ctx)
         except RemoteRankError as error:
             return f"{error.rank} {error.cause} {error.operation}"
         except ConnectionError:
-            return f"mine, {kinds(memory)[-1]}"
+            return kinds(get_tracker(trackers, "memory"))[-1]
         return "nothing"
 
-    assert run_ranks(run, 2) == ["mine, log", "0 ConnectionError tracker.log"]
-
-
-def test_a_value_that_can_not_be_read_does_not_stop_the_run() -> None:
-    class Unreadable:
-        dtype, shape, size = None, (), 1
-
-        def tolist(self) -> Any: ...
-
-        def item(self) -> Any:
-            raise ValueError("not today")
-
-    memory = Memory()
-    trackers = init_trackers(Context(), "project", log_with=memory)
-    with pytest.warns(UserWarning, match="the value 'a' failed in log: ValueError: not today.*it is skipped"):
-        log(trackers, {"a": Unreadable(), "b": 2}, step=1)
-    assert memory.calls[-1] == ("log", {"b": 2}, 1, {})
+    assert run_ranks(run, 2) == ["log", "0 ConnectionError tracker.log"]
 
 
 def test_unsupported_values_are_reported_once() -> None:
@@ -470,23 +405,16 @@ def test_unsupported_values_are_reported_once() -> None:
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 
 
-@st.composite
-def tensors(draw: st.DrawFn) -> torch.Tensor:
-    shape = draw(st.lists(st.integers(0, 3), max_size=3))
-    dtype = draw(st.sampled_from(DTYPES))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype)
-
-
-@given(st.dictionaries(st.text(max_size=3), tensors(), max_size=4))
-def test_a_tensor_of_one_element_is_a_number_and_others_are_lists(values: dict[str, torch.Tensor]) -> None:
-    for name, number in af.tracking.read_numbers({"deep": values})["deep"].items():
-        one = values[name]
-        assert number == (one.item() if one.numel() == 1 else one.tolist())
+@given(st.lists(st.integers(0, 3), max_size=3), st.sampled_from(DTYPES), st.integers(0, 999))
+def test_a_tensor_of_one_element_is_a_number_and_others_are_lists(
+    shape: list[int], dtype: torch.dtype, seed: int
+) -> None:
+    one = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 100).to(dtype)
+    found = af.tracking.read_numbers({"deep": {"a": one}})["deep"]["a"]
+    assert found == (one.item() if one.numel() == 1 else one.tolist())
 
 
 def test_other_values_stay_unchanged() -> None:
-    numpy = pytest.importorskip("numpy")
     values = {"a": None, "b": "x", "c": [1, 2.5], "d": numpy.float32(0.5), "e": numpy.arange(2), "f": (True,)}
     found = af.tracking.read_numbers(values)
     assert found == {"a": None, "b": "x", "c": [1, 2.5], "d": 0.5, "e": [0, 1], "f": [True]}
@@ -546,15 +474,9 @@ def test_the_context_keeps_what_is_asked_for() -> None:
     assert ctx.log_with == ("wandb", memory)
     assert ctx.replace(mixed_precision="bf16").log_with == ctx.log_with
     assert ctx.replace(log_with=[]).log_with == ()
+    assert pickle.loads(pickle.dumps(ctx)).log_with == ("wandb",)  # it travels with the names alone
     with pytest.raises(ConfigurationError, match="Did you mean 'mlflow'"):
         Context().replace(log_with="mlfow")
-
-
-def test_a_context_travels_with_the_names_alone() -> None:
-    import pickle
-
-    ctx = Context().replace(log_with=["jsonl", Memory()])
-    assert pickle.loads(pickle.dumps(ctx)).log_with == ("jsonl",)
 
 
 def test_without_any_word_a_run_goes_into_json_lines(tmp_path: Path) -> None:
@@ -572,17 +494,53 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    ("values", "step", "message"),
-    [
+def test_what_can_not_be_logged_is_refused_and_nothing_is_kept() -> None:
+    trackers = init_trackers(Context(), "run", log_with=(memory := Memory()))
+    for values, step, message in (
         ([1, 2], None, "log: values must be a mapping of names to values, got list"),
         ({"a": 1}, 1.5, "log: step must be an integer or None, got 1.5"),
-    ],
-)
-def test_what_can_not_be_logged_is_refused_and_nothing_is_kept(values: Any, step: Any, message: str) -> None:
-    memory = Memory()
-    trackers = init_trackers(Context(), "run", log_with=memory)
-    before = list(memory.calls)
-    with pytest.raises(TypeError, match=message):
-        log(trackers, values, step)
-    assert memory.calls == before
+    ):
+        with pytest.raises(TypeError, match=message):
+            log(trackers, cast("Any", values), cast("Any", step))
+    assert kinds(memory) == ["built", "start"]
+
+
+# --- the built-in ones, without their packages ----------------------------------------------------
+
+
+def test_mlflow_tags_are_json() -> None:
+    assert MLflowTracker("x", tags='{"a": 1}').tags == {"a": 1}
+    for tags in ("{", "[1]"):
+        with pytest.raises(ConfigurationError, match="tags must be a JSON object"):
+            MLflowTracker("x", tags=tags)
+
+
+def test_dvclive_takes_one_that_is_there() -> None:
+    calls: list[Any] = []
+
+    class Live:
+        step = -1
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            def call(*given: object) -> None:
+                calls.append((name, *given))
+
+            return call
+
+    trackers = init_trackers(Context(), "digits", log_with=DVCLiveTracker(live=Live()), on_error="raise")
+    log(trackers, {"loss": 0.5, "x": {"y": "z"}}, step=4)
+    finish(trackers)
+    assert calls == [("log_metric", "loss", 0.5), ("log_metric", "x/y", "z"), ("next_step",), ("end",)]
+
+
+def test_a_package_that_is_gone_when_it_is_needed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorBoardTracker, "modules", ("no_such_package",))
+    with pytest.raises(MissingExtraError, match="needs no_such_package, which isn't installed"):
+        TensorBoardTracker("x", "y").start()
+
+
+def test_a_folder_that_a_run_left_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "left_by_a_run").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(WandBTracker, "modules", ("left_by_a_run",))
+    assert not WandBTracker.is_installed()

@@ -7,7 +7,7 @@ sitecustomize that it would have imported is imported after it.
 import os
 import sys
 
-_VARIABLE = "ACCELFN_COMPAT_ARITHMETIC"
+_VARIABLE = "ACCELFN_COMPAT_CHILD"
 
 
 def _run() -> None:
@@ -23,7 +23,7 @@ def _run() -> None:
             sys.modules["sitecustomize"] = own
     from accelfn.compat import install
 
-    install("accelfn" if os.environ[_VARIABLE] == "accelfn" else "accelerate")
+    install()
 
 
 if _VARIABLE in os.environ:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.files import join_items
+from accelfn.launch.config.files import NULLS, join_items
 from accelfn.launch.config.options import OPTIONS, RENAMED, Option, read_value, suggest
 from accelfn.launch.config.record import LaunchConfig
 
@@ -33,9 +33,25 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
         "ipex_config": "",
     }
 )
+# Keys of launchers that start the other machines too, and how to start them instead.
+_REACHING: Mapping[str, str] = MappingProxyType(
+    {
+        "mpirun_hostfile": "run: mpirun --hostfile FILE python train.py",
+        **dict.fromkeys(
+            (
+                "deepspeed_hostfile",
+                "deepspeed_multinode_launcher",
+                "deepspeed_exclusion_filter",
+                "deepspeed_inclusion_filter",
+            ),
+            "start accelfn launch on every machine, or run: deepspeed --hostfile FILE train.py",
+        ),
+    }
+)
 # Dropped keys, and the reason.
 _DROPPED: Mapping[str, str] = MappingProxyType(
     {
+        **_REACHING,
         "mpirun_ccl": "set CCL_WORKER_COUNT instead",
         "fsdp_limit_all_gathers": "always on",
         "fp8_use_mxfp8_block_scaling": "set ACCELFN_FP8_USE_MXFP8_BLOCK_SCALING instead",
@@ -82,6 +98,12 @@ def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
         flat.pop("mixed_precision", None)
     for key, value in flat.items():
         _read_entry(key, value, values, notes, path)
+    reaching = [key for key in _REACHING if key in flat and _is_set(key, flat[key])]
+    if reaching and values.get("num_machines", 1) != 1:
+        raise ConfigurationError(
+            f"{path}: {reaching[0]}: accelfn launch starts the processes of one machine. Remove the key, and "
+            f"{_REACHING[reaching[0]]}"
+        )
     if values.get("num_machines", 1) == 1:
         # Accelerate writes these for one machine too, without effect.
         values.pop("rdzv_backend", None)
@@ -135,7 +157,7 @@ def _read_type(kind: str, values: dict[str, object], notes: list[str], path: str
 def _read_entry(key: str, value: object, values: dict[str, object], notes: list[str], path: str) -> None:
     name = RENAMED.get(key, key)
     if key in _DROPPED:
-        if key not in _SWITCHES or _is_true(value):
+        if _is_set(key, value):
             notes.append(f"{key}: dropped; {_DROPPED[key]}.")
         return
     if name not in OPTIONS:
@@ -163,6 +185,12 @@ def _read_entry(key: str, value: object, values: dict[str, object], notes: list[
         raise ConfigurationError(f"{path}: {key}: {error}") from None
     if parsed != option.default:
         values[name] = parsed
+
+
+def _is_set(key: str, value: object) -> bool:
+    """Return whether the value of a dropped key asks for something."""
+    is_default = key == "deepspeed_multinode_launcher" and value == "standard"
+    return not is_default and value not in NULLS and (key not in _SWITCHES or _is_true(value))
 
 
 def _text_of(option: Option, value: object) -> str:

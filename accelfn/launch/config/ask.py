@@ -26,10 +26,6 @@ from accelfn.launch.config.questions import (
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.plan.machine import Machine
 
-#: Modules of the engines of fp8, by their names in ``fp8_backend``.
-FP8_MODULES: Mapping[str, str] = MappingProxyType(
-    {"ao": "torchao", "te": "transformer_engine", "msamp": "msamp"}
-)
 #: Asks a question, given its choices and default. Returns the text of the answer, empty for the default.
 Ask = Callable[[Question, tuple[str, ...], object], str]
 
@@ -70,24 +66,19 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
     def ask(question: Question, choices: tuple[str, ...], default: object) -> str:
         return _ask(questionary, question, choices, default)
 
-    has_tpu, has_sagemaker = (
-        importlib.util.find_spec(package) is not None for package in ("torch_xla", "sagemaker")
+    has_tpu, has_sagemaker, has_fp8, has_deepspeed = (
+        importlib.util.find_spec(package) is not None
+        for package in ("torch_xla", "sagemaker", "torchao", "deepspeed")
     )
-    engines = tuple(name for name, module in FP8_MODULES.items() if importlib.util.find_spec(module))
-    missing = [module for name, module in FP8_MODULES.items() if name not in engines]
-    if missing:
-        print(
-            f"note: fp8 is offered with the engines that are installed; not installed: {', '.join(missing)}"
-        )
-    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
-    if not has_deepspeed:
-        print("DeepSpeed is not installed, so it isn't offered. To use it: pip install 'accelfn[deepspeed]'")
+    offered = (("fp8", "torchao", has_fp8), ("DeepSpeed", "deepspeed", has_deepspeed))
+    for what, extra in ((what, extra) for what, extra, is_there in offered if not is_there):
+        print(f"{what} isn't offered: it needs pip install 'accelfn[{extra}]'")
     first = first_answers(
         saved,
         machine.devices,
         has_tpu=has_tpu,
         has_sagemaker=has_sagemaker,
-        fp8_engines=engines,
+        has_fp8=has_fp8,
         has_deepspeed=has_deepspeed,
     )
     return values_of(ask_questions(first, saved, ask, print))

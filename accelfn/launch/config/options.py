@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar, cast
 
-from accelfn.launch.config.secrets import hide_in_text
-
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 _N = TypeVar("_N", int, float)
@@ -198,7 +196,7 @@ class Section:
         title: Heading in the help.
         name: Key in a config file; empty for top-level options.
         prefix: Prefix of the options' names that their keys in the file omit.
-        switch: Option that activates the section, or ``"sbatch"``, the flag; empty if it is always active.
+        switch: Option that activates the section; empty if it is always active.
         on: The switch's value that activates it; None for any value except ``no``.
         exports: Prefix of the options' variables in Accelerate; empty if there are none.
     """
@@ -314,10 +312,6 @@ _EXPORTED: Mapping[str, str] = MappingProxyType(
         "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
         "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
         "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        "deepspeed_hostfile": "",
-        "deepspeed_exclusion_filter": "",
-        "deepspeed_inclusion_filter": "",
-        "deepspeed_multinode_launcher": "",
         "fp8_override_linear_precision": "",
     }
 )
@@ -326,7 +320,6 @@ _DYNAMO_BACKENDS = (
     *("fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm"),
 )
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-_LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
 _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
@@ -343,7 +336,6 @@ _TABLE: tuple[Section | Option, ...] = (
     Option("module", BOOL, False, "run the script as a module, as python -m does", alias="-m"),
     Option("no_python", BOOL, False, "run the script directly, without Python"),
     Option("compat", BOOL, False, "run a program written for Accelerate, as python -m accelfn.compat does"),
-    Option("compat_arithmetic", choice("accelerate", "accelfn"), "accelerate", "whose arithmetic it has"),
     Option("debug", BOOL, False, "check the arguments of every collective on all ranks"),
     Option("quiet", BOOL, False, "print neither the start line nor the failure report", alias="-q"),
     Option("compute_environment", _PLACES, "LOCAL_MACHINE", "where the script runs"),
@@ -432,15 +424,6 @@ _TABLE: tuple[Section | Option, ...] = (
     Option("gradient_clipping", real(0), None, "maximum gradient norm"),
     Option("zero3_init_flag", BOOL, None, "construct models already sharded (zero.Init)"),
     Option("zero3_save_16bit_model", BOOL, None, "save unsharded 16-bit weights in stage 3"),
-    Option("deepspeed_hostfile", FILE, None, "hosts and slots; start all with DeepSpeed's launcher"),
-    Option("deepspeed_exclusion_filter", TEXT, None, "hosts and devices to exclude"),
-    Option("deepspeed_inclusion_filter", TEXT, None, "hosts and devices to include"),
-    Option(
-        "deepspeed_multinode_launcher",
-        choice(*_LAUNCHERS),
-        None,
-        "how to reach the hosts (pdsh); standard is torchrun, on every machine",
-    ),
     Option("deepspeed_moe_layer_cls_names", NAMES, None, "classes of mixture-of-experts layers"),
     Section("Megatron-LM", "megatron_lm", "megatron_lm_", "use_megatron_lm", exports="MEGATRON_LM_"),
     Option("megatron_lm_tp_degree", COUNT, 1, "tensor-parallel size"),
@@ -513,8 +496,6 @@ _TABLE: tuple[Section | Option, ...] = (
     Option("fp8_opt_level", choice("O1", "O2"), "O2", "optimization level (msamp)"),
     Option("fp8_enable_fsdp_float8_all_gather", BOOL, True, "all-gather FSDP parameters in fp8 (ao)"),
     Option("fp8_pad_inner_dim", BOOL, True, "pad matrices to the sizes that the kernels need (ao)"),
-    Section("MPI", "mpirun", "mpirun_"),
-    Option("mpirun_hostfile", FILE, None, "start with mpirun on the hosts that this file lists"),
     Section("TPU", "tpu_options", "tpu_", "tpu"),
     Option(
         "tpu_cluster",
@@ -544,17 +525,6 @@ _TABLE: tuple[Section | Option, ...] = (
     Option("sagemaker_inputs_file", FILE, None, "table of inputs: name and location, separated by a tab"),
     Option("sagemaker_metrics_file", FILE, None, "table of metrics: name and regular expression"),
     Option("additional_args", TEXTS, None, "NAME=VALUE for the estimator, VALUE may be JSON; repeatable"),
-    Section("SLURM", "slurm", "slurm_", "sbatch", "FILE"),
-    Option("slurm_partition", TEXT, None, "partition"),
-    Option("slurm_account", TEXT, None, "account to charge"),
-    Option("slurm_time", TEXT, None, "time limit, such as 08:00:00"),
-    Option("slurm_job_name", TEXT, "accelfn", "job name"),
-    Option("slurm_gpus_per_node", integer(0), None, "accelerators per machine (its number of processes)"),
-    Option("slurm_cpus_per_task", COUNT, None, "cores per machine"),
-    Option("slurm_mem", TEXT, None, "memory per machine, such as 64G"),
-    Option("slurm_output", TEXT, None, "output file, such as logs/%j.out"),
-    Option("slurm_extra", TEXTS, None, "further option for sbatch, such as --qos=high; repeatable"),
-    Option("slurm_setup", TEXTS, None, "shell command to run first, such as module load cuda; repeatable"),
 )
 
 
@@ -589,7 +559,7 @@ def read_value(option: Option, text: str) -> object:
     except ValueError:
         close = suggest(text, option.kind.choices)
         hint = f" Did you mean {close}?" if close else ""
-        raise ValueError(f"it must be {option.kind.accepts}, got {hide_in_text(text)!r}.{hint}") from None
+        raise ValueError(f"it must be {option.kind.accepts}, got {text!r}.{hint}") from None
 
 
 def suggest(word: str, words: Iterable[str]) -> str | None:

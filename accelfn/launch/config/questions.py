@@ -85,7 +85,6 @@ _is_multi = _has("machine_type", CPUS, ACCELERATORS)
 _is_sagemaker = _has("compute_environment", "AMAZON_SAGEMAKER")
 _has_sagemaker = _has("has_sagemaker", True)
 _is_tpu = _has("machine_type", TPU)
-_is_cluster = _has("tpu_cluster", True)
 _has_fsdp = _has("use_fsdp", True)
 _has_deepspeed = _has("use_deepspeed", True)
 _has_mesh = _has("use_parallelism_config", True)
@@ -103,28 +102,12 @@ def _asks_machines(answers: Answers) -> bool:
     return _is_multi(answers) or answers.get("sagemaker_distributed_type") == "DATA_PARALLEL"
 
 
-def _needs_rendezvous(answers: Answers) -> bool:
-    """Return whether machines need a rendezvous; mpirun and DeepSpeed start all of them themselves."""
-    starts_all = answers.get("mpirun_hostfile") is not None or _is_reached(answers)
-    return _has_machines(answers) and not starts_all
-
-
 def _has_machines(answers: Answers) -> bool:
     return _is_multi(answers) and _number(answers, "num_machines") > 1
 
 
 def _may_use_deepspeed(answers: Answers) -> bool:
-    is_possible = not _is_tpu(answers) and answers.get("mpirun_hostfile") is None
-    return answers.get("has_deepspeed") is True and is_possible
-
-
-def _asks_launcher(answers: Answers) -> bool:
-    return _has_deepspeed(answers) and _has_machines(answers)
-
-
-def _is_reached(answers: Answers) -> bool:
-    """Return whether DeepSpeed's launcher reaches the machines."""
-    return _asks_launcher(answers) and answers.get("deepspeed_multinode_launcher", "standard") != "standard"
+    return answers.get("has_deepspeed") is True and not _is_tpu(answers)
 
 
 def _configures_deepspeed(answers: Answers) -> bool:
@@ -150,13 +133,11 @@ def _may_shard(answers: Answers) -> bool:
 
 
 def _asks_address(answers: Answers) -> bool:
-    return _needs_rendezvous(answers) and answers.get("rdzv_endpoint") is None
+    return _has_machines(answers) and answers.get("rdzv_endpoint") is None
 
 
 def _asks_rank(answers: Answers) -> bool:
-    # DeepSpeed's launcher without ssh starts each machine by itself.
-    is_alone = _is_reached(answers) and answers.get("deepspeed_multinode_launcher") == "nossh"
-    return is_alone or (_needs_rendezvous(answers) and answers.get("rdzv_backend") == "static")
+    return _has_machines(answers) and answers.get("rdzv_backend") == "static"
 
 
 def _has_accelerator(answers: Answers) -> bool:
@@ -218,17 +199,6 @@ _STAGES = MappingProxyType(
         "0": "0: shard nothing",
     }
 )
-_LAUNCHERS = MappingProxyType(
-    {
-        "standard": "accelfn launch is started on each of them (standard)",
-        "pdsh": "pdsh, over ssh (pdsh)",
-        "openmpi": "mpirun of Open MPI (openmpi)",
-        "mvapich": "mpirun of MVAPICH (mvapich)",
-        "mpich": "mpirun of MPICH (mpich)",
-        "slurm": "srun (slurm)",
-        "nossh": "its launcher is started on each of them (nossh)",
-    }
-)
 _BACKENDS = MappingProxyType(
     {"static": "each machine has a fixed rank (static)", "c10d": "ranks are assigned (c10d)"}
 )
@@ -247,21 +217,13 @@ def _ranks(answers: Answers) -> tuple[str, ...]:
 def _precisions(answers: Answers) -> tuple[str, ...]:
     if _is_tpu(answers):
         return ("no", "bf16")
-    return ("no", "fp16", "bf16", *(("fp8",) if _fp8_engines(answers) else ()))
-
-
-def _fp8_engines(answers: Answers) -> tuple[str, ...]:
-    if _has_deepspeed(answers):  # which can't be combined with it
-        return ()
-    return cast("tuple[str, ...]", answers.get("fp8_engines", ()))
-
-
-def _usual_fp8_engine(answers: Answers) -> str | None:
-    return next(iter(_fp8_engines(answers)), None)
+    # DeepSpeed can't be combined with it.
+    has_fp8 = answers.get("has_fp8") is True and not _has_deepspeed(answers)
+    return ("no", "fp16", "bf16", *(("fp8",) if has_fp8 else ()))
 
 
 def _asks_all_gather(answers: Answers) -> bool:
-    return answers.get("fp8_backend") == "ao" and _has_fsdp(answers)
+    return answers.get("mixed_precision") == "fp8" and _has_fsdp(answers)
 
 
 def _usual_type(answers: Answers) -> str:
@@ -273,12 +235,7 @@ def _asks_downcast(answers: Answers) -> bool:
 
 
 def _asks_processes(answers: Answers) -> bool:
-    # A hostfile has the number of slots of each host.
-    return (_is_multi(answers) and not _is_reached(answers)) or _is_tpu(answers)
-
-
-def _asks_devices(answers: Answers) -> bool:
-    return _has_accelerator(answers) and not _is_reached(answers)
+    return _is_multi(answers) or _is_tpu(answers)
 
 
 def _asks_precision(answers: Answers) -> bool:
@@ -301,24 +258,8 @@ QUESTIONS: tuple[Question, ...] = (
     Question("ec2_instance_type", "Type of the machines", _is_sagemaker, example="ml.p4d.24xlarge"),
     Question("machine_type", "What hardware does the script run on?", _is_here, _usual_type, _types_here),
     Question("num_machines", "How many machines?", _asks_machines),
-    Question(
-        "mpirun_hostfile",
-        "Hostfile for mpirun (none: use torchrun)",
-        _has("machine_type", CPUS),
-        optional=True,
-    ),
     Question("use_deepspeed", "Train with DeepSpeed (ZeRO)?", _may_use_deepspeed),
-    Question(
-        "deepspeed_multinode_launcher",
-        "How does DeepSpeed reach the other machines?",
-        _asks_launcher,
-        "standard",
-        _LAUNCHERS,
-    ),
-    Question(
-        "deepspeed_hostfile", "Hostfile, with lines such as node1 slots=8", _is_reached, example="hostfile"
-    ),
-    Question("rdzv_backend", "How do machines get their ranks?", _needs_rendezvous, "static", _BACKENDS),
+    Question("rdzv_backend", "How do machines get their ranks?", _has_machines, "static", _BACKENDS),
     Question("machine_rank", "Rank of this machine (others pass --machine_rank)", _asks_rank, 0, _ranks),
     Question("main_process_ip", "Address of machine 0", _asks_address, example="10.0.0.1"),
     Question("main_process_port", "Port on machine 0 (none: 29500)", _asks_address, optional=True),
@@ -391,23 +332,11 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "num_processes", "How many processes on all machines together?", _asks_processes, _usual_processes
     ),
-    Question("gpu_ids", "Which accelerators of this machine?", _asks_devices),
-    Question("enable_cpu_affinity", "Bind each process to the NUMA node of its GPU?", _asks_devices),
+    Question("gpu_ids", "Which accelerators of this machine?", _has_accelerator),
+    Question("enable_cpu_affinity", "Bind each process to the NUMA node of its GPU?", _has_accelerator),
     Question("main_training_function", "Function of the script that each process calls", _is_tpu),
-    Question("tpu_cluster", "Start on every machine of a TPU pod with gcloud?", _is_tpu),
-    Question("tpu_name", "Name of the TPU", _is_cluster, example="my-tpu"),
-    Question("tpu_zone", "Zone of the TPU", _is_cluster, example="us-central1-a"),
     Question("mixed_precision", "Which mixed precision?", _asks_precision, "no", _precisions),
-    Question(
-        *("fp8_backend", "Which engine for fp8?", _has("mixed_precision", "fp8")),
-        *(_usual_fp8_engine, _fp8_engines),
-    ),
     Question("fp8_enable_fsdp_float8_all_gather", "Gather FSDP parameters in 8 bits?", _asks_all_gather),
-    Question("fp8_format", "Which fp8 format?", _has("fp8_backend", "te")),
-    Question("fp8_amax_history_len", "Steps of the amax history", _has("fp8_backend", "te")),
-    Question("fp8_amax_compute_algo", "Reduction of the history", _has("fp8_backend", "te")),
-    Question("fp8_use_autocast_during_eval", "Use fp8 in evaluation too?", _has("fp8_backend", "te")),
-    Question("fp8_opt_level", "Which optimization level?", _has("fp8_backend", "msamp")),
     Question("downcast_bf16", "Use fp32 for double? (otherwise bf16)", _asks_downcast),
     Question(
         "gradient_accumulation_steps",
@@ -425,7 +354,7 @@ def first_answers(
     *,
     has_tpu: bool = False,
     has_sagemaker: bool = False,
-    fp8_engines: tuple[str, ...] = (),
+    has_fp8: bool = False,
     has_deepspeed: bool = False,
 ) -> Answers:
     """Return the initial answers: the values of options without a question. Pure.
@@ -435,22 +364,21 @@ def first_answers(
         devices: Number of accelerators of this machine; None if unknown.
         has_tpu: Whether torch_xla is installed.
         has_sagemaker: Whether the sagemaker package is.
-        fp8_engines: The engines of fp8 that are installed.
+        has_fp8: Whether torchao is installed.
         has_deepspeed: Whether DeepSpeed is installed.
 
     >>> list(first_answers({"max_restarts": 3, "num_processes": 4}))
-    ['max_restarts', 'devices', 'has_tpu', 'has_sagemaker', 'fp8_engines', 'has_deepspeed']
+    ['max_restarts', 'devices', 'has_tpu', 'has_sagemaker', 'has_fp8', 'has_deepspeed']
     """
     kept = {name: value for name, value in saved.items() if name not in _DECIDED and value is not None}
     # The file may be for another machine.
-    chosen = saved.get("fp8_backend")
     known = None if devices == 0 and saved.get("multi_gpu") else devices
     return {
         **kept,
         "devices": known,
         "has_tpu": has_tpu or saved.get("tpu") is True,
         "has_sagemaker": has_sagemaker or saved.get("compute_environment") == "AMAZON_SAGEMAKER",
-        "fp8_engines": tuple(dict.fromkeys((*fp8_engines, *([chosen] if chosen else ())))),
+        "has_fp8": has_fp8 or saved.get("mixed_precision") == "fp8",
         "has_deepspeed": has_deepspeed or saved.get("use_deepspeed") is True,
     }
 

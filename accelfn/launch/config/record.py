@@ -60,13 +60,8 @@ def replace(config: LaunchConfig, **changes: object) -> LaunchConfig:
     return LaunchConfig(**{**vars(config), **changes})
 
 
-def is_active(config: LaunchConfig, option: Option, *, writes_sbatch: bool = False) -> bool:
+def is_active(config: LaunchConfig, option: Option) -> bool:
     """Return whether the section of an option is switched on. Pure.
-
-    Args:
-        config: The configuration.
-        option: The option.
-        writes_sbatch: Whether ``--sbatch`` is given, which activates the SLURM options.
 
     >>> is_active(LaunchConfig(), OPTIONS["zero_stage"])
     False
@@ -76,21 +71,8 @@ def is_active(config: LaunchConfig, option: Option, *, writes_sbatch: bool = Fal
     section = option.section
     if not section.switch or option.name == section.switch:
         return True
-    if section.switch == "sbatch":
-        return writes_sbatch
     value: object = getattr(config, section.switch)
     return value not in (None, "no") if section.on is None else value == section.on
-
-
-def deepspeed_launcher(config: LaunchConfig) -> str | None:
-    """Return which launcher of DeepSpeed starts the processes of all hosts; None for torchrun. Pure.
-
-    >>> deepspeed_launcher(LaunchConfig(use_deepspeed=True, deepspeed_hostfile="hosts"))
-    'pdsh'
-    """
-    launcher = config.deepspeed_multinode_launcher or "pdsh"
-    is_used = config.use_deepspeed and config.deepspeed_hostfile is not None and launcher != "standard"
-    return launcher if is_used else None
 
 
 def _check_choices(config: LaunchConfig) -> None:
@@ -108,11 +90,6 @@ def _check_choices(config: LaunchConfig) -> None:
         raise ConfigurationError("--tpu runs a function of a Python script. Leave --no_python out.")
     if config.use_deepspeed and config.tpu:
         raise ConfigurationError("--use_deepspeed and --tpu exclude each other. Pass one of them.")
-    if config.mpirun_hostfile is not None and deepspeed_launcher(config) is not None:
-        raise ConfigurationError(
-            "--mpirun_hostfile and --deepspeed_hostfile exclude each other: one of the two starts the "
-            "processes. Pass one of them."
-        )
     if not config.use_fsdp:
         return
     if (
@@ -135,7 +112,7 @@ def _check_choices(config: LaunchConfig) -> None:
 # Options of other ways to start processes, and what needs one agent for all processes of a machine.
 _NOT_ELASTIC = (
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "preflight", "enable_cpu_affinity"),
-    *("tpu", "mpirun_hostfile", "compute_environment"),
+    *("tpu", "compute_environment"),
 )
 
 
@@ -147,8 +124,6 @@ def _check_elastic(config: LaunchConfig) -> None:
     conflicts = [
         f"--{'no_' if changed[name] is False else ''}{name}" for name in _NOT_ELASTIC if name in changed
     ]
-    if deepspeed_launcher(config) is not None:
-        conflicts.append("--deepspeed_hostfile")
     if conflicts:
         raise ConfigurationError(
             f"--elastic starts and connects each process by itself, which {' and '.join(conflicts)} would "
@@ -170,7 +145,7 @@ def _check_devices(config: LaunchConfig) -> None:
             "--multi_gpu out."
         )
     local_size = (config.num_processes or 1) // config.num_machines
-    if ids and local_size > len(ids) and not (config.cpu or config.tpu or config.mpirun_hostfile):
+    if ids and local_size > len(ids) and not (config.cpu or config.tpu):
         raise ConfigurationError(
             f"{local_size} processes on this machine need as many accelerators, but --gpu_ids "
             f"{config.gpu_ids} lists {len(ids)}. Use --num_processes {len(ids) * config.num_machines}, or "
@@ -200,9 +175,8 @@ def _check_machines(config: LaunchConfig) -> None:
             f"--max_restarts {config.max_restarts} needs --rdzv_backend c10d: a static rendezvous can't be "
             "repeated for another attempt."
         )
-    # mpirun, DeepSpeed, SageMaker and TPU pods start the processes on every machine themselves.
-    starts_all = config.tpu or config.mpirun_hostfile or deepspeed_launcher(config) is not None
-    if machines == 1 or starts_all or config.compute_environment != "LOCAL_MACHINE":
+    # SageMaker and TPU pods start the processes on every machine themselves.
+    if machines == 1 or config.tpu or config.compute_environment != "LOCAL_MACHINE":
         return
     if config.main_process_ip is None and config.rdzv_endpoint is None:
         raise ConfigurationError(

@@ -11,7 +11,6 @@ from accelfn.errors import ConfigurationError
 from accelfn.launch.config.files import ConfigFile
 from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, read_value
 from accelfn.launch.config.record import LaunchConfig, is_active
-from accelfn.launch.config.secrets import hide_in_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ _DEFAULT = Origin("default")
 _PREFIX = "ACCELFN_"
 # Other variables with our prefix, of the launcher and of scripts.
 _OTHER_VARIABLES = (
-    *("ALLOW_CP_STANDALONE", "BYPASS_DEVICE_MAP", "CONFIG", "CONFIG_DS_FIELDS", "DEBUG_MODE"),
+    *("ALLOW_CP_STANDALONE", "BYPASS_DEVICE_MAP", "COMPAT_CHILD", "CONFIG", "CONFIG_DS_FIELDS", "DEBUG_MODE"),
     *("ELASTIC_SIZE", "ELASTIC_SLOT", "ELASTIC_STORE"),
     *("FP8_OVERRIDE_DGRAD", "FP8_OVERRIDE_FPROP", "FP8_OVERRIDE_WGRAD", "FP8_USE_MXFP8_BLOCK_SCALING"),
     *("GUARD", "INIT_INCLUDE_BUFFERS", "IN_TPU_POD", "LOG_LEVEL", "REDUCTION", "RUN_DIR"),
@@ -73,8 +72,6 @@ def resolve(
     environment: Mapping[str, str],
     file: ConfigFile | None = None,
     step: Mapping[str, tuple[object, str]] | None = None,
-    *,
-    writes_sbatch: bool = False,
 ) -> Resolved:
     """Resolve all options. Precedence: flag, variable, SLURM step, config file, default. Pure.
 
@@ -86,7 +83,6 @@ def resolve(
         environment: Variables; empty ones are ignored.
         file: From ``read_config``.
         step: Values by option name, each with its variable, from ``read_step``.
-        writes_sbatch: Whether ``--sbatch`` is given, which activates the SLURM options.
 
     Raises:
         ConfigurationError: A value is invalid, values conflict, or a flag has no effect because its section
@@ -120,7 +116,7 @@ def resolve(
             if f"--{name} " in f"{error} " and origin.source not in ("flag", "default")
         ]
         raise ConfigurationError(f"{error} ({'; '.join(sources)})" if sources else str(error)) from None
-    _refuse_inactive(config, origins, writes_sbatch)
+    _refuse_inactive(config, origins)
     return Resolved(config=config, origins=MappingProxyType(origins))
 
 
@@ -177,17 +173,17 @@ def _from_file(file: ConfigFile | None) -> _Layer:
     return layer
 
 
-def _refuse_inactive(config: LaunchConfig, origins: Mapping[str, Origin], writes_sbatch: bool) -> None:
+def _refuse_inactive(config: LaunchConfig, origins: Mapping[str, Origin]) -> None:
     """Refuse a flag that has no effect because its section is switched off."""
     for name, option in OPTIONS.items():
-        if origins[name].source == "flag" and not is_active(config, option, writes_sbatch=writes_sbatch):
+        if origins[name].source == "flag" and not is_active(config, option):
             raise ConfigurationError(
                 f"{origins[name].name} has no effect without {option.section.needs}. Pass both or neither."
             )
 
 
 def origin_rows(resolved: Resolved, *, everything: bool = True) -> list[tuple[str, str, str]]:
-    """List the config key, value and source of each option, with secrets hidden.
+    """List the config key, value and source of each option.
 
     Args:
         resolved: From :func:`resolve`.
@@ -202,6 +198,6 @@ def origin_rows(resolved: Resolved, *, everything: bool = True) -> list[tuple[st
         origin, value = resolved.origins[name], getattr(resolved.config, name)
         if origin.source == "default" and not everything:
             continue
-        text = "-" if value is None else hide_in_text(option.kind.write(value)).replace("\n", "; ")
+        text = "-" if value is None else option.kind.write(value).replace("\n", "; ")
         rows.append((option.path, text, str(origin)))
     return rows

@@ -9,28 +9,19 @@ from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import (
-    LaunchConfig,
-    changed_values,
-    deepspeed_launcher,
-    is_active,
-    replace,
-)
+from accelfn.launch.config.record import LaunchConfig, changed_values, is_active, replace
 from accelfn.launch.config.resolve import Resolved
-from accelfn.launch.config.secrets import hide_in_text
 from accelfn.launch.plan.commands import (
     LaunchPlan,
     Script,
     elastic_options,
     endpoint_of,
-    plan_mpirun,
     plan_pod,
     plan_single,
     plan_torchrun,
     plan_xla,
     under_compat,
 )
-from accelfn.launch.plan.deepspeed import check_launcher, plan_deepspeed, plan_hosts
 from accelfn.launch.plan.machine import Machine
 
 # Sections exported with their defaults, which differ from those of the records that read them.
@@ -81,13 +72,6 @@ def plan_launch(
     resolved = dataclasses.replace(resolved, config=config)
     if config.tpu and config.tpu_cluster:
         return plan_pod(config, script)
-    if config.use_deepspeed:
-        check_launcher(config)
-    if deepspeed_launcher(config) is not None:
-        hosts = plan_hosts(config, machine)
-        variables = plan_variables(resolved, machine, environment, max(hosts.values()))
-        _refuse_agent_flags(resolved, "DeepSpeed's launcher")
-        return plan_deepspeed(config, script, machine, hosts, variables)
     total = count_processes(config, machine)
     local_size = total // config.num_machines
     _check_devices(config, machine, environment, local_size)
@@ -99,8 +83,6 @@ def plan_launch(
     variables = plan_variables(resolved, machine, environment, local_size)
     if config.tpu:
         plan = plan_xla(config, script, machine)
-    elif config.mpirun_hostfile is not None:
-        plan = plan_mpirun(config, script, machine, variables)
     elif total == 1 and not _needs_agent(config):
         plan = plan_single(config, script, machine)
     else:
@@ -167,7 +149,7 @@ def _check_devices(
     config: LaunchConfig, machine: Machine, environment: Mapping[str, str], local_size: int
 ) -> None:
     """Refuse more processes than accelerators, if those can be counted without torch."""
-    if config.cpu or config.tpu or config.mpirun_hostfile is not None:
+    if config.cpu or config.tpu:
         return
     if config.multi_gpu and config.num_processes is None and local_size * config.num_machines < 2:
         count = "they can't be counted without torch" if machine.devices is None else f"got {machine.devices}"
@@ -227,8 +209,7 @@ def _plan_rendezvous(config: LaunchConfig, script: Script) -> Mapping[str, Any]:
     compare = [("num_machines", str(config.num_machines)), ("num_processes", str(config.num_processes))]
     for name, value in changed_values(config).items():
         if name not in (*_PER_MACHINE, "num_machines"):
-            # Values are sent over the network, and printed if machines differ.
-            compare.append((name, "none" if value is None else hide_in_text(OPTIONS[name].kind.write(value))))
+            compare.append((name, "none" if value is None else OPTIONS[name].kind.write(value)))
     compare.append(("the script", script.name.replace("\\", "/").rpartition("/")[2]))
     return {
         "host": host,

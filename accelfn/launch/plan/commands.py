@@ -1,8 +1,7 @@
-"""Build the command that starts the processes of one machine: Python, torchrun, mpirun and others."""
+"""Build the command that starts the processes of one machine: Python, torchrun and others."""
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.options import OPTIONS
 from accelfn.launch.config.record import LaunchConfig, changed_values, replace
-from accelfn.launch.config.secrets import HIDDEN, hide_in_text, hide_in_words, is_secret
 from accelfn.launch.plan.machine import Machine
 
 LOOPBACK = "127.0.0.1"
@@ -37,11 +35,11 @@ def under_compat(config: LaunchConfig, script: Script) -> tuple[LaunchConfig, Sc
 
     >>> config, script = under_compat(LaunchConfig(compat=True), Script("train.py", ("--lr", "1")))
     >>> config.module, script
-    (True, Script(name='accelfn.compat', args=('--arithmetic=accelerate', 'train.py', '--lr', '1')))
+    (True, Script(name='accelfn.compat', args=('train.py', '--lr', '1')))
     """
     if not config.compat:
         return config, script
-    run = (f"--arithmetic={config.compat_arithmetic}", *(("-m",) if config.module else ()))
+    run = ("-m",) if config.module else ()
     return replace(config, module=True, compat=False), Script(
         "accelfn.compat", (*run, script.name, *script.args)
     )
@@ -52,7 +50,7 @@ class LaunchPlan:
     """The command that starts the processes of one machine.
 
     Attributes:
-        way: ``"single"``, ``"torchrun"``, ``"mpirun"``, ``"deepspeed"``, ``"xla"`` or ``"tpu_pod"``.
+        way: ``"single"``, ``"torchrun"``, ``"xla"`` or ``"tpu_pod"``.
         argv: The command.
         env_changes: Variables to set, as pairs sorted by name. Others are inherited.
         hosts_port: Port that this machine serves, and which must be free.
@@ -73,18 +71,15 @@ class LaunchPlan:
 
 
 def format_plan(plan: LaunchPlan) -> str:
-    r"""Format a plan as one shell command, with secrets hidden. Pure.
+    r"""Format a plan as one shell command. Pure.
 
     >>> plan = LaunchPlan(way="single", argv=("python", "a b.py"), env_changes=(("OMP_NUM_THREADS", "2"),))
     >>> print(format_plan(plan))
     OMP_NUM_THREADS=2 \
     python 'a b.py'
     """
-    variables = (
-        f"{name}={HIDDEN if is_secret(name) else shlex.quote(hide_in_text(value))}"
-        for name, value in plan.env_changes
-    )
-    return " \\\n".join((*variables, shlex.join(hide_in_words(plan.argv))))
+    variables = (f"{name}={shlex.quote(value)}" for name, value in plan.env_changes)
+    return " \\\n".join((*variables, shlex.join(plan.argv)))
 
 
 def plan_single(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
@@ -189,48 +184,6 @@ def _plan_rendezvous(config: LaunchConfig) -> tuple[tuple[str, ...], int | None]
     return arguments, port if port and machine_rank == 0 else None
 
 
-def plan_mpirun(
-    config: LaunchConfig, script: Script, machine: Machine, variables: Mapping[str, str]
-) -> LaunchPlan:
-    """Build the mpirun command. Pure.
-
-    Args:
-        config: The configuration, with ``num_processes`` and a hostfile.
-        script: The script.
-        machine: This machine.
-        variables: Variables to export on all machines; mpirun exports only listed ones.
-
-    Raises:
-        ConfigurationError: mpirun isn't installed.
-    """
-    assert config.num_processes is not None
-    assert config.mpirun_hostfile is not None
-    if machine.mpirun is None:
-        raise ConfigurationError(
-            "--mpirun_hostfile needs mpirun or mpiexec on the PATH. Install an MPI, or leave the flag out to "
-            "use torchrun."
-        )
-    total, local_size = config.num_processes, config.num_processes // config.num_machines
-    hostfile = os.path.expanduser(config.mpirun_hostfile)
-    address = {"MASTER_ADDR": config.main_process_ip} if config.main_process_ip else {}
-    if config.main_process_port:
-        address["MASTER_PORT"] = str(config.main_process_port)
-    exported = {**variables, **address}
-    if machine.is_open_mpi:
-        counts = ("--npernode", str(local_size), "-n", str(total))
-        start = ("--hostfile", hostfile, *counts, "--bind-to", "socket")
-        exports = tuple(part for name in sorted(exported) for part in ("-x", name))
-    else:
-        start = ("-f", hostfile, "-ppn", str(local_size), "-n", str(total))
-        exports = tuple(part for name in sorted(exported) for part in ("-genv", name, exported[name]))
-    python = () if config.no_python else (machine.python, WORKER, *(("-m",) if config.module else ()))
-    return LaunchPlan(
-        way="mpirun",
-        argv=(machine.mpirun, *start, *exports, *python, script.name, *script.args),
-        env_changes=tuple(address.items()),
-    )
-
-
 def plan_xla(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
     """Run a function of the script on every TPU core of this machine with torch_xla. Pure."""
     assert config.num_processes is not None
@@ -254,11 +207,10 @@ def plan_pod(config: LaunchConfig, script: Script) -> LaunchPlan:
     """
     if config.tpu_name is None or config.tpu_zone is None:
         raise ConfigurationError("--tpu_cluster needs --tpu_name and --tpu_zone.")
-    local_sections = ("tpu_options", "slurm")
     flags = [
         f"--{name}={OPTIONS[name].kind.write(value)}"
         for name, value in changed_values(config).items()
-        if OPTIONS[name].section.name not in local_sections and name != "num_machines" and value is not None
+        if OPTIONS[name].section.name != "tpu_options" and name != "num_machines" and value is not None
     ]
     inner = shlex.join(("accelfn", "launch", *flags, script.name, *script.args))
     prefix = " ".join(

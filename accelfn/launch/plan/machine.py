@@ -8,9 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from accelfn.devices import DEVICE_TYPES, has_false_peers
 
@@ -26,9 +25,6 @@ class Machine:
         has_false_peers: Whether the accelerators wrongly report peer-to-peer access: several GeForce RTX 40
             cards with a driver before 550.40.07.
         python: Path of the interpreter.
-        mpirun: Path of mpirun or mpiexec, or None.
-        is_open_mpi: Whether ``mpirun`` is Open MPI's.
-        hosts: Hosts of DeepSpeed's hostfile, and their numbers of slots.
     """
 
     cores: int = 1
@@ -36,21 +32,16 @@ class Machine:
     device_variable: str = "CUDA_VISIBLE_DEVICES"
     has_false_peers: bool = False
     python: str = "python"
-    mpirun: str | None = None
-    is_open_mpi: bool = False
-    hosts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def read_machine(environment: Mapping[str, str], *, root: str = "/", wants_mpi: bool = False) -> Machine:
-    """Inspect this machine. Effect: reads /dev and /sys, and may run ``nvidia-smi`` and ``mpirun``.
+def read_machine(environment: Mapping[str, str], *, root: str = "/") -> Machine:
+    """Inspect this machine. Effect: reads /dev and /sys, and may run ``nvidia-smi``.
 
     Args:
         environment: Variables, for those that select accelerators.
         root: Root directory of /dev and /sys.
-        wants_mpi: Whether to look for mpirun.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    mpirun = (shutil.which("mpirun") or shutil.which("mpiexec")) if wants_mpi else None
     devices = _read_devices(root)
     variable = "CUDA_VISIBLE_DEVICES" if devices else _device_variable(root)
     return Machine(
@@ -59,8 +50,6 @@ def read_machine(environment: Mapping[str, str], *, root: str = "/", wants_mpi: 
         device_variable=variable,
         has_false_peers=has_false_peers(root),
         python=sys.executable,
-        mpirun=mpirun,
-        is_open_mpi=mpirun is not None and _is_open_mpi(mpirun),
     )
 
 
@@ -122,11 +111,3 @@ def _ask_nvidia_smi() -> int | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) or None
-
-
-def _is_open_mpi(program: str) -> bool:
-    try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "Open MPI" in done.stdout or "OpenRTE" in done.stdout or "PRRTE" in done.stdout

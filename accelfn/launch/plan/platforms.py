@@ -1,15 +1,11 @@
-"""SLURM and MPI: read rank and number of machines from variables, and write batch scripts. Pure."""
+"""SLURM and MPI: read rank and number of machines from variables. Pure."""
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.plan.commands import Script
-from accelfn.launch.plan.machine import Machine
 
 # Rank, size and local size: of Open MPI, and of Intel MPI and MPICH.
 _RANKS = (
@@ -40,8 +36,7 @@ def read_mpi(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
         if environment.get(local_size) != "1":
             raise ConfigurationError(
                 f"mpirun starts accelfn launch {texts[1]} times ({size}), several times per node. Use mpirun "
-                "python train.py without accelfn launch, one launch per node, or accelfn launch "
-                "--mpirun_hostfile."
+                "python train.py without accelfn launch, or one launch per node."
             )
         return {"num_machines": (int(texts[1]), size), "machine_rank": (int(texts[0]), rank)}
     return {}
@@ -127,43 +122,3 @@ def _expand(pattern: str) -> list[str]:
         else:
             middles.append(item)
     return [pattern[: bracket.start()] + middle + tail for middle in middles for tail in tails]
-
-
-def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], machine: Machine) -> str:
-    """Format a batch script for ``sbatch`` that starts one launch per node. Pure.
-
-    Args:
-        config: The configuration.
-        script: The script.
-        tokens: The flags as typed, without ``--sbatch`` and SLURM's options.
-        machine: The machine whose interpreter to use.
-    """
-    gpus = config.slurm_gpus_per_node
-    if gpus is None and not config.cpu:
-        gpus = (config.num_processes or config.num_machines) // config.num_machines
-    settings = (
-        ("job-name", config.slurm_job_name),
-        ("nodes", config.num_machines),
-        ("ntasks-per-node", 1),
-        ("gpus-per-node", gpus or None),
-        ("cpus-per-task", config.slurm_cpus_per_task),
-        ("mem", config.slurm_mem),
-        ("time", config.slurm_time),
-        ("partition", config.slurm_partition),
-        ("account", config.slurm_account),
-        ("output", config.slurm_output),
-    )
-    lines = ["#!/bin/bash"]
-    lines += [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in settings if value is not None]
-    lines += [f"#SBATCH {extra}" for extra in config.slurm_extra or ()]
-    lines += ["", "set -euo pipefail", *(config.slurm_setup or ())]
-    if config.num_processes is not None:
-        others = [token for token in tokens if not token.startswith("--num_processes=")]
-        tokens = (f"--num_processes={config.num_processes}", *others)
-    command = shlex.join((machine.python, "-m", "accelfn", "launch", *tokens, script.name, *script.args))
-    lines += [
-        "",
-        "# One launch per node, which reads number, rank and address of the nodes from srun's variables.",
-        f"srun --ntasks-per-node=1 --kill-on-bad-exit=1 {command}",
-    ]
-    return "\n".join(lines) + "\n"

@@ -8,22 +8,20 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.options import OPTIONS
 from accelfn.launch.config.record import LaunchConfig, changed_values
 from accelfn.launch.config.resolve import Resolved
-from accelfn.launch.config.secrets import hide_in_text, is_secret
 from accelfn.launch.plan.choose import exported_variables
 from accelfn.launch.plan.commands import Script
 
 # Options that decide how this machine starts processes, which SageMaker does itself.
-_OF_MACHINES = ("Machines", "Elastic", "MPI")
+_OF_MACHINES = ("Machines", "Elastic")
 _UNUSED = (
     "module",
     "compat",
-    "compat_arithmetic",
     "no_python",
     "tpu",
     "num_processes",
@@ -34,7 +32,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class SagemakerPlan(NamedTuple):
-    """A job on Amazon SageMaker. A value; ``print(plan)`` shows it, with secrets hidden.
+    """A job on Amazon SageMaker. A value; ``print(plan)`` shows it.
 
     Attributes:
         estimator: Keyword arguments of ``sagemaker.huggingface.HuggingFace``.
@@ -50,22 +48,13 @@ class SagemakerPlan(NamedTuple):
 
     def __str__(self) -> str:
         """Return the arguments as JSON."""
-        hidden = {name: _hide(name, value) for name, value in self.estimator.items()}
         tree = {
             "profile": self.profile,
             "region": self.region,
             "inputs": dict(self.inputs),
-            "estimator": hidden,
+            "estimator": dict(self.estimator),
         }
         return json.dumps(tree, indent=2)
-
-
-def _hide(name: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _hide(key, item) for key, item in cast("dict[str, Any]", value).items()}
-    if is_secret(name):
-        return "***"
-    return hide_in_text(value) if isinstance(value, str) else value
 
 
 def plan_sagemaker(
@@ -170,7 +159,7 @@ def read_hyperparameters(arguments: Sequence[str]) -> dict[str, int | float | bo
         name, has_value, text = word.partition("=")
         if not name.startswith("--") or len(name) == 2:
             raise ConfigurationError(
-                f"SageMaker passes a script's arguments as --name value, got {hide_in_text(word)!r}. Write "
+                f"SageMaker passes a script's arguments as --name value, got {word!r}. Write "
                 "--name before each value."
             )
         if not has_value:
@@ -220,7 +209,7 @@ def _additional(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise ConfigurationError(f"--additional_args takes NAME=VALUE, got {hide_in_text(pair)!r}.")
+            raise ConfigurationError(f"--additional_args takes NAME=VALUE, got {pair!r}.")
         try:
             found[name] = json.loads(text)
         except ValueError:

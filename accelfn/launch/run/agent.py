@@ -1,8 +1,8 @@
 """Run torchrun, report the first failure in the last lines, and leave no process behind.
 
-``accelfn launch`` becomes this program. Its arguments are those of torchrun or, after ``--command``, another
-command that starts workers. ``--elastic`` and a heartbeat timeout before torchrun's mean that each worker has
-an agent of its own. It imports accelfn only for these, for several machines or after a failure.
+``accelfn launch`` becomes this program. Its arguments are those of torchrun. ``--elastic`` and a heartbeat
+timeout before them mean that each worker has an agent of its own. It imports accelfn only for these, for
+several machines or after a failure.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -39,10 +38,10 @@ _WAIT_ALONE_S = 3.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun or another command, and wait for it.
+    """Run torchrun, and wait for it.
 
     Args:
-        argv: torchrun's arguments, also after ``--elastic`` and a number, or ``--command`` and a command.
+        argv: torchrun's arguments, also after ``--elastic`` and a number.
 
     Returns:
         The exit status of the first failed process, 128 and more for a signal; 2 if machines differ. If all
@@ -76,7 +75,6 @@ class _Agent:
         self.stops: list[int] = []
         self.reason: dict[str, Any] | None = None
         self.machines: Machines | None = None
-        self.child: subprocess.Popen[bytes] | None = None
         self.num_processes: int | None = None
         self.log_dir: str | None = None
         self._is_quiet = bool(os.environ.pop("ACCELFN_AGENT_QUIET", ""))
@@ -97,10 +95,7 @@ class _Agent:
         signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
         watcher = threading.Thread(target=self._watch, args=(wake,), daemon=True)
         try:
-            if argv[:1] == ["--command"]:
-                watcher.start()
-                status = self._run_command(argv[1:])
-            elif argv[:1] == ["--elastic"]:
+            if argv[:1] == ["--elastic"]:
                 status = self._run_elastic(argv[2:], float(argv[1]), watcher)
             else:
                 status = self._run_torchrun(argv, watcher)
@@ -113,21 +108,6 @@ class _Agent:
         os.write(signalled, b"\0")  # wakes the watcher; no signal has this number
         watcher.join()
         return status if self.has_caller else self._finish(status)
-
-    def _run_command(self, command: Sequence[str]) -> int:
-        # In a new session, so that Ctrl-C reaches the command only through the handler below.
-        child = self.child = subprocess.Popen(command, start_new_session=True)
-        received: list[int] = []
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            if not received or number != signal.SIGINT:  # the watcher handles the second Ctrl-C
-                received.append(number)
-                child.send_signal(number)
-
-        for number in _stop_signals():
-            signal.signal(number, forward)
-        status = child.wait()
-        return 128 - status if status < 0 else status
 
     def _load_torchrun(self, argv: Sequence[str]) -> tuple[Any, Any, dict[int, Any]]:
         """Import torchrun, parse its arguments, and meet the other machines.
@@ -279,7 +259,7 @@ class _Agent:
             if self._stopped_s:
                 is_late = now_s > self._stopped_s + self._stop_timeout_s
                 idle_s = now_s - max(self._stopped_s, self._ended_s) if self._ended_s else 0.0
-                if is_late or (idle_s > _WAIT_ALONE_S and self.child is None):
+                if is_late or idle_s > _WAIT_ALONE_S:
                     self._kill(1 if self.has_caller else self._finish(1))
             if self.has_caller and os.getppid() != self.caller and not self.stops:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -292,9 +272,7 @@ class _Agent:
 
     def _on_signal(self, number: int) -> None:
         if signal.Signals(number).name in _FORWARDED:
-            for pid in _started_pids(self.folder):
-                with contextlib.suppress(OSError):
-                    os.kill(pid, number)
+            _signal(_started_pids(self.folder), number)
         elif number in _stop_signals():
             if number == signal.SIGINT and self.stops:
                 self._kill(128 + number)  # the second Ctrl-C doesn't wait
@@ -322,8 +300,6 @@ class _Agent:
 
     def _kill(self, status: int) -> NoReturn:
         stop_processes(self.folder, 0.0)
-        if self.child is not None:
-            self.child.kill()
         if not self.has_caller:
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(status)
@@ -364,6 +340,7 @@ def _start_guard(folder: str, *, owner: int) -> tuple[int, int]:
         for number in (0, 1, 2):
             os.dup2(devnull, number)
         if not os.read(reads, 1):
+            time.sleep(0.2)  # until a process that was just being started has its variables
             stop_processes(folder, _GRACE_S)
             if not owner or not _is_alive(owner):  # a living owner reads the reports in the folder
                 shutil.rmtree(folder, ignore_errors=True)
@@ -375,6 +352,21 @@ def stop_processes(folder: str, grace_s: float) -> None:
 
     On Linux these are all processes with the variable of the run, elsewhere those that workers recorded.
     """
+    until_s = time.monotonic() + grace_s
+    told: set[int] = set()
+    while grace_s and (pids := _running_pids(folder)):
+        _signal(pids - told, signal.SIGTERM)
+        told |= pids
+        if time.monotonic() >= until_s:
+            break
+        time.sleep(0.05)
+    killed: set[int] = set()
+    while pids := _running_pids(folder) - killed:  # those that they started meanwhile too
+        _signal(pids, getattr(signal, "SIGKILL", signal.SIGTERM))
+        killed |= pids
+
+
+def _running_pids(folder: str) -> set[int]:
     pids = set(_started_pids(folder))
     if sys.platform == "linux":
         variable = f"ACCELFN_RUN_DIR={folder}".encode()
@@ -382,14 +374,13 @@ def stop_processes(folder: str, grace_s: float) -> None:
             with contextlib.suppress(OSError):
                 if variable in path.read_bytes().split(b"\0"):
                     pids.add(int(path.parent.name))
-    pids -= {os.getpid()}
-    until_s = time.monotonic() + grace_s
-    for number in ((signal.SIGTERM,) if grace_s else ()) + (getattr(signal, "SIGKILL", signal.SIGTERM),):
-        for pid in filter(_is_alive, pids):
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-        while any(map(_is_alive, pids)) and time.monotonic() < until_s:
-            time.sleep(0.05)
+    return set(filter(_is_alive, pids - {os.getpid()}))
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
 
 
 def _started_pids(folder: str) -> list[int]:

@@ -63,6 +63,10 @@ def plan_variables(slot: Slot, *, attempt: int, max_restarts: int, host: str, po
         max_restarts: Of each slot.
         host: Of the store.
         port: Of the store.
+
+    >>> (slot,) = plan_slots(1, 1, 0)
+    >>> plan_variables(slot, attempt=0, max_restarts=0, host="fe80::1", port=7)["ACCELFN_ELASTIC_STORE"]
+    '[fe80::1]:7'
     """
     values = {
         "RANK": slot.rank,

@@ -1,4 +1,4 @@
-"""The other ways to start: mpirun, DeepSpeed's launcher, torch_xla, TPU pods, SLURM's scripts."""
+"""The other ways to start: under srun and mpirun, by torch_xla, and on pods of TPUs."""
 
 import os
 import subprocess
@@ -8,97 +8,54 @@ from pathlib import Path
 import pytest
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch import LaunchPlan, Machine, Script, parse_flags, plan_launch, resolve
+from accelfn.launch import LaunchPlan
 from accelfn.launch.launch import run_plan
-from accelfn.launch.plan.commands import WORKER
-from accelfn.launch.plan.platforms import expand_hosts, read_mpi, read_step, write_sbatch
-
-OPEN_MPI = Machine(cores=8, mpirun="/usr/bin/mpirun", is_open_mpi=True)
-HYDRA = Machine(cores=8, mpirun="mpiexec")
+from accelfn.launch.plan.platforms import expand_hosts, read_mpi, read_step
+from tests.launch.plan.plans import plan_of
+from tests.launch.processes import ROOT
 
 
-def plan_of(*argv: str, machine: Machine | None = None, env: dict[str, str] | None = None) -> LaunchPlan:
-    parsed = parse_flags(argv)
-    assert parsed.script is not None
-    script = Script(parsed.script, parsed.script_args)
-    given = {"OMP_NUM_THREADS": "1"} if env is None else env
-    return plan_launch(resolve(parsed.flags, {}), script, given, machine or Machine(cores=8))
-
-
-MPI = ("--num_processes=16", "--num_machines=4", "--mpirun_hostfile=/h/hosts", "--mixed_precision=no")
-
-
-def test_mpirun_of_intel_and_mpich() -> None:
-    plan = plan_of(*MPI, "train.py", "-x", machine=HYDRA)
-    assert plan.argv[:7] == ("mpiexec", "-f", "/h/hosts", "-ppn", "4", "-n", "16")
-    assert plan.argv[7:10] == ("-genv", "ACCELERATE_MIXED_PRECISION", "no")
-    assert plan.argv[-4:] == ("python", WORKER, "train.py", "-x")
-
-
-def test_mpirun_of_open_mpi_hands_variables_and_the_address_on() -> None:
-    plan = plan_of(*MPI, "--main_process_ip=n0", "--main_process_port=77", "-m", "train", machine=OPEN_MPI)
-    assert plan.argv[:9] == (
-        *("/usr/bin/mpirun", "--hostfile", "/h/hosts", "--npernode", "4", "-n", "16"),
-        *("--bind-to", "socket"),
-    )
-    handed = [plan.argv[index + 1] for index, word in enumerate(plan.argv) if word == "-x"]
-    assert handed == ["ACCELERATE_MIXED_PRECISION", "ACCELFN_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"]
-    assert {("MASTER_ADDR", "n0"), ("MASTER_PORT", "77")} <= set(plan.env_changes)
-    assert plan.argv[-4:] == ("python", WORKER, "-m", "train")
-
-
-def test_mpirun_that_is_not_there() -> None:
-    with pytest.raises(ConfigurationError, match="needs mpirun or mpiexec on the PATH"):
-        plan_of(*MPI, "train.py")
-
-
-ELASTIC = ("--max_restarts=1", "--monitor_interval=3", "--shutdown_timeout=9", "--role=w", "--log_dir=logs")
-
-
-@pytest.mark.parametrize("flag", ELASTIC)
+@pytest.mark.parametrize("flag", ["--max_restarts=1", "--monitor_interval=3", "--role=w", "--log_dir=logs"])
 def test_torchrun_options_select_torchrun_and_are_refused_elsewhere(flag: str) -> None:
-    assert plan_of("--num_processes=1", "train.py").way == "single"
-    name, _, value = flag.partition("=")
-    started = plan_of(flag, "--num_processes=1", "train.py").argv
-    assert any(word.startswith(f"--{name[2:].replace('_', '-')}={value}") for word in started)
-    with pytest.raises(ConfigurationError, match=f"{name} is for torchrun, and has no effect with mpirun"):
-        plan_of(*MPI, flag, "train.py", machine=OPEN_MPI)
+    assert plan_of("--num_processes=1 train.py").way == "single"
+    assert plan_of(f"{flag} --num_processes=1 train.py").way == "torchrun"
+    name = flag.partition("=")[0]
+    with pytest.raises(ConfigurationError, match=f"{name} is for torchrun, and has no effect with xla"):
+        plan_of(f"--tpu {flag} train.py")
 
 
 def test_what_cannot_be_started_is_refused_by_name() -> None:
     with pytest.raises(MissingExtraError, match=r"--tpu needs torch_xla, .*'torch_xla\[tpu\]'"):
-        run_plan(plan_of("--tpu", "train.py"), {})
+        run_plan(plan_of("--tpu train.py"), {})
     with pytest.raises(ConfigurationError, match=r"AMAZON_SAGEMAKER. Call plan_sagemaker"):
-        plan_of("--compute_environment=AMAZON_SAGEMAKER", "t.py")
+        plan_of("--compute_environment=AMAZON_SAGEMAKER t.py")
 
 
 @pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_terminal_shows_the_start_line(
-    quiet: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    quiet: bool, is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = LaunchPlan(way="torchrun", argv=("true",), local_size=2)
     monkeypatch.setattr("os.execvpe", print)
-    for is_terminal in (False, True):
-        monkeypatch.setattr("sys.stderr.isatty", lambda shown=is_terminal: shown)
-        run_plan(plan, dict(os.environ), script="train.py", quiet=quiet)
-        reported = "accelfn launch: starting 2 processes of train.py; importing torch may take a while.\n"
-        captured = capsys.readouterr()
-        assert captured.out.startswith("true ")
-        assert captured.err == (reported if is_terminal and not quiet else "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    plan = LaunchPlan(way="torchrun", argv=("true",), local_size=2)
+    run_plan(plan, dict(os.environ), script="train.py", quiet=quiet)
+    captured = capsys.readouterr()
+    assert captured.out.startswith("true ")
+    reported = "accelfn launch: starting 2 processes of train.py; importing torch may take a while.\n"
+    assert captured.err == (reported if is_terminal and not quiet else "")
 
 
 def test_tpus() -> None:
-    plan = plan_of(
-        "--tpu", "--mixed_precision=bf16", "--main_training_function=train", "--num_processes=8", "t.py"
-    )
+    bf16 = "--tpu --mixed_precision=bf16"
+    plan = plan_of(f"{bf16} --main_training_function=train --num_processes=8 t.py")
     assert plan.argv == ("python", "-m", "accelfn.launch.run.xla", "train", "8", "script", "t.py")
     assert ("ACCELFN_TORCH_DEVICE", "xla") in plan.env_changes
     assert not any(name.startswith("XLA_") for name, _ in plan.env_changes)  # autocast computes in bf16
-    plan = plan_of("--tpu", "--mixed_precision=bf16", "--downcast_bf16", "t.py")
-    assert ("XLA_DOWNCAST_BF16", "1") in plan.env_changes
+    assert ("XLA_DOWNCAST_BF16", "1") in plan_of(f"{bf16} --downcast_bf16 t.py").env_changes
     pod = plan_of(
-        *("--tpu", "--tpu_cluster", "--tpu_name=t", "--tpu_zone=z", "--tpu_use_sudo", "--vm=0", "--vm=1"),
-        *("--env", "A=b c", "--mixed_precision=no", "t.py", "-x"),
+        "--tpu --tpu_cluster --tpu_name=t --tpu_zone=z --tpu_use_sudo --vm=0 --vm=1 --mixed_precision=no",
+        *("--env", "A=b c", "t.py", "-x"),
     )
     assert pod.argv[:8] == ("gcloud", "compute", "tpus", "tpu-vm", "ssh", "t", "--zone", "z")
     assert pod.argv[9] == (
@@ -107,36 +64,36 @@ def test_tpus() -> None:
     )
     assert pod.argv[-2:] == ("--worker", "0,1")
     with pytest.raises(ConfigurationError, match="needs --tpu_name and --tpu_zone"):
-        plan_of("--tpu", "--tpu_cluster", "t.py")
-
-
-def run_module(tmp_path: Path, *argv: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", *argv],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[3]}{os.pathsep}{tmp_path}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        plan_of("--tpu --tpu_cluster t.py")
 
 
 def test_torch_xla_is_asked_for_and_used(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("import sys\ndef train(index): print('trains', index, sys.argv)\n")
-    done = run_module(tmp_path, "accelfn.launch.run.xla", "train", "8", "script", "t.py", "-x")
-    assert (done.returncode, "needs torch_xla. Run: pip install" in done.stderr) == (1, True)
     # The interface that torch_xla documents, in its place.
     folder = tmp_path / "torch_xla" / "distributed"
     folder.mkdir(parents=True)
-    (tmp_path / "torch_xla" / "__init__.py").touch()
     spawn = "def spawn(fn, args=(), nprocs=None, start_method='spawn'): fn(0, *args); print(nprocs)\n"
-    (folder / "__init__.py").touch()
     (folder / "xla_multiprocessing.py").write_text(spawn)
-    done = run_module(tmp_path, "accelfn.launch.run.xla", "train", "8", "script", "t.py", "-x")
-    assert done.stdout == "trains 0 ['t.py', '-x']\nNone\n", done.stderr
-    done = run_module(tmp_path, "accelfn.launch.run.xla", "main", "8", "script", "t.py")
-    assert "t.py has no function 'main'" in done.stderr
+
+    def run(function: str, *paths: Path) -> tuple[str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "accelfn.launch.run.xla", function, "8", "script", "t.py", "-x"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stdout, done.stderr
+
+    assert run("train", ROOT, tmp_path) == ("trains 0 ['t.py', '-x']\nNone\n", "")
+    assert "t.py has no function 'main'" in run("main", ROOT, tmp_path)[1]
+    folder.parent.rename(tmp_path / "elsewhere")
+    assert "needs torch_xla. Run: pip install" in run("train", ROOT)[1]
+
+
+def values(found: dict[str, tuple[object, str]]) -> dict[str, object]:
+    return {name: value for name, (value, _) in found.items()}
 
 
 def test_steps_of_slurm() -> None:
@@ -145,8 +102,7 @@ def test_steps_of_slurm() -> None:
     one = {**batch, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "1"}
     assert read_step(one) == {}
     four = {**one, "SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "3"}
-    found = read_step({**four, "SLURM_JOB_NODELIST": "n[2-5]"})
-    assert {name: value for name, (value, _) in found.items()} == {
+    assert values(read_step({**four, "SLURM_JOB_NODELIST": "n[2-5]"})) == {
         "num_machines": 4,
         "machine_rank": 3,
         "main_process_ip": "n2",
@@ -156,43 +112,16 @@ def test_steps_of_slurm() -> None:
         read_step({**four, "SLURM_STEP_NUM_TASKS": "8"})
     with pytest.raises(ConfigurationError, match="SLURM_NODEID must be an integer, got 'x'"):
         read_step({**four, "SLURM_NODEID": "x"})
+    for hosts in ("", "a[1-2", "a]b", "a,,b"):
+        with pytest.raises(ConfigurationError, match="unknown format of a SLURM host list"):
+            expand_hosts(hosts)
 
 
 def test_a_launch_under_mpirun() -> None:
     one = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1"}
-    assert {name: value for name, (value, _) in read_mpi(one).items()} == {
-        "num_machines": 2,
-        "machine_rank": 1,
-    }
+    assert values(read_mpi(one)) == {"num_machines": 2, "machine_rank": 1}
     assert read_mpi({"PMI_RANK": "0", "PMI_SIZE": "1"}) == {}
     several = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     with pytest.raises(ConfigurationError, match=r"mpirun starts accelfn launch 4 times"):
         read_mpi(several)
     assert read_mpi({**several, "ACCELFN_RUN_DIR": "/tmp/x"}) == {}, "a script that mpirun started may launch"
-
-
-@pytest.mark.parametrize("hosts", ["", "a[1-2", "a]b", "a,,b"])
-def test_host_lists_that_make_no_sense(hosts: str) -> None:
-    with pytest.raises(ConfigurationError, match="unknown format of a SLURM host list"):
-        expand_hosts(hosts)
-
-
-def test_a_script_for_sbatch_is_a_launch_on_every_node() -> None:
-    argv = ("--num_processes=8", "--num_machines=2", "--slurm_time=1:00:00", "--slurm_extra=--qos=high")
-    argv += ("--slurm_job_name", "my job")
-    parsed = parse_flags((*argv, "--slurm_setup", "module load cuda", "train.py", "a b"))
-    step = {"machine_rank": (0, "srun"), "main_process_ip": ("n0", "srun")}
-    config = resolve(parsed.flags, {}, None, step, writes_sbatch=True).config
-    text = write_sbatch(config, Script("train.py", ("a b",)), argv[:2], Machine(python="/v/python"))
-    lines = text.splitlines()
-    assert lines[0] == "#!/bin/bash"
-    for wanted in (
-        *("#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=4"),
-        *("#SBATCH --time=1:00:00", "#SBATCH --qos=high", "module load cuda", "#SBATCH --job-name='my job'"),
-    ):
-        assert wanted in lines
-    assert lines[-1] == (
-        "srun --ntasks-per-node=1 --kill-on-bad-exit=1 /v/python -m accelfn launch "
-        "--num_processes=8 --num_machines=2 train.py 'a b'"
-    )
-    assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0

@@ -1,194 +1,90 @@
-"""Real launches through torchrun: processes, machines on loopback, restarts, SLURM's variables, mpirun.
+"""Launches: their status, the signals that they get, their last lines, and what they leave behind: nothing.
 
-The scripts don't load torch, so that a launch costs little more than torchrun itself.
+The scripts don't load torch, and most launches have a stand-in for torch's launcher. The slow ones have
+torch's own.
 """
 
+import importlib.util
 import json
-import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.launch.processes import finish, free_port, is_alive, wait_for
 
+Launch = Callable[..., "Popen[str]"]
+HOST = socket.gethostname()
+TWO = ("--cpu", "--num_processes=2")
+MACHINES = (*TWO, "--num_machines=2", "--main_process_ip=127.0.0.1")
+BY_BOTH = pytest.mark.parametrize(
+    "real", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stand-in", "torchrun"]
+)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    """Write the script that a test launches."""
+
+    def write(source: str) -> Path:
+        (tmp_path / "train.py").write_text(source)
+        return tmp_path / "train.py"
+
+    return write
+
+
+Write = Callable[[str], Path]
 PORTRAIT = """
 import json, os, pathlib, sys
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
-said = {name: os.environ.get(name) for name in names}
-said |= {"argv": sys.argv[1:], "name": __name__}
-rank = os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
-pathlib.Path(f"rank{rank}.json").write_text(json.dumps(said))
+names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ACCELFN_MIXED_PRECISION")
+said = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:], "name": __name__}
+pathlib.Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps(said))
 """
 
 
-def environment(**more: str) -> dict[str, str]:
-    ours = ("ACCELFN_", "SLURM_", "OMP_", "PYTHON")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return {**inherited, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": "/nonexistent", **more}
-
-
-def start(folder: Path, *argv: str, **more: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "accelfn", "launch", *argv],
-        cwd=folder,
-        env=environment(**more),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    try:
-        _, stderr = process.communicate(timeout=100)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, stderr
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def portraits(folder: Path) -> list[dict[str, object]]:
+def portraits(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
 @pytest.mark.parametrize("num_processes", [1, 4])
-def test_processes_of_one_machine(num_processes: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PORTRAIT)
-    flags = ("--cpu", "--num_processes", str(num_processes))
-    status, stderr = finish(start(tmp_path, *flags, "train.py", "-x"))
-    assert (status, stderr if num_processes == 1 else "") == (0, "")
-    seen = portraits(tmp_path)
-    assert [one["RANK"] for one in seen] == [str(rank) for rank in range(num_processes)]
-    assert {one["WORLD_SIZE"] for one in seen} == {str(num_processes)}
-    assert all(one["argv"] == ["-x"] and one["name"] == "__main__" for one in seen)
+def test_processes_of_one_machine(num_processes: int, launch: Launch, script: Write, tmp_path: Path) -> None:
+    script(PORTRAIT)
+    flags = ("--cpu", f"--num_processes={num_processes}", "--mixed_precision=bf16")
+    assert finish(launch(*flags, "train.py", "--", "-x", real=False)) == (0, "", "")
+    size = str(num_processes)
+    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "ACCELFN_MIXED_PRECISION": "bf16"}
+    group = "0" if num_processes > 1 else None
+    one = {**common, "GROUP_RANK": group, "argv": ["--", "-x"], "name": "__main__"}
+    assert portraits(tmp_path) == [one] * num_processes
 
 
-@pytest.mark.parametrize("way", ["static", "c10d", "slurm"])
-def test_two_machines_on_loopback(way: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PORTRAIT)
-    port = free_port()
-    common = ("--num_processes=2", "--cpu", "--main_process_port", port, "--max_restarts=0")
-    if way == "slurm":
-        # What srun sets for a step of two tasks on two nodes, here both on this machine.
-        steps = [
-            {
-                "SLURM_STEP_NUM_NODES": "2",
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_NODEID": str(rank),
-                "SLURM_STEP_NODELIST": "localhost",
-                "SLURM_JOB_ID": "7",
-                "SLURM_STEP_ID": "0",
-            }
-            for rank in (0, 1)
-        ]
-        machines = [start(tmp_path, *common, "train.py", **step) for step in steps]
-    else:
-        flags = ("--num_machines=2", "--main_process_ip=127.0.0.1", f"--rdzv_backend={way}")
-        ranks = [(f"--machine_rank={rank}",) if way == "static" else () for rank in (0, 1)]
-        machines = [start(tmp_path, *common, *flags, *rank, "train.py") for rank in ranks]
-    ended = [finish(machine) for machine in machines]
-    assert [status for status, _ in ended] == [0, 0], ended
-    seen = portraits(tmp_path)
-    assert [(one["RANK"], one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in seen] == [
-        ("0", "2", "1"),
-        ("1", "2", "1"),
-    ]
-    assert sorted(str(one["GROUP_RANK"]) for one in seen) == ["0", "1"]
+def test_modules_and_programs(launch: Launch, tmp_path: Path) -> None:
+    package = tmp_path / "own"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(PORTRAIT)
+    module = launch(*TWO, "-m", "own", "--m", "a b", real=False)
+    program = launch(*TWO, "--no_python", "sh", "-c", "touch $RANK.sh", real=False)
+    assert (finish(module)[0], finish(program)[0]) == (0, 0)
+    assert [one["argv"] for one in portraits(tmp_path)] == [["--m", "a b"]] * 2
+    assert {path.name for path in tmp_path.glob("*.sh")} == {"0.sh", "1.sh"}
 
 
-# Rank 0 waits for what never comes, or is done at once; it sees no other rank.
-APART = """
-import os, pathlib, sys, time
-rank = int(os.environ["RANK"])
-pathlib.Path(f"up{rank}").touch()
-while not pathlib.Path("up0").exists() or not pathlib.Path("up1").exists():
-    time.sleep(0.05)
-if rank == 1 and sys.argv[1] == "fails":
-    raise ValueError("no such batch")
-time.sleep(int(sys.argv[2]) if rank == 0 else 600)
-"""
+@pytest.mark.parametrize(
+    ("source", "status"), [("import sys; sys.exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_the_status_is_that_of_the_script(source: str, status: int, launch: Launch, script: Write) -> None:
+    script(source)
+    # A single process takes the launcher's place, which a shell tells by the signal.
+    assert finish(launch("--cpu", "train.py"))[0] == (status if status < 128 else 128 - status)
+    assert finish(launch(*TWO, "--quiet", "train.py", real=False)) == (status, "", "")
 
 
-def wait_for_both(folder: Path) -> None:
-    deadline_s = time.monotonic() + 90
-    while not (folder / "up1").exists() or not (folder / "up0").exists():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
-def start_apart(folder: Path, way: str, *arguments: str) -> "list[subprocess.Popen[str]]":
-    (folder / "train.py").write_text(APART)
-    flags = ("--num_machines=2", "--num_processes=2", "--cpu", "--main_process_ip=127.0.0.1")
-    common = (*flags, f"--rdzv_backend={way}", "--main_process_port", free_port())
-    return [start(folder, *common, f"--machine_rank={rank}", "train.py", *arguments) for rank in (0, 1)]
-
-
-@pytest.mark.parametrize(("way", "waits"), [("static", "600"), ("c10d", "600"), ("static", "0")])
-def test_a_failure_on_one_machine_ends_the_others_and_is_reported_there(
-    way: str, waits: str, tmp_path: Path
-) -> None:
-    ended = [finish(one) for one in start_apart(tmp_path, way, "fails", waits)]
-    assert [status for status, _ in ended] == [1, 1], ended
-    host = socket.gethostname()
-    output = [
-        f"accelfn launch: rank 1 of 2 failed on {host}, with exit status 1:",
-        "  ValueError: no such batch",
-        f'    {tmp_path}/train.py:8 in <module>: raise ValueError("no such batch")',
-    ]
-    # Under c10d, ranks are given out by torch.
-    own = 1 if 'train.py", line 8' in ended[1][1] else 0
-    assert ended[own][1].splitlines()[-3:-1] == output[:2]  # and its traceback above
-    lines = ended[1 - own][1].splitlines()
-    assert lines[-4:] == [*output, f"  logs: on {host}"]
-    if way == "static":  # else the other agent may itself see first that the one that hosts has gone
-        reported = (
-            f"accelfn launch: machine {own} ({host}) has failed; stopping the processes of this machine."
-        )
-        assert reported in lines
-
-
-# One that was killed is missed after half a minute.
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGTERM])
-def test_a_launcher_that_is_killed_or_stopped_ends_the_others(number: signal.Signals, tmp_path: Path) -> None:
-    machines = start_apart(tmp_path, "static", "waits", "600")
-    wait_for_both(tmp_path)
-    machines[1].send_signal(number)
-    (status, stderr), (own, _) = finish(machines[0]), finish(machines[1])
-    host = socket.gethostname()
-    if number == signal.SIGKILL:
-        assert (status, own) == (1, -9)
-        assert f"the launcher on machine 1 ({host}) was killed, or the machine is down; " in stderr
-    else:
-        assert (status, own) == (143, 143)
-        assert f"the launch on machine 1 ({host}) was stopped; " in stderr
-
-
-def test_machines_that_differ_are_refused_before_the_start(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PORTRAIT)
-    flags = ("--num_machines=2", "--num_processes=2", "--main_process_ip=127.0.0.1", "--cpu")
-    port = f"--main_process_port={free_port()}"
-    machines = [
-        start(tmp_path, *flags, port, f"--machine_rank={rank}", f"--mixed_precision={precision}", "train.py")
-        for rank, precision in ((0, "bf16"), (1, "fp16"))
-    ]
-    for status, stderr in map(finish, machines):
-        assert status == 2
-        assert "the machines differ in mixed_precision: bf16 on machine 0" in stderr
-        assert len(stderr.splitlines()) == 1
-    assert portraits(tmp_path) == []
-
+# --- the last lines ------------------------------------------------------------------------------
 
 FAILS_ON_RANK_1 = """
 import os, sys, time
@@ -206,27 +102,58 @@ train()
 """
 
 
-def test_the_last_lines_name_rank_error_frames_and_logs(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(FAILS_ON_RANK_1)
-    flags = ("--cpu", "--num_processes=2", "--log_dir=logs", "--tee=3", "--monitor_interval=0.05")
-    status, stderr = finish(start(tmp_path, *flags, "train.py"))
+@BY_BOTH
+def test_the_last_lines_name_rank_error_frames_and_logs(
+    real: bool, launch: Launch, script: Write, tmp_path: Path
+) -> None:
+    path = script(FAILS_ON_RANK_1)
+    flags = (*TWO, "--log_dir=logs", *(("--tee=3", "--monitor_interval=0.05") if real else ()))
+    status, _, stderr = finish(launch(*flags, "train.py", real=real))
+    *_, last = lines = stderr.splitlines()
+    begin = lines.index(f"accelfn launch: rank 1 of 2 failed on {HOST}, with exit status 1:")
     assert status == 1
-    last = stderr.splitlines()[-12:]
-    begin = next(index for index, line in enumerate(last) if line.startswith("accelfn launch: "))
-    assert last[begin:-1] == [
-        f"accelfn launch: rank 1 of 2 failed on {socket.gethostname()}, with exit status 1:",
+    assert lines[begin + 1 : -1] == [
         "  RuntimeError: the loss is a teapot",
-        f"    {script}:13 in <module>: train()",
-        f"    {script}:11 in train: loss_of(batch)",
-        f'    {script}:6 in loss_of: raise RuntimeError("the loss is a teapot")',
+        f"    {path}:13 in <module>: train()",
+        f"    {path}:11 in train: loss_of(batch)",
+        f'    {path}:6 in loss_of: raise RuntimeError("the loss is a teapot")',
     ]
-    assert last[-1].startswith("  logs: logs")
-    folder = tmp_path / last[-1].removeprefix("  logs: ")
-    assert "teapot" in (folder / "1" / "stderr.log").read_text()
+    assert last.startswith("  logs: logs")
+    if real:
+        folder = tmp_path / last.removeprefix("  logs: ")
+        assert "teapot" in (folder / "1" / "stderr.log").read_text()
 
 
-FAILS_IN_USER_CODE = """
+# None is stopped before it has failed itself.
+FAILS_ON_ALL_RANKS = """
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(os.environ["RANK"]).touch()
+while not all(pathlib.Path(rank).exists() for rank in "012"):
+    time.sleep(0.01)
+def loss_of(batch): raise ValueError('the batch is empty')
+loss_of(())
+"""
+
+
+def test_frames_of_ranks_with_the_same_failure_appear_once(launch: Launch, script: Write) -> None:
+    script(FAILS_ON_ALL_RANKS)
+    status, _, stderr = finish(launch("--cpu", "--num_processes=3", "train.py", real=False))
+    lines = stderr.splitlines()
+    assert status == 1
+    assert sum("in loss_of" in line for line in lines) == 1, stderr
+    alike = [line for line in lines if "failed in the same way: ValueError: the batch is empty" in line]
+    assert len(alike) == 2, stderr
+    begin = next(index for index, line in enumerate(lines) if " of 3 failed on " in line)
+    others = ", ".join(rank for rank in "012" if rank != lines[begin].split()[3])
+    assert lines[begin + 1 :] == [
+        "  ValueError: the batch is empty",
+        f"  same failure: rank {others}",
+        "  logs: above; use --log_dir DIR --tee 3 to keep one per rank",
+    ]
+
+
+FAILS_IN_A_COLLECTIVE = """
 import torch
 import accelfn as af
 
@@ -240,156 +167,20 @@ loss_of(ctx, torch.ones(1))
 """
 
 
-def test_ranks_with_a_secondary_error_print_one_line(tmp_path: Path) -> None:
-    num_processes = 3
-    script = tmp_path / "train.py"
-    script.write_text(FAILS_IN_USER_CODE)
-    process = start(tmp_path, "--cpu", "--num_processes", str(num_processes), "train.py")
-    stdout, stderr = process.communicate(timeout=100)
-    lines = (stdout + stderr).splitlines()
-    assert process.returncode == 1
-    assert len(lines) <= 30, stderr
+@pytest.mark.slow
+def test_a_rank_with_a_secondary_error_prints_one_line(launch: Launch, script: Write) -> None:
+    script(FAILS_IN_A_COLLECTIVE)
+    status, _, stderr = finish(launch(*TWO, "--monitor_interval=8", "train.py"))
+    lines = stderr.splitlines()
+    (heard,) = (line for line in lines if line.startswith("accelfn launch: rank 0 stops too: "))
+    assert "accelfn launch: rank 1 of 2 failed" in stderr
+    assert status == 1
+    assert heard.endswith("rank 1 failed: ValueError: the batch is empty")
     assert sum("in loss_of" in line for line in lines) == 1, stderr  # its frames, once
-    for rank in {*range(num_processes)} - {1}:
-        heard = f"accelfn launch: rank {rank} stops too: rank 1 failed: ValueError: the batch is empty"
-        assert lines.count(heard) == 1, stderr
-    host = socket.gethostname()
-    begin = lines.index(f"accelfn launch: rank 1 of {num_processes} failed on {host}, with exit status 1:")
-    others = ", ".join(str(rank) for rank in range(num_processes) if rank != 1)
-    assert lines[begin + 1 :] == [
-        "  ValueError: the batch is empty",
-        f"  failed later: rank {others}",
-        "  logs: above; use --log_dir DIR --tee 3 to keep one per rank",
-    ]
+    assert lines[-3:-1] == ["  ValueError: the batch is empty", "  failed later: rank 0"]
 
 
-FAILS_ALIKE = """
-import accelfn as af
-
-def loss_of(ctx, batch):
-    raise ValueError("the batch is empty")
-
-ctx = af.init_context()
-loss_of(ctx, ())
-"""
-
-
-def test_frames_of_ranks_with_the_same_failure_appear_once(tmp_path: Path) -> None:
-    num_processes = 3
-    (tmp_path / "train.py").write_text(FAILS_ALIKE)
-    # The interval gives all ranks time to fail before the agent stops them.
-    flags = ("--cpu", "--num_processes", str(num_processes), "--monitor_interval=8")
-    process = start(tmp_path, *flags, "train.py")
-    stdout, stderr = process.communicate(timeout=100)
-    lines = (stdout + stderr).splitlines()
-    assert process.returncode == 1
-    assert len(lines) <= 30, stderr
-    assert sum("in loss_of" in line for line in lines) == 1, stderr
-    alike = [
-        line for line in lines if line.endswith(" failed in the same way: ValueError: the batch is empty")
-    ]
-    assert len(alike) == num_processes - 1, stderr
-    begin = next(index for index, line in enumerate(lines) if f" of {num_processes} failed on " in line)
-    first = lines[begin].split()[3]
-    others = ", ".join(str(rank) for rank in range(num_processes) if str(rank) != first)
-    assert lines[begin + 1 :] == [
-        "  ValueError: the batch is empty",
-        f"  same failure: rank {others}",
-        "  logs: above; use --log_dir DIR --tee 3 to keep one per rank",
-    ]
-
-
-LOSES_RANK_1 = """
-import os, sys
-import torch
-import accelfn as af
-
-def loss_of(ctx, batch):
-    if ctx.rank == 1:
-        return batch if sys.argv[1] == "returns" else os._exit(3)
-    if sys.argv[1] == "exits amid torch":
-        return torch.distributed.all_reduce(batch)
-    return af.gather(ctx, batch)
-
-ctx = af.init_context()
-loss_of(ctx, torch.ones(1))
-"""
-
-
-@pytest.mark.parametrize("way", ["exits", "exits amid torch", "returns"])
-def test_a_rank_reports_a_lost_connection_in_one_line(way: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(LOSES_RANK_1)
-    process = start(tmp_path, "--cpu", "--num_processes=2", "--monitor_interval=8", "train.py", way)
-    stdout, stderr = process.communicate(timeout=100)
-    lines = (stdout + stderr).splitlines()
-    assert "Traceback" not in stderr
-    reported = [line for line in lines if line.startswith("accelfn launch: rank 0 stops too: ")]
-    assert len(reported) == 1, stderr
-    assert ("gloo/transport" if way == "exits amid torch" else "rank 1") in reported[0]
-    if way != "returns":
-        assert process.returncode == 3
-        assert "accelfn launch: rank 1 of 2 failed" in stderr
-    else:  # it has done no wrong itself, so where rank 0 waited is what there is to see
-        assert process.returncode == 1
-        assert f"    {script}:11 in loss_of: return af.gather(ctx, batch)" in lines
-
-
-INTERRUPTED = """
-import pathlib, os, sys
-sys.path.append("site-packages")
-import waiting
-pathlib.Path(f"{os.environ['RANK']}.up").touch()
-waiting.sleep(60)
-"""
-
-
-def test_an_interrupt_is_a_line_for_each_process(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(INTERRUPTED)
-    (tmp_path / "site-packages").mkdir()  # of no interpreter that runs here
-    (tmp_path / "site-packages" / "waiting.py").write_text("import time\ndef sleep(s): time.sleep(s)\n")
-    foreground = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code = foreground + "from accelfn.__main__ import main; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "launch", "--cpu", "--num_processes=2", "train.py"],
-        cwd=tmp_path,
-        env=environment(),
-        text=True,
-        stderr=subprocess.PIPE,
-    )
-    while not all((tmp_path / f"{rank}.up").exists() for rank in (0, 1)):
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    status, stderr = finish(process)
-    assert status == 130
-    where = f"was interrupted at {tmp_path / 'train.py'}:6 in <module>."
-    assert sorted(stderr.splitlines()) == [f"accelfn launch: rank {rank} {where}" for rank in (0, 1)]
-
-
-@pytest.mark.parametrize("module", ["accelfn.launch.main", "accelfn.launch.plan"])
-def test_an_interrupt_while_the_command_loads_is_silent(module: str, tmp_path: Path) -> None:
-    # Raised by the import of a module, as the signal would come there.
-    code = f"""
-import importlib.abc, os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-class Interrupts(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name == "{module}":
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Interrupts())
-from accelfn.__main__ import main
-sys.exit(main())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, "launch", "--help"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
+# --- restarts ------------------------------------------------------------------------------------
 
 DIES_ONCE = """
 import os, pathlib, signal, time
@@ -404,22 +195,22 @@ if attempt == "0":
 """
 
 
-@pytest.mark.parametrize("max_restarts", [1, 0])
-def test_a_killed_worker_is_started_again_as_often_as_allowed(max_restarts: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(DIES_ONCE)
-    flags = ("--cpu", "--num_processes=2", f"--max_restarts={max_restarts}", "--monitor_interval=0.05")
-    status, stderr = finish(start(tmp_path, *flags, "train.py"))
-    if max_restarts:
-        assert status == 0, stderr
-        assert {path.name for path in tmp_path.glob("rank*")} == {"rank0.0", "rank1.0", "rank0.1", "rank1.1"}
-    else:
-        assert status == 137
-        assert "accelfn launch: rank 1 of 2 failed" in stderr.splitlines()[-2]
-        assert "killed by SIGKILL" in stderr.splitlines()[-2]
+@BY_BOTH
+def test_a_killed_worker_is_started_again_as_often_as_allowed(
+    real: bool, launch: Launch, script: Write, tmp_path: Path
+) -> None:
+    script(DIES_ONCE)
+    status, _, stderr = finish(launch(*TWO, "--max_restarts=1", "train.py", real=real))
+    assert status == 0, stderr
+    assert {path.name for path in tmp_path.glob("rank*")} == {"rank0.0", "rank1.0", "rank0.1", "rank1.1"}
+    status, _, stderr = finish(launch(*TWO, "train.py", real=False))
+    assert status == 137
+    assert stderr.splitlines()[-2].startswith("accelfn launch: rank 1 of 2 failed on ")
+    assert "killed by SIGKILL" in stderr.splitlines()[-2]
 
 
 TRAINS = """
-import os, sys
+import os
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(2)
@@ -431,69 +222,226 @@ open(f"end{dist.get_rank()}", "w").close()
 """
 
 
-@pytest.mark.parametrize("num_machines", [1, 2])
-def test_ranks_meet_again_after_a_failure(num_machines: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINS)
-    flags = ("--cpu", "--num_processes=2", "--max_restarts=3", f"--num_machines={num_machines}")
-    if num_machines > 1:
-        flags = (*flags, "--main_process_ip=127.0.0.1", "--main_process_port", free_port())
-    machines = [start(tmp_path, *flags, f"--machine_rank={rank}", "train.py") for rank in range(num_machines)]
+@pytest.mark.slow
+def test_ranks_meet_again_after_a_failure(launch: Launch, script: Write, tmp_path: Path) -> None:
+    script(TRAINS)
+    flags = (*MACHINES, "--max_restarts=3", "--main_process_port", free_port())
+    machines = [launch(*flags, f"--machine_rank={rank}", "train.py") for rank in (0, 1)]
     ended = [finish(machine) for machine in machines]
-    assert [status for status, _ in ended] == [0] * num_machines, ended
+    assert [status for status, *_ in ended] == [0, 0], ended
     assert {path.name for path in tmp_path.glob("end*")} == {"end0", "end1"}
 
 
-def test_modules_and_programs(tmp_path: Path) -> None:
-    package = tmp_path / "own"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    # Rank 1's end stops rank 0, so it waits for what rank 0 writes.
-    ends = """import time
-until = time.monotonic() + 60
-while rank == "1" and not pathlib.Path("rank0.json").exists() and time.monotonic() < until:
-    time.sleep(0.01)
-sys.exit(int(rank) * 3)
-"""
-    (package / "__main__.py").write_text(PORTRAIT + ends)
-    module = start(tmp_path, "--cpu", "--num_processes=2", "-m", "own", "--m", "a b")
-    program = start(tmp_path, "--cpu", "--num_processes=2", "--no_python", "sh", "-c", "touch $RANK.sh")
-    status, stderr = finish(module)
-    assert status == 3
-    assert "rank 1 of 2 failed" in stderr
-    assert [one["argv"] for one in portraits(tmp_path)] == [["--m", "a b"]] * 2
-    status, stderr = finish(program)
-    assert status == 0, stderr
-    assert {path.name for path in tmp_path.glob("*.sh")} == {"0.sh", "1.sh"}
+# --- signals -------------------------------------------------------------------------------------
 
-
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
-def test_mpirun_starts_two_processes(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PORTRAIT)
-    (tmp_path / "hosts").write_text("localhost slots=2\n")
-    # In a container the tests may run as root, which Open MPI refuses, and with fewer cores than processes.
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    flags = ("--cpu", "--num_processes=2", "--mpirun_hostfile=hosts", "--mixed_precision=bf16")
-    status, stderr = finish(start(tmp_path, *flags, "train.py", **root))
-    assert status == 0, stderr
-    assert len(portraits(tmp_path)) == 2
-
-
-FOR_ACCELERATE = """
-import pathlib
-from accelerate import Accelerator
-accelerator = Accelerator()
-rank, size = accelerator.process_index, accelerator.num_processes
-steps, device = accelerator.gradient_accumulation_steps, accelerator.device.type
-pathlib.Path(f"{rank}.txt").write_text(f"{size} {accelerator.mixed_precision} {steps} {device}")
-accelerator.end_training()
+WAITS = """
+import os, pathlib, sys, time
+sys.path.append("site-packages")
+import waiting
+pathlib.Path(f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+waiting.sleep(90)
 """
 
 
-# Two interpreters that import torch and accelerate: that their variables are understood is for them to say.
-def test_a_script_that_is_still_written_for_accelerate(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    (tmp_path / "train.py").write_text(FOR_ACCELERATE)
-    flags = ("--cpu", "--num_processes=2", "--mixed_precision=bf16", "--gradient_accumulation_steps=3")
-    status, stderr = finish(start(tmp_path, *flags, "train.py"))
+def pids(folder: Path, process: "Popen[str]", size: int = 2) -> list[int]:
+    """Wait until all processes run, and return their IDs."""
+    paths = [folder / f"{rank}.pid" for rank in range(size)]
+
+    def have_begun() -> bool:
+        assert process.poll() is None
+        return all(path.exists() and path.read_text() for path in paths)
+
+    wait_for(have_begun)
+    return [int(path.read_text()) for path in paths]
+
+
+@BY_BOTH
+def test_an_interrupt_is_a_line_for_each_process(
+    real: bool, launch: Launch, script: Write, tmp_path: Path
+) -> None:
+    path = script(WAITS)
+    (tmp_path / "site-packages").mkdir()  # of no interpreter that runs here
+    (tmp_path / "site-packages" / "waiting.py").write_text("import time\ndef sleep(s): time.sleep(s)\n")
+    process = launch(*TWO, "train.py", real=real)
+    ranks = pids(tmp_path, process)
+    process.send_signal(signal.SIGINT)
+    status, _, stderr = finish(process)
+    assert status == 130
+    where = f"was interrupted at {path}:6 in <module>."
+    assert sorted(stderr.splitlines()) == [f"accelfn launch: rank {rank} {where}" for rank in (0, 1)]
+    assert not any(map(is_alive, ranks))
+
+
+# Ignores what it is told, and has a child in a session of its own.
+STUBBORN = """
+import os, pathlib, signal, subprocess, sys, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda n, f: open("told", "a").write(f"{n} "))
+rank = int(os.environ["RANK"])
+if rank < 2:
+    child = {**os.environ, "RANK": str(rank + 2)}
+    subprocess.Popen([sys.executable, __file__], start_new_session=True, env=child)
+pathlib.Path(f"{rank}.pid").write_text(str(os.getpid()))
+time.sleep(90)
+"""
+
+
+@BY_BOTH
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_launcher_that_is_killed_leaves_no_process_and_no_folder_behind(
+    real: bool, at_once: bool, launch: Launch, script: Write, tmp_path: Path
+) -> None:
+    script(STUBBORN)
+    (tmp_path / "tmp").mkdir()
+    process = launch(*TWO, "train.py", real=real, TMPDIR=str(tmp_path / "tmp"))
+    if at_once:  # while it begins, with no child but its guard: torch is perhaps not loaded yet
+        wait_for(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text)
+        ranks: list[int] = []
+    else:
+        ranks = pids(tmp_path, process, 4)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(is_alive, ranks)) and not [*(tmp_path / "tmp").iterdir()])
+    if at_once:
+        assert not any(is_alive(int(path.read_text() or 0)) for path in tmp_path.glob("*.pid"))
+
+
+def test_a_second_interrupt_kills_whatever_is_left(launch: Launch, script: Write, tmp_path: Path) -> None:
+    script(STUBBORN)
+    process = launch(*TWO, "train.py", real=False)
+    ranks = pids(tmp_path, process, 4)
+    process.send_signal(signal.SIGINT)
+    wait_for((tmp_path / "told").exists)
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    wait_for(lambda: not any(map(is_alive, ranks)))
+
+
+def test_what_is_left_after_a_failure_may_finish_before_it_is_killed(
+    launch: Launch, script: Write, tmp_path: Path
+) -> None:
+    script("""
+import os, pathlib, signal, subprocess, sys, time
+def finish(number, frame):
+    time.sleep(0.5)
+    pathlib.Path("uploaded").touch()
+    sys.exit()
+if os.environ["RANK"] == "1":
+    subprocess.Popen([sys.executable, __file__], start_new_session=True, env={**os.environ, "RANK": "child"})
+    while not pathlib.Path("up").exists():
+        time.sleep(0.02)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, finish)
+if os.environ["RANK"] == "child":
+    pathlib.Path("up").touch()
+time.sleep(60)
+""")
+    assert finish(launch(*TWO, "train.py", real=False))[0] == 3
+    assert (tmp_path / "uploaded").exists()
+
+
+HANDLES = """
+import os, pathlib, signal, sys, time
+signal.signal(int(sys.argv[1]), lambda n, f: sys.exit(int(sys.argv[2])))
+pathlib.Path(f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "status"),
+    [
+        *(("SIGTERM", 0, 143), ("SIGHUP", 0, 129), ("SIGINT", 0, 130)),
+        ("SIGTERM", 75, 75),  # the scripts' own status, which is preemption's
+        ("SIGUSR1", 0, 0),  # schedulers send it to the scripts
+    ],
+)
+def test_signals_are_handed_on_and_named_in_the_status(
+    name: str, answer: int, status: int, launch: Launch, script: Write, tmp_path: Path
+) -> None:
+    script(HANDLES)
+    number = signal.Signals[name]
+    process = launch(*TWO, "train.py", str(int(number)), str(answer), real=False)
+    pids(tmp_path, process)
+    process.send_signal(number)
+    assert finish(process)[0] == status
+
+
+def test_a_launch_by_nohup_outlives_the_terminal(launch: Launch, script: Write, tmp_path: Path) -> None:
+    script(
+        "import os, pathlib, time\npathlib.Path(f\"{os.environ['RANK']}.pid\").write_text(str(os.getpid()))\n"
+        "while not pathlib.Path('go').exists():\n    time.sleep(0.02)\n"
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = launch(*TWO, "train.py", real=False)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    pids(tmp_path, process)
+    process.send_signal(signal.SIGHUP)
+    (tmp_path / "go").touch()
+    assert finish(process)[0] == 0
+
+
+# --- machines ------------------------------------------------------------------------------------
+
+# Rank 0 waits for what never comes; it sees no other rank.
+APART = """
+import os, pathlib, sys, time
+rank = os.environ["RANK"]
+pathlib.Path(f"{rank}.pid").write_text(str(os.getpid()))
+while not all(pathlib.Path(f"{other}.pid").exists() for other in (0, 1)):
+    time.sleep(0.05)
+if rank == "1" and sys.argv[1] == "fails":
+    raise ValueError("no such batch")
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_on_one_machine_ends_the_others(launch: Launch, script: Write) -> None:
+    path = script(APART)
+    flags = (*MACHINES, "--main_process_port", free_port())
+    machines = [launch(*flags, f"--machine_rank={rank}", "train.py", "fails") for rank in (0, 1)]
+    ended = [finish(machine) for machine in machines]
+    assert [status for status, *_ in ended] == [1, 1], ended
+    report = [
+        f"accelfn launch: rank 1 of 2 failed on {HOST}, with exit status 1:",
+        "  ValueError: no such batch",
+        f'    {path}:8 in <module>: raise ValueError("no such batch")',
+        f"  logs: on {HOST}",
+    ]
+    assert ended[1][2].splitlines()[-3:-1] == report[:2]  # and its traceback above
+    lines = ended[0][2].splitlines()
+    assert lines[-4:] == report
+    stopping = f"machine 1 ({HOST}) has failed; stopping the processes of this machine."
+    assert f"accelfn launch: {stopping}" in lines
+
+
+@pytest.mark.slow  # it is missed after half a minute
+def test_a_launcher_that_is_killed_ends_the_others(launch: Launch, script: Write, tmp_path: Path) -> None:
+    script(APART)
+    flags = (*MACHINES, "--main_process_port", free_port())
+    first, second = (launch(*flags, f"--machine_rank={rank}", "train.py", "waits") for rank in (0, 1))
+    pids(tmp_path, first)
+    second.kill()
+    status, _, stderr = finish(first)
+    assert status == 1
+    assert f"the launcher on machine 1 ({HOST}) was killed, or the machine is down; " in stderr
+
+
+# --- torch in the ranks --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs Accelerate")
+def test_a_script_that_is_still_written_for_accelerate(launch: Launch, script: Write, tmp_path: Path) -> None:
+    script(
+        "import pathlib\nfrom accelerate import Accelerator\na = Accelerator()\n"
+        "said = (a.num_processes, a.mixed_precision, a.gradient_accumulation_steps, a.device.type)\n"
+        "pathlib.Path(f'{a.process_index}.txt').write_text(repr(said))\na.end_training()\n"
+    )
+    flags = (*TWO, "--mixed_precision=bf16", "--gradient_accumulation_steps=3")
+    status, _, stderr = finish(launch(*flags, "train.py"))
     assert status == 0, stderr
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["2 bf16 3 cpu"] * 2
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["(2, 'bf16', 3, 'cpu')"] * 2

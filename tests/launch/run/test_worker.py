@@ -1,7 +1,6 @@
 """A script under the bootstrap behaves as under Python itself; what goes wrong in it is kept."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,22 +8,15 @@ from pathlib import Path
 import pytest
 
 from accelfn.launch.run import worker
+from tests.launch.processes import environment
 
 WORKER = str(Path(worker.__file__))
 
 
-def run(
-    folder: Path, *argv: str, environment: dict[str, str] | None = None
-) -> "subprocess.CompletedProcess[str]":
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELFN_", "PYTHON"))}
+def run(folder: Path, *argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    command, env = [sys.executable, *argv], {**environment(), **variables}
     return subprocess.run(
-        [sys.executable, *argv],
-        cwd=folder,
-        env={**clean, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -56,27 +48,29 @@ outer()
 """
 
 
+SOURCES = {
+    "globals": SELF_PORTRAIT,
+    "pickle and spawn": PICKLES,
+    "exception": FAILS,
+    "syntax error": "def f(:",
+    "exit with words": "import sys; sys.exit('the end')",
+    "interrupt": "raise KeyboardInterrupt",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "own hook": "import sys; sys.excepthook = lambda *a: print('mine', a[0]); 1/0",
+    "atexit after an exception": "import atexit; atexit.register(print, 'bye'); 1/0",
+    "thread": "import threading; threading.Thread(target=print, args=('t',)).start(); 1/0",
+    "another encoding": "# coding: latin-1\nprint('\xe9')",
+}
+
+
 @pytest.mark.parametrize(
-    "source",
+    ("source", "as_module"),
     [
-        pytest.param(SELF_PORTRAIT, id="globals"),
-        pytest.param(PICKLES, id="pickle and spawn"),
-        pytest.param(FAILS, id="exception"),
-        pytest.param("def f(:", id="syntax error"),
-        pytest.param("import sys; sys.exit(7)", id="exit 7"),
-        pytest.param("import sys; sys.exit('the end')", id="exit with words"),
-        pytest.param("raise SystemExit", id="exit 0"),
-        pytest.param("raise KeyboardInterrupt", id="interrupt"),
-        pytest.param("import os; os.kill(os.getpid(), 9)", id="killed"),
-        pytest.param("import sys; sys.excepthook = lambda *a: print('mine', a[0]); 1/0", id="own hook"),
-        pytest.param("import atexit; atexit.register(print, 'bye'); 1/0", id="atexit after an exception"),
-        pytest.param(
-            "import threading; threading.Thread(target=print, args=('t',)).start(); 1/0", id="thread"
-        ),
-        pytest.param("# coding: latin-1\nprint('\xe9')", id="another encoding"),
+        *((source, False) for source in SOURCES.values()),
+        *((source, True) for source in [*SOURCES.values()][:5]),
     ],
+    ids=[*SOURCES, *(f"{name} of a module" for name in [*SOURCES][:5])],
 )
-@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
 def test_a_script_is_run_as_by_python(source: str, as_module: bool, tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
@@ -105,7 +99,7 @@ def test_the_exception_is_recorded(tmp_path: Path) -> None:
     box = tmp_path / "box"
     box.mkdir()
     variables = {"ACCELFN_RUN_DIR": str(box), "RANK": "3", "TORCHELASTIC_RESTART_COUNT": "2"}
-    done = run(tmp_path, WORKER, "s.py", environment=variables)
+    done = run(tmp_path, WORKER, "s.py", **variables)
     assert done.returncode == 1
     assert json.loads((box / "started.3.2.json").read_text())["rank"] == 3
     kept = json.loads((box / "failed.3.2.json").read_text())
@@ -120,7 +114,7 @@ def test_the_exception_is_recorded(tmp_path: Path) -> None:
 
 def test_a_forked_child_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import os\nif os.fork() == 0: 1/0\nos.wait()\n")
-    done = run(tmp_path, WORKER, "s.py", environment={"ACCELFN_RUN_DIR": str(tmp_path)})
+    done = run(tmp_path, WORKER, "s.py", ACCELFN_RUN_DIR=str(tmp_path))
     assert done.returncode == 0
     assert not list(tmp_path.glob("failed*"))
 
