@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import sys
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
 
 import accelfn as af
 from accelfn.bigmodel import read_offload
@@ -20,25 +20,92 @@ from accelfn.bigmodel import read_offload
 NAMES = ("llama", "t5", "mixtral")
 MIB = 1 << 20
 
-_SIZES: dict[str, Any] = {"vocab_size": 8000, "num_attention_heads": 8}
+_SIZES: dict[str, Any] = {"vocab_size": 8000, "num_attention_heads": 8, "tie_word_embeddings": False}
 _DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 4, "max_position_embeddings": 256}
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "LlamaForCausalLM",
+        {**_DECODER, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12},
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {
+            **_DECODER,
+            "hidden_size": 384,
+            "intermediate_size": 768,
+            "num_local_experts": 4,
+            "num_hidden_layers": 8,
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 8000,
+            "d_model": 512,
+            "d_kv": 64,
+            "d_ff": 1536,
+            "num_layers": 6,
+            "num_heads": 8,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+        },
+    ),
+}
 
 
-def build(name: str, num_layers: int | None = None) -> Any:
+def create(kind: str, sizes: dict[str, Any]) -> Any:
+    """Build a model of transformers, which is imported for those who need it."""
+    model: Any = getattr(importlib.import_module("transformers"), kind)
+    return model(model.config_class(**sizes)).eval()
+
+
+WIDTHS = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 32}
+HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {**LLAMA, "num_hidden_layers": 4, "num_key_value_heads": 2}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 64,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+        },
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {"vocab_size": 64, "encoder_layers": 2, "decoder_layers": 2, **HEADS, **WIDTHS},
+    ),
+    # More than ten experts, whose numbers aren't in the order of letters.
+    "mixtral": (
+        "MixtralForCausalLM",
+        {
+            "vocab_size": 50,
+            "hidden_size": 8,
+            "intermediate_size": 12,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_local_experts": 11,
+        },
+    ),
+}
+
+
+def tiny(name: str) -> Any:
+    """Build one with a few thousand parameters."""
+    return create(*TINY[name])
+
+
+def build(name: str, **sizes: int) -> Any:
     """Build one of them: Llama and Mixtral with an output layer of their own, T5 with tied weights."""
-    made: Any = transformers
-    if name == "llama":
-        sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": num_layers or 12}
-        return made.LlamaForCausalLM(made.LlamaConfig(**_DECODER, **sizes, tie_word_embeddings=False)).eval()
-    if name == "mixtral":
-        sizes = {"hidden_size": 384, "intermediate_size": 768, "num_local_experts": 4}
-        sizes |= {"num_hidden_layers": num_layers or 8}
-        return made.MixtralForCausalLM(
-            made.MixtralConfig(**_DECODER, **sizes, tie_word_embeddings=False)
-        ).eval()
-    sizes = {"d_model": 512, "d_kv": 64, "d_ff": 1536, "num_layers": num_layers or 6, "num_heads": 8}
-    config = made.T5Config(vocab_size=8000, **sizes, decoder_start_token_id=0, pad_token_id=0)
-    return made.T5ForConditionalGeneration(config).eval()
+    kind, usual = _MODELS[name]
+    return create(kind, {**usual, **sizes})
 
 
 def tokens_of(model: Any) -> list[list[int]]:
@@ -67,7 +134,7 @@ def budgets_of(total: int) -> dict[int | str, int]:
 def run(name: str, folder: str) -> dict[str, Any]:
     """Load and run a model within its budgets."""
     # The libraries' own memory: how much of their code the kernel maps at a time isn't always the same.
-    tokens_of(af.cpu_offload(build(name, 1), "cpu:0"))
+    tokens_of(af.cpu_offload(build(name, num_layers=1, num_hidden_layers=1), "cpu:0"))
     gc.collect()
     with af.init_empty_weights():
         model = build(name)

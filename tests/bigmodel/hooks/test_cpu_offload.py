@@ -1,4 +1,4 @@
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import copy
 import pickle
@@ -19,6 +19,7 @@ from accelfn.bigmodel.hooks import (
     cpu_offload_with_hook,
     hook_of,
 )
+from tests.bigmodel.offload.trees import same
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
@@ -72,7 +73,7 @@ def run(hooks: Sequence[UserCpuOffloadHook], x: torch.Tensor = X) -> torch.Tenso
     return x
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:0", "cpu:3", torch.device("cpu"), None])
+@pytest.mark.parametrize("device", ["cpu:3", torch.device("cpu"), None])
 def test_outputs_are_unchanged(device: Any) -> None:
     expected = stack()(X)
     model = stack()
@@ -87,37 +88,7 @@ def test_outputs_are_unchanged(device: Any) -> None:
     assert hook_of(model) is None
 
 
-class OnlyMoved(torch.Tensor):
-    """A tensor that reports another device until it is moved."""
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> "OnlyMoved":
-        return tensor.as_subclass(OnlyMoved)
-
-    @property
-    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride] - a stand-in
-        return torch.device("meta")
-
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
-
-
-def test_arguments_are_moved_even_if_the_model_is_not() -> None:
-    seen: list[Any] = []
-
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor, more: dict[str, torch.Tensor], flag: str = "") -> torch.Tensor:
-            seen.extend([type(x), type(more["y"]), flag])
-            return x
-
-    model, _ = cpu_offload_with_hook(Model(), "cpu")
-    for _ in range(2):
-        model(OnlyMoved.of(X), more={"y": OnlyMoved.of(X)}, flag="a")
-    assert seen == [torch.Tensor, torch.Tensor, "a"] * 2
-
-
-@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
-def test_training_is_unchanged(device: str) -> None:
+def test_training_is_unchanged() -> None:
     def train(model: nn.Module, hook: UserCpuOffloadHook | None) -> dict[str, torch.Tensor]:
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
@@ -129,20 +100,11 @@ def test_training_is_unchanged(device: str) -> None:
         return model.state_dict()
 
     plain = train(stack(), None)
-    ours = train(*cpu_offload_with_hook(stack(), device))
-    assert [*plain] == [*ours]
-    assert all(torch.equal(plain[name], ours[name]) for name in plain)
+    ours = train(*cpu_offload_with_hook(stack(), "cpu:0"))
+    assert same(plain, ours)
 
 
-def pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-def copied(value: Any) -> Any:
-    return copy.deepcopy(value)
-
-
-@pytest.mark.parametrize("again", [copied, pickled])
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 def test_a_chain_is_copied_together(again: Any) -> None:
     pairs = [cpu_offload_with_hook(stack(), "cpu:0")]
     pairs.append(cpu_offload_with_hook(stack(1), "cpu:0", prev_module_hook=pairs[0][1]))

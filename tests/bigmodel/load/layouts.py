@@ -65,3 +65,19 @@ def on_meta(model: ModelT) -> ModelT:
             if key not in kept:
                 module.register_buffer(key, buffer.to("meta"))
     return model
+
+
+def made(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Return a tensor of any bytes."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype == torch.bool else 256
+    flat = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
+    return flat.view(dtype).view(shape)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal to the bit, whatever is not a number."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(value.detach().reshape(-1).view(torch.uint8) for value in (one, other)))

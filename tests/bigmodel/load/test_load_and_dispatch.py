@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -115,11 +113,11 @@ def test_a_narrower_dtype_is_planned_with_and_written_to_the_folder(tmp_path: Pa
 
 def test_without_a_map_it_only_loads(tmp_path: Path) -> None:
     plain, path = saved(tmp_path)
-    model = af.load_checkpoint_and_dispatch(on_meta(Small().eval()), path)
+    model = af.load_checkpoint_and_dispatch(on_meta(Small().eval()), path, dtype="bf16")
     assert not hasattr(model, "hf_device_map")
-    data = torch.randn(5, 4)
+    data = torch.randn(5, 4).bfloat16()
     with torch.no_grad():
-        assert torch.equal(model(data), plain(data))
+        assert torch.equal(model(data), plain.bfloat16()(data))
 
 
 def test_errors_leave_the_model_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,15 +128,13 @@ def test_errors_leave_the_model_unchanged(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="device_map must be one of 'auto'"):
         af.load_checkpoint_and_dispatch(wrong, path, "automatic")
     assert not hasattr(wrong, "hf_device_map")
-    calls: list[int] = []
+    reads: Any = iter([apply.read_tensors])
 
     def fail_late(*arguments: Any) -> None:
-        calls.append(len(arguments))
-        if len(calls) == 2:
-            raise OSError("the disk went away")
-        true_read(*arguments)
+        for read in reads:
+            return read(*arguments)
+        raise OSError("the disk went away")
 
-    true_read: Any = apply.read_tensors
     monkeypatch.setattr(apply, "read_tensors", fail_late)
     monkeypatch.setattr(apply, "_BATCH_BYTES", 200)
     model = on_meta(Small())
@@ -147,15 +143,7 @@ def test_errors_leave_the_model_unchanged(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(one.is_meta for one in model.parameters())
 
 
-def test_short_names_of_dtypes_are_known(tmp_path: Path) -> None:
-    _, checkpoint = saved(tmp_path)
-    model = af.load_checkpoint_and_dispatch(on_meta(Small()), checkpoint, {"": "cpu"}, dtype="bf16")
-    assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
-
-
-def test_a_folder_that_cannot_be_written_is_named_and_the_model_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_is_named_and_the_model_stays(tmp_path: Path) -> None:
     _, checkpoint = saved(tmp_path)
     (tmp_path / "file").write_text("")
     model = on_meta(Small())
@@ -163,21 +151,8 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_model_stays(
         af.load_checkpoint_and_dispatch(model, checkpoint, {"": "disk"}, offload_folder=tmp_path / "file")
     # Refused although nothing would be written there.
     with pytest.raises(NotADirectoryError, match=r"offload_folder='.*below': .*file is a file"):
-        af.load_checkpoint_and_dispatch(
-            model, checkpoint, {"": "cpu"}, offload_folder=tmp_path / "file" / "below"
-        )
+        af.load_checkpoint_and_dispatch(model, checkpoint, "auto", offload_folder=tmp_path / "file" / "below")
     with pytest.raises(ValueError, match="offload_folder: a path can't contain zero bytes"):
         af.load_checkpoint_and_dispatch(model, checkpoint, {"": "cpu"}, offload_folder="\0")
-
-    def refuse(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", refuse)
-        with pytest.raises(OSError, match=r"offload_folder='.*new': No space.*Free some space"):
-            af.load_checkpoint_and_dispatch(
-                model, checkpoint, {"": "disk"}, offload_folder=tmp_path / "new", dtype=torch.bfloat16
-            )
     assert all(one.is_meta for one in model.parameters())
     assert not hasattr(model, "hf_device_map")
-    assert list((tmp_path / "new").iterdir()) == []

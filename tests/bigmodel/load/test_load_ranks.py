@@ -45,12 +45,8 @@ class Plain(nn.Module):
         return self.c((self.a(data) + self.b(data)).bfloat16())
 
 
-def plain() -> Plain:
-    return Plain()
-
-
 def filled() -> Plain:
-    model = plain()
+    model = Plain()
     with torch.no_grad():
         for number, value in enumerate(model.state_dict().values()):
             value.copy_(torch.linspace(-1, number + 1, value.numel()).view_as(value))
@@ -61,7 +57,7 @@ def spread(ctx: Context, start: str) -> Plain:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = plain()
+    model = Plain()
     if start == "meta":
         on_meta(model)
     mesh = init_device_mesh("cpu", (ctx.num_processes,))
@@ -98,8 +94,7 @@ def load_spread(ctx: Context, folder: str, start: str, broadcast: bool) -> Any:
     return whole(model), trained(model)
 
 
-@pytest.mark.parametrize("start", ["meta", "real"])
-@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize(("start", "broadcast"), [("meta", False), ("real", False), ("meta", True)])
 def test_each_rank_takes_its_parts(start: str, broadcast: bool, tmp_path: Path) -> None:
     saved = filled()
     save(whole(saved), tmp_path, "folder")
@@ -110,34 +105,34 @@ def test_each_rank_takes_its_parts(start: str, broadcast: bool, tmp_path: Path) 
         assert all(torch.allclose(after[name], wanted[name]) for name in wanted)
 
 
-def load_parts(ctx: Context, folder: str, start: str) -> Any:
+def load_parts(ctx: Context, folder: str) -> Any:
     model = spread(ctx, "real")
     load_checkpoint_in_model(model, folder)
+    place = Path(folder) / f"rank{ctx.rank}"
+    place.mkdir()
     own = {
         name: (value.to_local() if hasattr(value, "to_local") else value).detach()
         for name, value in model.state_dict().items()
     }
-    place = Path(folder) / f"rank{ctx.rank}"
-    place.mkdir()
     write(place / "model.safetensors", own)
-    other = spread(ctx, start)
-    load_checkpoint_in_model(other, place, strict=True, full_state_dict=False)
+    others = [spread(ctx, start) for start in ("meta", "real")]
+    for other in others:
+        load_checkpoint_in_model(other, place, strict=True, full_state_dict=False)
     with pytest.raises(CheckpointMismatchError):
-        load_checkpoint_in_model(other, place)
+        load_checkpoint_in_model(model, place)
     with pytest.raises(ValueError, match="Choose one"):
-        load_checkpoint_in_model(other, place, full_state_dict=False, broadcast_from_rank0=True)
-    return whole(other)
+        load_checkpoint_in_model(model, place, full_state_dict=False, broadcast_from_rank0=True)
+    return [whole(other) for other in others]
 
 
-@pytest.mark.parametrize("start", ["meta", "real"])
-def test_each_rank_has_a_checkpoint_of_its_parts(start: str, tmp_path: Path) -> None:
+def test_each_rank_has_a_checkpoint_of_its_parts(tmp_path: Path) -> None:
     save(whole(filled()), tmp_path, "folder")
-    load = functools.partial(load_parts, folder=str(tmp_path), start=start)
-    assert all(same(loaded, whole(filled())) for loaded in run_ranks(load, 2, on="processes"))
+    for found in run_ranks(functools.partial(load_parts, folder=str(tmp_path)), 2, on="processes"):
+        assert all(same(loaded, whole(filled())) for loaded in found)
 
 
 def load_plain(ctx: Context, folder: str, start: str, kind: str) -> Any:
-    model = plain()
+    model = Plain()
     if start == "meta":
         on_meta(model)
     place = folder if ctx.is_main_process else f"{folder}/gone"
@@ -159,7 +154,7 @@ def test_only_the_first_rank_reads(start: str, kind: str, tmp_path: Path) -> Non
 
 
 def fail(ctx: Context, folder: str, kind: str) -> tuple[Seen, bool]:
-    model = plain()
+    model = Plain()
     if kind == "other model" and ctx.rank:
         model.a = nn.Linear(3, 5, dtype=torch.float16)
     before = whole(model)
@@ -204,12 +199,12 @@ def test_an_error_reaches_all_ranks(kind: str, first: str, second: str, tmp_path
 def test_broadcasting_needs_a_process_group(tmp_path: Path) -> None:
     save(whole(filled()), tmp_path, "folder")
     with pytest.raises(ValueError, match="needs a process group"):
-        load_checkpoint_in_model(plain(), tmp_path, broadcast_from_rank0=True)
+        load_checkpoint_in_model(Plain(), tmp_path, broadcast_from_rank0=True)
 
 
 def test_with_a_context_the_environment_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(whole(filled()), tmp_path, "folder")
     monkeypatch.setenv("ACCELFN_MIXED_PRECISION", "nonsense")
-    model = plain()
+    model = Plain()
     load_checkpoint_in_model(model, tmp_path, broadcast_from_rank0=True, ctx=Context())
     assert same(whole(model), whole(filled()))

@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
-import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +30,14 @@ from accelfn.bigmodel.offload_folder import (
     offload_state_dict,
     offload_weight,
     save_offload_index,
-    writing_to,
 )
 from accelfn.bigmodel.weight_files import STORED_DTYPES, mapped_from
 from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from accelfn.testing import run_ranks
+from tests.bigmodel.load.layouts import made, same
 
 DTYPES = (*STORED_DTYPES.values(), torch.complex128)
-NO_NUMPY = ("float8", "uint64")  # which Accelerate doesn't read
-peer = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="compares with Accelerate")
-
-
-def made(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    count = torch.Size(shape).numel() * dtype.itemsize
-    generator = torch.Generator().manual_seed(seed)
-    high = 2 if dtype == torch.bool else 256
-    flat = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
-    return flat.view(dtype).view(shape)
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(*(value.detach().reshape(-1).view(torch.uint8) for value in (one, other)))
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3).map(tuple))
@@ -72,39 +52,27 @@ def test_tensors_are_written_and_mapped(
     assert (folder / "a.b.dat").stat().st_size == tensor.numel() * dtype.itemsize
     found = load_offloaded_weight(folder / "a.b.dat", index["a.b"])
     assert same(found, tensor)
+    offload_weight(nn.Parameter(tensor.mT, False) if tensor.dim() > 1 else tensor, "turned", folder, index)
+    turned = load_offloaded_weight(folder / "turned.dat", index["turned"])
+    assert same(turned, tensor.mT if tensor.dim() > 1 else tensor)
     assert (mapped_from(found) is not None) == (tensor.numel() > 0)
 
 
-def test_parameters_and_views_are_written_as_they_look(tmp_path: Path) -> None:
-    weight = nn.Parameter(torch.arange(6.0).view(2, 3))
-    offload_state_dict(
-        tmp_path / "off", {"w": weight, "t": weight.t(), "c": weight.to(torch.complex64).conj()}
-    )
-    found = OffloadedWeightsLoader(save_folder=tmp_path / "off")
-    assert same(found["w"], weight)
-    assert same(found["t"], weight.t())
-    assert sorted(path.name for path in (tmp_path / "off").iterdir()) == [
-        "c.dat",
-        "index.json",
-        "t.dat",
-        "w.dat",
-    ]
-
-
-@peer
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
-def test_accelerate_reads_ours_and_we_read_its(
-    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
-) -> None:
-    if any(name in str(dtype) for name in NO_NUMPY) or (dtype.is_complex and dtype.itemsize < 8):
-        pytest.skip("Accelerate can't")
+@pytest.mark.slow
+def test_accelerate_reads_ours_and_we_read_its(tmp_path: Path) -> None:
     theirs: Any = importlib.import_module("accelerate.utils")
-    tensors = {"a.w": made(dtype, shape, 1), "b": made(dtype, shape, 2)}
+    # Accelerate goes through numpy, which lacks some.
+    lacks = ("float8", "float4", "uint64", "complex32")
+    dtypes = [one for one in DTYPES if not any(name in str(one) for name in lacks)]
+    tensors = {
+        f"{dtype}.{len(shape)}".removeprefix("torch."): made(dtype, shape)
+        for dtype in dtypes
+        for shape in ((), (3,), (2, 3))
+    }
     offload_state_dict(tmp_path / "ours", tensors)
     theirs.offload_state_dict(str(tmp_path / "theirs"), tensors)
-    for name in ("index.json", "a.w.dat", "b.dat"):
-        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    for file in (tmp_path / "theirs").iterdir():
+        assert (tmp_path / "ours" / file.name).read_bytes() == file.read_bytes()
     read_by_them = theirs.OffloadedWeightsLoader(save_folder=str(tmp_path / "ours"))
     read_by_us = OffloadedWeightsLoader(save_folder=tmp_path / "theirs")
     for name, tensor in tensors.items():
@@ -115,6 +83,9 @@ def test_accelerate_reads_ours_and_we_read_its(
 def test_a_folder_grows_by_its_index(tmp_path: Path) -> None:
     save_offload_index({}, tmp_path)
     save_offload_index(None, tmp_path)
+    for bare in (torch.ones(1, device="meta"), torch.ones(2, 2).to_sparse()):
+        with pytest.raises(ValueError, match="can't be written as bytes"):
+            offload_weight(bare, "w", tmp_path)
     assert not list(tmp_path.iterdir())
     offload_state_dict(tmp_path, {"a": torch.ones(2)})
     offload_state_dict(tmp_path, {"b": torch.ones(3), "a": torch.zeros(4)})
@@ -138,7 +109,6 @@ def test_an_index_that_is_none_and_a_folder_without(tmp_path: Path) -> None:
     "info",
     [
         {"dtype": "float32", "shape": [3]},
-        {"dtype": "float64", "shape": [4]},
         {"dtype": "float99", "shape": [4]},
         {"shape": [4]},
         {"dtype": "float32", "shape": [-4]},
@@ -152,20 +122,13 @@ def test_entries_must_match_the_file(info: dict[str, Any], tmp_path: Path) -> No
         load_offloaded_weight(tmp_path / "w.dat", info)
 
 
-@pytest.mark.parametrize("name", ["../w", "a/b", "a\\b", "", "a\0"])
+@pytest.mark.parametrize("name", ["../w", "a\\b", "", "a\0"])
 def test_names_stay_in_the_folder(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can't be the name of a tensor"):
         offload_weight(torch.ones(1), name, tmp_path / "in")
     loader = OffloadedWeightsLoader(save_folder=tmp_path, index={name: {"dtype": "float32", "shape": [1]}})
     with pytest.raises(ValueError, match="can't be the name of a tensor"):
         loader[name]
-
-
-@pytest.mark.parametrize("tensor", [torch.ones(1, device="meta"), torch.ones(2, 2).to_sparse()])
-def test_tensors_without_bytes_are_refused(tensor: torch.Tensor, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="can't be written as bytes"):
-        offload_weight(tensor, "w", tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 # --- mappings ------------------------------------------------------------------------------------
@@ -246,11 +209,16 @@ def test_scales_go_to_their_weight(tmp_path: Path) -> None:
 # --- disks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of processes are of POSIX")
 def test_a_full_disk_leaves_existing_files(tmp_path: Path) -> None:
     """A limit on the size of files stands for the end of the disk."""
-    resource = pytest.importorskip("resource")
+    resource: Any = importlib.import_module("resource")
     off = tmp_path / "off"
     offload_state_dict(off, {"w": torch.ones(4)})
+    with pytest.raises(
+        NotADirectoryError, match=r"to save_dir='.*w\.dat': it is a file. Pass another folder"
+    ):
+        offload_state_dict(off / "w.dat", {"w": torch.ones(1)})
     torch.save(nn.Linear(300, 300).state_dict(), tmp_path / "m.bin")
 
     def run(ctx: Context) -> None:
@@ -271,38 +239,3 @@ def test_a_full_disk_leaves_existing_files(tmp_path: Path) -> None:
     assert OffloadedWeightsLoader(save_folder=off)["w"].eq(1).all()
     assert sorted(path.name for path in off.iterdir()) == ["index.json", "w.dat"]
     assert not list((tmp_path / "new").iterdir())
-
-
-def test_a_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    message = r"can't write weights to save_dir='.*file': it is a file. Pass another folder"
-    with pytest.raises(NotADirectoryError, match=message):
-        offload_state_dict(tmp_path / "file", {"w": torch.ones(1)})
-    with pytest.raises(NotADirectoryError, match=r"can't write weights to save_dir='.*file/below'"):
-        offload_state_dict(tmp_path / "file" / "below", {"w": torch.ones(1)})
-
-
-def test_errors_of_other_files_are_left_alone(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    with pytest.raises(FileNotFoundError) as caught, writing_to(tmp_path / "folder", "folder"):
-        missing.read_bytes()
-    assert caught.value.strerror == os.strerror(errno.ENOENT)
-    plain = OSError("no number")
-    with pytest.raises(OSError, match="no number") as caught, writing_to(tmp_path, "folder"):
-        raise plain
-    assert caught.value is plain
-
-
-def test_without_numpy(tmp_path: Path) -> None:
-    """In a separate process, since this one has imported numpy."""
-    program = f"""
-        import sys
-        sys.modules["numpy"] = None
-        import torch
-        from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader, offload_state_dict
-        tensors = {{"a": torch.arange(3).bfloat16(), "b": torch.tensor(True)}}
-        offload_state_dict({str(tmp_path)!r}, tensors)
-        weights = OffloadedWeightsLoader(save_folder={str(tmp_path)!r})
-        assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)

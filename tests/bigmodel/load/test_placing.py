@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import Any
 
 import pytest
@@ -26,15 +24,11 @@ class Sample(nn.Module):
         self.register_buffer("weight", torch.ones(1), persistent=False)
 
 
-@pytest.mark.parametrize("recurse", [True, False])
-@pytest.mark.parametrize("include_buffers", [True, False])
-def test_tensors_are_listed_as_accelerate_lists_them(recurse: bool, include_buffers: bool) -> None:
-    if importlib.util.find_spec("accelerate") is None:
-        pytest.skip("compares with Accelerate")
-    theirs: Any = importlib.import_module("accelerate.utils")
-    wanted = list(theirs.named_module_tensors(Sample(), include_buffers, recurse))
-    found = list(named_module_tensors(Sample(), include_buffers, recurse))
-    assert [name for name, _ in found] == [name for name, _ in wanted]
+def test_tensors_are_listed_parameters_first() -> None:
+    listed = [name for name, _ in named_module_tensors(Sample())]
+    assert listed == ["bare", "kept", "weight"]
+    deep = [name for name, _ in named_module_tensors(Sample(), False, True)]
+    assert deep == ["bare", "layer.weight", "layer.bias", "norm.weight", "norm.bias"]
 
 
 def test_only_buffers_that_are_not_saved_are_left_out() -> None:
@@ -54,6 +48,9 @@ def test_memory_is_identified() -> None:
 
 def test_a_value_is_put_in_place() -> None:
     model = Sample()
+    value = torch.ones(3, 2)
+    set_module_tensor_to_device(model, "layer.weight", "cpu", value=value)
+    assert model.layer.weight.data_ptr() == value.data_ptr()  # as it is
     value = torch.full((3, 2), 7.0, dtype=torch.float64)
     set_module_tensor_to_device(model, "layer.weight", "cpu", value=value)
     assert model.layer.weight.dtype == torch.float32
@@ -72,13 +69,6 @@ def test_a_value_is_put_in_place() -> None:
     assert model.norm.num_batches_tracked.dtype == torch.int32
     set_module_tensor_to_device(model, "norm.num_batches_tracked", "cpu", value=counts)
     assert model.norm.num_batches_tracked.dtype == torch.int32
-
-
-def test_a_matching_value_is_shared() -> None:
-    model = Sample()
-    value = torch.ones(3, 2)
-    set_module_tensor_to_device(model, "layer.weight", "cpu", value=value)
-    assert model.layer.weight.data_ptr() == value.data_ptr()
 
 
 def test_moved_tensors_keep_class_and_attributes() -> None:
@@ -128,10 +118,8 @@ def test_scales_become_an_attribute() -> None:
 
 def test_a_recurrent_layer_notices() -> None:
     model = nn.LSTM(2, 3)
-    set_module_tensor_to_device(model, "weight_ih_l0", "cpu", value=torch.zeros(12, 2))
-    set_module_tensor_to_device(model, "weight_hh_l0", "cpu", value=torch.zeros(12, 3))
-    set_module_tensor_to_device(model, "bias_ih_l0", "cpu", value=torch.zeros(12))
-    set_module_tensor_to_device(model, "bias_hh_l0", "cpu", value=torch.zeros(12))
+    for name, one in [*model.named_parameters()]:
+        set_module_tensor_to_device(model, name, "cpu", value=torch.zeros_like(one))
     assert model(torch.ones(1, 1, 2))[0].eq(0).all()
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeAlias, TypeVar, cast
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
+from accelfn.bigmodel import Place, block_stream, cpu_offload
 from accelfn.bigmodel.assign import refs_of
 from accelfn.bigmodel.block_stream import BlockPrefetcher
-from accelfn.bigmodel.blocks import plan_blocks
 from accelfn.bigmodel.transfer import Arrival, Link, Packing, open_link, unpack
 
 WIDTH = 4
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 class Bare(nn.Module):
@@ -50,21 +53,6 @@ class Counting(nn.Module):
             self.count += 1
             self.mean.lerp_(x.detach().mean(0), 0.5)
         return self.inner(x) * self.mean + self.count
-
-
-class Replacing(nn.Module):
-    """Hangs another buffer where one was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: torch.Tensor
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("last", torch.zeros(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.inner(x) + self.last
-        self.last = x.detach().mean(0)
-        return out
 
 
 class Recurrent(nn.Module):
@@ -138,23 +126,6 @@ class Attention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-class Falsy(nn.Linear):
-    """A module that reports to be empty."""
-
-    def __len__(self) -> int:
-        return 0
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned = x.to(torch.complex64) @ self.weight.conj() * (self.weight.imag + self.weight.mH.real)[0]
-        return turned.real + turned.imag
-
-
 class Run(nn.Module):
     """Runs its children one after the other, and needs a parameter of its own before and after."""
 
@@ -188,7 +159,6 @@ LEAVES: MappingProxyType[str, Callable[[], nn.Module]] = MappingProxyType(
         "linear": lambda: nn.Linear(WIDTH, WIDTH),
         "bare": Bare,
         "counting": Counting,
-        "replacing": Replacing,
         "norm": lambda: nn.BatchNorm1d(WIDTH),
         "recurrent": Recurrent,
         "convolution": lambda: Convolution(1),
@@ -197,8 +167,6 @@ LEAVES: MappingProxyType[str, Callable[[], nn.Module]] = MappingProxyType(
         "namespace": Namespace,
         "direct": Direct,
         "attention": Attention,
-        "complex": Complex,
-        "falsy": lambda: Falsy(WIDTH, WIDTH),
         "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
     }
 )
@@ -300,10 +268,38 @@ def same(left: Any, right: Any) -> bool:
     )
 
 
-def copies_of(link: Link, change: Callable[[torch.Tensor], object]) -> Link:
-    """A link that doubles values, so that using a stored weight by mistake is detected."""
+def streams_of(model: nn.Module) -> list[BlockPrefetcher]:
+    return list(getattr(vars(model).get("_accelfn_dispatched"), "prefetchers", []))
 
-    def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
+
+def is_at_rest(model: nn.Module) -> bool:
+    """Whether nothing is on a device, and the model holds its own parameters."""
+    # Asking for what is resident ends passes that were interrupted.
+    return all(stream.resident == () for stream in streams_of(model)) and all(
+        one is None or isinstance(one, nn.Parameter)
+        for module in model.modules()
+        for one in vars(module)["_parameters"].values()
+    )
+
+
+def num_hooks(model: nn.Module) -> int:
+    return sum(
+        len(vars(module)["_forward_hooks"]) + len(vars(module)["_forward_pre_hooks"])
+        for module in model.modules()
+    )
+
+
+Change: TypeAlias = Callable[[torch.Tensor], object]
+
+
+def offloaded(model: ModelT, change: Change | None = None, **options: Any) -> ModelT:
+    """Offload a model that runs on a simulated device, with a change to each copy that arrives there."""
+
+    def open_changing(place: Place, num_ahead: int) -> Link:
+        link = open_link(place, num_ahead)
+        return link if change is None else dataclasses.replace(link, begin=functools.partial(begin, link))
+
+    def begin(link: Link, hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
         arrival = link.begin(hosts, packing)
 
         @functools.cache
@@ -311,23 +307,30 @@ def copies_of(link: Link, change: Callable[[torch.Tensor], object]) -> Link:
             memory = arrival()
             with torch.inference_mode(False), torch.no_grad():
                 for one in unpack(memory, packing):
-                    if one.is_floating_point() or one.is_complex():
-                        change(one)
+                    cast("Change", change)(one)
             return memory
 
         return arrive
 
-    return Link(device=link.device, begin=begin, release=link.release)
+    with mock.patch.object(block_stream, "open_link", open_changing):
+        return cpu_offload(model, "cpu:0", **options)
 
 
-def doubling() -> Link:
-    return copies_of(open_link("cpu:0", 1), lambda one: one.mul_(2))
+def double(tensor: torch.Tensor) -> None:
+    """Change copies on the device, so that using a stored weight by mistake is seen."""
+    if tensor.is_floating_point():
+        tensor.mul_(2)
 
 
-def stream_of(
-    model: nn.Module, link: Link | None = None, *, buffers: bool = True, **options: Any
-) -> BlockPrefetcher:
-    """A stream of all tensors of a model, in the blocks that a dispatch would make."""
-    leaves = [name for name, ref in refs_of(model) if buffers or ref.is_parameter]
-    blocks = plan_blocks(model, leaves)
-    return BlockPrefetcher(blocks, "cpu:0", link=link, **options)
+def doubled(model: ModelT) -> ModelT:
+    """Double the parameters of a model that isn't offloaded."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model
+
+
+def assert_same_gradients(left: nn.Module, right: nn.Module, exact: bool = True) -> None:
+    """Compare gradients; not bit for bit where a weight's is a sum of several, in another order."""
+    for one, other in zip(gradients(left).values(), gradients(right).values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0 if exact else None, atol=0 if exact else None)

@@ -5,11 +5,9 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed.pipelining as pipelining  # before ranks are forked, which would import it each
-from torch import nn
 
 import accelfn as af
 from accelfn import Context
-from accelfn.errors import RemoteRankError
 from accelfn.testing import run_ranks
 from tests.bigmodel.pipeline.models import Tied, seeded
 
@@ -62,13 +60,3 @@ def test_with_one_process_the_model_is_unchanged() -> None:
     assert cast("Any", model).pippy_stage is None
     assert not model.training
     torch.testing.assert_close(model(IDS).detach(), expected())
-
-
-def test_an_example_is_needed() -> None:
-    def run(ctx: Context) -> None:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        with pytest.raises((ValueError, RemoteRankError), match="no such dimension"):
-            af.prepare_pippy(model, ctx=ctx)
-        assert not hasattr(model, "pippy_stage")
-
-    run_ranks(run, 2, "processes")

@@ -1,4 +1,4 @@
-"""Device maps are those of Accelerate, except for its known defects."""
+"""Maps, budgets and sizes are those of Accelerate, except for its known defects."""
 
 from __future__ import annotations
 
@@ -7,27 +7,40 @@ import logging
 import random
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel import PlanOptions, plan_device_map, read_shape
-from accelfn.bigmodel.devices import Place
+from accelfn.bigmodel import (
+    Place,
+    PlanOptions,
+    clean_device_map,
+    compute_module_sizes,
+    find_tied_parameters,
+    get_balanced_memory,
+    get_max_layer_size,
+    get_module_leaves,
+    get_non_persistent_buffers,
+    named_module_tensors,
+    plan_device_map,
+    read_shape,
+)
 from tests.bigmodel.plan.trees import Tree, build, trees
+from tests.bigmodel.real import tiny
 
-# Untyped: its annotations name types that its functions don't accept.
-PEER: Any = importlib.import_module("accelerate.utils.modeling")
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    """Accelerate logs accelerators that this machine lacks."""
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Any]:
+    """Accelerate's module. It logs accelerators that this machine lacks."""
     logging.disable(logging.WARNING)
-    yield
+    yield importlib.import_module("accelerate.utils.modeling")
     logging.disable(logging.NOTSET)
 
 
@@ -40,13 +53,13 @@ def budgets(draw: st.DrawFn, tree: Tree) -> dict[Place, int]:
 
 
 def peer_map(
-    model: nn.Module, sizes: dict[Place, int], no_split: tuple[str, ...], fallback: bool = False
+    peer: Any, model: nn.Module, sizes: dict[Place, int], no_split: tuple[str, ...], fallback: bool = False
 ) -> dict[str, Place] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = {"clean_result": False, "fallback_allocation": fallback}
         try:
-            return dict(PEER.infer_auto_device_map(model, dict(sizes), list(no_split), **options))
+            return dict(peer.infer_auto_device_map(model, dict(sizes), list(no_split), **options))
         except IndexError:  # tied to a parameter beside modules
             return None
 
@@ -59,45 +72,88 @@ def peer_map(
     st.booleans(),
 )
 def test_models_without_ties(
-    tree: Tree, data: st.DataObject, no_split: tuple[str, ...], fallback: bool
+    peer: Any, tree: Tree, data: st.DataObject, no_split: tuple[str, ...], fallback: bool
 ) -> None:
     model, sizes = build(tree), data.draw(budgets(tree))
     options = PlanOptions(no_split_module_classes=no_split, fallback_allocation=fallback)
     plan = plan_device_map(read_shape(model), sizes, options)
-    assert dict(plan.entries) == peer_map(model, sizes, no_split, fallback)
+    assert dict(plan.entries) == peer_map(peer, model, sizes, no_split, fallback)
 
 
 # Not BERT, whose map lacks buffers of split modules there, nor BART, for which it reserves memory for a layer
 # that is allocated already.
-SMALL: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": (
-        "LlamaForCausalLM",
-        {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "tie_word_embeddings": True},
-    ),
-    "mixtral": (
-        "MixtralForCausalLM",
-        {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_local_experts": 2},
-    ),
-    "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 3, "n_head": 4}),
-    "t5": ("T5ForConditionalGeneration", {"d_model": 64, "d_ff": 128, "num_layers": 3, "num_heads": 4}),
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_architectures(name: str) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    kind: Any = getattr(transformers, SMALL[name][0])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
+def test_architectures(peer: Any, name: str) -> None:
     with torch.device("meta"):
-        model = kind(kind.config_class(**SMALL[name][1], vocab_size=500))
+        model = tiny(name)
     shape = read_shape(model)
     rng = random.Random(0)
     compared = 0
     for _ in range(25):
         sizes: dict[Place, int] = {place: rng.randint(0, shape.num_bytes) for place in (0, 1, "cpu")}
         no_split = rng.choice([(), shape.no_split_classes])
-        expected = peer_map(model, sizes, no_split)
+        expected = peer_map(peer, model, sizes, no_split)
         if expected is not None:
             options = PlanOptions(no_split_module_classes=no_split)
             assert dict(plan_device_map(shape, sizes, options).entries) == expected
             compared += 1
     assert compared >= 10
+
+
+def an_accelerator(_: object) -> SimpleNamespace:
+    return SimpleNamespace(type="cuda")
+
+
+@given(trees(), st.booleans(), st.sampled_from([[], ["A"], ["A", "B"]]), st.data())
+def test_balance(peer: Any, tree: Tree, low_zero: bool, classes: list[str], data: st.DataObject) -> None:
+    """As it would be on a machine with accelerators: on others it fails for them."""
+    model = build(tree)
+    assume(read_shape(model).num_bytes)
+    sizes = st.integers(1, 2 * read_shape(model).num_bytes)
+    given_ = {number: data.draw(sizes) for number in range(data.draw(st.integers(2, 4)))}
+    with pytest.MonkeyPatch.context() as patch:
+        # torch.device(0) fails there without any accelerator.
+        patch.setattr(peer.torch, "device", an_accelerator)
+        theirs = peer.get_balanced_memory(
+            model, dict(given_), no_split_module_classes=classes, low_zero=low_zero
+        )
+    assert get_balanced_memory(model, given_, classes, low_zero=low_zero) == theirs
+
+
+@st.composite
+def maps(draw: st.DrawFn) -> dict[str, int]:
+    """Draw a map of whose names none is a part of another."""
+    names = draw(
+        st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join), unique=True)
+    )
+    apart = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    return {name: draw(st.integers(0, 1)) for name in apart}
+
+
+@given(maps(), st.sampled_from(["", "a", "a.b"]))
+def test_cleaned_maps(peer: Any, value: dict[str, int], name: str) -> None:
+    before = dict(value)
+    assert clean_device_map(value, name) == peer.clean_device_map(dict(value), name)
+    assert value == before
+
+
+@given(trees())
+def test_sizes_names_and_ties(peer: Any, tree: Tree) -> None:
+    model = build(tree)
+    ours, theirs = compute_module_sizes(model), peer.compute_module_sizes(model)
+    assert ours == theirs
+    buffers = peer.compute_module_sizes(model, buffers_only=True)
+    assert compute_module_sizes(model, buffers_only=True) == buffers
+    assert sorted(get_module_leaves(ours)) == sorted(peer.get_module_leaves(theirs))
+    parts = [*model.named_children()]
+    for no_split in ([], ["A"], ["B"]):
+        assert get_max_layer_size(parts, ours, no_split) == peer.get_max_layer_size(parts, theirs, no_split)
+    for first in (False, True):
+        for second in (False, True):
+            found = peer.get_non_persistent_buffers(model, recurse=first, fqns=second)
+            # Those of the model itself begin with a dot there.
+            plain = {name.removeprefix(".") for name in found}
+            assert get_non_persistent_buffers(model, first, second) == plain
+            listed = [name for name, _ in peer.named_module_tensors(model, first, second)]
+            assert [name for name, _ in named_module_tensors(model, first, second)] == listed
+    assert sorted(find_tied_parameters(model)) == sorted(peer.find_tied_parameters(model))

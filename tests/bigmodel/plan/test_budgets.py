@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -10,16 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from torch import nn
 
-from accelfn.bigmodel import convert_file_size_to_int, get_balanced_memory, get_max_memory, read_shape
+from accelfn.bigmodel import convert_file_size_to_int, get_balanced_memory, get_max_memory
 from accelfn.bigmodel.devices import Place, available_memory
 from accelfn.errors import MissingExtraError
-from tests.bigmodel.plan.trees import M3, Tree, build, trees
-
-PEER: Any = importlib.import_module("accelerate.utils.modeling")
+from tests.bigmodel.plan.trees import M3
 
 # --- sizes ---------------------------------------------------------------------------------------
 
@@ -28,22 +22,13 @@ PEER: Any = importlib.import_module("accelerate.utils.modeling")
     ("given_", "expected"),
     [
         (5, 5),
-        (0, 0),
         (0.9 * 10**9, 9 * 10**8),
-        ("10GB", 10**10),
-        ("10gb", 10**10),  # not gigabits
-        ("10Gb", 10**10),
-        (" 10 GB ", 10**10),
-        ("1.5MB", 1_500_000),
+        ("10Gb", 10**10),  # not gigabits
+        (" 1.5 mb ", 1_500_000),
         (".5KB", 500),
         ("2 GiB", 2**31),
-        ("5gib", 5 * 2**30),
         ("1MiB", 2**20),
-        ("1kib", 2**10),
-        ("3TB", 3 * 10**12),
-        ("1TiB", 2**40),
-        ("17B", 17),
-        ("0GB", 0),
+        ("0B", 0),
     ],
 )
 def test_a_size(given_: float | str, expected: int) -> None:
@@ -80,9 +65,16 @@ def test_budgets_are_converted_and_sorted() -> None:
 
 
 @pytest.mark.parametrize(
+    "wrong", [-1, True, 1.0, None, "", "gpu", "0", "cpu:", "cpu:-1", "cpu:x", "tpu:0", "meta"]
+)
+def test_unknown_places_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_memory: unknown place .*'cpu', 'disk'"):
+        get_max_memory({wrong: 5})
+
+
+@pytest.mark.parametrize(
     ("given_", "message"),
     [
-        ({"gpu": 5}, "max_memory: unknown place 'gpu'"),
         ({0: -5}, r"max_memory\[0\]: a size must be .* got -5"),
         ({"cpu": "10"}, r"max_memory\['cpu'\]: a size must be .* got '10'"),
         ({0: 1, "cuda:0": 2}, "max_memory specifies the place 0 twice, once as 'cuda:0'"),
@@ -143,17 +135,8 @@ def machine(folder: Path, files: Mapping[str, str]) -> Path:
             },
             70000,
         ),
-        # A limit beyond what there is.
-        (
-            {
-                "proc/self/cgroup": "0::/\n",
-                "sys/fs/cgroup/memory.max": "9999999999\n",
-                "sys/fs/cgroup/memory.current": "1\n",
-            },
-            400 * 1024,
-        ),
     ],
-    ids=["none", "second", "outside", "first", "large"],
+    ids=["none", "second", "outside", "first"],
 )
 def test_the_free_memory_of_a_host(files: dict[str, str], expected: int, tmp_path: Path) -> None:
     assert available_memory(machine(tmp_path, {"proc/meminfo": MEMINFO, **files})) == expected
@@ -198,8 +181,12 @@ def test_accelerators_are_queried(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     # By default a tenth is left for activations.
     assert get_balanced_memory(M3())[0] == 900
     assert get_balanced_memory(M3(), {0: 1000})[0] == 1000
+    # Without a number it is the current device.
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert get_max_memory({"cuda": 5}) == get_max_memory({torch.device("cuda"): 5}) == {1: 5}
     accelerator(monkeypatch, "mps")
     assert list(get_max_memory()) == ["mps"]
+    assert get_max_memory({"mps:0": 5}) == {"mps": 5}
 
 
 # --- balance -------------------------------------------------------------------------------------
@@ -208,7 +195,6 @@ def test_accelerators_are_queried(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 @pytest.mark.parametrize(
     ("given_", "low_zero", "expected"),
     [
-        ({0: 300, 1: 300}, False, {0: 215, 1: 300}),
         ({0: 200, 1: 200}, False, {0: 200, 1: 200}),
         ({0: 300, 1: 500}, False, {0: 215, 1: 500}),
         ({0: 0, 1: 300, 2: 300}, False, {0: 0, 1: 215, 2: 300}),
@@ -224,40 +210,3 @@ def test_the_documented_balance(given_: Any, low_zero: bool, expected: dict[Plac
     before = dict(given_)
     assert get_balanced_memory(M3(), given_, low_zero=low_zero) == expected
     assert given_ == before
-
-
-def test_unsplit_blocks_increase_the_share() -> None:
-    model = nn.Sequential(M3(), M3(), M3(), nn.Linear(10, 10))
-    plain = get_balanced_memory(model, {0: 10**6, 1: 10**6})[0]
-    mean = (3 * 236 + 440) // 10
-    assert plain == (3 * 236 + 440) // 2 + int(1.25 * mean)
-    for classes in ("M3", ["M3"], {"M3"}, ("Absent", "M3")):
-        assert get_balanced_memory(model, {0: 10**6, 1: 10**6}, classes)[0] == plain + int(1.25 * 236) - int(
-            1.25 * mean
-        )
-    half = get_balanced_memory(model, {0: 10**6, 1: 10**6}, "M3", torch.float16, {"3.weight": torch.float32})
-    assert half[0] == (3 * 122 + 400 + 20) // 2 + int(1.25 * 122)
-
-
-def an_accelerator(_: object) -> SimpleNamespace:
-    return SimpleNamespace(type="cuda")
-
-
-@given(trees(), st.booleans(), st.sampled_from([[], ["A"], ["A", "B"]]), st.data())
-@settings(max_examples=100)
-def test_the_balance_is_that_of_accelerate(
-    tree: Tree, low_zero: bool, classes: list[str], data: st.DataObject
-) -> None:
-    """As it would be on a machine with accelerators: on others it fails for them."""
-    model = build(tree)
-    assume(read_shape(model).num_bytes)
-    sizes = st.integers(1, 2 * read_shape(model).num_bytes)
-    given_ = {number: data.draw(sizes) for number in range(data.draw(st.integers(2, 4)))}
-    with pytest.MonkeyPatch.context() as patch:
-        # torch.device(0) fails there without any accelerator.
-        patch.setattr(PEER.torch, "device", an_accelerator)
-        patch.setattr(logging.getLogger("accelerate.utils.modeling"), "disabled", True)
-        theirs = PEER.get_balanced_memory(
-            model, dict(given_), no_split_module_classes=classes, low_zero=low_zero
-        )
-    assert get_balanced_memory(model, given_, classes, low_zero=low_zero) == theirs

@@ -13,11 +13,11 @@ from torch import nn
 from accelfn.bigmodel import (
     PlanOptions,
     check_device_map,
+    clean_device_map,
     compute_module_sizes,
     get_balanced_memory,
     infer_auto_device_map,
     plan_device_map,
-    plan_named_map,
     read_shape,
     resolve_device_map,
 )
@@ -66,16 +66,6 @@ def test_the_map_is_that_of_the_plan() -> None:
     assert half == {"blocks": 0}
 
 
-def test_without_budgets_this_machine_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(given_: object) -> dict[Place, int]:
-        assert given_ is None
-        return {"cpu": 500}
-
-    monkeypatch.setattr("accelfn.bigmodel.device_map.get_max_memory", small)
-    assert infer_auto_device_map(M3()) == {"": "cpu"}
-    assert plan_named_map(read_shape(M3()), "auto").places[0].budget == 500
-
-
 def test_decisions_are_printed_if_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(M3(), {0: 250})
     assert capsys.readouterr().out == ""
@@ -98,32 +88,18 @@ def test_unexpected_consequences_are_warnings() -> None:
         infer_auto_device_map(M3(), {0: 200}, offload_buffers=True)
 
 
-class Other(nn.Module):
-    """Names classes for its whole family; it has no modules of the second."""
-
-    _no_split_modules = ("Block", "DecoderBlock")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-
-def resolve_auto(model: nn.Module, budgets: Any, classes: Any) -> dict[str, Place]:
-    return resolve_device_map(model, "auto", budgets, PlanOptions(no_split_module_classes=classes))
-
-
 def test_unknown_classes_are_warned_of_once() -> None:
-    for find in (infer_auto_device_map, resolve_auto):
-        with pytest.warns(UserWarning, match="the model has no modules of class") as caught:
-            find(Model(), {"cpu": "1MB"}, ["Block", "Blocks", "Qwen"])
-        assert len(caught) == 1
-        assert "of class 'Blocks' (did you mean 'Block'?), 'Qwen'." in str(caught[0].message)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            # Classes that the model itself specifies are for its whole family.
-            find(Other(), {"cpu": "1MB"}, None)
-            find(Other(), {"cpu": "1MB"}, ["Block", "DecoderBlock"])
-            find(Model(), {"cpu": "1MB"}, ["Block", "M3"])
+    model: Any = Model()
+    with pytest.warns(UserWarning, match="the model has no modules of class") as caught:
+        infer_auto_device_map(model, {"cpu": "1MB"}, ["Block", "Blocks", "Qwen"])
+    (said,) = caught
+    assert "of class 'Blocks' (did you mean 'Block'?), 'Qwen'." in str(said.message)
+    model._no_split_modules = ("Block", "DecoderBlock")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Classes that the model itself specifies are for its whole family.
+        for classes in (None, ["Block", "DecoderBlock"], ["Block", "M3"]):
+            infer_auto_device_map(model, {"cpu": "1MB"}, classes)
 
 
 def test_dtypes_of_unknown_tensors_are_refused() -> None:
@@ -157,14 +133,6 @@ def test_arguments_of_other_types_are_refused() -> None:
             check_device_map(model, cast("Any", map_))
 
 
-def test_fallback_allocation() -> None:
-    model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 4), nn.Linear(4, 8))
-    assert infer_auto_device_map(model, {0: 256}) == {"": "disk"}
-    found = {"1": 0, "0": "disk", "2": "disk"}
-    assert infer_auto_device_map(model, {0: 256}, fallback_allocation=True) == found
-    assert resolve_device_map(model, "sequential", {0: 256}, PlanOptions(fallback_allocation=True)) == found
-
-
 # --- resolved ------------------------------------------------------------------------------------
 
 
@@ -183,33 +151,23 @@ def test_names_of_maps() -> None:
     assert "blocks.2.bias" in split
     half = PlanOptions(no_split_module_classes=None, dtype=torch.float16)
     assert resolve_device_map(model, "auto", {0: 300, "cpu:0": 300, "cpu": 1000}, half)
+    with pytest.raises(ValueError, match=r"one of 'auto', 'balanced', 'balanced_low_0', 'sequential', or"):
+        resolve_device_map(model, "Auto", budgets)
+    three = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 4), nn.Linear(4, 8))
+    assert resolve_device_map(three, "sequential", {0: 256}) == {"": "disk"}
+    fallback = PlanOptions(fallback_allocation=True)
+    found = {"1": 0, "0": "disk", "2": "disk"}
+    assert resolve_device_map(three, "sequential", {0: 256}, fallback) == found
 
 
 def test_a_map_is_checked_and_normalised() -> None:
-    given_ = {
-        "blocks.0": "cuda:1",
-        "blocks": torch.device("cpu"),
-        "blocks.1.bias": "disk",
-        "blocks.2.m3": "cpu:3",
-    }
+    given_ = {"blocks.0": "cuda:1", "blocks": torch.device("cpu"), "blocks.1.bias": "disk"}
     before = dict(given_)
-    assert resolve_device_map(Model(), given_) == {
-        "blocks.0": 1,
-        "blocks": "cpu",
-        "blocks.1.bias": "disk",
-        "blocks.2.m3": "cpu:3",
-    }
+    found = resolve_device_map(Model(), given_)
+    assert found == {"blocks.0": 1, "blocks": "cpu", "blocks.1.bias": "disk"}
     assert given_ == before
-    with pytest.raises(ValueError, match="unknown place 'gpu'"):
-        resolve_device_map(Model(), {"": "gpu"})
     with pytest.raises(ValueError, match="that the model doesn't have: 'block'"):
         resolve_device_map(Model(), {"": 0, "block": 1})
-
-
-@pytest.mark.parametrize("name", ["Auto", "cuda:0", "", "even"])
-def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"one of 'auto', 'balanced', 'balanced_low_0', 'sequential', or"):
-        resolve_device_map(M3(), name, {0: 100})
 
 
 # --- checked -------------------------------------------------------------------------------------
@@ -242,28 +200,32 @@ def test_unknown_names_are_refused_with_suggestions() -> None:
         check_device_map(M3(), {"": 0, **many})
 
 
-def test_tensors_without_a_place_are_refused() -> None:
+def test_places_of_tensors_are_checked() -> None:
+    block = Block()
+    # A tensor may have a place of its own; a buffer that isn't saved needs none.
+    check_device_map(block, {"m3": 0, "bias": "cpu"})
+    check_device_map(block, {"m3": 0, "bias": "cpu", "scale": "disk"})
+    check_device_map(nn.Module(), {})
+    with pytest.raises(ValueError, match=r"device_map\['bias'\]: unknown place 'gpu'"):
+        check_device_map(block, {"": 0, "bias": "gpu"})
     with pytest.raises(ValueError, match=r"no place for linear2\.weight, linear2\.bias\. Add an"):
         check_device_map(M3(), {"linear1": 0, "batchnorm": 0})
     with pytest.raises(ValueError, match=r"no place for linear1\.weight.* and 4 more"):
         check_device_map(M3(), {})
 
 
-def test_tensors_may_be_named_and_non_persistent_buffers_left_out() -> None:
-    block = Block()
-    check_device_map(block, {"m3": 0, "bias": "cpu"})
-    check_device_map(block, {"m3": 0, "bias": "cpu", "scale": "disk"})
-    check_device_map(block, {"": "cpu", "m3.linear1.weight": 0})
-    with pytest.raises(ValueError, match=r"device_map\['bias'\]: unknown place 'gpu'"):
-        check_device_map(block, {"": 0, "bias": "gpu"})
-    check_device_map(nn.Module(), {})
+# --- cleaned -------------------------------------------------------------------------------------
 
 
-def test_buffers_of_split_modules_are_in_the_map() -> None:
-    model: Any = nn.Module()
-    model.block = Block()
-    model.block.register_buffer("counts", torch.zeros(3))
-    # Accelerate leaves them out.
-    found = infer_auto_device_map(model, {0: 250}, offload_buffers=True)
-    assert (found["block.scale"], found["block.counts"]) == (0, "disk")
-    check_device_map(model, found)
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({}, {}),
+        ({"a.b.c": 0}, {"a.b.c": 0}),
+        ({"a.b.c": 0, "a.b.d": 0}, {"": 0}),
+        ({"a.x": "cpu", "a.y": "cpu", "b": 0}, {"a": "cpu", "b": 0}),
+        ({"a": 0, "a.x": 1}, {"a": 0, "a.x": 1}),
+    ],
+)
+def test_equal_places_become_one(value: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert clean_device_map(value) == expected

@@ -24,22 +24,6 @@ from tests.bigmodel.plan.trees import M3, build, three_blocks, trees
 FP16, FP32 = torch.float16, torch.float32
 
 
-def tied_m3() -> nn.Module:
-    model = M3()
-    # Neither has the shape of the other: it is never run.
-    model.linear1.weight = model.linear2.weight
-    return model
-
-
-def tied_words() -> nn.Module:
-    model = nn.Module()
-    model.emb = nn.Embedding(10, 4)
-    model.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    model.head = nn.Linear(4, 10)
-    model.head.weight = model.emb.weight
-    return model
-
-
 def one_inside() -> nn.Module:
     model = nn.Module()
     model.module = nn.Module()
@@ -60,68 +44,49 @@ def blocks() -> nn.Module:
 
 
 # The documented examples, but for one: see test_a_budget_of_the_disk_holds.
-WORKED: tuple[
-    tuple[str, Callable[[], nn.Module], dict[Place, int], dict[str, Any], dict[str, Place]], ...
-] = (
-    ("two", M3, {0: 200, 1: 200}, {}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
-    ("three", M3, {0: 200, 1: 172, 2: 200}, {}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
-    ("a byte less", M3, {0: 200, 1: 171, 2: 200}, {}, {"linear1": 0, "batchnorm": 1, "linear2": 2}),
-    ("all on one", M3, {0: 236}, {}, {"": 0}),
-    ("rest on disk", M3, {0: 235}, {}, {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}),
-    ("rest on cpu", M3, {0: 235, "cpu": 1000}, {}, {"linear1": 0, "batchnorm": "cpu", "linear2": "cpu"}),
-    ("all on cpu", M3, {"cpu": 236}, {}, {"": "cpu"}),
-    ("cpu reserves", M3, {"cpu": 235}, {}, {"linear1": "cpu", "batchnorm": "disk", "linear2": "disk"}),
-    ("none on cpu", M3, {0: 200, "cpu": 171}, {}, {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}),
-    ("some on cpu", M3, {0: 200, "cpu": 240}, {}, {"linear1": 0, "batchnorm": "cpu", "linear2": "cpu"}),
-    ("half", M3, {0: 120, 1: 200}, {"dtype": FP16}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
-    ("special", M3, {0: 150, 1: 500}, {"dtype": FP16, "special_dtypes": {"linear1.weight": FP32}}, {"": 0}),
-    ("tied", tied_m3, {0: 200, 1: 200}, {}, {"": 0}),
-    (
-        "split block",
+WORKED: dict[str, tuple[Callable[[], nn.Module], dict[Place, int], dict[str, Any], dict[str, Place]]] = {
+    "two": (M3, {0: 200, 1: 172, 2: 200}, {}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
+    "a byte less": (M3, {0: 200, 1: 171, 2: 200}, {}, {"linear1": 0, "batchnorm": 1, "linear2": 2}),
+    "all on one": (M3, {0: 236}, {}, {"": 0}),
+    "rest on cpu": (M3, {0: 235, "cpu": 240}, {}, {"linear1": 0, "batchnorm": "cpu", "linear2": "cpu"}),
+    "cpu reserves": (M3, {"cpu": 235}, {}, {"linear1": "cpu", "batchnorm": "disk", "linear2": "disk"}),
+    "none on cpu": (M3, {0: 200, "cpu": 171}, {}, {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}),
+    "half": (M3, {0: 120, 1: 200}, {"dtype": FP16}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
+    "special": (M3, {0: 150}, {"dtype": FP16, "special_dtypes": {"linear1.weight": FP32}}, {"": 0}),
+    "split block": (
         blocks,
         {0: 500, 1: 500},
         {},
         {"0": 0, "1.linear1": 0, "1.batchnorm": 0, "1.linear2": 1, "2": 1},
     ),
-    ("whole", blocks, {0: 500, 1: 500}, {"no_split_module_classes": "M3"}, {"0": 0, "1": 1, "2": 1}),
-    ("whole, list", blocks, {0: 500, 1: 500}, {"no_split_module_classes": ["M3"]}, {"0": 0, "1": 1, "2": 1}),
-    (
-        "one on each",
+    "whole": (blocks, {0: 500, 1: 500}, {"no_split_module_classes": "M3"}, {"0": 0, "1": 1, "2": 1}),
+    "one on each": (
         blocks,
         {0: 336, "cpu": 336},
         {"offload_buffers": True},
         {"0": 0, "1": "cpu", "2": "disk"},
     ),
-    ("tied words, none", tied_words, {0: 100, "cpu": 1000}, {}, {"": "cpu"}),
-    ("tied words, all", tied_words, {0: 360, "cpu": 1000}, {}, {"": 0}),
-    ("too large first", one_inside, {0: 256}, {}, {"": "disk"}),
-    (
-        "something smaller",
+    "too large first": (one_inside, {0: 256}, {}, {"": "disk"}),
+    "something smaller": (
         one_inside,
         {0: 256},
         {"fallback_allocation": True},
         {"module.linear2": 0, "module.linear1": "disk", "module.linear3": "disk"},
     ),
-    (
-        "tied blocks",
+    "tied blocks": (
         tied_blocks,
         {0: 400, 1: 500},
         {},
-        {
-            "layer1": 0,
-            "layer3.linear2": 0,
-            "layer2": 1,
-            "layer3.linear1": 1,
-            "layer3.batchnorm": 1,
-        },
+        {"layer1": 0, "layer3.linear2": 0, "layer2": 1, "layer3.linear1": 1, "layer3.batchnorm": 1},
     ),
-    ("nothing", nn.Module, {0: 10}, {}, {}),
-)
+    "nothing": (nn.Module, {0: 10}, {}, {}),
+}
 
 
 @pytest.mark.parametrize(
     ("make", "budgets", "options", "expected"),
-    [pytest.param(*case[1:], id=case[0]) for case in WORKED],
+    WORKED.values(),
+    ids=WORKED.keys(),
 )
 def test_the_documented_examples(
     make: Callable[[], nn.Module],
@@ -169,7 +134,7 @@ def lookup(found: Mapping[str, Place], name: str) -> Place:
 
 
 @given(problems(), CLASSES, st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_every_tensor_is_in_one_place_and_every_budget_holds(
     problem: tuple[ModelShape, dict[Place, int]], no_split: tuple[str, ...], fallback: bool
 ) -> None:
@@ -201,21 +166,9 @@ def test_every_tensor_is_in_one_place_and_every_budget_holds(
             assert len({placed[leaf.name] for leaf in module.leaves()}) <= 1
 
 
-@given(problems(ties=False), CLASSES)
-@settings(max_examples=100)
-def test_each_place_holds_a_run_of_the_model(
-    problem: tuple[ModelShape, dict[Place, int]], no_split: tuple[str, ...]
-) -> None:
-    plan = plan_or_none(*problem, no_split_module_classes=no_split)
-    assume(plan is not None)
-    assert plan is not None
-    in_order = [leaf.name for one in plan.places for leaf in one.leaves]
-    assert in_order == [leaf.name for leaf in problem[0].root.leaves()]
-
-
 @given(problems(ties=False), CLASSES, st.data())
-@settings(max_examples=200)
-def test_more_memory_is_never_worse(
+@settings(max_examples=100)
+def test_each_place_holds_a_run_of_the_model_and_more_memory_is_never_worse(
     problem: tuple[ModelShape, dict[Place, int]], no_split: tuple[str, ...], data: st.DataObject
 ) -> None:
     shape, budgets = problem
@@ -226,6 +179,9 @@ def test_more_memory_is_never_worse(
     if before is None:
         return
     assert after is not None
+    assert [leaf.name for one in before.places for leaf in one.leaves] == [
+        leaf.name for leaf in shape.root.leaves()
+    ]
     for up_to in range(len(before.places)):
         assert held(after, up_to) >= held(before, up_to)
 
@@ -245,11 +201,8 @@ def test_a_budget_of_the_disk_holds() -> None:
     assert "batchnorm needs 72 B (72 bytes) on one place" in message
     assert "0 has 200 B (64 B used, 100 B reserved for the largest later layer)" in message
     assert "'disk' has 10 B" in message
-    assert plan_device_map(read_shape(M3()), {0: 200, "disk": 172}).device_map == {
-        "linear1": 0,
-        "batchnorm": "disk",
-        "linear2": "disk",
-    }
+    found = plan_device_map(read_shape(M3()), {0: 200, "disk": 172}).device_map
+    assert found == {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}
 
 
 # --- ties ----------------------------------------------------------------------------------------
@@ -293,36 +246,6 @@ def test_tied_modules_that_fit_nowhere_together_are_copied() -> None:
         plan_device_map(shape, {**budgets, "disk": 199})
 
 
-def test_tied_buffers_may_be_copied() -> None:
-    table = torch.zeros(10)
-    layers = [M3() for _ in range(3)]
-    for layer in layers:
-        layer.register_buffer("table", table, persistent=False)
-    shape = read_shape(nn.Sequential(*layers))
-    options = PlanOptions(no_split_module_classes=["M3"], offload_buffers=True)
-    with_table = 236 + 40
-    budgets: dict[Place, int] = {0: with_table + 236, 1: with_table, 2: with_table}
-    plan = plan_device_map(shape, budgets, options)
-    assert plan.device_map == {"0": 0, "1": 1, "2": 2}
-    assert plan.copies == (TensorCopy(("0.table", "1.table", "2.table"), (0, 1, 2), 40),)
-    assert [one.used for one in plan.places] == [with_table] * 3 + [0]
-    assert plan.warnings == ()
-    assert plan_device_map(shape, {**budgets, 1: with_table - 1}, options).device_map == {
-        "0": 0,
-        "1": 2,
-        "2": "disk",
-    }
-    assert plan_device_map(shape, {0: with_table + 2 * 236}, options).places[0].used == with_table + 2 * 236
-
-
-def test_a_repeated_module_is_allocated_once() -> None:
-    linear = nn.Linear(3, 4)
-    shape = read_shape(nn.Sequential(linear, nn.Linear(4, 3), linear))
-    plan = plan_device_map(shape, {0: 0, 1: 64})
-    assert plan.device_map == {"0": 1, "2": 1, "1": "disk"}
-    assert plan.ties == (("0.weight", "2.weight"), ("0.bias", "2.bias"))
-
-
 # --- the rest ------------------------------------------------------------------------------------
 
 
@@ -360,14 +283,3 @@ def test_options_are_frozen_and_checked() -> None:
         PlanOptions(dtype="float17")
     with pytest.raises(ValueError, match="weight must be"):
         PlanOptions(special_dtypes={"weight": "float17"})
-
-
-def test_many_ties_take_no_longer_than_the_model() -> None:
-    # Two halves that share all their layers, and something of its own in each layer of the second.
-    layers = [nn.ModuleList(nn.Linear(1, 1) for _ in range(5)) for _ in range(100)]
-    halves = [nn.ModuleList(layers), nn.ModuleList(nn.ModuleList([one, nn.Linear(1, 2)]) for one in layers)]
-    shape = read_shape(nn.ModuleList(halves))
-    assert len(shape.ties) == 1000
-    plan = plan_device_map(shape, {0: 100 * 40 + 100, "cpu": 100 * 16})
-    assert not plan.copies
-    assert plan.places[0].used > 0

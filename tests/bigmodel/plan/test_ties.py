@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import importlib
 import warnings
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
 from torch import nn
 
 from accelfn.bigmodel import (
@@ -15,17 +12,6 @@ from accelfn.bigmodel import (
     find_tied_parameters,
     retie_parameters,
 )
-from tests.bigmodel.plan.trees import Tree, build, trees
-
-PEER: Any = importlib.import_module("accelerate.utils.modeling")
-
-
-@given(trees())
-def test_ties_are_those_of_accelerate(tree: Tree) -> None:
-    model = build(tree)  # on the meta device
-    ours = find_tied_parameters(model)
-    assert sorted(ours) == sorted(PEER.find_tied_parameters(model))
-    assert all(names == sorted(names) for names in ours)
 
 
 def test_a_module_that_is_registered_twice_ties_each_of_its_parameters() -> None:
@@ -119,13 +105,3 @@ def test_a_configuration_that_ties() -> None:
     )
     assert check_tied_parameters_in_config(PreTrainedModel(Custom(2, 2)))
     assert not check_tied_parameters_in_config(nn.Sequential(Custom(2, 2)))
-
-
-def test_models_of_transformers_are_known() -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    sizes = {"n_embd": 4, "n_layer": 1, "n_head": 1, "vocab_size": 8}
-    for ties in (True, False):
-        with torch.device("meta"):
-            model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, tie_word_embeddings=ties))
-        assert check_tied_parameters_in_config(model) is ties
-        assert find_tied_parameters(model) == [["lm_head.weight", "transformer.wte.weight"]] * ties

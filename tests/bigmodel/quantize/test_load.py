@@ -3,10 +3,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-import os
 import pickle
-import re
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -28,16 +25,10 @@ from accelfn.bigmodel import quantize as loading
 from accelfn.bigmodel.quantize_config import QuantizationConfig
 from accelfn.errors import CheckpointMismatchError, ConfigurationError, MissingExtraError, ReplicaDriftError
 from accelfn.testing import run_ranks
-from tests.bigmodel.quantize import program
 from tests.bigmodel.quantize.models import CONFIGS, IDS, QUANTIZED, Net, made
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.slow
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-SAVABLE = pytest.mark.parametrize(
-    "config",
-    [one for one in CONFIGS.values() if isinstance(one, BnbQuantizationConfig)],
-    ids=[name for name, one in CONFIGS.items() if isinstance(one, BnbQuantizationConfig)],
-)
 # How far off a result may be, of the result's own length.
 ERRORS = {8: 0.01, 4: 0.2}
 
@@ -82,14 +73,15 @@ def test_a_quantised_model_computes_nearly_the_same_in_less_memory(
         assert size <= before.numel() * (1.3 if config.bits == 8 else 0.8)
         assert not layer.weight.requires_grad
     assert type(now.head) is nn.Linear
-    # Loaded from a checkpoint it is the same, bit for bit.
+    # Loaded from a checkpoint it is the same, bit for bit, and so are copies, made before it ran and after.
     loaded = af.load_and_quantize_model(empty(), config, folder)
-    assert torch.equal(result(loaded), result(now))
+    for one in (copy.deepcopy(loaded), loaded, copy.deepcopy(now), pickle.loads(pickle.dumps(now))):
+        assert torch.equal(result(one), result(now))
     assert not any(one.is_meta for one in (*loaded.parameters(), *loaded.buffers()))
 
 
 @EACH
-def test_adapters_of_quantised_models_train(config: QuantizationConfig) -> None:
+def test_quantised_layers_pass_gradients_on(config: QuantizationConfig) -> None:
     torch.random.manual_seed(0)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
     model = af.load_and_quantize_model(made(), config)
     model.requires_grad_(False)
@@ -101,46 +93,29 @@ def test_adapters_of_quantised_models_train(config: QuantizationConfig) -> None:
     assert x.grad is not None
     exact = cast("Any", made().blocks[0]).up.weight.sum(0)
     assert length(x.grad[0].float() - exact) < 2 * ERRORS[config.bits] * length(exact)
-    down, up = nn.Linear(64, 4, bias=False), nn.Linear(4, 192, bias=False)
-    nn.init.zeros_(up.weight)
-
-    def adapt(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + up(down(args[0].float())).to(output.dtype)
-
-    layer.register_forward_hook(adapt)
-    optimizer = torch.optim.AdamW([*down.parameters(), *up.parameters()], lr=0.02)
-    losses: list[float] = []
-    for _ in range(8):
-        loss = nn.functional.cross_entropy(model(IDS).float().mT, (IDS + 1) % 32)
-        optimizer.zero_grad()
-        loss.backward()  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
 
 
 @EACH
-def test_copies_and_pickles_compute_the_same(config: QuantizationConfig) -> None:
-    model = af.load_and_quantize_model(made(), config)
-    before = copy.deepcopy(model)
-    expected = result(model)
-    assert torch.equal(result(before), expected)
-    assert torch.equal(result(copy.deepcopy(model)), expected)
-    assert torch.equal(result(pickle.loads(pickle.dumps(model))), expected)
-
-
-@EACH
-def test_state_dicts_are_stable_and_loadable(config: QuantizationConfig) -> None:
+def test_state_dicts_are_stable_and_saved_models_are_loaded_directly(
+    config: QuantizationConfig, tmp_path: Path
+) -> None:
     model = af.load_and_quantize_model(made(), config)
     before = copy.deepcopy(model.state_dict())
     expected = result(model)
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(_same(before[name], after[name]) for name in before)
-    other = af.load_and_quantize_model(Net().eval(), config)
     if isinstance(config, TorchaoQuantizationConfig):
+        other = af.load_and_quantize_model(Net().eval(), config)
         other.load_state_dict(after, assign=True)
-        assert torch.equal(result(other), expected)
+        with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight, .* of class Int\w+Tensor"):
+            af.save_model(Context(), model, tmp_path)  # files that can't hold them
+    else:
+        af.save_model(Context(), model, tmp_path)
+        other = af.load_and_quantize_model(empty(), config, tmp_path)
+        size = sum(file.stat().st_size for file in tmp_path.iterdir())
+        assert size < 0.8 * compute_module_sizes(made())[""]
+    assert torch.equal(result(other), expected)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -148,16 +123,6 @@ def _same(one: Any, other: Any) -> bool:
         names, _ = one.__tensor_flatten__()
         return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
     return torch.equal(one, other)
-
-
-@SAVABLE
-def test_saved_quantised_models_are_loaded_directly(config: QuantizationConfig, tmp_path: Path) -> None:
-    model = af.load_and_quantize_model(made(), config)
-    af.save_model(Context(), model, tmp_path)
-    again = af.load_and_quantize_model(empty(), config, tmp_path)
-    assert torch.equal(result(again), result(model))
-    size = sum(file.stat().st_size for file in tmp_path.iterdir())
-    assert size < 0.8 * compute_module_sizes(made())[""]
 
 
 def test_other_quantisations_are_refused(tmp_path: Path) -> None:
@@ -177,12 +142,6 @@ def test_other_quantisations_are_refused(tmp_path: Path) -> None:
             af.load_and_quantize_model(empty(), config, tmp_path)
 
 
-def test_weights_of_torchao_are_refused_by_files_that_cannot_hold_them(tmp_path: Path) -> None:
-    model = af.load_and_quantize_model(made(), TorchaoQuantizationConfig())
-    with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight, .* of class Int8Tensor"):
-        af.save_model(Context(), model, tmp_path)
-
-
 @EACH
 def test_one_layer_at_a_time_is_in_memory(
     config: QuantizationConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,28 +158,6 @@ def test_one_layer_at_a_time_is_in_memory(
     monkeypatch.setattr(loading, "read_tensors", watched)
     af.load_and_quantize_model(empty(), config, folder)
     assert most == [1] * len(QUANTIZED)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_peak_memory_of_loading(tmp_path: Path) -> None:
-    """In a process of its own (some seconds), where nothing else takes memory."""
-    af.save_model(Context(), program.build(), tmp_path)
-    done = subprocess.run(
-        (sys.executable, "-m", "tests.bigmodel.quantize.program", str(tmp_path)),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    most, held = map(int, done.stdout.split())
-    layer = 4 * program.WIDTH**2
-    whole = program.COUNT * layer
-    slack = 2_000_000
-    assert held < whole / 4 + layer + slack
-    assert most < whole / 4 + 6 * layer + slack  # what quantising a layer takes
 
 
 class Tied(nn.Module):
@@ -262,21 +199,12 @@ def kinds(model: nn.Module) -> list[str]:
 
 @EACH
 def test_simulated_devices_and_the_host(config: QuantizationConfig, folder: Path) -> None:
-    places = {
-        "embed": "cpu:0",
-        "blocks.0": "cpu:0",
-        "blocks.1": "cpu",
-        "bn": "cpu:0",
-        "head": "cpu:0",
-        "mask": "cpu:0",
-    }
+    places = {"": "cpu:0", "blocks.1": "cpu"}
     model = af.load_and_quantize_model(empty(), config, folder, device_map=places)
     assert cast("Any", model).hf_device_map == places
-    expected = af.load_and_quantize_model(
-        empty(),
-        config if _travels(config) else _with_skipped(config, "blocks.1", "head"),
-        folder,
-    )
+    # Layers of 4 bits can't travel, and stay as they are where they would have to.
+    skipped = {} if config.bits == 8 else {"skip_modules": ("blocks.1", "head")}
+    expected = af.load_and_quantize_model(empty(), dataclasses.replace(config, **skipped), folder)
     assert kinds(model) == kinds(expected)
     for _ in range(2):
         assert torch.equal(result(model), result(expected))
@@ -284,24 +212,6 @@ def test_simulated_devices_and_the_host(config: QuantizationConfig, folder: Path
     x.sum().backward()
     model.zero_grad()
     assert torch.equal(result(model), result(expected))
-
-
-def _travels(config: QuantizationConfig) -> bool:
-    return config.bits == 8
-
-
-def _with_skipped(config: QuantizationConfig, *names: str) -> QuantizationConfig:
-    return dataclasses.replace(config, skip_modules=names)
-
-
-def test_offloaded_layers_release_device_memory(folder: Path) -> None:
-    places = {"": "cpu:0", "blocks.1": "cpu"}
-    model = af.load_and_quantize_model(empty(), CONFIGS["int8 of bitsandbytes"], folder, device_map=places)
-    result(model)
-    at_home, travelling = (cast("Any", model.get_submodule(f"blocks.{place}.up")) for place in (0, 1))
-    assert at_home.state.CB is not None
-    assert travelling.state.CB is None
-    assert travelling.weight.CB is not None
 
 
 def test_weights_on_the_disk_are_used_in_place(folder: Path) -> None:
@@ -417,28 +327,6 @@ def test_adapters_of_a_quantised_model_train_on_ranks(name: str) -> None:
     first, second = run_ranks(run, 2)
     assert torch.equal(first, second)
     assert not torch.equal(first, made().head.bias)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="forks")
-def test_adapters_of_a_quantised_model_train_on_processes() -> None:
-    """In a program of its own (some seconds), in which only the ranks use the packages."""
-    names = ("int8 of bitsandbytes", "nf4", "int8 of torchao")
-    done = subprocess.run(
-        (sys.executable, "-m", "tests.bigmodel.quantize.ranks", *names),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    # bitsandbytes prints there too.
-    lines = re.findall(r"^([\d.]+) ([\d.]+) ([\d.e-]+)$", done.stdout, re.MULTILINE)
-    assert len(lines) == len(names)
-    for before, after, difference in lines:
-        assert float(after) < 0.9 * float(before)
-        assert float(difference) == 0.0
 
 
 @pytest.mark.parametrize("name", ["int8 of bitsandbytes", "nf4", "int8 of torchao"])
