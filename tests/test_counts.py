@@ -343,7 +343,7 @@ def counting(ctx: Context, calls: Counter[str]) -> Context:
     return dataclasses.replace(ctx, collectives=dataclasses.replace(seam, **wrapped))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["DDP", pytest.param("FSDP2", marks=pytest.mark.slow), "stages"])
 def test_calls_and_collectives_of_a_step_of_two_ranks(name: str) -> None:
     layout = LAYOUTS[name]
 
@@ -465,6 +465,7 @@ def test_files_of_a_load_are_opened_and_read_once(tmp_path: Path) -> None:
 # --- an import -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_modules_that_prepare_imports() -> None:
     code = """
 import json, sys

@@ -113,10 +113,13 @@ def floor_violations(source: str, module: str, *, is_package: bool = False) -> l
     return found
 
 
-@pytest.mark.parametrize("module", MODULES[1:])
-def test_imports_only_go_down(module: str) -> None:
-    path = source_path(module)
-    assert floor_violations(path.read_text(), module, is_package=path.name == "__init__.py") == []
+def test_imports_only_go_down() -> None:
+    paths = [(module, source_path(module)) for module in MODULES[1:]]
+    assert [
+        found
+        for module, path in paths
+        for found in floor_violations(path.read_text(), module, is_package=path.name == "__init__.py")
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -248,9 +251,8 @@ def mutable_globals(module: ModuleType) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_holds_state(module: str) -> None:
-    assert mutable_globals(importlib.import_module(module)) == []
+def test_no_module_holds_state() -> None:
+    assert [found for module in MODULES for found in mutable_globals(importlib.import_module(module))] == []
 
 
 class Plain:
@@ -390,10 +392,12 @@ def probe_silence(planted: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_importing_everything_changes_nothing() -> None:
     assert probe_silence("pass") == "changed: []\n"
 
 
+@pytest.mark.slow
 def test_the_silence_check_can_fail() -> None:
     planted = (
         "os.environ['A'] = 'b'; logging.getLogger('accelfn.x'); "
@@ -448,45 +452,43 @@ def exported_names(module: ModuleType) -> tuple[str, ...]:
     return getattr(module, "__all__", None) or tuple(sorted(own))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_all_is_a_tuple_of_names_that_exist(module: str) -> None:
-    loaded = importlib.import_module(module)
-    assert loaded.__doc__
-    exported = getattr(loaded, "__all__", None)
-    if exported is None:
-        assert module != "accelfn"
-        return
-    assert isinstance(exported, tuple)
-    names = typing.cast("tuple[str, ...]", exported)
-    assert len(set(names)) == len(names)
-    assert [name for name in names if not hasattr(loaded, name)] == []
+def test_all_is_a_tuple_of_names_that_exist() -> None:
+    assert hasattr(accelfn, "__all__")
+    for module in MODULES:
+        loaded = importlib.import_module(module)
+        assert loaded.__doc__, module
+        exported = getattr(loaded, "__all__", ())
+        assert isinstance(exported, tuple), module
+        names = typing.cast("tuple[str, ...]", exported)
+        assert len(set(names)) == len(names), module
+        assert [name for name in names if not hasattr(loaded, name)] == [], module
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_exports_exactly_what_it_holds(package: str) -> None:
-    loaded = importlib.import_module(package)
-    tree = ast.parse(source_path(package).read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    # As good as __all__, for checkers.
-    renamed = {name.name for node in imports for name in node.names if name.asname == name.name}
-    for node in imports:
-        if node.names[0].name == "*":
-            renamed |= public_names(importlib.import_module(str(node.module)))
-    renamed -= {name for name in renamed if isinstance(getattr(loaded, name), ModuleType)}
-    assert set(getattr(loaded, "__all__", renamed)) == public_names(loaded)
+def test_a_package_exports_exactly_what_it_holds() -> None:
+    for package in PACKAGES:
+        loaded = importlib.import_module(package)
+        tree = ast.parse(source_path(package).read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        # As good as __all__, for checkers.
+        renamed = {name.name for node in imports for name in node.names if name.asname == name.name}
+        for node in imports:
+            if node.names[0].name == "*":
+                renamed |= public_names(importlib.import_module(str(node.module)))
+        renamed -= {name for name in renamed if isinstance(getattr(loaded, name), ModuleType)}
+        assert set(getattr(loaded, "__all__", renamed)) == public_names(loaded), package
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_public_definition_is_exported(module: str) -> None:
-    loaded = importlib.import_module(module)
-    assert own_public_names(loaded) - set(exported_names(loaded)) == set()
+def test_a_public_definition_is_exported() -> None:
+    for module in MODULES:
+        loaded = importlib.import_module(module)
+        assert own_public_names(loaded) - set(exported_names(loaded)) == set(), module
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_everything_public_has_a_docstring(module: str) -> None:
-    loaded = importlib.import_module(module)
-    named = ((f"{module}.{name}", getattr(loaded, name)) for name in exported_names(loaded))
-    assert [missing for name, value in named for missing in undocumented(name, value)] == []
+def test_everything_public_has_a_docstring() -> None:
+    for module in MODULES:
+        loaded = importlib.import_module(module)
+        named = ((f"{module}.{name}", getattr(loaded, name)) for name in exported_names(loaded))
+        assert [missing for name, value in named for missing in undocumented(name, value)] == []
 
 
 def test_the_docstring_check_can_fail() -> None:
@@ -554,6 +556,7 @@ def test_continuous_integration_runs_the_test_command_of_the_readme() -> None:
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+(?:::\w+)?)`")
 
 
+@functools.cache
 def declared_in(source: str) -> set[str]:
     """Name the tests of a file as pytest does, but without parameters."""
     found: set[str] = set()

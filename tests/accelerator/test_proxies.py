@@ -3,9 +3,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import copy
-import gc
 import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -16,8 +14,7 @@ from torch.utils.data import DataLoader
 import accelfn as af
 from accelfn import Accelerator, Context, DataLoaderConfiguration
 from accelfn.accelerator import AcceleratedDataLoader, AcceleratedOptimizer, AcceleratedScheduler
-from accelfn.data.loader import passes_of
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from tests.training.models import one_weight, sgd, weight_of
 
@@ -96,20 +93,6 @@ def test_preparing_twice_gives_the_same_and_another_accelerators_is_an_error() -
             other.prepare(item)
 
 
-def test_a_loader_of_the_functions_is_followed_too() -> None:
-    ctx = Context().replace(gradient_accumulation_steps=2)
-    accelerator = Accelerator(context=ctx)
-    source: Any = DataLoader(torch.arange(3))  # pyright: ignore[reportArgumentType]
-    loader = accelerator.prepare(af.prepare_data_loader(ctx, source))
-    assert isinstance(loader, AcceleratedDataLoader)
-    assert (len(loader), loader.batch_size, loader.total_dataset_length) == (3, 1, 3)
-    syncs: list[bool] = []
-    for _ in loader:
-        with accelerator.accumulate():
-            syncs.append(accelerator.sync_gradients)
-    assert syncs == [False, True, True]
-
-
 def numbers(num: int, batch_size: int = 2) -> Any:
     return DataLoader(torch.arange(num), batch_size=batch_size)  # pyright: ignore[reportArgumentType]
 
@@ -137,44 +120,13 @@ def test_a_skipped_loader_is_followed_and_moves_the_original_on(way: str) -> Non
     assert run_ranks(run, 2, gradient_accumulation_steps=2) == [expected] * 2
 
 
-def test_anything_else_is_skipped_too() -> None:
-    accelerator = Accelerator(context=Context())
-    assert [batch.tolist() for batch in accelerator.skip_first_batches(numbers(5), 1)] == [[2, 3], [4]]
-    assert list(accelerator.skip_first_batches([1, 2], 1)) == [2]
-    assert list(accelerator.skip_first_batches([1, 2])) == [1, 2]
-
-
-def test_a_prepared_loader_resumes() -> None:
-    accelerator = Accelerator(context=Context().replace(gradient_accumulation_steps=2))
-    loader = accelerator.prepare(numbers(7))
-    for batch in loader:  # amid a window
-        assert batch.tolist() == [0, 1]
-        break
-    again = accelerator.prepare(numbers(7, 3))
-    af.restore_loader(again, af.loader_state(loader))
-    assert [batch.tolist() for batch in again] == [[2, 3, 4], [5, 6]]
-
-
-def test_loaders_are_remembered_and_not_kept_alive() -> None:
-    accelerator = Accelerator(context=Context())
-    loader = accelerator.prepare(numbers(4))
-    assert list(accelerator.loaders) == [loader]
-    twin = copy.deepcopy(accelerator.loaders)
-    assert list(twin) == list(pickle.loads(pickle.dumps(accelerator.loaders))) == []
-    held = weakref.ref(loader)
-    del loader
-    gc.collect()
-    assert held() is None
-    assert list(accelerator.loaders) == []
-
-
 def rows(num: int) -> Any:
     return DataLoader(torch.arange(float(num))[:, None] / num, batch_size=2)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("even", [None, False])
-def test_uneven_ranks_are_joined_as_by_the_functions(even: bool | None) -> None:
-    def by_shim(ctx: Context) -> float:
+def test_uneven_ranks_are_joined(even: bool | None) -> None:
+    def run(ctx: Context) -> float:
         accelerator = Accelerator(context=ctx)
         model = one_weight(0.5)
         prepared, optimizer, loader = accelerator.prepare(model, sgd(model, 0.1), rows(13))
@@ -190,38 +142,7 @@ def test_uneven_ranks_are_joined_as_by_the_functions(even: bool | None) -> None:
         assert accelerator.uneven == "error"
         return weight_of(model)
 
-    def by_functions(ctx: Context) -> float:
-        model = one_weight(0.5)
-        prepared, loader = af.prepare(ctx, model, rows(13))
-        optimizer, scaler = sgd(prepared, 0.1), af.init_scaler(ctx)
-        for _ in range(2):
-            with af.join_uneven_inputs(ctx, [prepared], [loader], even):
-                for x, micro in af.microbatches(ctx, loader, "join"):
-                    with af.accumulate(ctx, micro, prepared):
-                        scaler = af.backward(ctx, prepared(x).square().mean(), scaler, micro)
-                    if micro.sync:
-                        scaler = af.optimizer_step(ctx, optimizer, scaler)
-        return weight_of(model)
-
     config = DataLoaderConfiguration(even_batches=even is not None)
     options: Any = {"dataloader_config": config, "gradient_accumulation_steps": 2}
-    found = run_ranks(lambda ctx: (by_shim(ctx), by_functions(ctx)), 2, "processes", **options)
-    assert len({one for pair in found for one in pair}) == 1
-
-
-def test_where_nobody_can_be_joined_the_shim_says_so_and_changes_nothing() -> None:
-    def run(ctx: Context) -> None:
-        accelerator = Accelerator(context=ctx)
-        model, optimizer, loader = accelerator.prepare(model := one_weight(), sgd(model), numbers(9))
-        with (
-            pytest.raises(NotAvailableError, match="threads"),
-            accelerator.join_uneven_inputs([model, optimizer], even_batches=False),
-        ):
-            raise AssertionError("went in")
-        assert (passes_of(loader).even_batches, accelerator.uneven) == (True, "error")
-
-    run_ranks(run, 2)
-    alone = Accelerator(context=Context())
-    with alone.join_uneven_inputs([one_weight()], even_batches=False):
-        inside = alone.uneven
-    assert inside == "error"
+    first, second = run_ranks(run, 2, "processes", **options)
+    assert first == second < 0.5

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelfn import Accelerator, Context, GeneralTracker, ProjectConfiguration
-from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from accelfn.tracking import BlankTracker
 
@@ -79,16 +79,6 @@ def test_starting_twice_ends_the_first_run_and_doubles_nothing() -> None:
     assert accelerator.trackers == [second]
 
 
-def test_without_log_with_all_of_it_does_nothing() -> None:
-    accelerator = Accelerator(context=Context())
-    accelerator.log({"a": 1})
-    accelerator.init_trackers("project", config={"lr": 0.1})
-    accelerator.log({"a": 1})
-    assert accelerator.get_tracker("wandb", unwrap=True).log_artifact("x") is not None
-    assert accelerator.trackers == []
-    accelerator.end_training()
-
-
 def test_values_that_go_nowhere_are_said_once_on_the_main_process() -> None:
     def run(ctx: Context) -> None:
         accelerator = Accelerator(context=ctx)
@@ -101,34 +91,3 @@ def test_values_that_go_nowhere_are_said_once_on_the_main_process() -> None:
     ) as all_:
         run_ranks(run, 2, log_with=Counter)
     assert len(all_) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"log_with": "tensorbord"}, ConfigurationError, "Did you mean 'tensorboard'"),
-        ({"log_with": 3}, TypeError, "got int"),
-        ({"log_with": [Counter, Counter()]}, ConfigurationError, "several trackers with the name counter"),
-    ],
-)
-def test_what_can_not_be_started_is_refused_by_the_constructor(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        Accelerator(cpu=True, **options)
-    Accelerator(cpu=True).close()  # nothing was left behind
-
-
-def test_a_missing_package_and_a_missing_directory_are_said_by_the_constructor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def is_there(name: str) -> bool:
-        return name == "tensorboard"
-
-    monkeypatch.setattr("accelfn.tracking.adapters._can_import", is_there)
-    with pytest.raises(MissingExtraError, match="pip install wandb"):
-        Accelerator(cpu=True, log_with="wandb")
-    with pytest.raises(ConfigurationError, match="Pass logging_dir or project_dir"):
-        Accelerator(cpu=True, log_with="tensorboard")
-    Accelerator(cpu=True, log_with="tensorboard", project_dir="here").close()
-    Accelerator(cpu=True, log_with="all").close()

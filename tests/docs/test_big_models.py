@@ -36,13 +36,8 @@ LLAMA_70B = {
 }
 
 
-@pytest.mark.parametrize(
-    ("page", "program", "arguments", "output"),
-    [
-        pytest.param(*one, marks=pytest.mark.slow) if "llama_70b" in one[2] else one  # needs transformers
-        for one in COMMANDS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "program", "arguments", "output"), COMMANDS)
 def test_what_a_page_shows_is_what_the_command_says(
     page: str,
     program: str,

@@ -23,6 +23,7 @@ def plain(text: str) -> str:
     return "\n".join(re.sub(r"(?<=\S) +", " ", line) for line in text.splitlines())
 
 
+@pytest.mark.slow
 def test_the_commands_print_what_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

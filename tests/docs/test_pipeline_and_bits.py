@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "pages" / "guide"
 SHOWN = re.compile(r"^```text\n\$ (\S+) ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -28,6 +26,7 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_pipeline_runs_as_the_page_says(tmp_path: Path) -> None:
     ((program, arguments, output),) = SHOWN.findall((GUIDE / "pipeline.md").read_text())
     *options, script = arguments.split()
@@ -36,6 +35,7 @@ def test_the_pipeline_runs_as_the_page_says(tmp_path: Path) -> None:
     assert run(tmp_path, *launcher, str(ROOT / script)) == output
 
 
+@pytest.mark.slow
 def test_models_of_few_bits_are_as_small_and_as_near_as_the_page_says(tmp_path: Path) -> None:
     ((program, script, output),) = SHOWN.findall((GUIDE / "quantization.md").read_text())
     assert program == "python"

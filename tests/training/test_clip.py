@@ -39,14 +39,6 @@ def test_the_norm_is_returned_and_then_bounded(numbers: list[float], bound: floa
     assert af.clip_grad_norm_(Context(), without, bound, kind, scaler_state=NEWEST) == 0
 
 
-@given(values, st.floats(0.125, 10, width=32))
-def test_entries_are_cut(numbers: list[float], bound: float) -> None:
-    parameters = with_grads(numbers)
-    af.clip_grad_value_(Context(), parameters, bound, scaler_state=NEWEST)
-    after = [float(one.grad) for one in parameters if one.grad is not None]
-    assert after == [max(-bound, min(bound, number)) for number in numbers]
-
-
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
 def test_a_bound_that_is_not_positive_is_refused(bound: float) -> None:
     with pytest.raises(ValueError, match="max_norm must be positive"):

@@ -4,7 +4,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-import copy
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from typing import Any
@@ -16,10 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accelfn as af
 from accelfn import CanonicalReduction, Context
-from accelfn.errors import MismatchError, RemoteRankError
+from accelfn.errors import RemoteRankError
 from accelfn.testing import Where, run_ranks
-from accelfn.training import rescale_gradients
-from tests.training.models import filled, gradients
+from tests.training.models import filled
 
 Params = dict[str, torch.Tensor]
 
@@ -55,33 +53,6 @@ def test_epochs_blocks_and_seeds_draw_differently() -> None:
     assert run(Context().replace(reduction="canonical")) == one
     other = run(Context().replace(reduction=CanonicalReduction(seed=1)))
     assert not set(one) & set(other)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_data_that_was_not_prepared_is_known_by_its_place_in_a_pass(world: int) -> None:
-    def run(ctx: Context) -> list[tuple[int, float]]:
-        batches = [[torch.tensor([microbatch])] for microbatch in range(ctx.rank, 8, ctx.num_processes)]
-        return [one for _ in range(2) for one in numbers(ctx, batches)]
-
-    alone = run_ranks(run, 1, reduction=CanonicalReduction(num_microbatches=4))[0]
-    assert len({number for _, number in alone}) == 16
-    found = run_ranks(run, world, reduction=CanonicalReduction(num_microbatches=4))
-    assert sorted(chain(*found)) == sorted(alone)
-
-
-def test_the_programs_own_random_numbers_go_on_behind_the_block() -> None:
-    ctx = Context().replace(reduction="canonical")
-    micro = next(iter(af.microbatches(ctx, [0])))[1]
-    torch.manual_seed(4)
-    expected = torch.rand(3).tolist()
-    torch.manual_seed(4)
-    found = [torch.rand(()).item()]
-    with af.accumulate(ctx, micro):
-        torch.rand(5)
-    found.append(torch.rand(()).item())
-    with pytest.raises(RuntimeError, match="negative dimension"), af.accumulate(ctx, micro):
-        torch.rand(-1)
-    assert [*found, torch.rand(()).item()] == expected
 
 
 class Counting(IterableDataset[torch.Tensor]):
@@ -127,13 +98,12 @@ def test_every_kind_of_data_draws_the_same_on_any_rank_and_after_a_resumption(ki
 
     alone = run_ranks(lambda ctx: numbers(ctx, loader_of(ctx, kind)), 1, reduction="canonical")[0]
     assert len({number for _, number in alone}) == len(alone)
-    for world in (2, 4):
-        found = run_ranks(lambda ctx: numbers(ctx, loader_of(ctx, kind)), world, reduction="canonical")
-        assert sorted(chain(*found)) == alone
-        before = run_ranks(begun, 2, reduction="canonical")
-        states = [state for _, state in before]
-        after = run_ranks(resumed, 2 if kind == KINDS[-1] else world, reduction="canonical")
-        assert sorted(chain(*(found for found, _ in before), *after)) == alone
+    found = run_ranks(lambda ctx: numbers(ctx, loader_of(ctx, kind)), 4, reduction="canonical")
+    assert sorted(chain(*found)) == alone
+    before = run_ranks(begun, 2, reduction="canonical")
+    states = [state for _, state in before]
+    after = run_ranks(resumed, 2 if kind == KINDS[-1] else 4, reduction="canonical")
+    assert sorted(chain(*(found for found, _ in before), *after)) == alone
 
 
 # --- functions of a tree -------------------------------------------------------------------------
@@ -163,8 +133,8 @@ def descend(ctx: Context, steps: int = 20) -> tuple[list[torch.Tensor], Params, 
     return losses, params, aux
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 6, 12])
-def test_gradients_of_a_function_have_the_same_bits_at_any_number_of_ranks(world: int) -> None:
+def test_gradients_of_a_function_have_the_same_bits_at_any_number_of_ranks() -> None:
+    world = 3
     reduction = CanonicalReduction(num_microbatches=12)
     losses, params, aux = run_ranks(descend, 1, reduction=reduction)[0]
     assert losses[-1] < losses[0]
@@ -193,8 +163,6 @@ def test_a_batch_that_cant_be_cut_is_refused_on_all_ranks() -> None:
         assert step(torch.ones(()), torch.ones(2))[0] == 1
         with pytest.raises((ValueError, RemoteRankError), match="holds no tensor with a first dimension"):
             step(torch.ones(()), torch.ones(()))
-        with pytest.raises(MismatchError, match=r"float32 \(2,\)"):
-            step(torch.ones(2 if ctx.rank else 1), torch.ones(2, 1))
 
     run_ranks(run, 2, reduction=CanonicalReduction(num_microbatches=4))
 
@@ -216,66 +184,6 @@ def mean(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def counted_sum(model: nn.Module, batch: Any) -> af.Loss:
-    x, y = batch
-    counted = x[:, 0] > 0  # another number of them in each batch, and sometimes none
-    total = nn.functional.mse_loss(model(x)[counted], y[counted], reduction="sum")
-    return af.Loss(total, counted.sum())
-
-
-def by_functions(ctx: Context, loss_fn: Callable[..., Any] = mean) -> list[Any]:
-    model, optimizer, loader = af.prepare(ctx, *make())
-    scaler = af.init_scaler(ctx)
-    for _ in range(3):
-        for batch, micro in af.microbatches(ctx, loader):
-            scaler, _ = af.forward_backward(ctx, model, loss_fn, batch, scaler, micro)
-            if micro.sync:
-                scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=0.1)
-    return [*(one.tolist() for one in model.parameters()), scaler.num_skipped.item()]
-
-
-@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
-def test_any_precision_is_as_exact(mode: Any) -> None:
-    options: Any = {
-        "reduction": CanonicalReduction(num_microbatches=4),
-        "mixed_precision": mode,
-        "kwargs_handlers": [af.GradScalerKwargs(init_scale=2.0**20)],
-    }
-    expected = run_ranks(by_functions, 1, **options)[0]
-    assert (expected[-1] > 0) == (mode == "fp16")
-    for world in (2, 4):
-        assert run_ranks(by_functions, world, **options) == [expected] * world
-
-
-def test_sums_with_whole_weights_are_divided_by_the_same_number_at_any_number_of_ranks() -> None:
-    reduction = CanonicalReduction(num_microbatches=12)
-    expected = run_ranks(lambda ctx: by_functions(ctx, counted_sum), 1, reduction=reduction)
-    assert expected[0][:-1] != [one.tolist() for one in make()[0].parameters()]
-    for world in (2, 3, 4):
-        found = run_ranks(lambda ctx: by_functions(ctx, counted_sum), world, reduction=reduction)
-        assert found == expected * world
-
-
-def test_a_change_of_scale_amid_a_window_reaches_its_sums() -> None:
-    def run(ctx: Context) -> list[Any]:
-        model, optimizer, loader = af.prepare(ctx, *make())
-        scaler = af.init_scaler(ctx)
-        for batch, micro in af.microbatches(ctx, loader):
-            scaler, _ = af.forward_backward(ctx, model, mean, batch, scaler, micro)
-            if (micro.place + 1) * ctx.num_processes == 4:
-                after = scaler._replace(scale=scaler.scale / 4)
-                rescale_gradients([optimizer], scaler, after)
-                scaler = after
-            if micro.sync:
-                return [one.tolist() for one in gradients(model)]
-        raise AssertionError
-
-    reduction = CanonicalReduction(num_microbatches=8)
-    expected = run_ranks(run, 1, reduction=reduction, mixed_precision="fp16")
-    assert run_ranks(run, 2, reduction=reduction, mixed_precision="fp16") == expected * 2
-    assert expected[0]
-
-
 # --- several loops, padding, ranks that are threads -----------------------------------------------
 
 
@@ -286,75 +194,26 @@ def pieces(ctx: Context, count: int, seed: int) -> list[tuple[torch.Tensor, torc
     return [(microbatch, microbatch.sum(1, keepdim=True).sin()) for microbatch in x[rank::size]]
 
 
-def adversaries(ctx: Context) -> list[Any]:
-    """Train two models in turn, each by batches of its own, and evaluate in between."""
-    both = [af.prepare(ctx, *make()[:2]) for _ in range(2)]
-    variant = ctx.replace(guard="off")  # shares the world
-    for epoch in range(2):
-        loops = [af.microbatches(one, pieces(ctx, 24, seed)) for seed, one in enumerate((ctx, variant))]
+@pytest.mark.parametrize(("world", "on"), [(3, "memory"), (2, "processes")])
+def test_loops_that_alternate_draw_the_same_at_any_number_of_ranks(world: int, on: Where) -> None:
+    def run(ctx: Context) -> list[Any]:
+        """Train two models in turn, each by batches of its own."""
+        both = [af.prepare(ctx, *make()[:2]) for _ in range(2)]
+        loops = [af.microbatches(ctx, pieces(ctx, 24, seed)) for seed in range(2)]
         scalers = [af.init_scaler(ctx) for _ in range(2)]
         for turn in zip(*loops, strict=True):
-            for index, ((x, y), micro) in enumerate(turn):
+            for index, (batch, micro) in enumerate(turn):
                 model, optimizer = both[index]
-                for number in range(2):  # two blocks for one batch, of which the second trains
-                    with af.accumulate(ctx, micro, model):
-                        loss = nn.functional.mse_loss(model(x + torch.rand(()) / 10), y)
-                        if number:
-                            scalers[index] = af.backward(ctx, loss, scalers[index], micro)
+                scalers[index], _ = af.forward_backward(ctx, model, mean, batch, scalers[index], micro)
                 if micro.sync:
                     scalers[index] = af.optimizer_step(ctx, optimizer, scalers[index])
-                    for (x, _), seen in af.microbatches(ctx, pieces(ctx, 12, 7 + epoch)):
-                        with torch.no_grad(), af.accumulate(ctx, seen, model):
-                            model(x)
-    return [one.tolist() for model, _ in both for one in model.parameters()]
+        return [one.tolist() for model, _ in both for one in model.parameters()]
 
-
-@pytest.mark.parametrize("on", ["memory", "processes"])
-def test_loops_that_alternate_draw_the_same_at_any_number_of_ranks(on: Where) -> None:
     reduction = CanonicalReduction(num_microbatches=12)
-    expected = run_ranks(adversaries, 1, reduction=reduction)
-    for world in (2, 3, 4):
-        assert run_ranks(adversaries, world, on, reduction=reduction) == expected * world
-        if on == "processes":
-            break
+    assert run_ranks(run, world, on, reduction=reduction) == run_ranks(run, 1, reduction=reduction) * world
 
 
-def padded(ctx: Context, steps: int, before: Any = None) -> Any:
-    """Train on 27 samples, which 2 and 4 ranks both read as 8 microbatches of 4, the last ones padded."""
-    model, optimizer, _ = make()
-    loader: Any = DataLoader(TensorDataset(*data()[:27]), 4, shuffle=True)
-    model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
-    if before is not None:
-        model.load_state_dict(before[0])
-        optimizer.load_state_dict(copy.deepcopy(before[1]))
-        af.restore_loader(loader, before[2])
-    scaler = af.init_scaler(ctx)
-    while True:
-        for batch, micro in af.microbatches(ctx, loader):
-            scaler, _ = af.forward_backward(ctx, model, mean, batch, scaler, micro)
-            if micro.sync:
-                scaler = af.optimizer_step(ctx, optimizer, scaler)
-                steps -= 1
-                if steps == 0:
-                    weights = {name: value.clone() for name, value in model.state_dict().items()}
-                    return weights, copy.deepcopy(optimizer.state_dict()), af.loader_state(loader)
-
-
-@pytest.mark.parametrize("first", [2, 4])
-@pytest.mark.parametrize("second", [2, 4])
-def test_padded_steps_draw_the_same_after_a_resumption(first: int, second: int) -> None:
-    options: Any = {
-        "reduction": CanonicalReduction(num_microbatches=4),
-        "dataloader_config": af.DataLoaderConfiguration(data_seed=1),
-    }
-    expected = run_ranks(lambda ctx: padded(ctx, 8), 2, **options)[0][0]
-    before = run_ranks(lambda ctx: padded(ctx, 3), first, **options)[0]
-    for found in run_ranks(lambda ctx: padded(ctx, 5, before), second, **options):
-        for name, value in expected.items():
-            assert torch.equal(value, found[0][name]), name
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2])
 def test_on_threads_the_programs_own_draws_are_those_of_a_world_of_one(world: int) -> None:
     def run(ctx: Context) -> list[float]:
         model = af.prepare(ctx, make()[0])

@@ -43,19 +43,6 @@ def test_aux_is_any_tree_and_stays_local() -> None:
     assert (aux["text"], aux["none"], aux["number"]) == ("a", None, 3)
 
 
-def test_it_computes_in_the_contexts_precision_and_keeps_the_parameters_dtype() -> None:
-    seen: list[torch.dtype] = []
-
-    def loss_fn(params: torch.Tensor) -> torch.Tensor:
-        out = params @ params
-        seen.append(out.dtype)
-        return out.float().mean()
-
-    _, grads = af.value_and_grad(Context().replace(mixed_precision="bf16"), loss_fn)(torch.ones(2, 2))
-    assert seen == [torch.bfloat16]
-    assert grads.dtype == torch.float32
-
-
 def test_the_arguments_are_left_as_they_were_and_gradients_have_their_form() -> None:
     params = Net(Layer(torch.ones(2, requires_grad=True), torch.ones(())), [])
     loss_fn: Any = lambda p, *, by: (p.layer.weight * by).sum()  # noqa: E731

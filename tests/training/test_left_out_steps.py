@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
@@ -28,9 +26,10 @@ def train(ctx: Context, rank: int, at: int, steps: int) -> None:
     af.wait_for_everyone(ctx)
 
 
-@given(world=st.integers(2, 4), guard=st.sampled_from(["sampled", "full"]), data=st.data())
-def test_a_step_that_one_rank_leaves_out_is_an_error_on_every_rank(world: int, guard: Any, data: Any) -> None:
-    rank, at = data.draw(st.integers(0, world - 1)), data.draw(st.integers(0, 3))
+@pytest.mark.parametrize(("world", "guard", "rank", "at"), [(2, "sampled", 1, 3), (3, "full", 0, 0)])
+def test_a_step_that_one_rank_leaves_out_is_an_error_on_every_rank(
+    world: int, guard: Any, rank: int, at: int
+) -> None:
     found: list[str] = []
 
     def run(ctx: Context) -> None:
@@ -45,11 +44,6 @@ def test_a_step_that_one_rank_leaves_out_is_an_error_on_every_rank(world: int, g
     assert len(found) == world
     assert len(set(found)) == 1
     assert "optimizer_step" in found[0]
-
-
-def test_processes_find_it_too() -> None:
-    with pytest.raises(MismatchError, match="optimizer_step at test_left_out_steps"):
-        run_ranks(lambda ctx: train(ctx, 1, 0, 2), 2, on="processes")
 
 
 def test_ranks_that_train_by_themselves_step_as_often_as_they_like() -> None:

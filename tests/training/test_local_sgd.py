@@ -4,14 +4,14 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
 from accelfn import Context, LocalSGDState
 from accelfn.errors import ConfigurationError, MismatchError
-from accelfn.testing import Where, run_ranks
+from accelfn.testing import run_ranks
 from tests.training.models import filled, values
 
 Values = list[torch.Tensor]
@@ -61,29 +61,14 @@ def locally(ctx: Context, every: int, steps: int, momentum: float = 0.0) -> Valu
     return values(model)
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7), st.sampled_from([0.0, 0.9]))
+@settings(max_examples=10)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), st.sampled_from([0.0, 0.9]))
 def test_parameters_are_what_averaging_by_hand_gives(
     world: int, every: int, steps: int, momentum: float
 ) -> None:
     expected = by_hand(world, every, steps, momentum)
     for found in run_ranks(lambda ctx: locally(ctx, every, steps, momentum), world):
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("on", ["memory", "processes"])
-def test_averaging_after_each_step_of_plain_sgd_is_averaging_gradients(on: Where) -> None:
-    def together(ctx: Context) -> Values:
-        model = af.prepare(ctx, model_of())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for number in range(1, 6):
-            step(model, optimizer, batch(ctx.rank, number))
-        return values(model)
-
-    found = run_ranks(lambda ctx: (locally(ctx, 1, 5), together(ctx), locally(ctx, 3, 5)), 2, on)
-    for alone, synchronous, rarely in found:
-        torch.testing.assert_close(alone, synchronous)
-        torch.testing.assert_close(rarely, by_hand(2, 3, 5))
-        assert not torch.equal(rarely[0], alone[0])
 
 
 def test_only_what_is_trained_is_averaged() -> None:

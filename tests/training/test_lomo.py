@@ -1,6 +1,5 @@
 # pyright: reportUnknownMemberType=false
 
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -32,12 +31,19 @@ class StandIn(Optimizer):
                     parameter.grad = None
 
 
+def lomo(name: str, model: nn.Module, **options: Any) -> Any:
+    """Make one of the package; AdaLomo asks for CUDA, and computes with any tensors."""
+    with patch.object(torch.Tensor, "cuda", torch.Tensor.cpu):
+        return getattr(pytest.importorskip("lomo_optim"), name)(model, **options)
+
+
 def real(model: nn.Module) -> Optimizer:
-    package = pytest.importorskip("lomo_optim")
-    return cast("Optimizer", package.Lomo(model, lr=1e-3))
+    return lomo("Lomo", model, lr=1e-3)
 
 
-KINDS = pytest.mark.parametrize("kind", [StandIn, real], ids=["stand-in", "lomo-optim"])
+KINDS = pytest.mark.parametrize(
+    "kind", [StandIn, pytest.param(real, marks=pytest.mark.slow)], ids=["stand-in", "lomo-optim"]
+)
 
 
 def model_of() -> nn.Linear:
@@ -128,12 +134,6 @@ class Deep(nn.Sequential):
         super().__init__(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def lomo(name: str, model: nn.Module, **options: Any) -> Any:
-    """Make one of the package; AdaLomo asks for CUDA, and computes with any tensors."""
-    with patch.object(torch.Tensor, "cuda", torch.Tensor.cpu):
-        return getattr(pytest.importorskip("lomo_optim"), name)(model, **options)
-
-
 def train(ctx: Context, model: nn.Module, optimizer: Optimizer, batches: range) -> list[torch.Tensor]:
     """Train on this rank's half of each batch, in windows of two; return the parameters after each."""
     found: list[torch.Tensor] = []
@@ -149,8 +149,8 @@ def train(ctx: Context, model: nn.Module, optimizer: Optimizer, batches: range) 
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.5}], ids=["plain", "clipped"])
-@pytest.mark.parametrize("name", ["Lomo", "AdaLomo"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), [("Lomo", {"clip_grad_norm": 0.5}), ("AdaLomo", {})])
 def test_two_ranks_step_as_one(name: str, options: dict[str, Any]) -> None:
     def run(ctx: Context) -> list[torch.Tensor]:
         model = filled(Deep())
@@ -165,38 +165,7 @@ def test_two_ranks_step_as_one(name: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(first, alone)
 
 
-def test_the_shim_averages_on_several_ranks() -> None:
-    def run(ctx: Context) -> list[torch.Tensor]:
-        accelerator = Accelerator(context=ctx)
-        model = filled(Deep())
-        model, optimizer = accelerator.prepare(model, lomo("Lomo", model))
-        for number in range(3):
-            with accelerator.accumulate(model):
-                x = torch.randn(4, 2, generator=torch.Generator().manual_seed(number + 10 * ctx.rank))
-                accelerator.backward(model(x).square().mean(), learning_rate=0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-        return values(model)
-
-    first, second = run_ranks(run, 2, on="processes")
-    assert all(map(torch.equal, first, second))
-
-
-def test_adalomo_continues_from_a_checkpoint_with_its_averages(tmp_path: Path) -> None:
-    def run(ctx: Context) -> None:
-        model = filled(Deep())
-        model, optimizer = af.prepare(ctx, model, lomo("AdaLomo", model))
-        train(ctx, model, optimizer, range(3))
-        af.save_state(ctx, tmp_path, {"model": model, "optimizer": optimizer})
-        after = train(ctx, model, optimizer, range(3, 6))
-        again = filled(Deep())
-        again, fresh = af.prepare(ctx, again, lomo("AdaLomo", again))
-        af.load_state(ctx, tmp_path, {"model": again, "optimizer": fresh})
-        assert all(map(torch.equal, train(ctx, again, fresh, range(3, 6)), after))
-
-    run_ranks(run, 2)
-
-
+@pytest.mark.slow
 def test_models_that_no_rank_averages_at_once_are_refused_before_they_change() -> None:
     def run(ctx: Context) -> None:
         model = filled(Deep())
@@ -210,17 +179,11 @@ def test_models_that_no_rank_averages_at_once_are_refused_before_they_change() -
             with pytest.raises(ConfigurationError, match="is not averaged over the 2 ranks before"):
                 af.lomo_backward(ctx, prepared(torch.ones(1, 2)).sum(), 0.1, optimizer)
             assert all(map(torch.equal, values(model), before))
-        # The optimizer may be prepared before its model, but a model that is already replicated is too late.
-        model = filled(Deep())
-        optimizer = af.prepare_optimizer(ctx, lomo("Lomo", model))
-        with pytest.raises(ConfigurationError, match="Pass the model inside"):
-            af.prepare_model(ctx, nn.parallel.DistributedDataParallel(model, process_group=ctx.world.group))
-        model = af.prepare_model(ctx, model)
-        af.lomo_backward(ctx, model(torch.ones(1, 2)).sum(), 0.1, optimizer)
 
     run_ranks(run, 2, on="processes")
 
 
+@pytest.mark.slow
 def test_a_model_that_lomo_steps_is_not_spread_over_ranks() -> None:
     def run(ctx: Context) -> None:
         model = filled(Deep())

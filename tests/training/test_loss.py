@@ -13,7 +13,7 @@ import accelfn as af
 from accelfn import Context, Loss
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
-from tests.training.models import one_weight, sgd, weight_of
+from tests.training.models import one_weight
 from tests.training.optimizers import Sgd
 
 LossFn = Callable[[torch.Tensor], Any]
@@ -41,18 +41,6 @@ def by_forward_backward(loss_fn: LossFn) -> object:
         raise
 
 
-def by_a_step_over_a_module(loss_fn: LossFn) -> object:
-    model = one_weight(1.0)
-    optimizer = sgd(model)
-    make = cast("Any", af.make_train_step)
-    step = make(Context(), lambda model, _: loss_fn(model.weight), optimizer, model=model)
-    try:
-        step(af.init_train_state(Context(), optimizer), None)
-    except Exception:
-        assert weight_of(model) == 1
-        raise
-
-
 def by_a_step_over_a_tree(loss_fn: LossFn) -> object:
     step = cast("Any", af.make_train_step)(Context(), lambda w, _: loss_fn(w), Sgd(1.0))
     return step(af.init_train_state(Context(), Sgd(1.0), torch.ones(1, 1)), None)
@@ -63,7 +51,6 @@ def by_a_step_over_a_tree(loss_fn: LossFn) -> object:
     [
         (by_backward, "backward"),
         (by_forward_backward, "forward_backward"),
-        (by_a_step_over_a_module, "make_train_step"),
         (by_a_step_over_a_tree, "make_train_step"),
     ],
 )

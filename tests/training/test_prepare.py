@@ -47,29 +47,6 @@ def test_what_is_prepared_already_comes_back_as_it_is() -> None:
     run_ranks(run, 2)
 
 
-def test_a_world_is_never_taken_for_one_that_is_gone() -> None:
-    optimizer = parts()[1]
-    run_ranks(lambda ctx: af.prepare(ctx, optimizer).defaults, 1)
-
-    def again(ctx: Context) -> None:
-        with pytest.raises(ConfigurationError, match="another context"):
-            af.prepare(ctx, optimizer)
-
-    for _ in range(50):
-        run_ranks(again, 1)
-
-
-def test_what_init_context_has_prepared_its_variant_knows_on_several_ranks() -> None:
-    def run(ctx: Context) -> None:
-        del ctx
-        with af.init_context(cpu=True) as own:
-            first = af.prepare(own, *parts())
-            second = af.prepare(own.replace(), *first)
-            assert all(a is b for a, b in zip(first, second, strict=True))
-
-    run_ranks(run, 2, "processes")
-
-
 def test_on_processes_a_model_stands_inside_of_ddp_and_cannot_be_gone_past() -> None:
     def run(ctx: Context) -> bool:
         model = parts()[0]
@@ -81,17 +58,6 @@ def test_on_processes_a_model_stands_inside_of_ddp_and_cannot_be_gone_past() -> 
         return isinstance(wrapped, DistributedDataParallel)
 
     assert run_ranks(run, 2, "processes") == [True, True]
-
-
-def test_a_model_whose_wrapper_is_gone_can_be_prepared_again() -> None:
-    def run(ctx: Context) -> tuple[bool, float]:
-        model = one_weight()
-        af.prepare(ctx, model)  # the wrapper isn't kept
-        wrapper = af.prepare(ctx, model)
-        wrapper(torch.full((1, 1), float(ctx.rank + 1))).sum().backward()
-        return wrapper is model, grad_of(model)
-
-    assert run_ranks(run, 2, "processes") == [(False, 1.5)] * 2
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])
@@ -115,32 +81,8 @@ def test_what_nobody_averaged_is_replicated_when_it_is_prepared_for_training(on:
     assert run_ranks(run, 2, on, mixed_precision="bf16") == [(1.0, 0.5, wrapped), (2.0, 0.5, wrapped)]
 
 
-def test_the_state_of_an_optimizer_goes_where_its_parameters_are() -> None:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
-    model.to("meta")  # the only other device that every machine has
-    af.prepare(Context().replace(device_placement=False), optimizer)
-    assert all(state["exp_avg"].device.type == "cpu" for state in optimizer.state.values())
-
-
-def test_compiled_models_are_unwrapped_in_any_order() -> None:
+def test_compiled_models_are_unwrapped_on_request() -> None:
     inner = nn.Linear(1, 1)
     compiled = cast("nn.Module", cast("Any", torch).compile(inner, backend="eager"))
     assert af.unwrap_model(compiled) is compiled
     assert af.unwrap_model(compiled, keep_torch_compile=False) is inner
-
-    def run(ctx: Context) -> list[str]:
-        model = cast("nn.Module", cast("Any", torch).compile(nn.Linear(1, 1), backend="eager"))
-        wrapped = af.prepare(ctx, model)
-        return list(af.unwrap_model(wrapped, keep_torch_compile=False).state_dict())
-
-    assert run_ranks(run, 2, "processes") == [["weight", "bias"]] * 2
-
-
-def test_nothing_is_added_to_what_a_scheduler_says_of_its_state() -> None:
-    model, optimizer, scheduler, _ = parts()
-    before = scheduler.state_dict()
-    af.prepare(Context(), model, optimizer, scheduler)
-    assert scheduler.state_dict() == before

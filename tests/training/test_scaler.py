@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn import Context, GradScalerKwargs
 from accelfn.testing import run_ranks
-from accelfn.training import ScalerState, init_scaler, step_was_skipped, update_scaler
+from accelfn.training import ScalerState, init_scaler, step_was_skipped
 from tests.training.models import one_weight, sgd
 
 
@@ -78,21 +78,6 @@ def test_scale_steps_and_schedule_go_as_with_torchs_own(
     assert int(state.num_skipped) == len(factors) - steps
 
 
-@given(st.booleans(), st.integers(1, 3))
-def test_states_go_in_and_come_out_unchanged(overflow: bool, interval: int) -> None:
-    ctx = fp16(init_scale=8.0, growth_interval=interval)
-    state = init_scaler(ctx)
-    before = [part.clone() for part in state[:4]]
-    unscaled = af.unscale_gradients(
-        ctx, optimizer_over(parameter_with(float("inf") if overflow else 1.0)), state
-    )
-    between = [part.clone() for part in unscaled[:4]]
-    update_scaler(ctx, unscaled)
-    assert all(torch.equal(a, b) for a, b in zip(before, state[:4], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(between, unscaled[:4], strict=True))
-    assert not state.is_unscaled
-
-
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "fused"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, world: int) -> None:
@@ -116,19 +101,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, world: int) ->
         assert first == [1.0] * 3
         assert second != first
         assert skipped == 1
-
-
-def test_without_float16_the_state_stays_as_it_is() -> None:
-    ctx = Context()
-    state = init_scaler(ctx)
-    parameter = parameter_with(1.0)
-    optimizer = optimizer_over(parameter)
-    unscaled = af.unscale_gradients(ctx, optimizer, state)
-    assert unscaled == state
-    stepped = af.optimizer_step(ctx, optimizer, unscaled)
-    assert stepped == state
-    assert parameter.tolist() == [0.5] * 3
-    assert not step_was_skipped(ctx, stepped)
 
 
 def test_float16_gradients_are_refused() -> None:
@@ -209,15 +181,6 @@ def test_a_state_that_was_superseded_is_refused_wherever_it_is_used_next(mode: s
             af.backward(ctx, parameter.expand(2), newest)
         assert newest.superseded_by is None
         parameter.grad = None
-
-
-def test_two_optimizers_dont_step_one_after_the_other_from_one_state() -> None:
-    models = [one_weight(), one_weight()]
-    loss = sum((one.weight for one in models), torch.zeros(1)).sum()
-    state = af.backward(Context(), loss, init_scaler(Context()), weight=2)
-    af.optimizer_step(Context(), sgd(models[0]), state)
-    with pytest.raises(ValueError, match="together, as a list"):
-        af.optimizer_step(Context(), sgd(models[1]), state)
 
 
 @pytest.mark.parametrize("function", ["optimizer_step", "unscale_gradients"])

@@ -15,7 +15,7 @@ compiled = cast("Any", torch.compile)  # torch types its backends by name only
 
 
 # Torch warns of much in itself while it compiles.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 
 
 def graphs_of(kind: str, ranks: int, backend: str, mode: str = "no", **options: Any) -> list[list[int]]:
@@ -50,7 +50,6 @@ def test_a_pure_step_is_one_graph_which_is_made_once(mode: str, backend: str) ->
 @pytest.mark.parametrize(
     ("kind", "ranks", "backend"),
     [
-        ("torchopt", 1, "eager"),  # runs beside the graphs
         ("modules", 1, "aot_eager"),
         ("trees", 2, "eager"),  # what communicates stays outside of the graphs
         ("modules", 2, "eager"),
