@@ -16,18 +16,6 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)), nn.LayerNorm(2))
 
 
-def test_alone_and_without_batch_norm_a_model_stays_as_it_is() -> None:
-    model = net()
-    assert af.convert_sync_batchnorm(Context(), model) is model
-    assert isinstance(cast("nn.Sequential", model[1])[0], nn.BatchNorm1d)
-
-    def run(ctx: Context) -> None:
-        plain = nn.Linear(1, 1)
-        assert af.convert_sync_batchnorm(ctx, plain) is plain
-
-    run_ranks(run, 2)
-
-
 def test_where_torch_has_none_it_is_refused_before_anything_changes() -> None:
     def run(ctx: Context, reason: str) -> None:
         model = net()

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
-from xml.etree import ElementTree
 
 import hypothesis.strategies as st
 import pytest
@@ -19,7 +18,6 @@ import accelfn as af
 from accelfn import Budget, Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import read_facts
-from accelfn.parallel.optimizer_states import OPTIMIZERS
 from accelfn.testing import run_ranks
 from tests.parallel.expert_models import SparseGPT
 from tests.parallel.tensor_models import GPT, LENGTH, PLAN
@@ -118,8 +116,10 @@ def of_ranks(size: int, **options: Any) -> list[Found]:
 
 @pytest.mark.parametrize(
     ("replicate", "plugin"),
-    [(1, FSDP), (2, FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False))],
-    ids=["fsdp2", "hsdp2x2"],
+    [
+        pytest.param(1, FSDP, id="fsdp2"),
+        pytest.param(2, replace(FSDP, reshard_after_forward=False), id="hsdp2x2", marks=pytest.mark.slow),
+    ],
 )
 def test_shards_hold_and_receive_what_was_planned(
     replicate: int, plugin: FullyShardedDataParallelPlugin
@@ -139,33 +139,24 @@ def test_shards_hold_and_receive_what_was_planned(
     assert ranks[0].optimizer == budget.optimizer
 
 
+@pytest.mark.slow
 def test_shared_layers_hold_what_was_planned() -> None:
-    config = ParallelismConfig(
-        tp_size=2, tp_handler=af.config.TorchTensorParallelConfig(plan={**PLAN, "positions": "gather"})
-    )
-    for one in of_ranks(2, parallelism_config=config):
+    handler = af.config.TorchTensorParallelConfig(plan={**PLAN, "positions": "gather"})
+    for one in of_ranks(2, parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler)):
         budget = one.budget
-        assert (one.parameters, one.gradients, one.optimizer) == (
-            budget.parameters,
-            budget.gradients,
-            budget.optimizer,
-        )
-        assert 0.5 < budget.parameters / budget.whole < 0.6
+        planned = budget.parameters, budget.gradients, budget.optimizer
+        assert (one.parameters, one.gradients, one.optimizer) == planned
         assert (budget.gathered, budget.unreduced, budget.moved) == (0, 0, {})
 
 
 def test_experts_hold_and_receive_what_was_planned() -> None:
-    config = ParallelismConfig(dp_shard_size=4, ep_size=2)
-    for one in of_ranks(4, fsdp_plugin=FSDP, parallelism_config=config):
+    config = ParallelismConfig(dp_shard_size=2, ep_size=2)
+    for one in of_ranks(2, fsdp_plugin=FSDP, parallelism_config=config):
         budget, received = one.budget, one.received
-        assert (one.parameters, one.gradients, one.unreduced) == (
-            budget.parameters,
-            budget.gradients,
-            budget.unreduced,
-        )
+        planned = budget.parameters, budget.gradients, budget.unreduced
+        assert (one.parameters, one.gradients, one.unreduced) == planned
         assert one.gathered <= budget.gathered
         assert received["allgather"] + received["reduce_scatter"] == sum(budget.moved.values())
-        assert budget.moved.keys() == {"dp_shard", "edp"}
 
 
 def test_stages_hold_at_most_what_was_planned() -> None:
@@ -193,26 +184,6 @@ def test_stages_hold_at_most_what_was_planned() -> None:
     assert (
         2 * budget.parameters > budget.whole / 2
     )  # of two stages one has more blocks, and both the tied weight
-
-
-OF_TORCH: dict[str, Any] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
-    "sgd": torch.optim.SGD,
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_of_optimizers_are_those_of_torch(name: str) -> None:
-    model = nn.Linear(3, 5)
-    optimizer = OF_TORCH[name](model.parameters())
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    states = [one for state in optimizer.state.values() for one in state.values()]
-    assert held(states) == af.plan_memory(Context(), model, optimizer=name).optimizer
 
 
 @given(
@@ -306,29 +277,3 @@ def test_what_can_not_be_planned_is_refused() -> None:
     made = torch.optim.SGD(Odd().parameters())
     with pytest.raises(ConfigurationError, match=r"got an object of type SGD\. Pass the class, such as"):
         af.plan_memory(Context(), Odd(), optimizer=cast("Any", made))
-
-
-def test_a_model_without_parameters_holds_nothing() -> None:
-    text = str(af.plan_memory(Context(), nn.Sequential()))
-    assert text == "held  0 B  on a single rank; activations not included"
-
-
-def test_a_picture_has_a_bar_of_what_is_there_and_one_for_each_axis() -> None:
-    config = ParallelismConfig(dp_shard_size=2, tp_size=2)
-    model = nn.Sequential(nn.Linear(64, 64))
-    model.tp_plan = {"0": "colwise_gather_output"}  # pyright: ignore[reportArgumentType]
-    budget = af.plan_memory(
-        af.plan_context(4, parallelism_config=config), model, batch=torch.zeros(9, 64, requires_grad=True)
-    )
-    image = ElementTree.fromstring(budget.svg())
-    texts = [str(one.text) for one in image.iter() if one.tag.endswith("text")]
-    assert [one for one in texts if one.startswith("along ")] == ["along dp_shard", "along tp"]
-    bars = [float(one.attrib["width"]) for one in image.iter() if one.attrib.get("height") == "18"]
-    gradients = budget.gradients + budget.reduced
-    activations = cast("int", budget.activations) + budget.temporary
-    sizes = [budget.parameters, gradients, budget.optimizer, budget.gathered, activations]
-    sizes += [budget.moved["dp_shard"], budget.moved["tp"]]
-    assert len(bars) == len(sizes)
-    scale = bars[0] / sizes[0]
-    for bar, size in zip(bars, sizes, strict=True):
-        assert bar == pytest.approx(scale * size, abs=0.3)  # rounded, and so is the scale

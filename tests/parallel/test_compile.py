@@ -16,14 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accelfn as af
 from accelfn import Context, TorchDynamoPlugin
-from accelfn.parallel.forward import CompiledForward, is_compiled, plan_regions
+from accelfn.parallel.forward import CompiledForward, is_compiled
 from accelfn.testing import run_ranks
 from accelfn.training import MixedPrecisionForward
 
 dynamo = cast("Any", importlib.import_module("torch._dynamo"))
 dynamo_utils = cast("Any", importlib.import_module("torch._dynamo.utils"))
-
-MODES = ("no", "bf16")
 
 # The compiler looks at each input's gradient, and torch warns of that where it is another module's output.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -95,8 +93,7 @@ def train(ctx: Context, model: nn.Module, steps: int = 3) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "regional"), [("no", False), ("bf16", True)], ids=["whole", "regional"])
 def test_a_compiled_model_trains_as_the_plain_one_and_compiles_once(mode: str, regional: bool) -> None:
     ctx = Context().replace(mixed_precision=mode)
     plain = af.prepare(ctx, Net())
@@ -113,8 +110,7 @@ def test_a_compiled_model_trains_as_the_plain_one_and_compiles_once(mode: str, r
         assert torch.equal(prepared.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "regional"), [("no", False), ("bf16", True)], ids=["whole", "regional"])
 def test_a_compiled_model_is_copied_pickled_and_unwrapped(mode: str, regional: bool) -> None:
     ctx = variant(Context().replace(mixed_precision=mode), regional)
     model, x = af.prepare(ctx, Net()), torch.ones(2, 3)
@@ -190,31 +186,12 @@ def test_nothing_is_compiled_where_nobody_asks_and_an_unknown_backend_is_refused
         af.prepare(Context().replace(dynamo_backend="tvm"), model)(torch.ones(1, 3))
 
 
-def test_regions_are_the_outermost_repeated_blocks() -> None:
-    mixed = nn.ModuleList([nn.Linear(1, 1), nn.ReLU()])
-    inner = nn.Sequential(nn.ModuleList([nn.ReLU(), nn.ReLU()]))
-    assert plan_regions(nn.ModuleList([nn.ReLU(), nn.Sequential(mixed, inner)])) == ("1.1.0.0", "1.1.0.1")
-    assert plan_regions(nn.ModuleList([inner, nn.Sequential()])) == ("0", "1")
-    assert plan_regions(nn.Sequential(mixed, nn.ModuleList())) == ("",)
-    assert plan_regions(Net()) == ("blocks.0", "blocks.1", "blocks.2")
-
-
-def test_hooks_run_around_what_is_compiled() -> None:
-    model = af.prepare(variant(Context()), Net())
-    seen: list[str] = []
-    model.register_forward_pre_hook(lambda *_: seen.append("before"))
-    model.register_forward_hook(lambda *_: seen.append("after"))
-    model(torch.ones(1, 3))
-    model(torch.ones(1, 3))
-    assert seen == ["before", "after"] * 2
-    assert (num_graphs(), num_breaks()) == (1, 0)
-
-
-@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
-def test_replicated_models_are_compiled_inside_and_compared_outside(regional: bool) -> None:
+def test_replicated_models_are_compiled_inside_and_compared_outside() -> None:
     plain = run_ranks(lambda ctx: state_after(ctx), 2, "processes", mixed_precision="bf16")
-    found = run_ranks(lambda ctx: state_after(variant(ctx, regional)), 2, "processes", mixed_precision="bf16")
-    threads = run_ranks(lambda ctx: state_after(variant(ctx, regional)), 2, mixed_precision="bf16")
+    found = run_ranks(
+        lambda ctx: state_after(variant(ctx, regional=True)), 2, "processes", mixed_precision="bf16"
+    )
+    threads = run_ranks(lambda ctx: state_after(variant(ctx, regional=True)), 2, mixed_precision="bf16")
     for (state, facts), (expected, _), (other, _) in zip(found, plain, threads, strict=True):
         assert facts == (True, [1, 1, 1], 0, True)
         for name, value in expected.items():

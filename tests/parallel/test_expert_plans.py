@@ -55,13 +55,6 @@ def test_modules_that_say_their_number_are_found() -> None:
     assert changed == set(plan.names)
 
 
-def test_a_pattern_chooses_others() -> None:
-    plan = plan_experts(ExpertParallelConfig(experts="inner.*"), read_facts(Listed()), 4)
-    assert {name: (held.num_experts, held.takes) for name, held in plan.modules.items()} == {
-        "inner.experts": (4, "routes")
-    }
-
-
 def refused(record: ExpertParallelConfig, model: nn.Module, size: int) -> str:
     with pytest.raises(ConfigurationError) as caught:
         plan_experts(record, read_facts(model), size)
@@ -114,18 +107,6 @@ def test_a_model_s_plan_says_where_experts_are() -> None:
     # Neither two nor three experts can be shared by four ranks: a dim of each of them is.
     assert plan.shard.expert_dims == dict.fromkeys(plan.shard.expert_dims, 1)
     assert af.plan_model(sparse_context(8), SparseGPT(), engine="ddp").experts is None
-
-
-def test_experts_that_no_other_rank_has_are_left_out_of_fsdp_unless_it_casts_them() -> None:
-    model = SparseGPT()
-    experts = tuple(name for name, _ in model.named_parameters() if ".experts." in name)
-    plan = af.plan_model(sparse_context(2), model).shard
-    assert plan is not None
-    assert (plan.units, plan.unshared) == (("blocks.1", "blocks.0", ""), experts)
-    plan = af.plan_model(sparse_context(2).replace(mixed_precision="bf16"), model).shard
-    assert plan is not None
-    assert "blocks.1.experts" in plan.units
-    assert plan.unshared == ()
 
 
 def test_stages_have_plans_of_their_own_experts() -> None:

@@ -4,7 +4,6 @@
 
 import copy
 import gc
-import io
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -48,44 +47,30 @@ def rows(rank: int, number: int) -> torch.Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
+Way = Callable[[Context, Any, torch.Tensor], None]
+
+
 def by_forward(ctx: Context, model: Any, x: torch.Tensor) -> None:
-    del ctx
     (model(x) / 2).square().mean().backward()
 
 
-def by_own_method(ctx: Context, model: Any, x: torch.Tensor) -> None:
-    del ctx
-    model.loss(x).backward()
-
-
 def by_inner_method(ctx: Context, model: Any, x: torch.Tensor) -> None:
-    del ctx
-    cast("Any", af.unwrap_model(model)).loss(x).backward()
+    cast("Net", af.unwrap_model(model)).loss(x).backward()
 
 
 def by_free_function(ctx: Context, model: Any, x: torch.Tensor) -> None:
-    del ctx
     inner = cast("Net", af.unwrap_model(model))
     hidden = torch.tanh(x @ inner.body.weight.T + inner.body.bias)
     (nn.functional.linear(hidden, inner.head.weight, inner.head.bias) / 2).square().mean().backward()
 
 
-def by_two_backwards_of_one_forward(ctx: Context, model: Any, x: torch.Tensor) -> None:
-    del ctx
-    loss = (model(x) / 2).square().mean()
-    (loss / 2).backward(retain_graph=True)
-    (loss / 2).backward()
-
-
 def by_forwards_before_backwards(ctx: Context, model: Any, x: torch.Tensor) -> None:
-    del ctx
     losses = [(model(half) / 2).square().mean() / 2 for half in x.split(1)]
     for loss in losses:
         loss.backward()
 
 
 def by_halves_of_the_parameters(ctx: Context, model: Any, x: torch.Tensor) -> None:
-    del ctx
     loss = (model(x) / 2).square().mean()
     parameters = list(model.parameters())
     loss.backward(inputs=parameters[:2], retain_graph=True)
@@ -105,32 +90,21 @@ def by_a_window(ctx: Context, model: Any, x: torch.Tensor) -> None:
     (cast("Any", af.unwrap_model(model)).loss(last) / 2).backward()
 
 
-def by_a_forward_that_is_evaluated_too(ctx: Context, model: Any, x: torch.Tensor) -> None:
-    model(x)
-    with torch.no_grad():
-        model(x)
-    by_inner_method(ctx, model, x)
-
-
 def by_checkpoints_inside(ctx: Context, model: Any, x: torch.Tensor) -> None:
-    del ctx
     inner = cast("Net", af.unwrap_model(model))
     hidden = cast("Any", checkpoint(inner.body, x.clone().requires_grad_(), use_reentrant=True))
     out = cast("Any", checkpoint(inner.head, torch.tanh(hidden), use_reentrant=True))
     (out / 2).square().mean().backward()
 
 
-WAYS = [
+WAYS: list[Way] = [
     by_forward,
-    by_own_method,
     by_inner_method,
     by_free_function,
-    by_two_backwards_of_one_forward,
     by_forwards_before_backwards,
     by_halves_of_the_parameters,
     by_a_forward_under_no_sync,
     by_a_window,
-    by_a_forward_that_is_evaluated_too,
     by_checkpoints_inside,
 ]
 
@@ -146,7 +120,7 @@ def by_hand(world: int, steps: int) -> Values:
     return [one.detach() for one in model.parameters()]
 
 
-def trained(ctx: Context, ways: list[Callable[[Context, Any, torch.Tensor], None]]) -> Values:
+def trained(ctx: Context, ways: list[Way]) -> Values:
     model = af.prepare_model(ctx, Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scaler = af.init_scaler(ctx)
@@ -241,34 +215,14 @@ def test_what_a_backward_pass_that_failed_has_left_is_refused(on: Where) -> None
 
 
 def test_parameters_without_a_gradient_are_refused_where_torch_would_wait_for_them() -> None:
-    def run(ctx: Context, find: bool) -> str:
-        ctx = ctx.replace(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=find)])
+    def run(ctx: Context) -> str:
         model = af.prepare_model(ctx, Net())
-        if find:
-            (model(rows(ctx.rank, 0)).sum() * 0).backward()
-            model.zero_grad()
-            found = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1))
-            model = af.prepare_model(ctx, Both(found[0], found[1]))
-            model(rows(ctx.rank, 0)).sum().backward()
-        else:
-            cast("Any", model).body(rows(ctx.rank, 0)).sum().backward()
+        cast("Any", model).body(rows(ctx.rank, 0)).sum().backward()
         return refusal(ctx, sgd(model))
 
-    assert run_ranks(lambda ctx: run(ctx, True), 2, "processes") == [""] * 2
-    for text in run_ranks(lambda ctx: run(ctx, False), 2, "processes"):
+    for text in run_ranks(run, 2, "processes"):
         assert "not all parameters of the model got a gradient" in text
         assert "did not receive grad" in text
-
-
-class Both(nn.Module):
-    """Two models, of which the first alone is used."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x)
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
@@ -375,23 +329,6 @@ def test_copies_are_averaged_and_compiled_models_are_looked_into(on: Where) -> N
     first, second = run_ranks(run, 2, on)
     assert all(map(torch.equal, first[0], second[0]))
     assert "no_sync" in first[1]
-
-
-@pytest.mark.parametrize("on", ["memory", "processes"])
-def test_what_comes_from_a_pickle_is_averaged_once_it_is_prepared(on: Where) -> None:
-    def run(ctx: Context) -> Values:
-        file = io.BytesIO()
-        torch.save(af.prepare_model(ctx, Net()), file)
-        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-        loaded.loss(rows(ctx.rank, 0)).backward()
-        assert "not averaged" in refusal(ctx, sgd(loaded))
-        model = af.prepare_model(ctx, cast("Any", af.unwrap_model(loaded)))
-        model.loss(rows(ctx.rank, 0)).backward()
-        assert refusal(ctx, sgd(model)) == ""
-        return [one.detach() for one in model.parameters()]
-
-    first, second = run_ranks(run, 2, on)
-    assert all(map(torch.equal, first, second))
 
 
 def test_the_models_own_attributes_are_reached_through_the_wrapper() -> None:

@@ -1,11 +1,14 @@
-"""Every layout of ranks trains as one plain process does: the loss, the norm before clipping, the weights."""
+"""Layouts train as one plain process does: the loss, the norm before clipping, the weights.
+
+Those of which tests/programs knows no word: experts, other schedules of stages, and more than four ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,16 +43,7 @@ class Case(NamedTuple):
         return f"{self.optimizer}, {self.accumulation} a window, {'weighted' if self.weighted else 'mean'}"
 
 
-CASES = [
-    Case(accumulation, optimizer, weighted)
-    for accumulation in (1, 3)
-    for optimizer in ("AdamW", "SGD")
-    for weighted in (False, True)
-]
-# Every pair of two settings is in one of these.
-PAIRWISE = [
-    case for case in CASES if (case.accumulation == 1) == ((case.optimizer == "AdamW") != case.weighted)
-]
+CASES = [Case(1, "AdamW", weighted=False), Case(1, "SGD", weighted=True), Case(3, "SGD", weighted=False)]
 
 
 class Seen(NamedTuple):
@@ -138,35 +132,6 @@ def by_functions(ctx: af.Context, case: Case) -> Iterator[tuple[torch.Tensor, to
         yield loss, weight, model, norm
 
 
-def by_shim(ctx: af.Context, case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, Any, Any]]:
-    """Train with an Accelerator; as :func:`by_functions`."""
-    accelerator = af.Accelerator(context=ctx)
-    model: nn.Module = case.make_model()
-    optimizer: Any = make_optimizer(case, model)
-    loader: Any = DataLoader[Any](make_data(case), batch_size=_ROWS // ctx.axis_size("dp"))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for batch in loader:
-        weight = weight_of(case, batch[-1])
-        if ctx.axis_size("pp") > 1:  # no rank has the whole loss
-            loss = accelerator.forward_backward(model, partial(summed_or_mean, case), batch)
-            norm = _step(accelerator, model, optimizer)
-        else:
-            with accelerator.accumulate(model):
-                loss = loss_of(model, case, batch)
-                accelerator.backward(loss, weight=weight)
-                norm = _step(accelerator, model, optimizer)
-        yield loss.detach(), weight, model, norm
-
-
-def _step(accelerator: af.Accelerator, model: nn.Module, optimizer: Any) -> torch.Tensor | None:
-    norm = None
-    if accelerator.sync_gradients:
-        norm = accelerator.clip_grad_norm_(model.parameters(), _MAX_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
-
-
 def whole(value: Any) -> torch.Tensor:
     """Return a parameter of all ranks."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -211,48 +176,23 @@ def moved(case: Case, seen: Seen, reference: Seen) -> float:
     return float(off.square().sum().sqrt() / way.square().sum().sqrt())
 
 
-Way = Callable[..., Iterator[Any]]
-Precision = Literal["no", "bf16", "fp16"]
-# The shim's step is the functions': one precision is enough, and the sample below has the other.
-EVERY: list[tuple[Precision, Way]] = [("no", by_functions), ("bf16", by_functions), ("bf16", by_shim)]
-# A sample for every run of the suite: each axis, precision and way at least once, and products of axes.
-SAMPLE: dict[str, list[tuple[Precision, Way]]] = {
-    "hsdp2x2": [("bf16", by_shim)],
-    "tp2xfsdp2": [("no", by_functions)],
-    "cp2xep2": [("bf16", by_functions)],
-    "sp2": [("no", by_shim)],
-    "pp2xfsdp2": [("no", by_shim)],
-    "pp2xtp2": [("no", by_functions)],
-}
-
-
-@pytest.mark.parametrize("name", SAMPLE)
-def test_a_sample_of_layouts_trains_as_one_process(name: str) -> None:
-    check(LAYOUTS[name], SAMPLE[name], PAIRWISE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("one", "dp2")])
-def test_every_layout_trains_as_one_process(name: str) -> None:
-    check(LAYOUTS[name], EVERY, PAIRWISE)
-
-
-@pytest.mark.slow
-def test_layers_are_shared_inside_of_replicas_of_shards() -> None:
-    check(Layout(replicate=2, shard=2, tp=2), EVERY[:1], [Case(3, "AdamW", weighted=True)])
-
-
-@pytest.mark.slow
-def test_layers_are_shared_inside_of_shards_of_stages() -> None:
-    check(Layout(pp=2, shard=2, tp=2), EVERY, [Case(1, "SGD", weighted=False), Case(3, "SGD", weighted=True)])
-
-
 _PLUGIN = af.FullyShardedDataParallelPlugin(fsdp_version=2)
 _RECOMPUTED = {"fsdp_plugin": replace(_PLUGIN, activation_checkpointing=True)}
 _OFFLOADED = {"fsdp_plugin": replace(_PLUGIN, cpu_offload=True)}
 _COMPILED = {"dynamo_backend": "aot_eager"}
 # The loss is a sum: with torch's first scale the first steps would be skipped.
 _FLOAT16 = {"mixed_precision": "fp16", "kwargs_handlers": [af.GradScalerKwargs(init_scale=64.0)]}
+LARGE = {
+    "tp2 in hsdp2x2": Layout(replicate=2, shard=2, tp=2),
+    "tp2 in fsdp2 in pp2": Layout(pp=2, shard=2, tp=2),
+}
+UNKNOWN = [name for name in LAYOUTS if "ep" in name or "-" in name] + ["pp4", "tp2xcp2", "tp2xsp2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*UNKNOWN, *LARGE])
+def test_layouts_that_programs_do_not_know_train_as_one_process(name: str) -> None:
+    check({**LAYOUTS, **LARGE}[name], CASES)
 
 
 @pytest.mark.slow
@@ -260,10 +200,7 @@ _FLOAT16 = {"mixed_precision": "fp16", "kwargs_handlers": [af.GradScalerKwargs(i
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("pp2xfsdp2", _RECOMPUTED),
-        ("pp2xcp2", _RECOMPUTED),
         ("ep2", _RECOMPUTED),
-        ("pp2xfsdp2", _OFFLOADED),
         ("ep2", _OFFLOADED),
         ("pp2xfsdp2", _COMPILED),
         ("pp2xcp2", _COMPILED),
@@ -273,29 +210,21 @@ _FLOAT16 = {"mixed_precision": "fp16", "kwargs_handlers": [af.GradScalerKwargs(i
     ],
 )
 def test_layouts_go_with_what_else_a_context_asks_for(name: str, options: dict[str, Any]) -> None:
-    options = {**options}
-    precision = options.pop("mixed_precision", "no")
-    check(LAYOUTS[name], [(precision, by_functions)], [Case(3, "SGD", weighted=True)], **options)
+    check(LAYOUTS[name], [Case(3, "SGD", weighted=True)], **options)
 
 
-def check(
-    layout: Layout, variants: Sequence[tuple[Precision, Way]], cases: Sequence[Case], **options: Any
-) -> None:
-    """Train on the layout's ranks, with more options of the context, and compare with one process."""
+def check(layout: Layout, cases: Sequence[Case], **options: Any) -> None:
+    """Train on the layout's ranks, with options of the context, and compare with one process."""
     if layout.cp > 1 or layout.sp > 1:  # where a mean is refused
         cases = [case for case in cases if case.weighted]
     if layout.ep > 1:  # with an optimizer that doesn't hide how large the gradients of experts are
         cases = [case._replace(sparse=True) for case in cases if case.optimizer == "SGD"]
     cases = [case._replace(num_blocks=layout.num_blocks) for case in cases]
-    runs = [
-        (precision, way, case)
-        for precision, way in variants
-        for case in cases
-        if way is by_functions or case.optimizer == "SGD"  # the shim's step is the functions'
-    ]
+    precision: Any = options.pop("mixed_precision", None)
+    runs = [(one, case) for one in ([precision] if precision else ["no", "bf16"]) for case in cases]
 
     def work(ctx: af.Context) -> list[Seen]:
-        return [train(ctx.replace(mixed_precision=precision), case, way) for precision, way, case in runs]
+        return [train(ctx.replace(mixed_precision=one), case, by_functions) for one, case in runs]
 
     chosen: dict[str, Any] = {"fsdp_plugin": _PLUGIN if layout.shard > 1 else None, **options}
     ranks = run_ranks(
@@ -307,9 +236,8 @@ def check(
         dataloader_config=af.DataLoaderConfiguration(sequence={0: 1, 1: 1, 2: 1}),
         **chosen,
     )
-    references = {case: plain(case) for case in cases}
-    for index, (precision, way, case) in enumerate(runs):
-        reference = references[case]
+    for index, (precision, case) in enumerate(runs):
+        reference = plain(case)
         bounds = (1e-5, 1e-5, 1e-4) if precision == "no" else (0.01, 0.05, 0.2)
         found_anywhere = {name: value for rank in ranks for name, value in rank[index].weights.items()}
         for seen in (rank[index] for rank in ranks):
@@ -320,4 +248,4 @@ def check(
                 moved(case, seen, reference),
             )
             within = [found < bound for found, bound in zip(differences, bounds, strict=True)]
-            assert all(within), f"{precision}, {way.__name__}, {case}: {differences}"
+            assert all(within), f"{precision}, {case}: {differences}"

@@ -52,46 +52,25 @@ def is_equal(model: nn.Module, expected: nn.Module) -> bool:
     return all(torch.equal(found[name], one) for name, one in tensors(expected).items())
 
 
-def step(ctx: Context, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Train for one step, of equal batches on all ranks, and return the parameters."""
-    ids, _ = tm.make_batch(seed=1)
-    scaler = af.backward(ctx, model(ids).square().mean(), af.init_scaler(ctx))
-    af.optimizer_step(ctx, optimizer, scaler)
-    return lm.whole(model)
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def check(ctx: Context, folder: Path) -> None:
     # Rank 0 has loaded the model; the others, as transformers has it, have computed what no file has.
     model: Any = Model() if ctx.rank == 0 else on_meta()
     if ctx.rank:
         model.scale = torch.empty_like(model.scale, device="meta")
-    model, optimizer = af.prepare(ctx, model, make_optimizer(model))
+    model = af.prepare_model(ctx, model)
     assert is_equal(model, Model())
     assert model.head.weight is model.embed.weight
-    af.save_model(ctx, model, folder / "weights")
     af.save_state(ctx, folder / "state", {"model": model})
-    trained = step(ctx, model, optimizer)
     ids, _ = tm.make_batch(seed=1)
 
     # Nobody has loaded it: each rank reads its parts.
-    offloaded = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
-    for way, own in (("weights", ctx), ("state", ctx), ("weights", ctx.replace(fsdp_plugin=offloaded))):
-        model = on_meta()
-        model, optimizer = af.prepare(own, model, make_optimizer(model))
-        for _ in range(2):
-            with pytest.raises(ConfigurationError, match=UNFILLED):
-                model(ids)
-        if way == "weights":
-            af.load_model(model, folder / "weights")
-        else:
-            af.load_state(own, folder / "state", {"model": model})
-        assert is_equal(model, Model())
-        found = step(own, model, optimizer)
-        assert all(torch.equal(found[name], one) for name, one in trained.items())
+    model = af.prepare_model(ctx, on_meta())
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=UNFILLED):
+            model(ids)
+    af.load_state(ctx, folder / "state", {"model": model})
+    assert is_equal(model, Model())
+    model(ids)
 
     # A part that is left out is named.
     model = af.prepare_model(ctx, on_meta())
@@ -118,7 +97,7 @@ def check(ctx: Context, folder: Path) -> None:
         af.prepare_model(ctx, model, plan=af.plan_model(Context(), model))
 
 
-@pytest.mark.parametrize("tp", [1, 2], ids=["fsdp2", "tp2xfsdp2"])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_take_their_parts_of_what_rank_0_or_a_file_holds(tp: int, tmp_path: Path) -> None:
     handler = af.config.TorchTensorParallelConfig(plan=tm.PLAN) if tp > 1 else None
     config = ParallelismConfig(dp_shard_size=2, tp_size=tp, tp_handler=handler)
@@ -133,18 +112,10 @@ def test_ranks_take_their_parts_of_what_rank_0_or_a_file_holds(tp: int, tmp_path
 
 
 def test_one_rank_gives_memory_too_and_keeps_ties(tmp_path: Path) -> None:
-    ctx = Context()
-    af.save_model(ctx, Model(), tmp_path)
-    model = on_meta()
-    optimizer = make_optimizer(model)
-    model, optimizer = af.prepare(ctx, model, optimizer)
-    ids, _ = tm.make_batch(seed=1)
+    af.save_model(Context(), Model(), tmp_path)
+    model = af.prepare_model(Context(), on_meta())
     with pytest.raises(ConfigurationError, match=UNFILLED):
-        model(ids)
+        model(tm.make_batch(seed=1)[0])
     af.load_model(model, tmp_path)
     assert model.head.weight is model.embed.weight
     assert is_equal(model, Model())
-    plain = Model()
-    expected = step(ctx, plain, make_optimizer(plain))
-    found = step(ctx, model, optimizer)
-    assert all(torch.equal(found[name], one) for name, one in expected.items())

@@ -80,6 +80,7 @@ def check(found: Layout, **options: Any) -> None:
     assert found.traffic == traffic
 
 
+@pytest.mark.slow
 def test_layouts_are_what_their_own_plans_say() -> None:
     found = search(mixed_precision="bf16")
     assert len(found.layouts) > 10
@@ -111,31 +112,6 @@ def test_every_mesh_is_found_or_refused_with_its_reason() -> None:
     assert reasons["dp_shard=8"] == "4 rows can't be split over 8 ranks that read different ones"
     assert reasons["pp=4,dp_shard=2"] == "2 rows make fewer microbatches than 4 stages need"
     assert found.why().splitlines()[0].split("  ")[0].strip() in reasons
-
-
-def test_ranks_of_a_layer_stay_in_a_node() -> None:
-    def reason(num_ranks: int, each: int) -> str:
-        (one,) = search(num_ranks, axes=("tp",), cluster=Cluster(ranks_per_node=each)).refused
-        return one.reason
-
-    assert reason(6, 4) == "ranks of one layer would be in several nodes of 4 ranks"
-    assert reason(6, 8).startswith("the model's own tp_plan doesn't fit Planned with tp_size=6: ")
-    assert "aren't divisible by tp_size=6" in reason(6, 8)
-    found = search(12, axes=("dp_shard", "tp"), cluster=Cluster(ranks_per_node=8), num_rows=12)
-    reasons = {one.name: one.reason for one in found.refused}
-    assert reasons["dp_shard=4,tp=3"].endswith("would be in several nodes of 8 ranks, which 3 doesn't divide")
-
-
-def test_the_reason_of_most_meshes_and_the_least_memory_are_said_first() -> None:
-    found = search(4, memory=1000, num_rows=1)
-    largest = [one for one in found.refused if one.needed is not None]
-    rows = [one for one in found.refused if "1 rows can't be split over" in one.reason]
-    assert len(rows) > len(largest) > 0
-    head = f"no mesh fits; {len(rows)} of {len(found.refused)}, such as {rows[0].name}: {rows[0].reason}"
-    least = min(largest, key=lambda one: one.needed or 0)
-    assert str(found).startswith(f"{head}; the smallest that is too large is {least.name}: {least.reason}\n")
-    none = search(2, axes=())
-    assert "0 meshes fit, 0 don't" in str(none)
 
 
 def test_a_batch_is_split_until_it_fits() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from accelfn import Context, ParallelismConfig
@@ -21,8 +20,6 @@ from accelfn.testing import run_ranks
 KINDS = (2.0, 1.0, 3.0, 0.0, math.inf, -math.inf)
 MESHES = {
     "fsdp3": (3, ParallelismConfig(dp_shard_size=3)),
-    "hsdp": (4, ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)),
-    "tp": (2, ParallelismConfig(tp_size=2)),
     "tp x fsdp": (4, ParallelismConfig(dp_shard_size=2, tp_size=2)),
 }
 
@@ -85,24 +82,6 @@ def test_the_norm_is_that_of_one_process(name: str) -> None:
         assert found[7] == pytest.approx(0.01)
 
 
-def test_strided_shards_count_as_shards() -> None:
-    def work(ctx: Context) -> tuple[float, float]:
-        assert ctx.mesh is not None
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4, bias=False)
-        whole = model.weight.detach().clone()
-        weight = distribute_tensor(whole, ctx.mesh.device_mesh("tp"), [Shard(0)])
-        model.weight = nn.Parameter(weight)
-        fully_shard(model, mesh=ctx.mesh.device_mesh("shard"))
-        model.weight.grad = model.weight.detach().clone()
-        return float(norm_of(ctx, list(model.parameters()))), float(whole.norm())
-
-    for found, wanted in run_ranks(
-        work, 4, "processes", parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2)
-    ):
-        assert found == pytest.approx(wanted, rel=1e-6)
-
-
 def test_a_gradient_in_another_layout_is_brought_to_its_parameters() -> None:
     def work(ctx: Context) -> None:
         assert ctx.mesh is not None
@@ -119,15 +98,3 @@ def test_a_gradient_in_another_layout_is_brought_to_its_parameters() -> None:
             torch.testing.assert_close(parameter.grad.to_local(), torch.ones(2, 4))
 
     run_ranks(work, 2, "processes", parallelism_config=ParallelismConfig(tp_size=2))
-
-
-def test_whole_parameters_need_no_exchange() -> None:
-    def work(ctx: Context) -> float:
-        number = ctx.collectives.call_log.number
-        parameters = plain()
-        norm = clip_norm_(ctx, parameters, 1.0)
-        assert ctx.collectives.call_log.number == number
-        return float(norm)
-
-    gradients = [one.grad for one in plain() if one.grad is not None]
-    assert run_ranks(work, 2) == [float(torch.nn.utils.get_total_norm(gradients))] * 2

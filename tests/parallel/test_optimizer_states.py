@@ -15,7 +15,7 @@ from torch import nn
 import accelfn as af
 from accelfn import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.optimizer_states import states_of
+from accelfn.parallel.optimizer_states import OPTIMIZERS
 from tests.parallel.traffic import held
 
 
@@ -24,10 +24,8 @@ def make_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 KINDS: dict[str, Any] = {
-    "AdamW": torch.optim.AdamW,
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
     "Adafactor": torch.optim.Adafactor,
-    "Adagrad": torch.optim.Adagrad,
     "Adamax": torch.optim.Adamax,
     "ASGD": torch.optim.ASGD,
     "NAdam": torch.optim.NAdam,
@@ -36,18 +34,27 @@ KINDS: dict[str, Any] = {
     "centered": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
     "function": make_sgd,
 }
+# Those that a plan takes by their names.
+NAMED: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "sgd": torch.optim.SGD,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *OPTIMIZERS])
 def test_states_are_those_of_a_real_step(name: str, dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 7, bias=False)).to(dtype)
-    optimizer = KINDS[name](model.parameters())
+    optimizer = {**KINDS, **NAMED}[name](model.parameters())
     model(torch.ones(2, 30, dtype=dtype)).sum().backward()
     optimizer.step()
     found: list[Any] = [one for state in optimizer.state.values() for one in state.values()]
     real = held([one for one in found if isinstance(one, torch.Tensor)])
-    assert af.plan_memory(Context(), model, optimizer=KINDS[name]).optimizer == real
+    assert af.plan_memory(Context(), model, optimizer=KINDS.get(name, name)).optimizer == real
 
 
 def test_muon_takes_matrices_alone() -> None:
@@ -64,4 +71,3 @@ def test_bytes_of_states_may_be_a_number() -> None:
     assert budget.optimizer_name == "2.5 bytes per parameter"
     with pytest.raises(ConfigurationError, match="bytes per parameter can't be negative, got -1"):
         af.plan_memory(Context(), model, optimizer=-1)
-    assert states_of(KINDS["centered"], "a test").name == "RMSprop"

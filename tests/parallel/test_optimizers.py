@@ -5,8 +5,7 @@
 
 import importlib
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +15,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import accelfn as af
-from accelfn import Accelerator, Context, FullyShardedDataParallelPlugin, ParallelismConfig, ScalerState
+from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig, ScalerState
 from accelfn.data import plan_microbatch
-from accelfn.errors import ConfigurationError, NotAvailableError, ReplicaDriftError
+from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 from accelfn.tree import local_of
 
@@ -46,23 +45,26 @@ def muon(parameters: list[nn.Parameter]) -> Optimizer:
 TORCH, FREE, BITS = "torch.optim", "schedulefree", "bitsandbytes.optim"
 KINDS: dict[str, Kind] = {
     "AdamW foreach": Kind(made(TORCH, "AdamW", lr=0.01, foreach=True)),
-    "AdamW fused": Kind(made(TORCH, "AdamW", lr=0.01, fused=True)),
     "Adam fused": Kind(made(TORCH, "Adam", lr=0.01, fused=True)),
-    "SGD foreach": Kind(made(TORCH, "SGD", lr=0.1, momentum=0.9, foreach=True)),
     "SGD fused": Kind(made(TORCH, "SGD", lr=0.1, momentum=0.9, fused=True), steps_shards=False),
-    "Adagrad foreach": Kind(made(TORCH, "Adagrad", lr=0.01, foreach=True)),
     "Adagrad fused": Kind(made(TORCH, "Adagrad", lr=0.01, fused=True), steps_shards=False),
     "Adafactor": Kind(made(TORCH, "Adafactor", lr=0.01), steps_shards=False),
     "Rprop": Kind(made(TORCH, "Rprop", lr=1e-3), steps_shards=False),
     "Muon": Kind(muon, rtol=5e-3),  # in bfloat16, where the order of a sum over shards shows
+    **{name: Kind(made(TORCH, name, lr=0.01)) for name in ("Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")},
+}
+OTHERS: dict[str, Kind] = {
     "AdamWScheduleFree": Kind(made(FREE, "AdamWScheduleFree", lr=0.01)),
     "SGDScheduleFree": Kind(made(FREE, "SGDScheduleFree", lr=0.1)),
-    "RAdamScheduleFree": Kind(made(FREE, "RAdamScheduleFree", lr=0.01, silent_sgd_phase=False)),
     "AdamW8bit": Kind(made(BITS, "AdamW8bit", lr=0.01), steps_shards=False, rtol=2e-3),
     "PagedAdamW8bit": Kind(made(BITS, "PagedAdamW8bit", lr=0.01), steps_shards=False, rtol=2e-3),
-    "Adam8bit": Kind(made(BITS, "Adam8bit", lr=0.01), steps_shards=False, rtol=2e-3),
     "Lion8bit": Kind(made(BITS, "Lion8bit", lr=1e-3), steps_shards=False, rtol=2e-3),
 }
+SETS = [
+    pytest.param({name: KINDS[name] for name in ("Adam fused", "SGD fused")}, id="sample"),
+    pytest.param(KINDS, id="torch", marks=pytest.mark.slow),
+    pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
+]
 
 
 class Model(nn.Module):
@@ -151,57 +153,45 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["no", "fp16"])
-def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the precision, and the losses of each optimizer on one process."""
-    ctx = Context().replace(mixed_precision=request.param)
-    folder = tmp_path_factory.mktemp("alone")
-    return request.param, {
-        name: train_and_resume(ctx, kind.make, folder / name) for name, kind in KINDS.items()
-    }
-
-
-def test_each_optimizer_trains_and_resumes_on_one_process(alone: Any) -> None:
-    for losses in alone[1].values():
-        assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kinds", SETS)
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("fsdp", "no"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("ddp", "no"), ("tp", "no"), ("ddp", "fp16"), ("fsdp", "fp16"), ("tp", "fp16"))
+        ),
+    ],
+)
 def test_each_optimizer_trains_and_resumes_on_two_processes_as_on_one(
-    strategy: str, alone: Any, tmp_path: Path
+    strategy: str, precision: str, kinds: dict[str, Kind], tmp_path: Path
 ) -> None:
-    precision, expected = alone
-    names = [name for name, kind in KINDS.items() if strategy == "ddp" or kind.steps_shards]
+    names = [name for name, kind in kinds.items() if strategy == "ddp" or kind.steps_shards]
     if precision == "fp16" and strategy == "tp":
         names = [name for name in names if name != "Muon"]
 
     def run(ctx: Context) -> dict[str, list[float]]:
-        return {name: train_and_resume(ctx, KINDS[name].make, tmp_path / name) for name in names}
+        ctx = ctx.replace(mixed_precision=precision)
+        folder = tmp_path / str(ctx.num_processes)
+        return {name: train_and_resume(ctx, kinds[name].make, folder / name) for name in names}
 
-    options: dict[str, Any] = {**STRATEGIES[strategy], "mixed_precision": precision}
-    first, second = run_ranks(run, 2, on="processes", **options)
+    expected = run(Context())
+    first, second = run_ranks(run, 2, on="processes", **STRATEGIES[strategy])
     assert first == second
     for name, losses in first.items():
-        rtol = KINDS[name].rtol if precision == "no" else 5e-3
+        assert losses[-1] < losses[0], name
+        rtol = kinds[name].rtol if precision == "no" else 5e-3
         assert losses == pytest.approx(expected[name], rel=rtol), name
 
 
-def test_a_drifted_state_of_an_8_bit_optimizer_is_not_saved(tmp_path: Path) -> None:
-    def run(ctx: Context) -> None:
-        model, optimizer = prepared(ctx, KINDS["AdamW8bit"].make)
-        train(ctx, model, optimizer, af.init_scaler(ctx), range(1))
-        if ctx.rank == 1:
-            optimizer.state[max(model.parameters(), key=torch.Tensor.numel)]["absmax1"][0] += 1
-        with pytest.raises(ReplicaDriftError, match="absmax1"):
-            af.save_state(ctx, tmp_path, {"model": model, "optimizer": optimizer})
-
-    run_ranks(run, 2, on="processes")
-
-
+@pytest.mark.parametrize("kinds", SETS)
 @pytest.mark.parametrize("strategy", ["fsdp", "tp"])
-def test_an_optimizer_that_cannot_step_shards_is_refused_before_the_model_is_sharded(strategy: str) -> None:
+def test_an_optimizer_that_cannot_step_shards_is_refused_before_the_model_is_sharded(
+    strategy: str, kinds: dict[str, Kind]
+) -> None:
     def run(ctx: Context) -> None:
-        for kind in KINDS.values():
+        for kind in kinds.values():
             if kind.steps_shards:
                 continue
             model = Model()
@@ -233,7 +223,6 @@ class CPUOffloadOptimizer(SGD):
 
 
 def test_optimizers_that_no_strategy_can_train_are_refused() -> None:
-    free: Any = importlib.import_module(FREE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing these warns of torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -242,7 +231,6 @@ def test_optimizers_that_no_strategy_can_train_are_refused() -> None:
         model = Model()
         for optimizer, text in (
             (ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1), "Use AdamW with an fsdp_plugin"),
-            (free.SGDScheduleFreeClosure(model.parameters()), "Use the class without Closure"),
             (CPUOffloadOptimizer(model.parameters(), lr=0.1), r"cpu_offload=True\)"),
         ):
             with pytest.raises(NotAvailableError, match=text):
@@ -254,33 +242,30 @@ def test_optimizers_that_no_strategy_can_train_are_refused() -> None:
 # --- schedule-free: training and evaluation mode ---------------------------------------------------
 
 
-@contextmanager
-def evaluating(optimizer: Any) -> Generator[None]:
-    optimizer.eval()
-    yield
-    optimizer.train()
-
-
+@pytest.mark.slow
 def test_prepare_puts_a_schedule_free_optimizer_into_training_mode() -> None:
-    make = KINDS["AdamWScheduleFree"].make
+    make = OTHERS["AdamWScheduleFree"].make
     model, optimizer = prepared(Context(), make)
     assert optimizer.param_groups[0]["train_mode"]
     train(Context(), model, optimizer, af.init_scaler(Context()), range(2))
     trained = locals_of(model)
-    with evaluating(optimizer):
-        averages = locals_of(model)
-        # A new optimizer that continues from a state in evaluation mode goes back to the trained weights.
-        other: Any = make([*model.parameters()])
-        other.load_state_dict(optimizer.state_dict())
-        af.prepare(Context(), other)
-        torch.testing.assert_close(locals_of(model), trained)
-        other.eval()
+    optimizer.eval()
+    averages = locals_of(model)
+    # A new optimizer that continues from a state in evaluation mode goes back to the trained weights.
+    other: Any = make([*model.parameters()])
+    other.load_state_dict(optimizer.state_dict())
+    af.prepare(Context(), other)
+    torch.testing.assert_close(locals_of(model), trained)
     assert not all(map(torch.equal, averages, trained))
+    closure: Any = importlib.import_module(FREE).SGDScheduleFreeClosure(model.parameters())
+    with pytest.raises(NotAvailableError, match="Use the class without Closure"):
+        af.prepare(Context(), model, closure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_mode_is_saved_and_a_step_in_evaluation_mode_is_refused(strategy: str, tmp_path: Path) -> None:
-    make = KINDS["AdamWScheduleFree"].make
+    make = OTHERS["AdamWScheduleFree"].make
 
     def run(ctx: Context) -> None:
         model, optimizer = prepared(ctx, make)
@@ -304,19 +289,3 @@ def test_a_mode_is_saved_and_a_step_in_evaluation_mode_is_refused(strategy: str,
         assert results[0] == results[1]
 
     run_ranks(run, 2, on="processes", **STRATEGIES[strategy])
-
-
-def test_an_accelerator_passes_modes_on() -> None:
-    accelerator = Accelerator(context=Context())
-    model = Model()
-    model, optimizer = accelerator.prepare(model, KINDS["SGDScheduleFree"].make([*model.parameters()]))
-    for number in range(3):
-        optimizer.train()
-        accelerator.backward(model(batch_of(accelerator.context, number)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.eval()
-        assert not optimizer.param_groups[0]["train_mode"]
-    accelerator.backward(model(batch_of(accelerator.context, 0)).square().mean())
-    with pytest.raises(ConfigurationError, match=r"Call its train\(\)"):
-        optimizer.step()

@@ -108,7 +108,11 @@ def work(ctx: af.Context, cases: list[tuple[str, int]]) -> Found:
 
 @pytest.mark.parametrize(
     ("pp", "dp", "schedule", "each"),
-    [(2, 1, "interleavedzerobubble", True), (4, 1, "1f1b", False), (2, 2, "gpipe", True)],
+    [
+        (2, 1, "1f1b", False),
+        pytest.param(4, 1, "interleavedzerobubble", True, marks=pytest.mark.slow),
+        pytest.param(2, 2, "gpipe", True, marks=pytest.mark.slow),
+    ],
 )
 def test_an_error_in_a_stage_reaches_all_ranks_and_the_next_window_is_as_before(
     pp: int, dp: int, schedule: Any, each: bool

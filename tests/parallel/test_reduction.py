@@ -12,15 +12,14 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import accelfn as af
-from accelfn import Context, DistributedDataParallelKwargs
+from accelfn import Context
 from accelfn.context.config import Guard
 from accelfn.testing import run_ranks
 from tests.seen import Seen, look
@@ -28,65 +27,8 @@ from tests.seen import Seen, look
 PATIENCE_S = 20.0
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 3))
-
-
 def batch(ctx: Context) -> torch.Tensor:
     return torch.randn(5, 7, generator=torch.Generator().manual_seed(ctx.rank))
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [item.grad.clone() for item in model.parameters() if item.grad is not None]
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"find_unused_parameters": True},
-    {"static_graph": True},
-    {"bucket_cap_mb": 1},
-]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients_are_those_of_torch_bit_by_bit(size: int) -> None:
-    def work(ctx: Context) -> list[bool]:
-        return [is_equal(ctx, options) for options in OPTIONS]
-
-    def is_equal(ctx: Context, options: dict[str, Any]) -> bool:
-        before = ctx.collectives.call_log.reductions
-        ddp = DistributedDataParallelKwargs(**options)
-        ours = af.prepare_model(ctx.replace(kwargs_handlers=[ddp]), network())
-        theirs = DistributedDataParallel(network(), **options)
-        for _ in range(3):
-            for model in (ours, theirs):
-                model.zero_grad()
-                model(batch(ctx)).square().sum().backward()
-            if not all(map(torch.equal, gradients(ours), gradients(theirs))):
-                return False
-        own = ctx.collectives.call_log.reductions - before
-        return own == (0 if options.get("static_graph") else 3)
-
-    assert run_ranks(work, size, "processes") == [[True] * len(OPTIONS)] * size
-
-
-def test_a_pass_that_failed_leaves_nothing_behind() -> None:
-    def fail(grad: torch.Tensor) -> None:
-        raise OSError("a hook of the user's")
-
-    def work(ctx: Context) -> list[float]:
-        model = af.prepare_model(ctx, nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)))
-        for _ in range(3):
-            model(torch.ones(1, 1)).sum().backward()
-        first = next(model.parameters())
-        handle = cast("Any", first).register_hook(fail)
-        with pytest.raises(OSError, match="a hook of the user's"):
-            model(torch.ones(1, 1)).sum().backward()
-        handle.remove()
-        return [float(ctx.rank)]
-
-    assert run_ranks(work, 2, "processes", timeout_s=PATIENCE_S) == [[0.0], [1.0]]
 
 
 def loop(ctx: Context, happens: Callable[[int], bool]) -> None:
@@ -183,11 +125,3 @@ def test_a_killed_rank_whose_children_hold_its_connections_is_missed(tmp_path: P
     error, text = json.loads((tmp_path / "seen").read_text())
     assert error == "MissingRankError"
     assert "The process of rank 1 has ended." in text
-
-
-def test_without_a_guard_torch_reduces_by_itself() -> None:
-    def work(ctx: Context) -> int:
-        loop(ctx, lambda number: False)
-        return ctx.collectives.call_log.reductions
-
-    assert run_ranks(work, 2, "processes", guard="off") == [0, 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, cast
 
 import pytest
@@ -30,15 +29,6 @@ def test_kernels_of_torch_have_the_arguments_and_results_that_they_are_called_wi
         "dropout_p",
         "is_causal",
     }
-
-
-def test_the_loops_of_torch_have_the_arguments_that_they_are_called_with() -> None:
-    first = ["group", "seq_dim", "op"]
-    forward = inspect.signature(torchs._templated_ring_attention).parameters
-    assert [*forward][:6] == [*first, "query", "key", "value"]
-    backward = inspect.signature(torchs._templated_ring_attention_backward).parameters
-    tensors = ["grad_out", "grad_out_name", "query", "key", "value", "out", "logsumexp"]
-    assert [*backward][:10] == [*first, *tensors]
 
 
 def test_options_of_the_process_are_as_before() -> None:

@@ -21,14 +21,6 @@ SCHEDULES = {
 }
 
 
-@given(name=st.sampled_from(list(SCHEDULES)), ranks=st.integers(2, 6))
-def test_each_stage_has_one_rank(name: str, ranks: int) -> None:
-    plan = SchedulePlan(name, ranks, SCHEDULES[name], 1)
-    stages = [stage for rank in range(ranks) for stage in plan.stages_of(rank)]
-    assert sorted(stages) == list(range(plan.num_stages))
-    assert all(stage in plan.stages_of(plan.rank_of(stage)) for stage in stages)
-
-
 @given(
     name=st.sampled_from(list(SCHEDULES)),
     ranks=st.integers(2, 4),

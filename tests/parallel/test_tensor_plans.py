@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -42,23 +41,6 @@ def test_each_module_with_parameters_gets_a_style() -> None:
     assert plan(SEQUENCE, facts_of()).splits_sequence
 
 
-def test_a_rank_holds_its_part() -> None:
-    facts = facts_of()
-    local = plan(PLAN, facts).local(facts).shapes
-    assert local["blocks.0.up.weight"] == (32, 16)
-    assert local["blocks.0.up.bias"] == (32,)
-    assert local["blocks.0.down.weight"] == (16, 32)
-    assert local["blocks.0.down.bias"] == (16,)
-    assert local["embed.weight"] == local["head.weight"] == (16, 16)
-    assert local["norm.weight"] == (16,)
-
-
-def test_words_of_transformers_are_styles() -> None:
-    words = {"embed": "embedding_rowwise", "head": "colwise_gather_output", "positions": "replicate"}
-    found = plan({**PLAN, **words}, facts_of()).styles
-    assert [found[name] for name in words] == ["embedding", "gather", "whole"]
-
-
 def test_all_that_is_wrong_is_said_at_once() -> None:
     said = refusal(
         {
@@ -84,11 +66,6 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert "embed.weight and head.weight are one tied parameter" in said
 
 
-def test_a_container_has_nothing_to_split() -> None:
-    said = refusal({"blocks.*": "colwise"}, facts_of())
-    assert "'blocks.*' matches blocks.0 (Block), which has no parameters of its own" in said
-
-
 @pytest.mark.parametrize("missing", ["embed", "head"])
 def test_tied_weights_are_laid_out_alike(missing: str) -> None:
     words = {pattern: word for pattern, word in PLAN.items() if pattern != missing}
@@ -98,11 +75,6 @@ def test_tied_weights_are_laid_out_alike(missing: str) -> None:
     )
     assert f"{missing}.weight is whole" in said
     assert plan(words, facts_of(tied=False)).styles[missing] == "whole"
-
-
-def test_heads_are_divisible() -> None:
-    facts = facts_of()
-    assert "blocks.*.attn.num_heads=4 isn't divisible by tp_size=8" in refusal(PLAN, facts, 8)
 
 
 def test_heads_that_share_keys_are_divisible_too() -> None:
@@ -125,13 +97,6 @@ def test_a_module_between_split_layers_must_be_named() -> None:
         assert (
             plan({**PLAN, "blocks.*.attn.head_norm": style}, facts).styles["blocks.0.attn.head_norm"] == style
         )
-
-
-def test_without_any_plan_it_says_what_to_pass() -> None:
-    said = refusal(None, facts_of())
-    assert "there is no plan for GPT" in said
-    assert "TorchTensorParallelConfig(plan={" in said
-    assert "GPT" in refusal({}, facts_of())
 
 
 def test_the_model_s_own_plan_may_name_what_it_has_not() -> None:
@@ -172,20 +137,6 @@ def test_logits_that_stay_split_are_those_of_the_head() -> None:
     )
     with pytest.raises(ConfigurationError, match="loss_parallel=True: no linear layer outside of the blocks"):
         plan_tensor(nothing, facts_of(tied=False), 2)
-
-
-def test_a_plan_is_made_of_a_meta_model_and_prints() -> None:
-    with torch.device("meta"):
-        facts = read_facts(GPT(tied=False))
-    assert str(plan({**PLAN, "positions": "heads"}, facts)).splitlines() == [
-        "layers      shared by 2 ranks; replicated where no style is named",
-        "colwise     blocks.*.attn.q, blocks.*.attn.k, blocks.*.attn.v, blocks.*.up",
-        "rowwise     blocks.*.attn.o, blocks.*.down",
-        "embedding   embed",
-        "gather      head",
-        "heads       positions",
-        "attributes  blocks.*.attn.num_heads 4 -> 2",
-    ]
 
 
 @given(

@@ -61,7 +61,7 @@ def seen(step: Callable[[], object], exchanges: Counter[str]) -> Sent:
     return Sent(dict(traffic.calls), traffic.syncs, dict(exchanges))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_a_step_sends_what_a_hand_written_one_sends_and_one_norm(name: str) -> None:
     def on_rank(ctx: Context) -> tuple[Sent, Sent, Sent]:
         calls: Counter[str] = Counter()
@@ -98,11 +98,11 @@ class Pair(NamedTuple):
     reads: int = 0
 
 
-def pipelined(schedule: str, *, by_train_step: bool = False) -> Pair:
+def pipelined(schedule: str) -> Pair:
     size = (16, 4)
 
     def functions(ctx: Context) -> tuple[nn.Module, Step]:
-        return pipeline.by_train_step(ctx, size) if by_train_step else pipeline.by_functions(ctx, size)
+        return pipeline.by_functions(ctx, size)
 
     def by_hand(ctx: Context) -> tuple[nn.Module, Step]:
         return pipeline.by_hand(pipeline.schedule_of(ctx), ctx.rank, size)
@@ -133,13 +133,14 @@ def spread() -> Pair:
 
 PAIRS = {
     **{f"pp2, {name}": pipelined(name) for name in pipeline.SCHEDULES},
-    "pp2, train step": pipelined("1f1b", by_train_step=True),
     **{f"cp2, {name}": ring(name) for name in sequence.ROTATIONS},
     "ep2": spread(),
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "ep2" else pytest.mark.slow) for name in PAIRS]
+)
 def test_what_is_compared_in_benchmarks_sends_and_trains_alike(name: str) -> None:
     pair = PAIRS[name]
 

@@ -1,13 +1,11 @@
-"""The plan of DeepSpeed's stages is what its ranks hold and send."""
+"""The plan of DeepSpeed's stages: what ranks hold, and what they send."""
 
 # torch and DeepSpeed leave much untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import gc
-import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -82,68 +80,31 @@ def test_what_is_offloaded_is_not_planned() -> None:
         plan(2, "bf16", offload_optimizer={"device": "cpu"})
 
 
-class Found(NamedTuple):
-    """Bytes that a rank held between steps, and before one; and those that it received."""
-
-    held: int
-    before: int
-    received: dict[str, int]
-
-
-def tensors() -> dict[int, int]:
-    """Return the sizes of the storages of this process."""
-    gc.collect()
-    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
-    storages = [one.untyped_storage() for one in found if one.device.type == "cpu"]
-    return {one.data_ptr(): one.nbytes() for one in storages}
-
-
-def train(ctx: Context, stage: int, dtype: str) -> Found:
+def received(ctx: Context, stage: int, dtype: str) -> dict[str, int]:
+    """Return the bytes that a rank receives in the second step."""
     planned = context(stage, dtype)
     ctx = ctx.replace(mixed_precision=dtype, deepspeed_plugin=planned.strategy.deepspeed)
-    before = set(tensors())
-
-    def look() -> int:
-        time.sleep(0.05)
-        return sum(size for key, size in tensors().items() if key not in before)
-
-    def new() -> int:
-        # A thread of gloo may hold what was reduced for a moment longer than the operation takes.
-        return min(look() for _ in range(5))
-
     made = Model()
     model, optimizer = af.prepare(ctx, made, torch.optim.AdamW(made.parameters()))
-    del made
-    scaler, held, received = af.init_scaler(ctx), 0, dict[str, int]()
+    scaler, found = af.init_scaler(ctx), dict[str, int]()
     for _ in range(2):
         x = torch.ones(2, WIDTH, dtype=torch.bfloat16 if dtype == "bf16" and stage else torch.float32)
         with Traffic() as traffic:
-            loss = model(x).float().square().mean()
-            scaler = af.backward(ctx, loss, scaler)
-            del loss, x
-            held = new()
+            scaler = af.backward(ctx, model(x).float().square().mean(), scaler)
             scaler = af.optimizer_step(ctx, optimizer, scaler)
-        received = dict(traffic.received)
-    return Found(new(), held, received)
+        found = dict(traffic.received)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(850)
 @pytest.mark.usefixtures("deepspeed_ops")
-@pytest.mark.parametrize("dtype", ["no", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ranks_hold_and_receive_what_was_planned(stage: int, dtype: str) -> None:
-    pytest.importorskip("deepspeed")
-    budget = plan(stage, dtype)
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "no"), (1, "bf16"), (2, "bf16"), (3, "no")])
+def test_ranks_receive_what_was_planned(stage: int, dtype: str) -> None:
     traffic = af.plan_traffic(context(stage, dtype), Model())
-    for found in dm.on_processes(lambda ctx: train(ctx, stage, dtype)):
-        # Stage 1 keeps gradients in their bucket until the step, stage 3 its bucket for good.
-        buckets = {1: budget.buckets, 3: budget.buckets}.get(stage, 0)
-        assert found.before == pytest.approx(budget.held - budget.buckets + buckets, rel=0.02)
-        idle = budget.held - budget.buckets - (0 if stage == 3 else budget.gradients)
-        assert found.held == pytest.approx(idle + (budget.buckets if stage == 3 else 0), rel=0.02)
-        planned = {one.kind: one.received for one in traffic.exchanges}
+    planned = {one.kind: one.received for one in traffic.exchanges}
+    for found in dm.on_processes(lambda ctx: received(ctx, stage, dtype)):
         for name, kind in (("allgather", "all_gather"), ("reduce_scatter", "reduce_scatter")):
-            assert found.received.get(name, 0) == pytest.approx(planned.get(kind, 0), rel=0.01)
+            assert found.get(name, 0) == pytest.approx(planned.get(kind, 0), rel=0.01)
         if stage in (1, 2):
-            assert found.received["allreduce"] == pytest.approx(planned["all_reduce"], rel=0.01)
+            assert found["allreduce"] == pytest.approx(planned["all_reduce"], rel=0.01)

@@ -92,10 +92,17 @@ def on_processes(fn: Callable[[Context], T], size: int = 2, **options: Any) -> l
     return run_ranks(quiet, size, on="processes", timeout_s=110, **options)
 
 
-def optimizer_for(model: nn.Module, dummy: bool) -> torch.optim.Optimizer:
-    return (
-        af.DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1) if dummy else adamw(model.parameters())
+def objects(ctx: Context, dummy: bool) -> tuple[nn.Module, Any, Any, Any]:
+    """Make a model, its optimizer and schedule, by torch or for DeepSpeed to make, and a loader."""
+    model = make()
+    if not dummy:
+        optimizer = adamw(model.parameters())
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, half_of), loader(ctx)
+    stands = af.DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
+    schedule = af.DummyScheduler(
+        stands, lr_scheduler_callable=lambda one: torch.optim.lr_scheduler.LambdaLR(one, half_of)
     )
+    return model, stands, schedule, loader(ctx)
 
 
 def by_functions(
@@ -108,15 +115,7 @@ def by_functions(
     save: tuple[int, str] | None = None,
     die_at: int | None = None,
 ) -> Run:
-    model = make()
-    optimizer = optimizer_for(model, dummy)
-    if dummy:
-        scheduler: Any = af.DummyScheduler(
-            optimizer, lr_scheduler_callable=lambda one: torch.optim.lr_scheduler.LambdaLR(one, half_of)
-        )
-    else:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, half_of)
-    model, optimizer, scheduler, batches = af.prepare(ctx, model, optimizer, scheduler, loader(ctx))
+    model, optimizer, scheduler, batches = af.prepare(ctx, *objects(ctx, dummy))
     scaler = af.init_scaler(ctx)
     tree: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": batches}
     if load is not None:
@@ -143,46 +142,25 @@ def by_functions(
     return Run(losses, [float(norm) for norm in norms], weights_of(ctx, model))
 
 
-def by_shim(
-    ctx: Context,
-    *,
-    dummy: bool = False,
-    max_norm: float | None = 0.5,
-    load: str | None = None,
-    save: tuple[int, str] | None = None,
-    die_at: int | None = None,
-) -> Run:
+def by_shim(ctx: Context, *, dummy: bool = False, folder: str | None = None) -> Run:
+    """Train with an Accelerator; with a folder, go through a checkpoint after the first step."""
     accelerator = af.Accelerator(context=ctx)
-    model = make()
-    optimizer = optimizer_for(model, dummy)
-    if dummy:
-        scheduler: Any = af.DummyScheduler(
-            optimizer, lr_scheduler_callable=lambda one: torch.optim.lr_scheduler.LambdaLR(one, half_of)
-        )
-    else:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, half_of)
-    model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, loader(ctx))
-    if load is not None:
-        accelerator.load_state(load)
+    model, optimizer, scheduler, batches = accelerator.prepare(*objects(ctx, dummy))
     losses: list[float] = []
     norms: list[Any] = []
-    num_steps = 0
     for x, y in batches:
         with accelerator.accumulate(model):
             each = squares(model, x, y)
             accelerator.backward(each.mean())
             losses.append(float(accelerator.reduce(each.detach().mean(), "mean")))
-            if accelerator.sync_gradients and max_norm is not None:
-                norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm))
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        if accelerator.sync_gradients:
-            num_steps += 1
-            if save is not None and num_steps == save[0]:
-                accelerator.save_state(save[1])
-            if num_steps == die_at and ctx.rank == ctx.num_processes - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if folder is not None and len(norms) == 1 and accelerator.sync_gradients:
+            accelerator.save_state(folder)
+            accelerator.load_state(folder)
     return Run(losses, [float(norm) for norm in norms], weights_of(ctx, model))
 
 

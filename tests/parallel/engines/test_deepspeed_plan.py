@@ -16,7 +16,6 @@ from accelfn import Context, DeepSpeedFacts, DeepSpeedPlugin, GradScalerKwargs, 
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.engines.deepspeed_plan import KNOWN_KEYS
 
-BF16 = {"mixed_precision": "bf16"}
 FACTS = DeepSpeedFacts(world_size=4, batch_sizes=(8, 16), num_steps=2, hidden_size=64, known_keys=KNOWN_KEYS)
 
 
@@ -41,64 +40,58 @@ WARMUP = {
 }
 
 
+def at(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        config = config[part]
+    return config
+
+
+def test_auto_is_filled() -> None:
+    expected = {
+        "train_micro_batch_size_per_gpu": 8,
+        "train_batch_size": 8 * 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization.stage": 2,
+        "zero_optimization.reduce_bucket_size": 64 * 64,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * 64 * 64),
+        "zero_optimization.stage3_param_persistence_threshold": 640,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+        "optimizer.params.lr": 0.5,
+        "optimizer.params.weight_decay": 0.25,
+        "scheduler.params.warmup_min_lr": 0.0,
+        "scheduler.params.warmup_max_lr": 0.5,
+        "scheduler.params.warmup_num_steps": 0,
+        "scheduler.params.total_num_steps": 100,
+    }
+    section = "zero_optimization."
+    config: dict[str, Any] = {
+        **{name: "auto" for name in expected if "." not in name},
+        "zero_optimization": {
+            name.removeprefix(section): "auto" for name in expected if name.startswith(section)
+        },
+        "optimizer": ADAM,
+        "scheduler": WARMUP,
+    }
+    found = plan(config, DUMMY).config
+    assert {path: at(found, path) for path in expected} == expected
+    assert at(plan({"zero_optimization": {}}).config, "zero_optimization.stage") == 2
+
+
 @pytest.mark.parametrize(
-    ("config", "facts", "path", "value"),
+    ("mode", "section", "filled"),
     [
-        ({**zero(), "train_micro_batch_size_per_gpu": "auto"}, FACTS, "train_micro_batch_size_per_gpu", 8),
-        ({**zero(), "train_batch_size": "auto"}, FACTS, "train_batch_size", 8 * 4),
-        ({**zero(), "gradient_accumulation_steps": "auto"}, FACTS, "gradient_accumulation_steps", 1),
-        ({**zero(), "gradient_clipping": "auto"}, FACTS, "gradient_clipping", 0.0),
-        (zero(reduce_bucket_size="auto"), FACTS, "zero_optimization.reduce_bucket_size", 64 * 64),
+        ("bf16", {"enabled": "auto"}, {"enabled": True}),
         (
-            zero(stage3_prefetch_bucket_size="auto"),
-            FACTS,
-            "zero_optimization.stage3_prefetch_bucket_size",
-            int(0.9 * 64 * 64),
-        ),
-        (
-            zero(stage3_param_persistence_threshold="auto"),
-            FACTS,
-            "zero_optimization.stage3_param_persistence_threshold",
-            640,
-        ),
-        (
-            zero(stage3_gather_16bit_weights_on_model_save="auto"),
-            FACTS,
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-            False,
-        ),
-        ({"zero_optimization": {"stage": "auto"}}, FACTS, "zero_optimization.stage", 2),
-        ({"zero_optimization": {}}, FACTS, "zero_optimization.stage", 2),
-        ({**zero(), "optimizer": ADAM, "scheduler": WARMUP}, DUMMY, "optimizer.params.lr", 0.5),
-        ({**zero(), "optimizer": ADAM, "scheduler": WARMUP}, DUMMY, "optimizer.params.weight_decay", 0.25),
-        ({**zero(), "optimizer": ADAM, "scheduler": WARMUP}, DUMMY, "scheduler.params.warmup_min_lr", 0.0),
-        ({**zero(), "optimizer": ADAM, "scheduler": WARMUP}, DUMMY, "scheduler.params.warmup_max_lr", 0.5),
-        ({**zero(), "optimizer": ADAM, "scheduler": WARMUP}, DUMMY, "scheduler.params.warmup_num_steps", 0),
-        ({**zero(), "optimizer": ADAM, "scheduler": WARMUP}, DUMMY, "scheduler.params.total_num_steps", 100),
-        (
-            {**zero(), "bf16": {"enabled": "auto"}},
-            FACTS._replace(mixed_precision="bf16"),
-            "bf16.enabled",
-            True,
-        ),
-        (
-            {**zero(), "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16}},
-            FACTS._replace(mixed_precision="fp16"),
             "fp16",
+            {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
             {"enabled": True, "loss_scale": 1.0, "auto_cast": False},
         ),
     ],
 )
-def test_auto_is_filled(config: dict[str, Any], facts: DeepSpeedFacts, path: str, value: object) -> None:
-    found: Any = plan(config, facts).config
-    for part in path.split("."):
-        found = found[part]
-    assert found == value
-
-
-def test_the_largest_batch_counts_where_asked_for() -> None:
-    assert plan(is_train_batch_min=False).config["train_micro_batch_size_per_gpu"] == 16
-    assert plan(facts=FACTS._replace(batch_sizes=())).config["train_micro_batch_size_per_gpu"] == 1
+def test_precision_is_filled(mode: str, section: dict[str, Any], filled: dict[str, Any]) -> None:
+    found = plan({**zero(), mode: section}, FACTS._replace(mixed_precision=mode)).config[mode]
+    assert {name: found[name] for name in filled} == filled
 
 
 @given(
@@ -264,15 +257,6 @@ def test_several_plugins_have_names() -> None:
         accelerator.select_deepspeed_plugin("pupil")
     with pytest.raises(TypeError, match="deepspeed_plugin must be"):
         Context().replace(deepspeed_plugin={"student": 3})  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("stage", [None, 2])
-def test_models_are_created_sharded_only_at_stage_3(stage: int | None) -> None:
-    ctx = (
-        Context() if stage is None else Context().replace(deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
-    )
-    with pytest.raises(ConfigurationError, match="needs a deepspeed_plugin of stage 3"), af.zero3_init(ctx):
-        pass
 
 
 def test_the_dummies_stand_for_what_prepare_makes() -> None:

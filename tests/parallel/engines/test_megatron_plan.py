@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn import Context, MegatronLMPlugin, MegatronPlan, ModelShape, plan_megatron, read_shape
 from accelfn.context import plan_context
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.engines.megatron.weights import pack, rules_of, shard_piece, unpack, unshard_piece
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -89,7 +86,7 @@ def test_a_plan_prints_what_will_be_done() -> None:
 @given(
     tp=st.integers(1, 5), pp=st.integers(1, 5), size=st.integers(1, 24), part=st.none() | st.integers(1, 6)
 )
-def test_what_is_planned_covers_every_rank_and_layer_once_and_the_rest_is_refused(
+def test_what_is_planned_covers_every_rank_and_layer_and_the_rest_is_refused(
     tp: int, pp: int, size: int, part: int | None
 ) -> None:
     shape = shape_of(LLAMA)
@@ -102,67 +99,8 @@ def test_what_is_planned_covers_every_rank_and_layer_once_and_the_rest_is_refuse
         return
     plan = planned(size, shape=shape, tp_degree=tp, pp_degree=pp, **options)
     assert plan.tp * plan.pp * plan.dp == size
-    held = [rules_of(plan, stage, chunk) for stage in range(pp) for chunk in range(plan.num_chunks)]
-    names = [piece.name for one in held for rule in one.rules for piece in rule.pieces]
-    layers = sorted({int(name.split(".")[2]) for name in names if name.startswith("model.layers.")})
-    assert layers == list(range(12))
-    assert len(names) == len(set(names))
-    assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= set(names)
-
-
-@given(
-    family=st.sampled_from(("gpt2", "llama")),
-    tp=st.sampled_from((1, 2, 3, 6)),
-    vocabulary=st.integers(7, 30),
-    has_bias=st.booleans(),
-)
-def test_weights_come_back_from_megatron_s_layout(
-    family: str, tp: int, vocabulary: int, has_bias: bool
-) -> None:
-    config, bias = (
-        (GPT2, {}) if family == "gpt2" else (LLAMA, dict.fromkeys(("attention_bias", "mlp_bias"), has_bias))
-    )
-    shape = shape_of(config, vocab_size=vocabulary, **bias)
-    plan = planned(tp, shape=shape, tp_degree=tp)
-    for rule in rules_of(plan, 0, 0).rules:
-        wholes = [torch.rand(size_of(piece.name, shape)) for piece in rule.pieces]
-        sharded = [
-            [shard_piece(piece, whole, tp, rank) for piece, whole in zip(rule.pieces, wholes, strict=True)]
-            for rank in range(tp)
-        ]
-        packed = [pack(rule, parts, shape, tp) for parts in sharded]
-        assert len({one.shape for one in packed}) == 1  # Megatron's parts are equally large
-        parts = [unpack(rule, one, shape, tp, rank) for rank, one in enumerate(packed)]
-        for index, (piece, whole) in enumerate(zip(rule.pieces, wholes, strict=True)):
-            assert torch.equal(unshard_piece(piece, [part[index] for part in parts]), whole)
-
-
-def size_of(name: str, shape: ModelShape) -> tuple[int, ...]:
-    """The size of a parameter, by its last names."""
-    width, inner = shape.hidden_size, shape.ffn_size
-    heads, groups = shape.num_heads * shape.head_size, shape.num_groups * shape.head_size
-    module, kind = name.split(".")[-2:]
-    if kind == "bias":
-        out = {"c_attn": 3 * heads, "q_proj": heads, "k_proj": groups, "v_proj": groups}
-        return (out.get(module, inner if module in ("c_fc", "gate_proj", "up_proj") else width),)
-    by_name = {
-        "wte": (shape.vocab_size, width),
-        "embed_tokens": (shape.vocab_size, width),
-        "lm_head": (shape.vocab_size, width),
-        "wpe": (shape.max_length, width),
-        "c_attn": (width, 3 * heads),
-        "c_fc": (width, inner),
-        "q_proj": (heads, width),
-        "k_proj": (groups, width),
-        "v_proj": (groups, width),
-        "o_proj": (width, heads),
-        "gate_proj": (inner, width),
-        "up_proj": (inner, width),
-        "down_proj": (width, inner),
-    }
-    if module == "c_proj":
-        return (inner if ".mlp." in name else heads, width)
-    return by_name.get(module, (width,))
+    assert sum(sum(stage) for stage in plan.layers) == 12
+    assert len(plan.layers) == pp
 
 
 REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
@@ -194,13 +132,8 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"seq_length": 64}, ConfigurationError, "seq_length=64 is above the model's 32"),
     ({"sequence_parallelism": True}, NotAvailableError, "needs a norm of TransformerEngine or Apex"),
     ({"context_parallel_size": 2}, NotAvailableError, r"needs TransformerEngine.*ParallelismConfig\(cp_size"),
-    ({"expert_model_parallel_size": 2}, NotAvailableError, r"ParallelismConfig\(ep_size"),
-    ({"attention_backend": "flash"}, NotAvailableError, "'flash' needs TransformerEngine"),
-    ({"use_precision_aware_optimizer": True}, NotAvailableError, "needs TransformerEngine"),
     ({"optimizer_cpu_offload": True}, NotAvailableError, "use_distributed_optimizer"),
     ({"pipeline_model_parallel_split_rank": 1}, NotAvailableError, "no longer in megatron-core"),
-    ({"use_custom_fsdp": True}, NotAvailableError, "fsdp_plugin"),
-    ({"no_save_optim": True}, NotAvailableError, "leave the optimizer out"),
     ({"tensorboard_dir": "logs"}, NotAvailableError, "log_with"),
     ({"precision": "fp8"}, NotAvailableError, "needs TransformerEngine"),
 )
@@ -233,19 +166,6 @@ def test_a_model_that_megatron_computes_otherwise_is_refused(
 ) -> None:
     with pytest.raises(NotAvailableError, match=message):
         shape_of(config, **changes)
-
-
-def test_positions_are_read_in_both_spellings() -> None:
-    scaled = {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "factor": 32.0,
-    }
-    assert shape_of(LLAMA).rope_base == 10000.0
-    assert shape_of(LLAMA, rope_theta=5e5).rope_base == 5e5
-    new = shape_of(LLAMA, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaled})
-    assert (new.rope_base, new.rope_factor) == (5e5, 32.0)
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW8bit", "Lion"])
@@ -307,16 +227,3 @@ def test_a_plugin_that_contradicts_itself_cannot_be_built(
 ) -> None:
     with pytest.raises(error, match=message):
         MegatronLMPlugin(**values)
-
-
-def test_fields_are_normalised() -> None:
-    plugin = MegatronLMPlugin(recompute_activations=True, consumed_samples=[7], attention_backend=True)
-    assert plugin.recompute_granularity == "selective"
-    assert plugin.consumed_samples == (7, 0, 0)
-    assert plugin.attention_backend == "auto"
-    full = dataclasses.replace(MegatronLMPlugin(), recompute_granularity="FULL")
-    assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == (
-        "full",
-        "uniform",
-        1,
-    )

@@ -10,8 +10,7 @@ import torch
 
 import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin, MSAMPRecipeKwargs
-from accelfn.context.config import FP8Backend
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from tests.parallel.engines.stand_ins import MSAMP, Adam8
 from tests.parallel.fp8_models import batches, make, train
@@ -41,23 +40,6 @@ def test_model_and_optimizer_are_converted_together_and_once(engine: MSAMP) -> N
     assert len(engine.calls) == 1
 
 
-def test_replicas_train(engine: MSAMP) -> None:
-    def work(ctx: Context) -> list[float]:
-        ctx = ctx.replace(**FP8)
-        model, optimizer = af.prepare(ctx, *objects())
-        return train(ctx, model, optimizer, batches(3))
-
-    first, second = run_ranks(work, 2, "processes")
-    assert first == second
-
-
-def test_the_shim_converts_and_names_the_engine(engine: MSAMP) -> None:
-    accelerator = af.Accelerator(cpu=True, **FP8)
-    assert accelerator.fp8_backend is FP8Backend.MSAMP
-    _, optimizer = accelerator.prepare(*objects())
-    assert isinstance(optimizer.optimizer, Adam8)
-
-
 def test_one_without_the_other_is_refused(engine: MSAMP) -> None:
     ctx = Context().replace(**FP8)
     with pytest.raises(ConfigurationError, match=r"got 1 model\(s\) and 0 optimizer\(s\)"):
@@ -79,20 +61,3 @@ def test_shards_are_refused(engine: MSAMP) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     for text in run_ranks(refused, 2, "processes", fsdp_plugin=plugin):
         assert "MS-AMP can't be combined with dp_shard_size or fsdp_plugin" in text
-
-
-def test_a_package_that_cannot_be_loaded_is_refused_by_name(
-    engine: MSAMP, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import importlib
-
-    real = importlib.import_module
-
-    def fails(name: str) -> Any:
-        if name == "msamp":
-            raise OSError("libnccl.so: cannot open shared object file")
-        return real(name)
-
-    monkeypatch.setattr(importlib, "import_module", fails)
-    with pytest.raises(NotAvailableError, match=r"msamp can't be imported here: libnccl\.so.*Use torchao"):
-        af.prepare(Context().replace(**FP8), *objects())
