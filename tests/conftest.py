@@ -15,8 +15,8 @@ from hypothesis import settings
 # Before torch is imported: two workers with two threads each would compete for two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Packages that stand for others: collecting doctests would import them under these names.
-collect_ignore = ["stand_ins"]
+# Collecting doctests would import them: packages that stand for others, and what measures beside others.
+collect_ignore = ["stand_ins", "bench"]
 
 # No deadline: the machine is shared, and a slow example is not a wrong one.
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)

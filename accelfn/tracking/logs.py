@@ -172,9 +172,6 @@ def tqdm(
     Raises:
         MissingExtraError: tqdm isn't installed.
         TypeError: ``iterable`` is a bool, as in older versions of Accelerate.
-
-    >>> [number for number in tqdm(range(3), disable=True)]
-    [0, 1, 2]
     """
     if isinstance(cast("object", iterable), bool):
         raise TypeError(

@@ -104,6 +104,7 @@ def busy_elsewhere(on: Where, done: threading.Event) -> None:
     done.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", KINDS)
 def test_a_timeout_prints_where_every_rank_is(on: Where, capfd: pytest.CaptureFixture[str]) -> None:
     done = threading.Event()

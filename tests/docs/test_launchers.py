@@ -41,6 +41,7 @@ def test_the_report_has_the_parts_that_the_page_shows(capsys: pytest.CaptureFixt
     assert parts.findall(capsys.readouterr().out) == parts.findall(shown)
 
 
+@pytest.mark.slow
 def test_the_small_commands_print_what_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -286,7 +286,7 @@ def test_invalid_calls_are_refused(launcher: Any, change: Any, kind: type[Except
         (af.notebook_launcher, {"monitor_interval": 0}, ValueError, "a positive number of seconds, got 0"),
         (af.notebook_launcher, {"use_port": "http"}, ValueError, "invalid literal for int"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @pytest.mark.usefixtures("_starts_nothing")
 def test_invalid_options_are_refused(

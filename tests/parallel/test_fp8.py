@@ -34,7 +34,10 @@ pytestmark = pytest.mark.slow
 # Losses of 50 steps in fp8 stay this near those in bf16.
 DISTANCE = 0.05
 SHARDED: dict[str, Any] = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
-FP8 = Context().replace(mixed_precision="fp8")
+
+
+def fp8_context(**options: Any) -> Context:
+    return Context().replace(mixed_precision="fp8", **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,7 +99,7 @@ def test_weights_that_are_written_by_hand_are_scaled_anew() -> None:
 def test_layers_compute_in_8_bits_and_keep_names_and_parameters() -> None:
     model = make()
     before, names = dict(model.named_parameters()), list(model.state_dict())
-    prepared = af.prepare(FP8, model)
+    prepared = af.prepare(fp8_context(), model)
     assert list(prepared.state_dict()) == names
     assert all(parameter is before[name] for name, parameter in prepared.named_parameters())
     kinds = {name: type(module).__name__ for name, module in prepared.named_modules()}
@@ -108,7 +111,7 @@ def test_layers_compute_in_8_bits_and_keep_names_and_parameters() -> None:
 
 
 def test_the_plan_prints_what_computes_in_8_bits_and_why() -> None:
-    rows = plan_model(FP8, make()).rows()
+    rows = plan_model(fp8_context(), make()).rows()
     assert rows["precision"] == "bf16 by autocast, outputs in float32"
     assert rows["fp8"].splitlines() == [
         "by torchao, the first of torchao, transformer_engine and msamp that is installed",
@@ -117,7 +120,7 @@ def test_the_plan_prints_what_computes_in_8_bits_and_why() -> None:
         "not blocks.0.qkv: the first linear layer",
         "not head: the last linear layer",
     ]
-    assert plan_model(FP8.replace(mixed_precision="bf16"), make()).fp8 is None
+    assert plan_model(Context().replace(mixed_precision="bf16"), make()).fp8 is None
 
 
 class Odd(nn.Module):
@@ -135,7 +138,7 @@ class Odd(nn.Module):
 
 
 def test_layers_are_left_out_for_a_reason_and_a_filter_replaces_the_rule() -> None:
-    plan = plan_model(FP8, Odd()).fp8
+    plan = plan_model(fp8_context(), Odd()).fp8
     assert plan is not None
     assert plan.converted == ("even",)
     assert plan.kept == {
@@ -147,7 +150,7 @@ def test_layers_are_left_out_for_a_reason_and_a_filter_replaces_the_rule() -> No
         "last": "the last linear layer",
     }
     recipe = AORecipeKwargs(module_filter_func=lambda module, name: "last" in name or "tied" in name)
-    filtered = plan_model(FP8.replace(kwargs_handlers=[recipe]), Odd()).fp8
+    filtered = plan_model(fp8_context(kwargs_handlers=[recipe]), Odd()).fp8
     assert filtered is not None
     assert filtered.converted == ("last",)
     assert filtered.kept["even"] == "module_filter_func leaves it out"
@@ -182,7 +185,7 @@ def nothing(module: nn.Module, name: str) -> bool:
 def test_a_model_without_8_bit_layers_is_refused_with_the_reasons(
     model: Callable[[], nn.Module], recipe: AORecipeKwargs | None, message: str
 ) -> None:
-    ctx = FP8 if recipe is None else FP8.replace(kwargs_handlers=[recipe])
+    ctx = fp8_context() if recipe is None else fp8_context(kwargs_handlers=[recipe])
     with pytest.raises(ConfigurationError, match=message):
         af.prepare(ctx, model())
     with pytest.raises(ConfigurationError, match=message):

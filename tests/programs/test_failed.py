@@ -30,5 +30,5 @@ def test_each_refusal_is_of_a_program_that_failed() -> None:
 
 
 def test_the_sample_has_nothing_that_is_known_to_fail() -> None:
-    known = [str(program) for program in records.read_sample() if is_known(program, records.findings())]
-    assert known == []
+    findings = records.findings()
+    assert [str(program) for program in records.read_sample() if is_known(program, findings)] == []

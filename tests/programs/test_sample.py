@@ -15,7 +15,7 @@ from tests.programs.grammar import GRAMMAR
 _SIZE = 12
 
 
-def tests_of(programs: list[Program]) -> list[object]:
+def parameters_of(programs: list[Program]) -> list[object]:
     """Return the parameters of tests: in the quick suite the first of a layout, without transformers."""
     parameters: list[object] = []
     ordered = sorted(
@@ -35,7 +35,7 @@ _QUICK = ("", "dp=2", "dp=2 world=memory", "dp=3 world=memory", "shard=2", "tp=2
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("programs", tests_of(records.read_sample()))
+@pytest.mark.parametrize("programs", parameters_of(records.read_sample()))
 def test_programs_train_as_one_process(programs: list[Program]) -> None:
     for program, verdict in zip(programs, check_programs(programs), strict=True):
         assert verdict.kind == "equal", f"{program}: {verdict.kind}: {verdict.what}\n{script(program)}"

@@ -286,6 +286,7 @@ time.sleep(90)
 """
 
 
+@pytest.mark.slow
 @BY_BOTH
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_launcher_that_is_killed_leaves_no_process_and_no_folder_behind(

@@ -97,6 +97,7 @@ def test_a_fault_has_its_verdict(grammar: Grammar, kind: str, what: str, names: 
     assert (verdict.kind, names in verdict.what) == (kind, True), verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["processes", "memory"])
 def test_a_program_that_hangs_ends_by_its_limit(grammar: Grammar, world: str) -> None:
     program = grammar.program(dp=2, fault="hangs", world=world)
@@ -111,6 +112,7 @@ def test_programs_after_one_that_fails_run_in_another_world(grammar: Grammar) ->
     assert kinds == ["equal", "error", "different", "equal"]
 
 
+@pytest.mark.slow
 def test_a_failure_shrinks_to_what_it_takes(grammar: Grammar) -> None:
     program = grammar.program("dp=3 world=memory accumulation=3 fault=differs clip=norm schedule")
     (verdict,) = check_programs([program])
