@@ -148,7 +148,8 @@ def may_draw(source: DataLoader[Any]) -> bool:
     collates_plainly = (
         loader.batch_sampler is not None and loader.collate_fn is cast("Any", data).default_collate
     )
-    return not (collates_plainly and type(loader) is DataLoader and type(loader.dataset) is TensorDataset)
+    dataset: object = loader.dataset
+    return not (collates_plainly and type(loader) is DataLoader and type(dataset) is TensorDataset)
 
 
 def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:

@@ -319,6 +319,7 @@ def test_torchrun_is_joined_owned_and_left_as_it_was(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "said"), [(1, r" \(openmpi, backend gloo"), (0, "")])
 def test_a_world_that_cannot_be_reached_or_whose_ranks_do_not_come_is_an_error(rank: int, said: str) -> None:
     hook = sys.excepthook

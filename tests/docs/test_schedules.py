@@ -23,6 +23,7 @@ def test_the_page_shows_the_functions() -> None:
     assert inspect.getsource(EXAMPLE.one_checkpoint) in PAGE
 
 
+@pytest.mark.slow
 def test_the_branch_is_found_as_the_page_shows() -> None:
     assert f"```text\n{EXAMPLE.find_the_branch()}\n```" in PAGE
 

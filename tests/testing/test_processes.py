@@ -142,6 +142,7 @@ def test_what_a_rank_has_left_ends_with_it(way: str) -> None:
             os.close(write)
 
 
+@pytest.mark.slow
 def test_a_rank_that_lingers_after_another_has_told_why_is_not_the_cause() -> None:
     def work(ctx: Context) -> None:
         if ctx.rank == 0:

@@ -307,6 +307,7 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_no_folder_behind(
         assert not any(is_alive(int(path.read_text() or 0)) for path in tmp_path.glob("*.pid"))
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills_whatever_is_left(launch: Launch, script: Write, tmp_path: Path) -> None:
     script(STUBBORN)
     process = launch(*TWO, "train.py", real=False)
