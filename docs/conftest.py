@@ -1,4 +1,4 @@
-"""What pytest is told of the pages: programs that need more packages than the test command has are slow tests."""
+"""Pages whose programs need more packages than the test command has are slow tests."""
 
 from __future__ import annotations
 

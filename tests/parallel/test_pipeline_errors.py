@@ -67,7 +67,7 @@ class Found(NamedTuple):
 
 def work(ctx: af.Context, cases: list[tuple[str, int]]) -> Found:
     trap = Trap(ctx)
-    whole = GPT(num_blocks=4)
+    whole = GPT(num_blocks=8)  # as many as stages of the largest schedule
     whole.blocks = nn.ModuleList(Trapped(block, trap) for block in whole.blocks)
     optimizer = af.prepare(ctx, torch.optim.SGD(whole.parameters(), lr=0.1))
     model = af.prepare(ctx, whole)

@@ -168,12 +168,26 @@ def cover(
     wanted += [layout.covered() | {single} for layout in layouts for single in singles]
     for need in wanted:
         if need not in covered:
-            drawn = filter(None, (_with(grammar, rng, need, avoid) for _ in range(6)))
+            drawn = filter(None, (_with(grammar, rng, need, layouts, avoid) for _ in range(6)))
             take(max(drawn, key=lambda one: len(needs(one) - covered), default=None), least=1)
-    return programs
+    return _without_needless(programs)
 
 
-def _with(grammar: Grammar, rng: random.Random, need: Finding, avoid: Sequence[Finding]) -> Program | None:
+def _without_needless(programs: Sequence[Program]) -> list[Program]:
+    """Return programs without those whose needs the others have, looking at large worlds first."""
+    having = Counter(need for program in programs for need in needs(program))
+    needless: set[Program] = set()
+    for program in sorted(programs, key=lambda one: -one.num_ranks):
+        own = needs(program)
+        if all(having[need] > 1 for need in own):
+            having.subtract(own)
+            needless.add(program)
+    return [program for program in programs if program not in needless]
+
+
+def _with(
+    grammar: Grammar, rng: random.Random, need: Finding, layouts: Sequence[Program], avoid: Sequence[Finding]
+) -> Program | None:
     """Return a program with some features, and more; None if there is none."""
     values: dict[str, Any] = {}
     doubled = {one.counts_as: one.name for one in grammar.features if one.counts_as}
@@ -181,10 +195,12 @@ def _with(grammar: Grammar, rng: random.Random, need: Finding, avoid: Sequence[F
         if name in values and name not in doubled:
             return None  # two values of one feature
         values[doubled[name] if name in values else name] = value
-    for _ in range(12):
-        # Others may have to be there: one more feature at a time.
+    for number in range(24):
+        # Others may have to be there: one more feature at a time, and then a layout as well.
         extra = rng.choice([one for one in grammar.features if not one.is_layout and one.name not in values])
-        tried = {**values, extra.name: rng.choice(extra.values)} if _ else dict(values)
+        tried = {**values, extra.name: rng.choice(extra.values)} if number else dict(values)
+        if number >= 12:
+            tried = {**dict(rng.choice(layouts).choices), **tried}
         program = _completed(grammar, rng, tried, avoid)
         if program is not None and need <= program.covered():
             return _grown(program, rng, 10, avoid)
@@ -386,7 +402,8 @@ def campaign(
             if verdict.kind == "equal":
                 covered.update(needs(program))
                 equal.append((program, seconds))
-            if verdict.kind in ("equal", "invalid") or is_known(program, known):
+            is_enough = max_findings is not None and len(findings) >= max_findings
+            if verdict.kind in ("equal", "invalid") or is_known(program, known) or is_enough:
                 continue
             small, own = shrink(program, verdict)
             findings.append(Shrunk(program=small, verdict=own, first=program))

@@ -250,7 +250,13 @@ def resumed(p: Program) -> Program:
     return p.but(**axes, resume="")
 
 
+def _is_there(p: Program) -> bool:
+    chosen = RESUMED[p["resume"]]
+    return not chosen or 2 in p.grammar.by_name[chosen].values
+
+
 RULES: tuple[Rule, ...] = (
+    Rule("a run is taken up in a layout that there is", lambda p: bool(p["resume"]) and not _is_there(p)),
     Rule("several optimizers have no schedule", together("optimizer=two|turns", "schedule rate zero save")),
     Rule(
         "optimizers that take turns end with the last window",

@@ -101,7 +101,8 @@ def begin(ctx: Context, folder: Path, make_model: MakeModel) -> Seen:
     next(steps)
     next(steps)
     af.save_state(ctx, folder, run)
-    save_weights(ctx, run.model, folder.with_suffix(".weights"), make_model)
+    with torch.random.fork_rng(devices=[]):
+        save_weights(ctx, run.model, folder.with_suffix(".weights"), make_model)
     return look(ctx, run, steps)
 
 
