@@ -326,6 +326,10 @@ _HAND_MADE = "zero skip leave sync=no_sync|trigger autocast=inner"  # what only 
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        "the shim sees where a prepared loader ends, and not a list",
+        together("api=shim source=list accumulation"),
+    ),
+    Rule(
         "no rank of a pipeline has the loss",
         together("pp", "api=loop|shim|pure|gradients"),
         mend="api=forward_backward|train_step",
