@@ -43,7 +43,7 @@ def copies(tree: Any, size: int) -> list[Any]:
 def flip(tree: Any, index: int, byte: int, bit: int) -> Any:
     """Give a tree with one other bit in leaf ``index``."""
     leaves, structure = flatten(tree)
-    flat = leaves[index].contiguous().reshape(-1).clone()
+    flat = leaves[index].clone(memory_format=torch.contiguous_format).reshape(-1)
     flat.view(torch.uint8)[byte] ^= 1 << bit
     return structure.unflatten([*leaves[:index], flat.view(leaves[index].shape), *leaves[index + 1 :]])
 

@@ -95,9 +95,9 @@ def everywhere(operation: Callable[[Context, Any], Any], ranked: list[Any], *, s
     for rank, result in enumerate(results):
         others = [tree for other, tree in enumerate(ranked) if other != rank]
         assert not any(storages(result) & storages(tree) for tree in others), "memory of another rank's input"
-        own = flatten(ranked[rank])[0]
+        own = storages(ranked[rank])
         for leaf in flatten(result)[0]:
-            if not any(leaf is mine for mine in own) and leaf.is_contiguous():
+            if leaf.is_contiguous() and not storages(leaf) & own:
                 leaf.zero_()
         for later in range(rank + 1, len(ranked)):
             assert values(results[later]) == kept[later], "two results share memory"
