@@ -31,9 +31,9 @@ class Position:
         """Start at the first epoch."""
         self.epoch = 0  # of the pass that is in progress or was left early, otherwise of the next pass
         self.start = 0  # sample at which the next pass begins
-        self.latest = BatchInfo()  # of the batch yielded last: how far all ranks have read
+        self.latest: BatchInfo = BatchInfo()  # of the batch yielded last: how far all ranks have read
         self.in_progress = False  # whether a pass is in progress, or was left early
-        self.user_state = UserState()  # at the start of the current pass, or to restore for the next
+        self.user_state: UserState = UserState()  # when the current pass began, or to restore
         self.is_restored = False  # whether user_state was restored, and no pass has started since
         self.num_moves = 0  # number of calls of move_to
         self.has_seed = False  # whether the seed of the order is fixed

@@ -189,7 +189,9 @@ def accumulate(*_: Any) -> Any:
     return contextlib.nullcontext()
 
 
-autocast = no_sync = trigger_sync_in_backward = accumulate
+autocast: Callable[..., Any] = accumulate
+no_sync: Callable[..., Any] = accumulate
+trigger_sync_in_backward: Callable[..., Any] = accumulate
 
 
 def register_forward_method(*_: Any) -> None:
