@@ -34,22 +34,13 @@ KINDS: dict[str, Any] = {
     "centered": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
     "function": make_sgd,
 }
-# Those that a plan takes by their names.
-NAMED: dict[str, Any] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "momentum": partial(torch.optim.SGD, momentum=0.9),
-    "sgd": torch.optim.SGD,
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*KINDS, *OPTIMIZERS])
 def test_states_are_those_of_a_real_step(name: str, dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 7, bias=False)).to(dtype)
-    optimizer = {**KINDS, **NAMED}[name](model.parameters())
+    optimizer = {**KINDS, **OPTIMIZERS}[name](model.parameters())
     model(torch.ones(2, 30, dtype=dtype)).sum().backward()
     optimizer.step()
     found: list[Any] = [one for state in optimizer.state.values() for one in state.values()]

@@ -4,7 +4,6 @@ The scripts don't load torch, and most launches have a stand-in for torch's laun
 torch's own.
 """
 
-import importlib.util
 import json
 import signal
 import socket
@@ -436,7 +435,6 @@ def test_a_launcher_that_is_killed_ends_the_others(launch: Launch, script: Write
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs Accelerate")
 def test_a_script_that_is_still_written_for_accelerate(launch: Launch, script: Write, tmp_path: Path) -> None:
     script(
         "import pathlib\nfrom accelerate import Accelerator\na = Accelerator()\n"
