@@ -40,7 +40,7 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize("name", [*KINDS, *OPTIMIZERS])
 def test_states_are_those_of_a_real_step(name: str, dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 7, bias=False)).to(dtype)
-    optimizer = {**KINDS, **OPTIMIZERS}[name](model.parameters())
+    optimizer = {**KINDS, **OPTIMIZERS}[name]([*model.parameters()])
     model(torch.ones(2, 30, dtype=dtype)).sum().backward()
     optimizer.step()
     found: list[Any] = [one for state in optimizer.state.values() for one in state.values()]

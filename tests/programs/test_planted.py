@@ -36,8 +36,8 @@ _BACKWARD = importlib.import_module("accelfn.training.backward")
 _divided = _BACKWARD._to_differentiate
 
 
-# Each with features of which the finding has one, and a seed. That of the buffers is chosen: of the seeds 0 to
-# 11 two draw a program that can show the fault among their first 60, six others among 270, and four not in 400.
+# Each with features of which the finding has one, and a seed. That of the buffers is chosen: of the seeds 0
+# to 11, two draw a program that can show the fault among their first 60, six among 270, four not in 400.
 FAULTS: list[tuple[Any, str, Callable[..., Any], set[str], int]] = [
     (ThreadDDP, "_average", gradients_are_not_averaged, {"dp", "world"}, 0),
     (ThreadDDP, "will_sync_buffers", buffers_are_not_broadcast, {"dp", "world", "block"}, 7),
