@@ -6,6 +6,7 @@ finishes its step, for which it needs its workers; torch would let them die at o
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -64,7 +65,8 @@ def held_signals() -> tuple[_Held, ...]:
 class StartWorker:
     """A ``worker_init_fn`` that makes a worker ignore its rank's held signals, then calls the user's.
 
-    For all other signals, torch's handlers stay.
+    For all other signals, torch's handlers stay. What is garbage in the rank isn't collected in a forked
+    worker: a process group there would wait for threads that the worker doesn't have.
     """
 
     def __init__(self, then: Callable[[int], object] | None, held: tuple[_Held, ...] = ()) -> None:
@@ -74,6 +76,8 @@ class StartWorker:
 
     def __call__(self, worker_id: int) -> None:
         """Initialise worker ``worker_id``, in its process."""
+        gc.freeze()
+        gc.enable()  # it was disabled for the fork
         # A forked worker inherits the rank's Python handlers, which torch's C handlers don't replace.
         held = self._held or held_signals()
         for number, holds in held:
@@ -120,11 +124,15 @@ def _begin(loader: Any) -> Any:
         return iter(loader)
     # Only while the workers start, since the loader may be the user's.
     loader.worker_init_fn = StartWorker(then)
+    is_collecting = gc.isenabled()
+    gc.disable()
     try:
         with _block_signals(loader.multiprocessing_context or multiprocessing):
             return iter(loader)
     finally:
         loader.worker_init_fn = then
+        if is_collecting:
+            gc.enable()
 
 
 @contextmanager

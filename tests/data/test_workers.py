@@ -1,6 +1,7 @@
 # torch leaves DataLoader partly untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -221,3 +222,34 @@ def test_a_worker_leaves_by_a_signal_as_soon_as_none_is_held(holder: Holder) -> 
         assert worker.exitcode == 0
     finally:
         worker.kill()
+
+
+class KillsOthers:
+    """Garbage of a rank that no other process survives to collect, as a process group is."""
+
+    def __init__(self) -> None:
+        self.itself, self.made_in = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.made_in:
+            os._exit(3)
+
+
+class Collects(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        gc.collect()
+        return torch.tensor(index)
+
+
+def test_a_worker_does_not_collect_the_garbage_of_its_rank() -> None:
+    gc.disable()
+    try:
+        KillsOthers()
+        loader = prepare_data_loader(Context(), DataLoader(Collects(), num_workers=1))
+        assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

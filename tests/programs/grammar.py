@@ -62,7 +62,7 @@ _LLAMA_PLAN = {
 # --- the model ----------------------------------------------------------------------------------------------
 
 
-@feature("model", ("blocks", *models.TRANSFORMERS), is_world=True)
+@feature("model", ("blocks", *models.TRANSFORMERS))
 def _model(p: Program, draft: Draft) -> None:
     """Blocks of two kinds, or a model of transformers."""
     if p["model"] == "blocks":
@@ -86,7 +86,7 @@ def _model(p: Program, draft: Draft) -> None:
     draft.words["tensor_plan"] = repr(_LLAMA_PLAN)
 
 
-@feature("block", _KINDS, is_world=True)
+@feature("block", _KINDS)
 def _block(p: Program, draft: Draft) -> None:
     """The kind of the first block."""
     plan = {"embed": "embedding", "head": "gather"}
@@ -97,7 +97,7 @@ def _block(p: Program, draft: Draft) -> None:
     draft.words["block"] = models.KINDS[p["block"]].__name__
 
 
-@feature("other", _KINDS, is_world=True, counts_as="block")
+@feature("other", _KINDS, counts_as="block")
 def _other(p: Program, draft: Draft) -> None:
     """The kind of the second block."""
     draft.words["other"] = models.KINDS[p["other"]].__name__

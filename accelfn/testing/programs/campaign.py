@@ -18,8 +18,8 @@ from accelfn.testing.programs.verdict import Verdict, check_programs
 # A set of features that together don't train: programs that have it aren't drawn again, so that one fault
 # hides no other.
 Finding = frozenset[Choice]
-# How often a program has a feature that its world has to be made for.
-_WORLDS = 0.4
+# Programs of a batch, in all their ranks: threads and single processes cost least.
+_RANKS_OF_A_BATCH = 12
 
 
 def layouts_of(grammar: Grammar) -> list[Program]:
@@ -64,27 +64,19 @@ def draw(
         start = _completed(grammar, rng, dict(place.choices), avoid)
         if start is None:
             continue
-        program = _grown(_in_some_world(start, rng, avoid), rng, wanted, avoid)
+        program = _grown(start, rng, wanted, avoid)
         new = sum(need not in known for need in needs(program))
         if new > most:
             best, most = program, new
     return best
 
 
-def _in_some_world(program: Program, rng: random.Random, avoid: Sequence[Finding]) -> Program:
-    """Return a program with some of the features that its world has to be made for, such as threads."""
-    for one in program.grammar.features:
-        if one.is_world and len(one.values) > 1 and rng.random() < _WORLDS:
-            values = {**dict(program.choices), one.name: rng.choice(one.values[1:])}
-            program = _completed(program.grammar, rng, values, avoid) or program
-    return program
-
-
 def _grown(program: Program, rng: random.Random, size: int, avoid: Sequence[Finding]) -> Program:
     """Return a program with up to ``size`` more features, as far as the rules allow."""
     grammar = program.grammar
     others = [one for one in grammar.features if not one.is_layout and len(one.values) > 1]
-    for one in rng.sample(others, len(others)):
+    # In random order, but a feature of many values sooner: each value is as likely.
+    for one in sorted(others, key=lambda one: rng.expovariate(len(one.values) - 1)):
         if not size:
             break
         if program[one.name] != one.values[0]:
@@ -207,41 +199,6 @@ def _with(
     return None
 
 
-def draw_batch(
-    grammar: Grammar,
-    rng: random.Random,
-    size: int,
-    *,
-    covered: Iterable[Finding] = (),
-    avoid: Sequence[Finding] = (),
-    layout: Program | None = None,
-) -> list[Program]:
-    """Draw programs that can share one world of ranks.
-
-    Args:
-        grammar: Of the programs.
-        rng: Source of random numbers.
-        size: How many at most.
-        covered: As for :func:`draw`.
-        avoid: As for :func:`draw`.
-        layout: As for :func:`draw`.
-    """
-    first = draw(grammar, rng, covered=covered, avoid=avoid, layout=layout)
-    if first is None:
-        return []
-    shared = {one.name: first[one.name] for one in grammar.features if one.is_world}
-    programs = [first]
-    for _ in range(2 * size):
-        if len(programs) >= size:
-            break
-        program = draw(grammar, rng, covered=covered, avoid=avoid, layout=first.layout)
-        if program is not None:
-            program = _completed(grammar, rng, {**dict(program.choices), **shared}, avoid)
-        if program is not None:
-            programs.append(program)
-    return programs
-
-
 def simpler(program: Program) -> list[Program]:
     """Return the programs with one feature less, or with a smaller size."""
     made: list[Program] = []
@@ -356,7 +313,6 @@ def campaign(
     max_programs: int | None = None,
     max_findings: int | None = None,
     seed: int = 0,
-    size: int = 5,
     avoid: Sequence[Finding] = (),
     found: Callable[[Shrunk], None] | None = None,
 ) -> Report:
@@ -368,7 +324,6 @@ def campaign(
         max_programs: Limit of what is drawn, up to a batch more.
         max_findings: No more is drawn after so many.
         seed: Of the draws.
-        size: Programs of a world.
         avoid: What is known not to be equal: programs with it aren't drawn.
         found: Called with each finding when it is shrunk.
 
@@ -390,10 +345,20 @@ def campaign(
             and (max_findings is None or len(findings) < max_findings)
         )
 
+    def batch_of(layout: Program) -> list[Program]:
+        aimed, programs = {*covered}, dict[Program, None]()
+        size = _RANKS_OF_A_BATCH // (1 if layout["world"] == "memory" else layout.num_ranks)
+        for _ in range(size):
+            program = draw(grammar, rng, covered=aimed, avoid=known, layout=layout)
+            if program is not None:
+                programs[program] = None
+                aimed |= needs(program)
+        return [*programs]
+
     while goes_on():
         layout = min(used, key=lambda one: (used[one], one.num_ranks))
         used[layout] += 1
-        programs = draw_batch(grammar, rng, size, covered=covered, avoid=known, layout=layout)
+        programs = batch_of(layout)
         start = time.monotonic()
         batch = list(zip(programs, check_programs(programs), strict=True))
         seconds = (time.monotonic() - start) / max(1, len(batch))

@@ -37,7 +37,6 @@ class Feature:
         is_axis: The values are sizes of a mesh axis.
         is_layout: It is a part of the layout, as axes are.
         is_size: The values are numbers, of which a larger one shows whatever a smaller one does.
-        is_world: Programs with different values may need different worlds of ranks.
         is_neutral: By its meaning it changes no number, so that the reference is computed at the plainest.
         same: Values whose numbers are those of another value, which the reference has instead.
         counts_as: Name of the feature whose values these are too; empty for its own name.
@@ -49,7 +48,6 @@ class Feature:
     is_axis: bool = False
     is_layout: bool = False
     is_size: bool = False
-    is_world: bool = False
     is_neutral: bool = False
     same: Mapping[Any, Any] = field(default_factory=_nothing)
     counts_as: str = ""

@@ -91,7 +91,7 @@ def _world(p: Program, draft: Draft) -> None:
     """What a rank is; an argument of ``run_ranks``."""
 
 
-@feature("fsdp", tuple(_FSDP), is_world=True, is_neutral=True)
+@feature("fsdp", tuple(_FSDP), is_neutral=True)
 def _fsdp(p: Program, draft: Draft) -> None:
     """Options of FSDP; ``shard`` writes them."""
 

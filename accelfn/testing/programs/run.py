@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from accelfn.context import Context
+from accelfn.context import Context, ContextOptions, configure, with_mesh
 from accelfn.context.config import Guard
 from accelfn.errors import AccelfnError, CollectiveTimeoutError, MissingRankError, RemoteRankError
 from accelfn.testing.programs import parts, plain
@@ -173,7 +173,12 @@ def run_reference(program: Program, ctx: plain.Context) -> RankLog:
     Raises:
         Exception: Of the program.
     """
-    return execute(Job(program.reference(), ""), ctx, plain)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # for tensors this small, more threads cost more than they compute
+    try:
+        return execute(Job(program.reference(), ""), ctx, plain)
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,9 +196,12 @@ class Outcome:
 
 # What a rank would otherwise import for itself.
 _WARM = (
+    "accelfn.accelerator",
+    "accelfn.checkpoint",
+    "accelfn.parallel",
     "torch._dynamo",
     "torch.distributed.fsdp",
-    "torch.distributed.tensor",
+    "torch.distributed.tensor.experimental",
     "torch.distributed.pipelining",
 )
 
@@ -233,9 +241,8 @@ def run_programs(programs: Sequence[Program], *, timeout_s: float = TIMEOUT_S) -
 
 
 def _run_jobs(jobs: Sequence[Job], timeout_s: float) -> dict[Job, Outcome]:
-    def world_of(job: Job) -> str:
-        layout = job.layout
-        return repr((layout.num_ranks, layout["world"], world_arguments(layout), job.part))
+    def world_of(job: Job) -> tuple[int, str]:
+        return job.layout.num_ranks, job.layout["world"]
 
     outcomes: dict[Job, Outcome] = {}
     for _, group in itertools.groupby(sorted(jobs, key=world_of), world_of):
@@ -260,8 +267,9 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
         faulthandler.enable()
         for number, job in enumerate(jobs):
             try:
-                arguments = _arguments(context_arguments(job.layout))
-                report: Any = execute(job, ctx.replace(**arguments), _accelfn())
+                options = world_arguments(job.layout), context_arguments(job.layout)
+                own = configure(ctx, cast("ContextOptions", _arguments(", ".join(filter(None, options)))))
+                report: Any = execute(job, with_mesh(own), _accelfn())
             except BaseException as error:
                 torch.save(_failure(error), report_of(number, ctx.rank))
                 raise
@@ -276,7 +284,6 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
                 layout["world"],
                 timeout_s=limit_s,
                 guard=Guard(timeout=timeout_s, long_timeout=timeout_s),
-                **_arguments(world_arguments(layout)),
             )
         except BaseException as error:  # noqa: BLE001 -- reported with the ranks' own
             return _failure(error)

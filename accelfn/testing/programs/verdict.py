@@ -140,9 +140,10 @@ def reference_of(program: Program, known: References | None = None) -> Reference
     key = (plainest.source(), context, bf16)
     if known is not None and key in known:
         return known[key]
-    exact = run_reference(program, context._replace(dtype=torch.float64))
     single = run_reference(program, context)
-    rough = run_reference(program, context._replace(bf16=True)) if bf16 else exact
+    rough = run_reference(
+        program, context._replace(bf16=True) if bf16 else context._replace(dtype=torch.float64)
+    )
     found = Reference(join_ranks([[single]]), join_ranks([[rough]]))
     for name in ("loss", "total", "norm"):
         for values in found.right.series.get(name, []):

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.testing.programs import Grammar, Rule, cover, draw, draw_batch, needs, simpler, together
+from accelfn.testing.programs import Grammar, Rule, cover, draw, needs, simpler, together
 from tests.programs.grammar import GRAMMAR
 
 SEEDS = st.integers(0, 10_000)
@@ -21,12 +21,6 @@ def test_whatever_is_drawn_keeps_the_rules_and_avoids_findings(seed: int) -> Non
         assert GRAMMAR.broken_rule(program) is None
         assert not program.has(HOOKS)
         assert compile(program.source(), str(program), "exec")
-
-
-@given(SEEDS)
-def test_a_batch_of_programs_has_one_layout(seed: int) -> None:
-    programs = draw_batch(GRAMMAR, random.Random(seed), 4)
-    assert len({program.layout for program in programs}) <= 1
 
 
 @given(SEEDS)
