@@ -35,7 +35,7 @@ def scaled(program: Program, draft: Draft) -> None:
 def look(max_programs: int = 120) -> Report:
     """Draw programs until a training differs from one process."""
     grammar = training_programs(build_model, make_rows, loss_of, features=[scaled])
-    return campaign(grammar, minutes=2.0, max_programs=max_programs, max_findings=1, seed=4)
+    return campaign(grammar, minutes=2.0, max_programs=max_programs, max_findings=1, seed=1)
 
 
 if __name__ == "__main__":

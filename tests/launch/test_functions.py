@@ -175,7 +175,7 @@ def gives_its_context(ctx: af.Context) -> object:
         (is_killed, 2, MissingRankError, "rank 1 was killed by SIGKILL before it returned"),
         (leaves, 2, DistributedError, r"rank 1 called sys.exit\(0\)"),
         # On a busy machine rank 1 takes some of the time to start.
-        (waits, 2, CollectiveTimeoutError, r"rank 0 did not finish in time(.|\n)*=45(.|\n)*in waits"),
+        (waits, 2, CollectiveTimeoutError, r"rank 0 did not finish in time(.|\n)*=25(.|\n)*in waits"),
         (gives_a_lock, 1, TypeError, "rank 0 returned lock, which can't be sent back"),
         (gives_its_context, 1, TypeError, "rank 0 returned list, which can't be sent back: its Context is"),
     ],
@@ -184,7 +184,7 @@ def test_what_becomes_of_ranks_is_an_error(
     fn: Callable[..., Any], size: int, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        af.launch_processes(fn, size, timeout_s=45 if fn is waits else 300)
+        af.launch_processes(fn, size, timeout_s=25 if fn is waits else 300)
 
 
 # --- what is refused before the start ------------------------------------------------------------

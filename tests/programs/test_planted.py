@@ -36,19 +36,18 @@ _BACKWARD = importlib.import_module("accelfn.training.backward")
 _divided = _BACKWARD._to_differentiate
 
 
-# Each with features of which the finding has one, and a seed. That of the buffers is chosen: of the seeds 0
-# to 11, two draw a program that can show the fault among their first 60, six among 270, four not in 400.
-FAULTS: list[tuple[Any, str, Callable[..., Any], set[str], int]] = [
-    (ThreadDDP, "_average", gradients_are_not_averaged, {"dp", "world"}, 0),
-    (ThreadDDP, "will_sync_buffers", buffers_are_not_broadcast, {"dp", "world", "block"}, 7),
-    (_BACKWARD, "_to_differentiate", windows_are_divided_by_their_full_length, {"accumulation"}, 0),
+# Each with features of which the finding has one.
+FAULTS: list[tuple[Any, str, Callable[..., Any], set[str]]] = [
+    (ThreadDDP, "_average", gradients_are_not_averaged, {"dp", "world"}),
+    (ThreadDDP, "will_sync_buffers", buffers_are_not_broadcast, {"dp", "world", "block"}),
+    (_BACKWARD, "_to_differentiate", windows_are_divided_by_their_full_length, {"accumulation"}),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("owner", "name", "fault", "features", "seed"), FAULTS, ids=[one[2].__name__ for one in FAULTS]
+    ("owner", "name", "fault", "features"), FAULTS, ids=[one[2].__name__ for one in FAULTS]
 )
 def test_a_planted_fault_is_found_and_shrinks_to_few_features(
     monkeypatch: pytest.MonkeyPatch,
@@ -56,11 +55,10 @@ def test_a_planted_fault_is_found_and_shrinks_to_few_features(
     name: str,
     fault: Callable[..., Any],
     features: set[str],
-    seed: int,
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
     avoid = records.findings()
-    report = campaign(GRAMMAR, minutes=8, max_programs=200, max_findings=1, seed=seed, avoid=avoid)
+    report = campaign(GRAMMAR, minutes=8, max_programs=200, max_findings=1, avoid=avoid)
     (shrunk,) = report.findings
     number = sum(report.verdicts.values())
     print(f"{fault.__name__}: {report.seconds:.0f} s, {number} programs: {shrunk.program}")

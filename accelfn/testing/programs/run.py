@@ -277,6 +277,7 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
 
     def start() -> Failure | None:
         _silence()
+        torch.set_num_threads(1)  # as on ranks that are processes: exact mode is compared bit by bit
         try:
             run_ranks(
                 work,

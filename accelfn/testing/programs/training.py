@@ -74,7 +74,7 @@ def training_programs(
     @feature("model", ("own",))
     def model(p: Program, draft: Draft) -> None:
         """The user's model."""
-        draft.words["part"] = f"model.{parts[0]}" if parts else "model"
+        draft.words["part"] = f'model.get_submodule("{parts[0]}")' if parts else "model"
 
     own: list[Rule] = []
     if not inspect.signature(build_model).parameters:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.testing.programs import training_programs
+from accelfn.testing.programs import check_programs, training_programs
 
 
 def build_model() -> nn.Module:
@@ -110,3 +110,18 @@ def test_a_loss_with_a_weight_is_one_in_every_program() -> None:
     grammar = training_programs(build_model, make_rows, weighted_loss)
     assert grammar.program()["weighted"] is True
     assert "weight=loss.weight" in grammar.program().source()
+
+
+def build_in_sequence() -> nn.Module:
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+
+def mean_loss(model: Any, batch: Any) -> torch.Tensor:
+    return loss_of(model, batch / 32)
+
+
+def test_layers_without_names_are_frozen_and_have_optimizers_too() -> None:
+    grammar = training_programs(build_in_sequence, make_rows, mean_loss)
+    programs = [grammar.program(f"dp=2 world=memory {one}") for one in ("freeze=freeze", "optimizer=groups")]
+    assert [verdict.kind for verdict in check_programs(programs)] == ["equal", "equal"]
