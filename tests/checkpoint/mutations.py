@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 _HERE = "tests/checkpoint/"
 _LONGEST_S = 300.0
 # Taken into memory once, for all the runs of pytest that are forked.
-_HEAVY = ("pytest", "hypothesis", "numpy", "torch", "torch.distributed", "optree", "safetensors.torch")
+_HEAVY = (
+    *("pytest", "hypothesis", "numpy", "torch", "torch.distributed", "optree", "safetensors.torch"),
+    *("torch.distributed.algorithms.ddp_comm_hooks", "torch.utils.flop_counter", "torch._dynamo"),
+    *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"),
+)
 
 
 class Mutation(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import accelfn as af
 from tests.parallel.tensor_models import PLAN
 
-__all__ = ("LAYOUTS", "SAVED", "SPARSE", "Layout")
+__all__ = ("LAYOUTS", "Layout")
 
 
 class Layout(NamedTuple):
@@ -87,7 +87,3 @@ LAYOUTS = {
     "pp2xsp2": Layout(sp=2, pp=2),
     "pp2xep2": Layout(shard=2, ep=2, pp=2),
 }
-# Enough for tests of what is saved: each kind of placement once, and one process.
-SAVED = ("one", "dp2", "fsdp2", "hsdp2x2", "tp2", "tp2xfsdp2", "pp2", "pp2xfsdp2")
-# The same of models with experts.
-SPARSE = ("one", "fsdp2", "ep2xfsdp2")
