@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from accelfn import Context, Guard
 from accelfn.testing import run_ranks
-from tests.launch.forked import Job, run_jobs
-from tests.launch.plan.plans import plan_of
+from tests.launch.forked import Job, launched, run_jobs
 from tests.launch.processes import ROOT, environment
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -27,9 +26,7 @@ TEXT = "fine_tune_text.py"
 
 
 def job(name: str, *argv: str, ranks: int = 2, flags: str = "", file: str = "") -> Job:
-    """Return what ``accelfn launch`` starts, by its flags."""
-    plan = plan_of(f"--cpu --num_processes={ranks} {flags} {name}", file=file)
-    return Job(str(EXAMPLES / name), argv, ranks, dict(plan.env_changes))
+    return launched(f"--num_processes={ranks} {flags}", EXAMPLES / name, *argv, file=file)
 
 
 def run(
