@@ -17,19 +17,17 @@ from safetensors.torch import load_file
 
 from accelfn import Context, Guard
 from accelfn.testing import run_ranks
-from tests.launch.forked import Job, run_jobs
-from tests.launch.plan.plans import plan_of
+from tests.launch.forked import Job, launched, run_jobs
 from tests.launch.processes import ROOT, environment
 
 EXAMPLES = ROOT / "docs" / "examples"
 TRAINING = ("train_digits.py", "train_digits_accelerator.py")
 TEXT = "fine_tune_text.py"
+TEXT_MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2"))
 
 
 def job(name: str, *argv: str, ranks: int = 2, flags: str = "", file: str = "") -> Job:
-    """Return what ``accelfn launch`` starts, by its flags."""
-    plan = plan_of(f"--cpu --num_processes={ranks} {flags} {name}", file=file)
-    return Job(str(EXAMPLES / name), argv, ranks, dict(plan.env_changes))
+    return launched(f"--num_processes={ranks} {flags}", EXAMPLES / name, *argv, file=file)
 
 
 def run(
@@ -100,7 +98,7 @@ def test_a_language_model_learns_as_in_plain_torch(tmp_path: Path) -> None:
         tmp_path,
         Job(str(EXAMPLES / TEXT), ("--plain", *size, "--curve", "plain.csv")),
         job(TEXT, *size, "--curve", "accelfn.csv", ranks=3),
-        shared=("torch._dynamo", "transformers"),
+        shared=("torch._dynamo", *TEXT_MODELS),
     )
     plain, found = losses(tmp_path / "plain.csv"), losses(tmp_path / "accelfn.csv")
     assert len(plain) == 2 * 11

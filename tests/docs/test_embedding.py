@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from accelfn import find_checkpoints, verify_checkpoint
+from tests.launch import forked
+from tests.launch.forked import Job
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples" / "embedding"
@@ -38,9 +40,13 @@ def run(folder: Path, *command: str, **variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def torchrun(folder: Path, num_processes: int, name: str, *arguments: str) -> list[str]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}")
-    return run(folder, *launcher, str(EXAMPLES / name), *arguments)
+def job(num_processes: int, name: str, *arguments: str) -> Job:
+    return Job(str(EXAMPLES / name), arguments, num_processes, by_torchrun=True)
+
+
+def run_jobs(folder: Path, *jobs: Job, shared: tuple[str, ...] = ("torch._dynamo",)) -> list[list[str]]:
+    """Return the lines that each program prints, on ranks with the variables of torchrun."""
+    return [output.splitlines() for output in forked.run_jobs(jobs, folder, 250, shared)]
 
 
 def shown(name: str) -> list[str]:
@@ -59,9 +65,11 @@ def test_the_guide_shows_every_example_and_its_output() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_torchrun_script_resumes_on_another_number_of_processes(tmp_path: Path) -> None:
-    assert torchrun(tmp_path, 2, "plain_torchrun.py", "whole") == shown("plain_torchrun.py")
-    torchrun(tmp_path, 2, "plain_torchrun.py", "parts", "5")
-    rest = torchrun(tmp_path, 1, "plain_torchrun.py", "parts")
+    name = "plain_torchrun.py"
+    whole, _, rest = run_jobs(
+        tmp_path, job(2, name, "whole"), job(2, name, "parts", "5"), job(1, name, "parts")
+    )
+    assert whole == shown(name)
     assert [line.partition(", loss")[0] for line in rest] == ["epoch 6: 50 samples", "epoch 9: 50 samples"]
     for checkpoint in find_checkpoints(tmp_path / "parts"):
         verify_checkpoint(checkpoint)
@@ -70,23 +78,21 @@ def test_a_torchrun_script_resumes_on_another_number_of_processes(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_trainer_with_its_own_mesh_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    whole = torchrun(tmp_path, 2, "own_trainer.py", "whole", "20")
+    runs = (("whole", "20"), ("parts", "10"), ("parts", "20"))
+    whole, *parts = run_jobs(tmp_path, *(job(2, "own_trainer.py", *arguments) for arguments in runs))
     assert whole == shown("own_trainer.py")
-    assert torchrun(tmp_path, 2, "own_trainer.py", "parts", "10") == whole[:1]
-    assert torchrun(tmp_path, 2, "own_trainer.py", "parts", "20") == whole[1:]
+    assert parts == [whole[:1], whole[1:]]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_trainer_of_transformers_resumes_from_the_state(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
+    jobs = [job(2, "hf_trainer.py", "run", *resume) for resume in ((), ("run/checkpoint-4",))]
+    libraries = ("torch._dynamo", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
     whole, rest = (
-        [
-            line
-            for line in torchrun(tmp_path, 2, "hf_trainer.py", "run", *resume)
-            if "loss'" in line or "sum" in line
-        ]
-        for resume in ((), ("run/checkpoint-4",))
+        [line for line in lines if "loss'" in line or "sum" in line]
+        for lines in run_jobs(tmp_path, *jobs, shared=libraries)
     )
     assert [line for line in whole if "train_loss" not in line] == shown("hf_trainer.py")
     assert rest[:4] == whole[4:8]  # bit-equal losses and norms, with dropout

@@ -1,12 +1,11 @@
 """What the page on tensor parallelism shows is what its program prints."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch.forked import launched, run_jobs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pages" / "guide" / "tensor-parallelism.md"
@@ -17,16 +16,10 @@ ACCURACY = re.compile(r"(\d+\.\d+)%$")
 @pytest.mark.slow
 def test_two_ranks_that_share_layers_learn_as_the_page_says(tmp_path: Path) -> None:
     ((launcher, program, shown),) = SHOWN.findall(PAGE.read_text())
-    done = subprocess.run(
-        [sys.executable, "-m", "accelfn", *launcher.split(), "--cpu", str(ROOT / program)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    *found, last = done.stdout.splitlines()
+    assert launcher.startswith("launch ")
+    one = launched(launcher.removeprefix("launch "), ROOT / program)
+    (output,) = run_jobs([one], tmp_path, 100, ("torch._dynamo", "sklearn.datasets"))
+    *found, last = output.splitlines()
     *expected, end = shown.splitlines()
     assert found == expected
     # Kernels of another machine may round otherwise.

@@ -1,29 +1,27 @@
 """The page on programs written for Accelerate shows what its program prints."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch.forked import Job, run_jobs
+from tests.launch.plan.plans import plan_of
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pages" / "guide" / "written-for-accelerate.md").read_text()
 (SHOWN,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.M | re.S)
-COMMANDS = re.findall(r"^\$ (\S+) (.*)\n(.*\n)", SHOWN, re.M)
+MODULE = ROOT / "accelfn" / "compat" / "__main__.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "arguments", "said"), COMMANDS, ids=["alone", "launched"])
-def test_the_program_prints_what_the_page_shows(program: str, arguments: str, said: str) -> None:
-    run = [sys.executable, *(["-m", "accelfn"] if program == "accelfn" else []), *arguments.split()]
-    done = subprocess.run(
-        run,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == said, done.stderr
+def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
+    (alone, first), (launch, second) = re.findall(r"^\$ (.*)\n(.*\n)", SHOWN, re.M)
+    module = "python -m accelfn.compat "
+    assert alone.startswith(module)
+    script = alone.removeprefix(module)
+    plan = plan_of(launch.removeprefix("accelfn launch "))
+    assert plan.argv[-3:] == ("-m", "accelfn.compat", script)
+    argv = (str(ROOT / script),)
+    jobs = [Job(str(MODULE), argv), Job(str(MODULE), argv, plan.local_size, dict(plan.env_changes))]
+    assert run_jobs(jobs, tmp_path, 100, ()) == [first, second]

@@ -44,7 +44,6 @@ LATE = "CollectiveTimeoutError: an operation that never ends"
 RUNS: dict[str, tuple[Plan, End, tuple[str, ...]]] = {
     "killed": (plan("ddp", 2, 0, "1.0:10:kill"), "right", IN_MEMORY),
     "raised": (plan("ddp", 2, 0, "0.0:10:raise"), "right", IN_MEMORY),
-    "replaced": (plan("ddp", 2, 1, "1.0:5:kill"), "right", IN_MEMORY),
     "two at once": (plan("ddp", 3, 0, "0.0:10:kill", "2.0:10:kill"), "right", IN_MEMORY),
     "one after the other": (plan("ddp", 3, 0, "0.0:7:kill", "2.0:14:kill"), "right", IN_MEMORY),
     "shards": (plan("fsdp2", 2, 0, "1.0:10:kill"), "right", IN_MEMORY),

@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.launch.plan.plans import plan_of
 from tests.launch.processes import environment, free_port
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
@@ -32,6 +33,7 @@ class Job(NamedTuple):
         processes: Number of ranks.
         variables: Environment variables.
         aliased: Whether ``import accelerate`` gives accelfn.
+        by_torchrun: Whether torchrun starts it, from which a single rank gets the variables of a world too.
     """
 
     program: str
@@ -39,6 +41,13 @@ class Job(NamedTuple):
     processes: int = 1
     variables: Mapping[str, str] = {}
     aliased: bool = False
+    by_torchrun: bool = False
+
+
+def launched(flags: str, program: Path, *argv: str, file: str = "") -> Job:
+    """Return what ``accelfn launch --cpu`` starts, by its flags and the text of its configuration file."""
+    plan = plan_of(f"--cpu {flags}", str(program), file=file)
+    return Job(str(program), argv, plan.local_size, dict(plan.env_changes))
 
 
 def run_jobs(
@@ -68,10 +77,17 @@ def run_jobs(
 def run_rank(job: Job, rank: int, port: str, output: str) -> None:
     os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
     os.environ.update(job.variables)
-    if job.processes > 1:
+    if job.processes > 1 or job.by_torchrun:
         ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(job.processes))
         os.environ.update(ranks | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    if job.by_torchrun:
+        roles = {"ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(job.processes), "ROLE_NAME": "default"}
+        groups = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+        restarts = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        # There is no agent whose store rank 0 could use.
+        agent = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        os.environ.update(roles | groups | restarts | agent)
     if job.aliased:
         importlib.import_module("accelfn.compat").install()
     sys.argv = [job.program, *job.argv]
@@ -81,13 +97,15 @@ def run_rank(job: Job, rank: int, port: str, output: str) -> None:
 
 
 def main() -> int:
-    shared, jobs = map(json.loads, sys.argv[1:])
+    shared = json.loads(sys.argv[1])
+    jobs = [Job(*fields) for fields in json.loads(sys.argv[2])]
     for name in shared:
         with suppress(ImportError):
             importlib.import_module(name)
-    assert "accelerate" not in sys.modules
+    # The alias is refused where the package itself is loaded.
+    assert "accelerate" not in sys.modules or not any(job.aliased for job in jobs)
     fork = get_context("fork")
-    for number, job in enumerate(Job(*fields) for fields in jobs):
+    for number, job in enumerate(jobs):
         given = (free_port(), f"{number}.out")
         ranks = [fork.Process(target=run_rank, args=(job, rank, *given)) for rank in range(job.processes)]
         for one in ranks:

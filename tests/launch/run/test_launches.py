@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.forked import launched, run_jobs
 from tests.launch.processes import finish, free_port, is_alive, wait_for
 
 Launch = Callable[..., "Popen[str]"]
@@ -202,6 +203,10 @@ def test_a_killed_worker_is_started_again_as_often_as_allowed(
     status, _, stderr = finish(launch(*TWO, "--max_restarts=1", "train.py", real=real))
     assert status == 0, stderr
     assert {path.name for path in tmp_path.glob("rank*")} == {"rank0.0", "rank1.0", "rank0.1", "rank1.1"}
+
+
+def test_a_killed_worker_without_restarts_fails_the_launch(launch: Launch, script: Write) -> None:
+    script(DIES_ONCE)
     status, _, stderr = finish(launch(*TWO, "train.py", real=False))
     assert status == 137
     assert stderr.splitlines()[-2].startswith("accelfn launch: rank 1 of 2 failed on ")
@@ -435,13 +440,12 @@ def test_a_launcher_that_is_killed_ends_the_others(launch: Launch, script: Write
 
 
 @pytest.mark.slow
-def test_a_script_that_is_still_written_for_accelerate(launch: Launch, script: Write, tmp_path: Path) -> None:
-    script(
+def test_a_script_that_is_still_written_for_accelerate(script: Write, tmp_path: Path) -> None:
+    path = script(
         "import pathlib\nfrom accelerate import Accelerator\na = Accelerator()\n"
         "said = (a.num_processes, a.mixed_precision, a.gradient_accumulation_steps, a.device.type)\n"
         "pathlib.Path(f'{a.process_index}.txt').write_text(repr(said))\na.end_training()\n"
     )
-    flags = (*TWO, "--mixed_precision=bf16", "--gradient_accumulation_steps=3")
-    status, _, stderr = finish(launch(*flags, "train.py"))
-    assert status == 0, stderr
+    flags = "--num_processes=2 --mixed_precision=bf16 --gradient_accumulation_steps=3"
+    run_jobs([launched(flags, path)], tmp_path, 100, ("accelerate",))
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["(2, 'bf16', 3, 'cpu')"] * 2
