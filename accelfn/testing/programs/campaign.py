@@ -250,15 +250,18 @@ def shrink(program: Program, verdict: Verdict, *, limit_s: float = 90.0) -> tupl
 def finding_of(program: Program) -> Finding:
     """Return the features of a shrunk program, without those that the others ask for by a rule.
 
-    Without attention no ranks share sequences: a finding that had it would hide the whole layout.
+    Ranks that share sequences ask for attention: a finding that had it would miss other kinds of attention.
+    Of several values that a rule asks for, a later one is there because the first doesn't show the fault.
     """
     grammar, known = program.grammar, program.grammar.by_name
-    lawful = [
-        (name, value)
-        for name, value in program.choices
-        if grammar.broken_rule(program.but(**{name: grammar.plainest[name]})) is None
-    ]
-    return frozenset((known[name].counts_as or name, value) for name, value in lawful)
+
+    def is_asked_for(name: str, value: Any) -> bool:
+        broken = grammar.broken_rule(program.but(**{name: grammar.plainest[name]}))
+        asked = (word.partition("=") for word in (broken.mend.split() if broken else ()))
+        return any(name == other and str(value) == texts.partition("|")[0] for other, _, texts in asked)
+
+    kept = [one for one in program.choices if not is_asked_for(*one)]
+    return frozenset((known[name].counts_as or name, value) for name, value in kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.testing.programs import Grammar, Rule, cover, draw, needs, simpler, together
+from accelfn.testing.programs import Grammar, Rule, cover, draw, finding_of, needs, simpler, together
 from tests.programs.grammar import GRAMMAR
 
 SEEDS = st.integers(0, 10_000)
@@ -50,3 +50,16 @@ def test_a_cover_has_every_pair_that_can_be() -> None:
         for layout in ("dp=2", "dp=3", "dp=4"):
             assert needs(grammar.program(f"{layout} {name}")) <= covered
     assert needs(grammar.program("clip=norm hook")) <= covered
+
+
+def test_a_finding_hides_no_more_than_what_was_found() -> None:
+
+    found = {
+        "cp=2 block=attention other=conv weighted": {("cp", 2), ("block", "conv")},
+        "cp=2 block=full weighted": {("cp", 2), ("block", "full")},
+        "cp=2 model=hybrid weighted": {("cp", 2), ("model", "hybrid")},
+        "tp=2 sp=2 block=grouped weighted": {("tp", 2), ("sp", 2), ("block", "grouped")},
+        "pp=2 api=train_step hook": {("pp", 2), ("api", "train_step"), ("hook", True)},
+    }
+    for text, features in found.items():
+        assert finding_of(GRAMMAR.program(text)) == features
