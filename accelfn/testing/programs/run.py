@@ -207,7 +207,7 @@ _WARM = (
 
 
 def run_programs(programs: Sequence[Program], *, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
-    """Run programs in worlds of ranks, several in one world where they need equal ones.
+    """Run programs in worlds of ranks, those of as many ranks one after the other in the same world.
 
     A world ends with the first program that fails; the others run in a new one. A rank that hangs or dies
     ends its world in seconds.
