@@ -33,7 +33,7 @@ from accelfn.testing.ranks import run_ranks
 # How long ranks wait for each other in an operation; how much longer their world may live, for each of its
 # programs; and how much later its process ends that doesn't end by itself.
 TIMEOUT_S = 12.0
-_PROGRAM_S = 4.0
+_PROGRAM_S = 12.0
 _GRACE_S = 15.0
 IMPORTS = """\
 import contextlib, copy, dataclasses, tempfile
