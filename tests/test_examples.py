@@ -43,17 +43,17 @@ def run(
 def test_the_program_of_the_readme_trains_in_every_layout_by_flags_alone(tmp_path: Path) -> None:
     tp2 = "--use_parallelism_config --parallelism_config_tp_size=2"
     fsdp2 = "--use_fsdp --fsdp_version=2 --fsdp_auto_wrap_policy=SIZE_BASED_WRAP --fsdp_min_num_params=1e4"
+    layouts = {"two": (2, ""), "accelerator": (2, ""), "fsdp2": (2, fsdp2), "one": (1, ""), "tp2": (2, tp2)}
     runs = {
-        "two": job(TRAINING[0], "--output", "two"),
-        "accelerator": job(TRAINING[1], "--output", "accelerator"),
-        "fsdp2": job(TRAINING[0], "--output", "fsdp2", flags=fsdp2),
-        "one": job(TRAINING[0], "--output", "one", ranks=1),
-        "tp2": job(TRAINING[0], "--output", "tp2", flags=tp2),
+        name: job(
+            TRAINING[name == "accelerator"], "--epochs", "2", "--output", name, ranks=ranks, flags=flags
+        )
+        for name, (ranks, flags) in layouts.items()
     }
     for (name, one), output in zip(runs.items(), run(tmp_path, *runs.values()), strict=True):
         found = re.search(r"accuracy on 360 held-out digits: (\d+\.\d+)% \((\d) processes\)", output)
         assert found is not None, (name, output)
-        assert float(found[1]) >= 97.0
+        assert float(found[1]) >= 90.0
         assert int(found[2]) == one.processes
     weights = {name: load_file(tmp_path / name / "model.safetensors") for name in runs}
     assert all(weight.equal(weights["accelerator"][name]) for name, weight in weights["two"].items())

@@ -195,8 +195,8 @@ def _loss(p: Program, draft: Draft) -> None:
 @feature("rows", (16, 18, 15))
 def _rows(p: Program, draft: Draft) -> None:
     """How many rows there are."""
-    rows = f"make_rows({p['rows']}, {p['batch']}, {p['weighted']})"
-    draft.words |= {"rows": rows, "number": str(p["rows"])}
+    number = loops.num_rows(p)
+    draft.words |= {"rows": f"make_rows({number}, {p['batch']}, {p['weighted']})", "number": str(number)}
     draft.add("batch", 'log("seen", batch["index"])')
 
 

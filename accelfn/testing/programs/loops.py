@@ -231,9 +231,15 @@ def rows_feature(numbers: Sequence[int]) -> Feature:
 
     @feature("rows", numbers)
     def rows(p: Program, draft: Draft) -> None:
-        draft.words |= {"rows": f"make_rows()[:{p['rows']}]", "number": str(p["rows"])}
+        number = num_rows(p)
+        draft.words |= {"rows": f"make_rows()[:{number}]", "number": str(number)}
 
     return rows
+
+
+def num_rows(p: Program) -> int:
+    """Return how many rows there are: half as many where each rank reads all of them."""
+    return p["rows"] if p["dp"] * p["shard"] > 1 else p["rows"] // 2
 
 
 @feature("drop_last", (False, True))
@@ -249,7 +255,7 @@ def _workers(p: Program, draft: Draft) -> None:
 def is_uneven(p: Program) -> bool:
     """Return whether the last step of an epoch has fewer rows."""
     window = p["accumulation"] if is_step(p) else 1
-    return bool(p["rows"] % (p["batch"] * p["dp"] * p["shard"] * window))
+    return bool(num_rows(p) % (p["batch"] * p["dp"] * p["shard"] * window))
 
 
 # --- the window ---------------------------------------------------------------------------------------------
@@ -363,13 +369,13 @@ RULES: tuple[Rule, ...] = (
         "forward_backward has nothing inside",
         together("api=forward_backward", "autocast=inner sync=no_sync|trigger optimizer=turns"),
     ),
-    Rule("each rank has two batches", lambda p: p["rows"] < 2 * p["batch"] * p["dp"] * p["shard"]),
+    Rule("each rank has two batches", lambda p: num_rows(p) < 2 * p["batch"] * p["dp"] * p["shard"]),
     Rule("a list has no options of a loader", together("source=list", "drop_last workers save")),
     Rule("a list has full batches", lambda p: p["source"] == "list" and is_uneven(p)),
     Rule("exact mode has all microbatches", together("exact", "skip leave")),
     Rule(
         "exact mode has equal microbatches",
-        lambda p: p["exact"] and p["rows"] % (p["batch"] * p["dp"] * p["accumulation"]) > 0,
+        lambda p: p["exact"] and num_rows(p) % (p["batch"] * p["dp"] * p["accumulation"]) > 0,
     ),
     Rule(
         "a window has several batches",

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import sys
 import tempfile
 import traceback
 import warnings
@@ -35,6 +36,8 @@ from accelfn.testing.ranks import run_ranks
 TIMEOUT_S = 12.0
 _PROGRAM_S = 12.0
 _GRACE_S = 15.0
+# Lines of a world's output that are reported with a rank that died.
+_LINES = 30
 IMPORTS = """\
 import contextlib, copy, dataclasses, tempfile
 from typing import Any
@@ -276,7 +279,7 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
             torch.save(report, report_of(number, ctx.rank))
 
     def start() -> Failure | None:
-        _silence()
+        _print_to(f"{reports}/printed")
         torch.set_num_threads(1)  # as on ranks that are processes: exact mode is compared bit by bit
         try:
             run_ranks(
@@ -290,7 +293,7 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
             return _failure(error)
         return None
 
-    # Threads that hang can't be ended, and what ranks print isn't wanted: in a process of their own.
+    # In a process of its own: threads that hang can't be ended.
     outside = _in_a_child(start, limit_s + _GRACE_S)
     outcomes: list[Outcome] = []
     for number in range(len(jobs)):
@@ -301,7 +304,8 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
             continue
         failures = [one for one in ranks if isinstance(one, Failure)]
         if all(one.is_lost for one in failures):  # what ended the world says who has died or hangs
-            failures.append(outside or _lost(MissingRankError, "a rank ended without a report"))
+            cause = outside or _lost(MissingRankError, "a rank ended without a report")
+            failures.append(cause._replace(text=cause.text + _last_lines(f"{reports}/printed")))
         outcomes.append(Outcome(failures=tuple(failures)))
         break
     shutil.rmtree(reports, ignore_errors=True)
@@ -318,11 +322,17 @@ def _arguments(source: str) -> dict[str, Any]:
     return eval(f"dict({source})", {"af": _accelfn()})
 
 
-def _silence() -> None:
-    """Send what this process and its ranks print to nowhere: errors are reported by themselves."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+def _print_to(path: str) -> None:
+    """Send what this process and its ranks print to a file: only that of a rank that has died is wanted."""
+    sys.stdout = sys.stderr = file = open(path, "a", buffering=1)  # noqa: SIM115 -- closed at its end
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+
+
+def _last_lines(path: str) -> str:
+    with open(path, errors="replace") as file:
+        lines = file.read().splitlines()[-_LINES:]
+    return "\n".join(["", *(f"  | {line}" for line in lines)]) if lines else ""
 
 
 def _read(path: str) -> Any:

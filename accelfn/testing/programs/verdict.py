@@ -10,6 +10,7 @@ import torch
 
 from accelfn.testing.programs import plain
 from accelfn.testing.programs.grammar import Program
+from accelfn.testing.programs.loops import num_rows
 from accelfn.testing.programs.run import (
     TIMEOUT_S,
     Failure,
@@ -211,7 +212,8 @@ def _judge_failures(failures: Sequence[Failure]) -> Verdict:
 def _other_bits(program: Program, seen: Numbers) -> list[str]:
     """Return how the model differs from that of one rank with longer windows, which has the same bits."""
     windows = {"dp": 1, "accumulation": program["accumulation"] * program["dp"], "world": "processes"}
-    chosen = {**dict(program.choices), **windows}
+    rows = 2 * num_rows(program)  # of which one rank has half
+    chosen = {**dict(program.choices), **windows, "rows": rows}
     alone = Program(program.grammar, tuple(chosen.items()))  # longer windows than a feature has
     (outcome,) = run_programs([alone])
     if outcome.failures:

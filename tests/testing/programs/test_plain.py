@@ -97,10 +97,10 @@ class ByHand(NamedTuple):
 @pytest.mark.parametrize(
     ("text", "by_hand"),
     [
-        ("", ByHand(2)),
-        ("accumulation=3", ByHand(2, window=3)),
-        ("rows=15 batch=3 accumulation=2", ByHand(3, window=2, number=15)),
-        ("rows=15 drop_last schedule", ByHand(2, number=15, drop_last=True, halve=True)),
+        ("", ByHand(2, number=8)),
+        ("accumulation=3", ByHand(2, window=3, number=8)),
+        ("batch=3 accumulation=2", ByHand(3, window=2, number=8)),
+        ("rows=15 drop_last schedule", ByHand(2, number=7, drop_last=True, halve=True)),
         ("dp=2 batch=3 accumulation=2", ByHand(6, window=2, ranks=2)),
         ("shard=2 clip=norm optimizer=momentum", ByHand(4, ranks=2, max_norm=0.1, momentum=0.9)),
     ],

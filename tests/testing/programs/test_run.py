@@ -42,7 +42,7 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
 
 FAULTS = {
     "hangs": "import time\n    time.sleep(3600)",
-    "dies": "import os\n    os._exit(7)",
+    "dies": "import os\n    print('its last words', flush=True)\n    os._exit(7)",
     "raises": "raise RuntimeError('something else')",
     "differs": "model.weight_of_one_rank = [*model.parameters()][0].data.add_(1.0)",
     "is_refused": "af.prepare(ctx)",
@@ -86,6 +86,7 @@ def test_a_model_of_the_users_own_trains_as_one_process(grammar: Grammar, text: 
     [
         ("error", "raises", "RuntimeError: something else"),
         ("crash", "dies", "code 7"),
+        ("crash", "dies", "its last words"),
         ("different", "differs", "loss off by"),
         ("different", "logs_more", "times loss"),
         ("refused", "is_refused", "prepare: got nothing to prepare"),
