@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import gc
 import importlib
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from accelfn.context import Context, ContextOptions, configure, with_mesh
+from accelfn.context import Context, ContextOptions, Mesh, configure, with_mesh
 from accelfn.context.config import Guard
 from accelfn.errors import AccelfnError, CollectiveTimeoutError, MissingRankError, RemoteRankError
 from accelfn.testing.programs import parts, plain
@@ -268,11 +269,15 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
     def work(ctx: Context) -> None:
         warnings.simplefilter("ignore")
         faulthandler.enable()
+        meshes: dict[str, Mesh | None] = {}  # a mesh has groups, which programs of its layout share
         for number, job in enumerate(jobs):
             try:
                 options = world_arguments(job.layout), context_arguments(job.layout)
                 own = configure(ctx, cast("ContextOptions", _arguments(", ".join(filter(None, options)))))
-                report: Any = execute(job, with_mesh(own), _accelfn())
+                axes = str(job.layout.layout)
+                if axes not in meshes:
+                    meshes[axes] = with_mesh(own).mesh
+                report: Any = execute(job, dataclasses.replace(own, mesh=meshes[axes]), _accelfn())
             except BaseException as error:
                 torch.save(_failure(error), report_of(number, ctx.rank))
                 raise
