@@ -283,8 +283,8 @@ def _sees_other_rows(p: Program) -> bool:
 
 
 def _computes_again(p: Program) -> bool:
-    """Return whether a row is computed more than once, or beside other rows after a while."""
-    return p["loss"] in ("twice", "penalty") or p["recompute"] or bool(p["peek"] or p["resume"])
+    """Return whether a step computes a row more than once."""
+    return p["loss"] in ("twice", "penalty") or p["recompute"]
 
 
 def _attends(p: Program) -> bool:
@@ -327,9 +327,7 @@ _RULES = (
     Rule("a second derivative is of one pass", together("loss=penalty", "recompute precision peek evaluate")),
     Rule(
         "rows that matter to each other are computed once",
-        lambda p: (
-            _sees_other_rows(p) and (_computes_again(p) or (loops.is_step(p) and p["accumulation"] > 1))
-        ),
+        lambda p: _sees_other_rows(p) and _computes_again(p),
     ),
     Rule("rows of one task are looked at together", lambda p: bool(p["evaluate"]) and "branch" in _kinds(p)),
     Rule(

@@ -12,14 +12,15 @@ from typing import Any
 
 from accelfn.testing.programs.grammar import Choice, Grammar, Program
 from accelfn.testing.programs.habits import resumed
+from accelfn.testing.programs.layouts import is_replicated
 from accelfn.testing.programs.run import TIMEOUT_S
 from accelfn.testing.programs.verdict import Verdict, check_programs
 
 # A set of features that together don't train: programs that have it aren't drawn again, so that one fault
 # hides no other.
 Finding = frozenset[Choice]
-# Programs of a batch, in all their ranks: threads and single processes cost least.
-_RANKS_OF_A_BATCH = 12
+# Programs of a batch, in all their ranks where these share a model; replicas cost little.
+_SIZE_OF_A_BATCH = 12
 
 
 def layouts_of(grammar: Grammar) -> list[Program]:
@@ -210,6 +211,9 @@ def simpler(program: Program) -> list[Program]:
         made += lawful[:1]
         if varied.is_axis or varied.is_size:
             made += [one for one in lawful[1:] if one[name] == 2]
+    if "resume" in grammar.by_name and program["resume"]:  # what shows without having been saved
+        there = resumed(program).but(save="")
+        made += [there] if grammar.broken_rule(there) is None else []
     # Values that two features share are simpler in one of them.
     for one in grammar.features:
         if one.counts_as and program[one.name] != one.values[0]:
@@ -350,7 +354,7 @@ def campaign(
 
     def batch_of(layout: Program) -> list[Program]:
         aimed, programs = {*covered}, dict[Program, None]()
-        size = _RANKS_OF_A_BATCH // (1 if layout["world"] == "memory" else layout.num_ranks)
+        size = _SIZE_OF_A_BATCH // (1 if is_replicated(layout) else layout.num_ranks)
         for _ in range(size):
             program = draw(grammar, rng, covered=aimed, avoid=known, layout=layout)
             if program is not None:

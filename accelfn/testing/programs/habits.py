@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from accelfn.testing.programs.draft import Draft
 from accelfn.testing.programs.grammar import Feature, Program, Rule, feature, together
-from accelfn.testing.programs.loops import OF_TREES, is_uneven
+from accelfn.testing.programs.loops import OF_TREES, is_step, is_uneven
 
 # A world that takes up what another one saved in the middle of an epoch: the axis that has two ranks.
 RESUMED: Mapping[str, str] = MappingProxyType(
@@ -286,6 +286,13 @@ RULES: tuple[Rule, ...] = (
         "a batch can be dealt to the ranks that take it up", lambda p: bool(p["resume"]) and not _is_dealt(p)
     ),
     Rule("a run resumes on processes", together("resume", "world exact ddp fsdp")),
+    Rule(
+        "rows that matter to each other are of one number of ranks, and computed once",
+        lambda p: (
+            p.grammar.sees_other_rows(p)
+            and bool(p["peek"] or p["resume"] or (is_step(p) and p["accumulation"] > 1))
+        ),
+    ),
     Rule(
         "the rest of a run can be in its world",
         lambda p: bool(p["resume"]) and p.grammar.broken_rule(resumed(p)) is not None,

@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,8 @@ from accelfn.testing.programs.habits import resumed
 from accelfn.testing.programs.layouts import context_arguments, world_arguments
 from accelfn.testing.ranks import run_ranks
 
-# How long ranks wait for each other in an operation; how much longer their world may live, for each of its
-# programs; and how much later its process ends that doesn't end by itself.
+# How long ranks wait for each other in an operation; how much longer a program may take, after which its
+# ranks report where they are, and end; and how much later their world's process ends.
 TIMEOUT_S = 12.0
 _PROGRAM_S = 12.0
 _GRACE_S = 15.0
@@ -260,17 +261,25 @@ def _run_jobs(jobs: Sequence[Job], timeout_s: float) -> dict[Job, Outcome]:
 
 def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
     """Run jobs one after the other in one world; return the outcomes up to the first that failed."""
-    layout, limit_s = jobs[0].layout, timeout_s + _PROGRAM_S * len(jobs)
+    layout, limit_s = jobs[0].layout, timeout_s + _PROGRAM_S
     reports = tempfile.mkdtemp(prefix="reports_")
 
     def report_of(number: int, rank: int) -> str:
         return f"{reports}/{number}.{rank}"
+
+    def give_up(report: str, thread: int) -> None:
+        stack = "".join(traceback.format_stack(sys._current_frames()[thread])[-8:])  # pyright: ignore[reportPrivateUsage]
+        torch.save(_lost(TimeoutError, f"after {limit_s:g} s the program is at\n{stack}"), report)
+        os._exit(1)
 
     def work(ctx: Context) -> None:
         warnings.simplefilter("ignore")
         faulthandler.enable()
         meshes: dict[str, Mesh | None] = {}  # a mesh has groups, which programs of its layout share
         for number, job in enumerate(jobs):
+            timer = threading.Timer(limit_s, give_up, (report_of(number, ctx.rank), threading.get_ident()))
+            timer.daemon = True
+            timer.start()
             try:
                 options = world_arguments(job.layout), context_arguments(job.layout)
                 own = configure(ctx, cast("ContextOptions", _arguments(", ".join(filter(None, options)))))
@@ -281,6 +290,8 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
             except BaseException as error:
                 torch.save(_failure(error), report_of(number, ctx.rank))
                 raise
+            finally:
+                timer.cancel()
             torch.save(report, report_of(number, ctx.rank))
 
     def start() -> Failure | None:
@@ -291,7 +302,7 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
                 work,
                 layout.num_ranks,
                 layout["world"],
-                timeout_s=limit_s,
+                timeout_s=limit_s * len(jobs),
                 guard=Guard(timeout=timeout_s, long_timeout=timeout_s),
             )
         except BaseException as error:  # noqa: BLE001 -- reported with the ranks' own
@@ -299,7 +310,7 @@ def _run_world(jobs: Sequence[Job], timeout_s: float) -> list[Outcome]:
         return None
 
     # In a process of its own: threads that hang can't be ended.
-    outside = _in_a_child(start, limit_s + _GRACE_S)
+    outside = _in_a_child(start, limit_s * len(jobs) + _GRACE_S)
     outcomes: list[Outcome] = []
     for number in range(len(jobs)):
         ranks = [_read(report_of(number, rank)) for rank in range(layout.num_ranks)]

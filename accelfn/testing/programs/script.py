@@ -16,48 +16,66 @@ from accelfn.testing.programs.run import IMPORTS, Job
 
 _ENDING = """
 
-def train_quietly(ctx):
-    logged = []
-
-    def log(name, value):
-        if name in ("loss", "total", "norm"):
-            weight = max(float(getattr(value, "weight", 1)), 1e-9)
-            logged.append((name, round(getattr(value, "value", value).item() / weight, 5)))
-
+def train_and_log(ctx):
+    log = Log()
     train(ctx, log)
-    return logged
+    return log.read(ctx)
+
+
+def show(*parts):
+    \"\"\"Print what ranks logged, as one process would have, and the norms of what was trained.\"\"\"
+    numbers = join_ranks(parts)
+    for name, (values, *_) in numbers.series.items():
+        print(name, *(f"{one:.5g}" for value in values for one in value.flatten().tolist()))
+    for name, states in numbers.states.items():
+        tensors = {}
+        for state in reversed(states):
+            tensors |= {**state.parameters, **state.buffers}
+        for key, tensor in sorted(tensors.items()):
+            print(f"{name}.{key} {tensor.double().norm().item():.5g}")
 
 """
+_IMPORTS = """\
+from accelfn.testing.programs.run import Log
+from accelfn.testing.programs.verdict import join_ranks"""
 
 
 def script(program: Program) -> str:
-    """Return a program as a file of its own: it prints losses and norms on one rank, and in its layout.
+    """Return a program as a file of its own, which runs it on one rank and in its layout.
 
-    Functions and classes of the grammar's scope are printed with it, or imported where the grammar says so;
-    any other value is printed as Python shows it.
+    It prints for both what a verdict compares, joined over the ranks: losses, norms and what else is logged,
+    and the norm of each parameter and buffer at the end. Functions and classes of the grammar's scope are
+    printed with it, or imported where the grammar says so; any other value is printed as Python shows it.
     """
     grammar, text = program.grammar, program.source()
-    first = f"# {program}\nfrom __future__ import annotations\n{IMPORTS}{grammar.imports}".strip("\n")
+    first = f"# {program}\nfrom __future__ import annotations\n{IMPORTS}{grammar.imports}{_IMPORTS}"
     made = [first, *_definitions(text, program), text.strip("\n")]
     if "FOLDER" in text:
         made.insert(1, 'FOLDER = tempfile.mkdtemp() + "/checkpoint"')
-    alone = program.but(world="processes").reference()
-    return "\n\n\n".join(made) + _ENDING + _calls(program, alone)
+    return "\n\n\n".join(made) + _ENDING + _calls(program)
 
 
-def _calls(program: Program, alone: Program) -> str:
-    """Return the lines that run it, once more with the other part for a program that resumes elsewhere."""
-    if not program["resume"]:
-        options = context_arguments(alone.but(dp=1))
-        lines = [f"print(run_ranks(train_quietly, 1, {_listed('processes', options)})[0])"]
-        return "\n".join([*lines, _call(Job(program, ""))]) + "\n"
-    return "\n".join(f"PART = {part}\n{_call(Job(program, '', part))}" for part in (0, 1)) + "\n"
+def _calls(program: Program) -> str:
+    """Return the lines that run it: in two parts if it resumes elsewhere."""
+    alone = program.but(world="processes").reference().but(dp=1)
+    lines: list[str] = []
+    for heading, of_one in (("one rank", True), (str(program), False)):
+        lines.append(f"print({f'# {heading}'!r})")
+        parts = (0, 1) if program["resume"] else (0,)
+        calls = [_call(Job(program, "", part), alone if of_one else None) for part in parts]
+        if len(parts) == 1:
+            lines.append(f"show({calls[0]})")
+        else:
+            lines += ["PART = 0", f"first = {calls[0]}", "PART = 1", f"show(first, {calls[1]})"]
+    return "\n".join(lines) + "\n"
 
 
-def _call(job: Job) -> str:
+def _call(job: Job, alone: Program | None) -> str:
+    if alone is not None:
+        return f"run_ranks(train_and_log, 1, {_listed('processes', context_arguments(alone))})"
     layout = job.layout
     options = _listed(layout["world"], world_arguments(layout), context_arguments(layout))
-    return f"print(run_ranks(train_quietly, {layout.num_ranks}, {options})[0])"
+    return f"run_ranks(train_and_log, {layout.num_ranks}, {options})"
 
 
 def _listed(world: str, *options: str) -> str:

@@ -14,6 +14,7 @@ from accelfn.testing.programs import habits, layouts, loops, plain
 from accelfn.testing.programs.draft import Draft
 from accelfn.testing.programs.grammar import Feature, Grammar, Program, Rule, feature, together
 from accelfn.testing.programs.parts import default_collate
+from accelfn.tree import digest_tensors, flatten, tree_structure
 
 _BATCH = 2  # rows of a rank's batch in the plainest program
 
@@ -50,9 +51,9 @@ def training_programs(
 
     Raises:
         TypeError: The loss is neither a tensor nor an ``accelfn.Loss``.
-        ValueError: The model has no parameters to train, or other weights at each call; there are too few
-            rows; or the loss isn't one finite number, or another one at each call (random numbers without a
-            seed).
+        ValueError: The model has no parameters to train, or parameters in bf16 or fp16; weights or rows are
+            others at each call; there are too few rows; or the loss isn't one finite number with a gradient,
+            isn't a mean, or is another one at each call (random numbers without a seed).
 
     >>> def build_model(seed=0):
     ...     torch.manual_seed(seed)
@@ -99,11 +100,22 @@ def training_programs(
     )
 
 
+def _are_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    first, second = (default_collate([*rows]) for rows in (one, other))
+    if tree_structure(first) != tree_structure(second):
+        return False
+    return bool((digest_tensors(_tensors(first)) == digest_tensors(_tensors(second))).all())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
 class _Subject:
     """The user's functions."""
 
     def __init__(self, build_model: Any, make_rows: Any, loss_of: Any) -> None:
-        self._build, self._loss_of = build_model, loss_of
+        self._build, self._make_rows, self._loss_of = build_model, make_rows, loss_of
         self.model: nn.Module = build_model()
         self.rows = make_rows()
         self.has_buffers = any(True for _ in self.model.buffers())
@@ -128,6 +140,17 @@ class _Subject:
             raise ValueError(
                 f"training_programs: make_rows returned {len(self.rows)} rows, and 4 ranks need at least 16."
             )
+        if not _are_equal(self.rows, self._make_rows()):
+            raise ValueError(
+                "training_programs: two calls of make_rows returned different rows. Draw them from a "
+                "torch.Generator that is seeded in it."
+            )
+        half = next((name for name, one in trained.items() if one.dtype.itemsize < 4), "")
+        if half:
+            raise ValueError(
+                f"training_programs: {half} is in {trained[half].dtype}, but the reference computes in "
+                "float32. Build the model in float32; programs in bf16 are drawn too."
+            )
         model = plain.prepare(plain.Context(), self._build())
         first, second = self._loss(model), self._loss(model)
         if float(first.value) != float(second.value):
@@ -136,10 +159,17 @@ class _Subject:
                 f"{float(second.value):.6g}: it draws random numbers, which differ between layouts. "
                 "Set dropout to 0, or draw from a generator that is seeded in the call."
             )
+        twice = self._loss(model, times=2)
+        if first.weight is None and not torch.allclose(twice.value, first.value, rtol=0.01):
+            raise ValueError(
+                f"training_programs: the loss was {float(first.value):.6g}, and {float(twice.value):.6g} "
+                "with each row twice: it isn't a mean over the rows. Divide it by their number, or return "
+                "an accelfn.Loss of the sum and its weight."
+            )
         return first.weight is not None
 
-    def _loss(self, model: nn.Module) -> plain.Loss:
-        batch = default_collate([*self.rows[:_BATCH]])
+    def _loss(self, model: nn.Module, times: int = 1) -> plain.Loss:
+        batch = default_collate([*self.rows[:_BATCH]] * times)
         loss = self._loss_of(model, batch)
         value = getattr(loss, "value", loss)
         if not isinstance(value, torch.Tensor):
@@ -147,9 +177,18 @@ class _Subject:
                 f"training_programs: loss_of returned {type(loss).__name__}. Return a tensor of shape (), or "
                 "an accelfn.Loss."
             )
-        if value.numel() != 1 or not bool(torch.isfinite(value)):
+        if value.numel() != 1 or not value.is_floating_point() or not bool(torch.isfinite(value)):
             raise ValueError(
                 f"training_programs: the loss must be one finite number, got {value.detach()} of shape "
                 f"{tuple(value.shape)}."
             )
-        return plain.Loss(value.detach(), getattr(loss, "weight", None))
+        if not value.requires_grad:
+            raise ValueError(
+                "training_programs: the loss has no gradient: it is detached, or computed without parameters."
+            )
+        weight = getattr(loss, "weight", None)
+        if weight is not None and not float(weight) > 0:
+            raise ValueError(
+                f"training_programs: the loss has the weight {float(weight):g}, which must be > 0."
+            )
+        return plain.Loss(value.detach(), weight)

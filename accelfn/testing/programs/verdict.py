@@ -164,7 +164,9 @@ def compare(program: Program, outcome: Outcome, reference: Reference) -> Verdict
         reference: From :func:`reference_of`.
     """
     if outcome.failures:
-        return _judge_failures(outcome.failures)
+        verdict = _judge_failures(outcome.failures)
+        is_unsaid = verdict.kind in ("hang", "crash")
+        return verdict._replace(what=f"{verdict.what}\n{program.source()}") if is_unsaid else verdict
     try:
         seen = join_ranks(outcome.parts)
     except ValueError as error:
@@ -206,7 +208,8 @@ def _judge_failures(failures: Sequence[Failure]) -> Verdict:
         return Verdict("error", f"{text} [{worst.where}]", f"{worst.kind} {worst.where}")
     text = " | ".join(f"{one.kind}: {one.text}" for one in failures)
     has_died = any(word in text for word in ("was killed by", "exited with code"))
-    return Verdict("crash" if has_died else "hang", text)
+    is_late = any(one.kind == "TimeoutError" for one in failures)
+    return Verdict("crash" if has_died and not is_late else "hang", text)
 
 
 def _other_bits(program: Program, seen: Numbers) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
 
 FAULTS = {
     "hangs": "import time\n    time.sleep(3600)",
+    "computes": "while True:\n        pass",
     "dies": "import os\n    print('its last words', flush=True)\n    os._exit(7)",
     "raises": "raise RuntimeError('something else')",
     "differs": "model.weight_of_one_rank = [*model.parameters()][0].data.add_(1.0)",
@@ -52,9 +54,10 @@ FAULTS = {
 
 @feature("fault", ("", *FAULTS), is_neutral=True)
 def fault(program: Program, draft: Draft) -> None:
-    """What rank 1 does before the loop."""
+    """What rank 1, or every rank, does before the loop."""
     if program["fault"]:
-        draft.add("built", f"if ctx.rank == 1:\n    {FAULTS[program['fault']]}")
+        ranks = "True" if program["fault"] == "computes" else "ctx.rank == 1"
+        draft.add("built", f"if {ranks}:\n    {FAULTS[program['fault']]}")
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,21 @@ def test_a_program_that_hangs_ends_by_its_limit(grammar: Grammar, world: str) ->
     assert verdict.kind == "hang"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(80)
+@pytest.mark.parametrize("text", ["", "dp=2", "dp=2 world=memory"])
+def test_a_program_that_never_waits_ends_as_soon_among_many(grammar: Grammar, text: str) -> None:
+    plain = grammar.program(text)
+    values = ("momentum", "adamw", "groups", "two"), ("norm", "value"), (1, 3)
+    names = ("optimizer", "clip", "batch")
+    others = [
+        plain.but(**{name: one}) for name, several in zip(names, values, strict=True) for one in several
+    ]
+    first, *rest = check_programs([plain.but(fault="computes"), *others], timeout_s=1.0)
+    assert (first.kind, "in train" in first.what) == ("hang", True), first
+    assert {one.kind for one in rest} == {"equal"}
+
+
 def test_programs_after_one_that_fails_run_in_another_world(grammar: Grammar) -> None:
     programs = [grammar.program(dp=2, world="memory", fault=fault) for fault in ("", "raises", "differs", "")]
     programs[3] = programs[3].but(clip="norm")
@@ -144,7 +162,10 @@ def test_a_script_prints_what_one_process_and_the_layout_come_to(tmp_path: Path,
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(file)], capture_output=True, text=True, timeout=100, check=True
     )
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2
-    if "resume" not in text:
-        assert len(eval(lines[0])) > 0
+    first, second, *none = re.split(r"^# .*\n", done.stdout, flags=re.MULTILINE)[1:]
+    alone, found = (dict(line.split(" ", 1) for line in part.splitlines()) for part in (first, second))
+    assert (alone.keys(), none) == (found.keys(), [])
+    assert {"seen", "norm", "model.head.weight"} <= alone.keys()
+    for name, numbers in alone.items():
+        seen = [float(one) for one in found[name].split()]
+        assert seen == pytest.approx([float(one) for one in numbers.split()], rel=1e-3, abs=1e-4), name

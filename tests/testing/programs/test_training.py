@@ -58,6 +58,27 @@ def loss_at_random(model: Any, batch: Any) -> torch.Tensor:
     return loss_of(model, batch) * torch.rand(())
 
 
+def changing_rows() -> list[torch.Tensor]:
+    torch.seed()
+    return [*torch.rand(16, 2)]
+
+
+def build_in_bf16() -> nn.Module:
+    return build_model().bfloat16()
+
+
+def summed_loss(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch).square().sum()
+
+
+def detached_loss(model: Any, batch: Any) -> torch.Tensor:
+    return loss_of(model, batch).detach()
+
+
+def weightless_loss(model: Any, batch: Any) -> af.Loss:
+    return af.Loss(model(batch).square().sum(), 0)
+
+
 @pytest.mark.parametrize(
     ("error", "message", "functions"),
     [
@@ -72,6 +93,11 @@ def loss_at_random(model: Any, batch: Any) -> torch.Tensor:
         (ValueError, "the loss must be one finite number", {"loss_of": several_numbers}),
         (ValueError, "the loss must be one finite number", {"loss_of": no_number}),
         (ValueError, "it draws random numbers, which differ between layouts", {"loss_of": loss_at_random}),
+        (ValueError, "two calls of make_rows returned different rows", {"make_rows": changing_rows}),
+        (ValueError, "weight is in torch.bfloat16", {"build_model": build_in_bf16}),
+        (ValueError, "it isn't a mean over the rows", {"loss_of": summed_loss}),
+        (ValueError, "the loss has no gradient", {"loss_of": detached_loss}),
+        (ValueError, "the loss has the weight 0", {"loss_of": weightless_loss}),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
@@ -96,6 +122,12 @@ def test_a_layout_that_the_model_cannot_have_is_refused(text: str, message: str)
     grammar = training_programs(build_model, make_rows, loss_of)
     with pytest.raises(ValueError, match=message):
         grammar.program(text)
+
+
+def test_rows_that_matter_to_each_other_are_not_resumed_by_other_ranks() -> None:
+    grammar = training_programs(build_model, make_rows, loss_of, sees_other_rows=True)
+    with pytest.raises(ValueError, match="rows that matter to each other are of one number of ranks"):
+        grammar.program("dp=2 save=middle resume=one")
 
 
 def test_axes_are_there_for_models_that_say_how_they_are_shared() -> None:
