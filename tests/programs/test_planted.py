@@ -62,6 +62,7 @@ def test_a_planted_fault_is_found_and_shrinks_to_few_features(
     (shrunk,) = report.findings
     number = sum(report.verdicts.values())
     print(f"{fault.__name__}: {report.seconds:.0f} s, {number} programs: {shrunk.program}")
-    assert shrunk.verdict.kind == "different"
+    # A save compares the replicas, and says so itself.
+    assert shrunk.verdict.kind == "different" or "ReplicaDriftError" in shrunk.verdict.what
     assert len(finding_of(shrunk.program)) <= 3
     assert {name for name, _ in finding_of(shrunk.program)} & features

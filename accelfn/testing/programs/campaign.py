@@ -20,7 +20,7 @@ from accelfn.testing.programs.verdict import Verdict, check_programs
 # hides no other.
 Finding = frozenset[Choice]
 # Programs of a batch, in all their ranks where these share a model; replicas cost little.
-_SIZE_OF_A_BATCH = 12
+_SIZE_OF_A_BATCH = 8
 
 
 def layouts_of(grammar: Grammar) -> list[Program]:
