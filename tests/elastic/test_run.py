@@ -146,7 +146,7 @@ import os, pathlib, sys, time
 import accelfn as af
 
 result = af.run_elastic(lambda ctx, state: ctx.num_processes, lambda ctx: 0, cpu=True)
-time.sleep(8)
+time.sleep(12)
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(result))
 """
 
@@ -172,7 +172,7 @@ def test_the_end_of_a_program(tmp_path: Path, text: str, expected: str) -> None:
     program, results = tmp_path / "train.py", tmp_path / "results"
     program.write_text(text)
     results.mkdir()
-    flags = ("--num_processes=2", "--heartbeat_timeout=3", "--cpu")
+    flags = ("--num_processes=2", "--heartbeat_timeout=8", "--cpu")
     command = (sys.executable, "-m", "accelfn", "launch", "--elastic", *flags, str(program), str(results))
     subprocess.run(command, check=True, timeout=120)
     assert "".join(path.read_text() for path in sorted(results.iterdir())) == expected
