@@ -165,8 +165,9 @@ def compare(program: Program, outcome: Outcome, reference: Reference) -> Verdict
     """
     if outcome.failures:
         verdict = _judge_failures(outcome.failures)
-        is_unsaid = verdict.kind in ("hang", "crash")
-        return verdict._replace(what=f"{verdict.what}\n{program.source()}") if is_unsaid else verdict
+        if verdict.kind in ("hang", "crash"):  # no error names a line
+            return verdict._replace(what=f"{verdict.what}\n{program.source()}")
+        return verdict
     try:
         seen = join_ranks(outcome.parts)
     except ValueError as error:
