@@ -377,7 +377,8 @@ def _transfer(
             blocks[index].reshape(size, -1) if count else blocks[index].new_empty(size, 0)
             for index, count in zip(group.leaves, group.sizes, strict=True)
         ]
-        joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+        # A single element counts as contiguous whatever its stride, but can't be viewed as bytes.
+        joined = flat[0] if len(flat) == 1 and flat[0].stride(-1) == 1 else torch.cat(flat, dim=1)
         received = send(joined.contiguous().resolve_conj().resolve_neg())
         parts = torch.split(received, [count // size for count in group.sizes], dim=-1)
         for index, part in zip(group.leaves, parts, strict=True):

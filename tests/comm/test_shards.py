@@ -365,3 +365,8 @@ def test_another_order_of_backward_passes_is_an_error_on_all() -> None:
 
     errors = run_ranks(failure(work), 2, timeout_s=10)
     assert [type(error) for error in errors] == [MismatchError] * 2
+
+
+def test_a_single_element_with_a_stride_is_gathered() -> None:
+    one = torch.arange(4)[1::2][:1]
+    assert all(run_ranks(lambda ctx: all_gather(ctx, one).equal(torch.ones(2).long()), 2))
