@@ -235,7 +235,7 @@ def test_pieces_are_the_tensor_in_logical_order(tensor: torch.Tensor, size: int)
     assert all(len(piece) == size for piece in pieces[:-1])
     assert len(pieces[-1]) <= size
     assert b"".join(raw(piece) for piece in pieces) == raw(tensor)
-    if tensor.is_contiguous() and tensor.numel():
+    if tensor.is_contiguous() and tensor.numel() > 1:  # a single element may have any stride
         assert {piece.untyped_storage().data_ptr() for piece in pieces} == {
             tensor.untyped_storage().data_ptr()
         }
