@@ -219,7 +219,7 @@ def run_programs(programs: Sequence[Program], *, timeout_s: float = TIMEOUT_S) -
 
     Args:
         programs: Any.
-        timeout_s: How long ranks wait for each other.
+        timeout_s: How long ranks wait for each other; a program may take 12 s longer in all.
 
     Returns:
         Their outcomes, in the same order.

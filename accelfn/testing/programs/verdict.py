@@ -184,7 +184,7 @@ def check_programs(programs: Sequence[Program], *, timeout_s: float = TIMEOUT_S)
     Args:
         programs: Any. The references run first, in this process: ranks are forked from it, and so have the
             modules that they import.
-        timeout_s: How long ranks wait for each other.
+        timeout_s: How long ranks wait for each other; a program may take 12 s longer in all.
     """
     known: References = {}
     references: dict[Program, Reference] = {}
