@@ -152,7 +152,7 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(result))
 
 # A rank leaves the program where the others return from the training.
 LEAVES = """
-import os, pathlib, sys
+import faulthandler, os, pathlib, sys
 import accelfn as af
 
 def train(ctx, state):
@@ -162,6 +162,7 @@ def train(ctx, state):
     return ctx.num_processes
 
 result = af.run_elastic(train, lambda ctx: 0, cpu=True)
+faulthandler.dump_traceback_later(6)  # where it hangs, if its end does: heartbeats stop there
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(result))
 """
 

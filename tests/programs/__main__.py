@@ -1,8 +1,9 @@
 """The campaign: ``python -m tests.programs --minutes 10 --seed 1``.
 
 Draws programs, runs them, and shrinks what fails. What is in ``failed.txt`` isn't drawn again. ``--check``
-runs that file and writes the verdicts of today, ``--sample`` draws what ``sample.txt`` lacks, and ``--show``
-prints a program as a script: ``--show "dp=2 hook"``.
+runs that file and writes the verdicts of today, ``--sample`` draws what ``sample.txt`` lacks and looks for
+fewer programs that cover the same (for minutes), and ``--show`` prints a program as a script:
+``--show "dp=2 hook"``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="write the verdicts of all programs that ever failed"
     )
-    parser.add_argument("--sample", action="store_true", help="complete the fixed sample")
+    parser.add_argument("--sample", action="store_true", help="complete the fixed sample, in fewer programs")
     parser.add_argument("--show", metavar="PROGRAM", help="print a program as a script")
     options = parser.parse_args()
     if options.show is not None:

@@ -12,26 +12,29 @@ from tests.programs import records
 from tests.programs.grammar import GRAMMAR
 
 # Programs of a test: they share a world of ranks where they can.
-_SIZE = 12
+_SIZE = 16
+_QUICK = ("", "dp=2", "dp=2 world=memory", "dp=3 world=memory", "shard=2", "tp=2", "dp=2 pp=2", "dp=2 cp=2")
+
+
+def is_slow(program: Program) -> bool:
+    """Return whether a program is of transformers, resumed, or in a layout that isn't of the quick suite."""
+    return str(program.layout) not in _QUICK or program["model"] != "blocks" or bool(program["resume"])
 
 
 def parameters_of(programs: list[Program]) -> list[object]:
-    """Return the parameters of tests: in the quick suite the first of a layout, without transformers."""
+    """Return the parameters of tests: in the quick suite the first of a layout."""
     parameters: list[object] = []
-    ordered = sorted(
-        programs, key=lambda one: (str(one.layout), one["model"] != "blocks", bool(one["resume"]))
-    )
-    for layout, group in itertools.groupby(ordered, lambda one: str(one.layout)):
+
+    def place(program: Program) -> tuple[str, bool]:
+        return str(program.layout), is_slow(program)
+
+    for (layout, slow), group in itertools.groupby(sorted(programs, key=place), place):
         waiting = [*group]
         for number, start in enumerate(range(0, len(waiting), _SIZE)):
-            chosen = waiting[start : start + _SIZE]
-            is_quick = number == 0 and all(one["model"] == "blocks" and not one["resume"] for one in chosen)
-            marks = () if is_quick and layout in _QUICK else pytest.mark.slow
-            parameters.append(pytest.param(chosen, marks=marks, id=f"{layout or 'one rank'} {number}"))
+            marks = pytest.mark.slow if slow or number else ()
+            name = f"{layout or 'one rank'}{', slow' if slow and layout in _QUICK else ''} {number}"
+            parameters.append(pytest.param(waiting[start : start + _SIZE], marks=marks, id=name))
     return parameters
-
-
-_QUICK = ("", "dp=2", "dp=2 world=memory", "dp=3 world=memory", "shard=2", "tp=2", "pp=2", "cp=2")
 
 
 @pytest.mark.timeout(600)

@@ -1,20 +1,8 @@
 """Training programs by the thousand: drawn, run in every layout, compared with one process, and shrunk."""
 
-from accelfn.testing.programs.campaign import (
-    Finding,
-    Report,
-    Shrunk,
-    campaign,
-    cover,
-    draw,
-    finding_of,
-    is_known,
-    layouts_of,
-    needs,
-    shrink,
-    simpler,
-)
+from accelfn.testing.programs.campaign import Report, Shrunk, campaign, finding_of, shrink, simpler
 from accelfn.testing.programs.draft import Draft
+from accelfn.testing.programs.drawing import Finding, cover, draw, is_known, layouts_of, needs
 from accelfn.testing.programs.grammar import Choice, Feature, Grammar, Program, Rule, feature, together
 from accelfn.testing.programs.run import Outcome, RankLog, run_programs
 from accelfn.testing.programs.script import script
