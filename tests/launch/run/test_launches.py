@@ -367,6 +367,7 @@ def test_signals_are_handed_on_and_named_in_the_status(
 ) -> None:
     script(HANDLES)
     number = signal.Signals[name]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a launch inherits that nohup has it ignored
     process = launch(*TWO, "train.py", str(int(number)), str(answer), real=False)
     pids(tmp_path, process)
     process.send_signal(number)
