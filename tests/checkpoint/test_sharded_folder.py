@@ -217,6 +217,13 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert source.is_dir()
 
 
+@pytest.mark.parametrize("inside", ["", "merged/whole"])
+def test_a_result_inside_of_the_folder_stays_where_the_folder_is_removed(source: Path, inside: str) -> None:
+    merged = af.merge_fsdp_weights(source, source / inside, remove_checkpoint_dir=True)
+    assert not differing(load_file(merged), MODEL)
+    assert [path for path in source.rglob("*") if path.is_file()] == [merged]
+
+
 def test_files_of_a_killed_merge_are_removed(source: Path, tmp_path: Path) -> None:
     for _ in range(2):
         kill_at_its_last_step(lambda: af.merge_fsdp_weights(source, tmp_path / "out"))

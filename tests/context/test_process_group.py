@@ -1,12 +1,13 @@
 """The seam over a real process group, beside that of ranks in memory."""
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import accelfn as af
 from accelfn.context import CallLog, Context, MessageBoard, PeerMonitor
 from accelfn.context.process_group import (
     _translate_errors,  # pyright: ignore[reportPrivateUsage]
@@ -83,6 +84,28 @@ def test_what_a_backend_says_of_a_late_or_lost_peer(text: str, kind: type[Distri
         with pytest.raises(type(error)) as other, _translate_errors("all_reduce", monitor()):
             raise error
         assert other.value is error
+
+
+@pytest.mark.parametrize(
+    "text", ["no answer: timeout", "the peer review is missing", "Connection to the data"]
+)
+def test_what_a_program_says_in_backward_stays_its_own_error(text: str) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+            return inputs[0].clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            raise RuntimeError(text)
+
+    def work(ctx: Context) -> None:
+        model = af.prepare_model(ctx, torch.nn.Linear(2, 1))
+        output: Any = model(torch.ones(1, 2)).sum()
+        af.backward(ctx, cast("Any", Fails).apply(output) if ctx.rank == 0 else output, af.init_scaler(ctx))
+
+    with pytest.raises(RuntimeError, match=text):
+        run_ranks(work, 2, "processes", timeout_s=20)
 
 
 def test_a_group_that_is_closed_says_so_and_is_not_kept_alive() -> None:

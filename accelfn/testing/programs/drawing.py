@@ -130,6 +130,8 @@ def cover(
 ) -> list[Program]:
     """Return programs that together have every pair of features, and every feature in every layout.
 
+    What the rules allow is found by drawing: a pair that has many conditions may be missed.
+
     Args:
         grammar: Of the programs.
         rng: Source of random numbers.
@@ -147,11 +149,16 @@ def cover(
     wanted += [frozenset(pair) for pair in itertools.combinations(singles, 2)]
     wanted += [layout.covered() | {single} for layout in layouts for single in singles]
     for need in wanted:
-        if need not in covered:
-            drawn = [*filter(None, (_drawn_with(need, layouts, rng, avoid) for _ in range(6)))]
-            if drawn:
-                programs.append(max(drawn, key=lambda one: len(needs(one) - covered)))
-                covered |= needs(programs[-1])
+        first_drawn = None if need in covered else _drawn_with(need, layouts, rng, avoid)
+        if first_drawn is not None:
+            others = filter(None, (_drawn_with(need, layouts, rng, avoid) for _ in range(3)))
+            programs.append(max([first_drawn, *others], key=lambda one: len(needs(one) - covered)))
+            covered |= needs(programs[-1])
+    for layout in layouts * 8:  # what has more conditions than one more feature
+        program = draw(grammar, rng, covered=covered, avoid=avoid, layout=layout)
+        if program is not None and needs(program) - covered:
+            programs.append(program)
+            covered |= needs(program)
     return _fewer(programs, rng, avoid, tries * len(programs))
 
 

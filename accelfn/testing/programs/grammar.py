@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -188,7 +189,13 @@ class Grammar:
         Raises:
             ValueError: There is no such feature or value, or the program breaks a rule.
         """
-        program = self.any_program({**dict(map(self._read, text.split())), **values})
+        named = [self._read(word) for word in text.split()] + [*values.items()]
+        twice = [name for name, number in Counter(name for name, _ in named).items() if number > 1]
+        if twice:
+            raise ValueError(
+                f"the feature {twice[0]} is named twice: {text!r}. A program has one value of it."
+            )
+        program = self.any_program(dict(named))
         broken = self.broken_rule(program)
         if broken is not None:
             raise ValueError(f"the program {str(program)!r} can't be: {broken.name}.")
@@ -203,7 +210,7 @@ class Grammar:
         for name, value in values.items():
             if name not in self.by_name:
                 raise ValueError(f"there is no feature {name!r}. Choose among {', '.join(self.by_name)}.")
-            if value not in self.by_name[name].values:
+            if not any(value == one and type(value) is type(one) for one in self.by_name[name].values):
                 choices = ", ".join(map(repr, self.by_name[name].values))
                 raise ValueError(f"the feature {name} can't be {value!r}. Choose among {choices}.")
         return Program(
@@ -216,9 +223,10 @@ class Grammar:
         )
 
     def _read(self, word: str) -> Choice:
-        name, _, text = word.partition("=")
+        name, equals, text = word.partition("=")
+        wanted = text if equals else "True"
         values = self.by_name[name].values if name in self.by_name else ()
-        return name, next((value for value in values if str(value) == (text or "True")), text)
+        return name, next((value for value in values if str(value) == wanted), wanted)
 
     def broken_rule(self, program: Program) -> Rule | None:
         """Return the first rule that a program breaks; None if it breaks none."""

@@ -45,7 +45,11 @@ def script(program: Program) -> str:
 
     It prints for both what a verdict compares, joined over the ranks: losses, norms and what else is logged,
     and the norm of each parameter and buffer at the end. Functions and classes of the grammar's scope are
-    printed with it, or imported where the grammar says so; any other value is printed as Python shows it.
+    printed with it, or imported where the grammar says so; any other value is printed as Python shows it. A
+    function of ``__main__`` is printed with the names that it uses.
+
+    Raises:
+        ValueError: A function is a lambda, or was made within another: no text of its own defines it.
     """
     grammar, text = program.grammar, program.source()
     first = f"# {program}\nfrom __future__ import annotations\n{IMPORTS}{grammar.imports}{_IMPORTS}"
@@ -84,27 +88,34 @@ def _listed(world: str, *options: str) -> str:
 
 def _definitions(text: str, program: Program) -> list[str]:
     """Return the source of the names that a text uses, each after those that it uses itself."""
-    scope: Mapping[str, Any] = {**parts.SCOPE, **program.grammar.scope}
     made: dict[str, str] = {}
 
-    def define(name: str) -> None:
+    def define(name: str, scope: Mapping[str, Any]) -> None:
         if name in made or name not in scope:
             return
         value = scope[name]
-        if not (inspect.isclass(value) or inspect.isfunction(value)):
+        if inspect.ismodule(value):
+            made[name] = f"import {value.__name__} as {name}"
+        elif not (inspect.isclass(value) or inspect.isfunction(value)):
             made[name] = f"{name} = {value!r}"
         elif program.grammar.is_imported and _is_importable(value):
             made[name] = f"from {value.__module__} import {value.__name__} as {name}"
+        elif "<" in value.__qualname__:
+            raise ValueError(
+                f"script: {name} is {value.__qualname__}, which no text of its own defines. Use a function "
+                "or class at the top of a module."
+            )
         else:
             made[name] = ""  # in work: a class may name itself
             source = textwrap.dedent(inspect.getsource(value)).strip("\n")
+            around = vars(sys.modules["__main__"]) if value.__module__ == "__main__" else scope
             for used in _names_in(source):
-                define(used)
+                define(used, around)
             del made[name]
             made[name] = source if value.__name__ == name else f"{source}\n\n{name} = {value.__name__}"
 
     for name in _names_in(text):
-        define(name)
+        define(name, {**parts.SCOPE, **program.grammar.scope})
     return [*made.values()]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +17,9 @@ from accelfn.testing.programs.grammar import Feature, Grammar, Program, Rule, fe
 from accelfn.testing.programs.parts import default_collate
 from accelfn.tree import digest_tensors, flatten, tree_structure
 
-_BATCH = 2  # rows of a rank's batch in the plainest program
+_ROWS = 8  # of a batch whose loss is looked at, whole and by its halves
+
+T = TypeVar("T")
 
 
 def training_programs(
@@ -32,7 +35,7 @@ def training_programs(
 ) -> Grammar:
     """Return the grammar of programs that train a model in every layout, with every habit of a loop.
 
-    The three functions must be importable or have a source, so that a program prints as a script.
+    The three functions must be importable or in ``__main__``, so that a program prints as a script.
 
     Args:
         build_model: Returns the model, with the same weights at each call. Where it takes an argument, that
@@ -52,8 +55,8 @@ def training_programs(
     Raises:
         TypeError: The loss is neither a tensor nor an ``accelfn.Loss``.
         ValueError: The model has no parameters to train, or parameters in bf16 or fp16; weights or rows are
-            others at each call; there are too few rows; or the loss isn't one finite number with a gradient,
-            isn't a mean, or is another one at each call (random numbers without a seed).
+            others at each call, or in another random state; there are too few rows; or the loss isn't one
+            finite number with a gradient, isn't a mean over its rows, or is another one at each call.
 
     >>> def build_model(seed=0):
     ...     torch.manual_seed(seed)
@@ -66,7 +69,7 @@ def training_programs(
     >>> print(grammar.program("dp=2 accumulation=2 schedule"))
     dp=2 accumulation=2 schedule
     """
-    subject = _Subject(build_model, make_rows, loss_of)
+    subject = _Subject(build_model, make_rows, loss_of, sees_other_rows)
     weighted = subject.check()
     parts = [
         name for name, module in subject.model.named_children() if any(True for _ in module.parameters())
@@ -82,6 +85,8 @@ def training_programs(
         own.append(Rule("build_model takes no seed", together("seed")))
     if not parts:
         own.append(Rule("a model without layers is trained as one", together("optimizer=groups|two|turns")))
+    if subject.changes_buffers:  # by each forward pass, and a step has one for each part of its batch
+        own.append(Rule("the reference steps in one pass", together("api=train_step accumulation=2|3")))
     if subject.has_buffers:
         own.append(Rule("a tree has no buffers", together("api=pure|gradients")))
     number = len(subject.rows)
@@ -107,6 +112,17 @@ def _are_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return bool((digest_tensors(_tensors(first)) == digest_tensors(_tensors(second))).all())
 
 
+def _after_other_draws(build: Callable[[], T]) -> T:
+    """Return what a function returns in another random state, which has to be the same."""
+    with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+        torch.manual_seed(20_261_128)  # pyright: ignore[reportUnknownMemberType]
+        return build()
+
+
+def _weight(loss: plain.Loss) -> Any:
+    return 1 if loss.weight is None else loss.weight
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
@@ -114,8 +130,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 class _Subject:
     """The user's functions."""
 
-    def __init__(self, build_model: Any, make_rows: Any, loss_of: Any) -> None:
+    def __init__(self, build_model: Any, make_rows: Any, loss_of: Any, sees_other_rows: bool) -> None:
         self._build, self._make_rows, self._loss_of = build_model, make_rows, loss_of
+        self._sees_other_rows, self.changes_buffers = sees_other_rows, False
         self.model: nn.Module = build_model()
         self.rows = make_rows()
         self.has_buffers = any(True for _ in self.model.buffers())
@@ -128,19 +145,25 @@ class _Subject:
                 "training_programs: the model has no parameters that require gradients, so there is nothing "
                 "to compare. Return a model that can be trained from build_model."
             )
-        other = dict(self._build().named_parameters())
-        differing = [name for name, one in trained.items() if not torch.equal(one, other[name])]
+        other = _after_other_draws(self._build)
+        if other is self.model:
+            raise ValueError(
+                "training_programs: two calls of build_model returned one object. Build a model in each "
+                "call, as each rank and the reference train their own."
+            )
+        first, second = self.model.state_dict(), other.state_dict()
+        differing = [name for name, one in first.items() if not torch.equal(one, second[name])]
         if differing:
             raise ValueError(
                 "training_programs: two calls of build_model returned different weights: "
-                f"{', '.join(differing[:3])}. Call torch.manual_seed in it, so that each rank and the "
-                "reference begin with the same."
+                f"{', '.join(differing[:3])}. Call torch.manual_seed at its beginning, so that each rank and "
+                "the reference begin with the same."
             )
         if len(self.rows) < 16:
             raise ValueError(
                 f"training_programs: make_rows returned {len(self.rows)} rows, and 4 ranks need at least 16."
             )
-        if not _are_equal(self.rows, self._make_rows()):
+        if not _are_equal(self.rows, _after_other_draws(self._make_rows)):
             raise ValueError(
                 "training_programs: two calls of make_rows returned different rows. Draw them from a "
                 "torch.Generator that is seeded in it."
@@ -152,35 +175,43 @@ class _Subject:
                 "float32. Build the model in float32; programs in bf16 are drawn too."
             )
         model = plain.prepare(plain.Context(), self._build())
-        first, second = self._loss(model), self._loss(model)
-        if float(first.value) != float(second.value):
+        rows = self.rows[:_ROWS]
+        before = [buffer.clone() for buffer in model.buffers()]
+        whole, again = self._loss(model, rows), self._loss(model, rows)
+        self.changes_buffers = not all(map(torch.equal, before, model.buffers()))
+        if float(whole.value) != float(again.value):
             raise ValueError(
-                f"training_programs: the loss of the same batch was {float(first.value):.6g} and then "
-                f"{float(second.value):.6g}: it draws random numbers, which differ between layouts. "
+                f"training_programs: the loss of the same batch was {float(whole.value):.6g} and then "
+                f"{float(again.value):.6g}: it draws random numbers, which differ between layouts. "
                 "Set dropout to 0, or draw from a generator that is seeded in the call."
             )
-        twice = self._loss(model, times=2)
-        if first.weight is None and not torch.allclose(twice.value, first.value, rtol=0.01):
+        half = _ROWS // 2
+        parts = [[*rows, *rows]] if self._sees_other_rows else [rows[:half], rows[half:]]
+        split = [self._loss(model, part) for part in parts]
+        mean = float(whole.value / _weight(whole))
+        joined = float(sum(one.value for one in split) / sum(_weight(one) for one in split))
+        if not math.isclose(joined, mean, rel_tol=1e-3, abs_tol=1e-6):
+            how = "with each row twice" if self._sees_other_rows else "by halves"
             raise ValueError(
-                f"training_programs: the loss was {float(first.value):.6g}, and {float(twice.value):.6g} "
-                "with each row twice: it isn't a mean over the rows. Divide it by their number, or return "
-                "an accelfn.Loss of the sum and its weight."
+                f"training_programs: the loss of {_ROWS} rows is {mean:.6g}, and {joined:.6g} {how}: it is "
+                "no mean over the rows. Divide it by their number, or return an accelfn.Loss of a sum and "
+                "its weight. Where outputs depend on the other rows, as with BatchNorm, say "
+                "sees_other_rows=True."
             )
-        return first.weight is not None
+        return whole.weight is not None
 
-    def _loss(self, model: nn.Module, times: int = 1) -> plain.Loss:
-        batch = default_collate([*self.rows[:_BATCH]] * times)
-        loss = self._loss_of(model, batch)
+    def _loss(self, model: nn.Module, rows: Sequence[Any]) -> plain.Loss:
+        loss = self._loss_of(model, default_collate([*rows]))
         value = getattr(loss, "value", loss)
         if not isinstance(value, torch.Tensor):
             raise TypeError(
                 f"training_programs: loss_of returned {type(loss).__name__}. Return a tensor of shape (), or "
                 "an accelfn.Loss."
             )
-        if value.numel() != 1 or not value.is_floating_point() or not bool(torch.isfinite(value)):
+        if value.shape != () or not value.is_floating_point() or not bool(torch.isfinite(value)):
             raise ValueError(
-                f"training_programs: the loss must be one finite number, got {value.detach()} of shape "
-                f"{tuple(value.shape)}."
+                f"training_programs: the loss must be one finite number of shape (), got {value.detach()} of "
+                f"shape {tuple(value.shape)}."
             )
         if not value.requires_grad:
             raise ValueError(

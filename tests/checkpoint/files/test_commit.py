@@ -102,6 +102,33 @@ def test_what_is_not_ours_is_never_replaced(tmp_path: Path, what: str, message: 
     assert not (tmp_path / "here").is_dir() or len(names(tmp_path / "here")) == 1
 
 
+@pytest.mark.parametrize("name", [".gitkeep", ".DS_Store"])
+def test_a_directory_with_litter_alone_is_saved_to(tmp_path: Path, name: str) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / name).touch()
+    save(tmp_path / "here", 1)
+    assert name in names(tmp_path / "here")
+    assert af.load_tree(tmp_path / "here")
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket/run", "hf+x://bucket"])
+def test_an_address_is_refused_by_whatever_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ctx = af.Context()
+    saves: list[Callable[[], object]] = [
+        lambda: af.save_tree(address, {"step": 1}),
+        lambda: af.save_state(ctx, address, {"step": 1}),
+        lambda: af.save_state(ctx, address, {"step": 1}, True).result(),
+        lambda: af.save_model(ctx, torch.nn.Linear(1, 1), address),
+    ]
+    for attempt in saves:
+        with pytest.raises(CheckpointError, match=r"has an address in it.*copy that, or mount"):
+            attempt()
+    assert names(tmp_path) == []
+
+
 def test_a_users_files_in_a_checkpoint_stay_when_it_is_replaced() -> None:
     """Also after a kill at any instant."""
     mine = {"/notes.txt", "/files/thesis.txt"}

@@ -1,5 +1,6 @@
 """Saves in the background: what goes wrong reaches every rank, and in time."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -85,6 +86,22 @@ def test_whatever_was_saved_before_no_copy_shares_memory(piece: int, rounds: lis
                 tensor.detach().zero_()
             found = af.load_tree(handle.result())
             assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_programs_garbage_collector_is_left_alone(tmp_path: Path) -> None:
+    tree = {f"{number}": torch.zeros(1) for number in range(3000)}
+    handle = af.save_state(Context(), tmp_path / "at", tree, True)
+    seen = {gc.isenabled()}
+    while not handle.done():
+        seen.add(gc.isenabled())
+    assert seen == {True}
+    handle = af.save_state(Context(), tmp_path / "at", tree, True)
+    gc.disable()
+    try:
+        handle.result()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_one_save_at_a_time_and_the_end_of_a_context_waits(tmp_path: Path) -> None:

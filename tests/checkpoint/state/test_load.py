@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -77,6 +77,35 @@ def test_what_one_rank_cannot_ask_for_is_an_error_on_all(tmp_path: Path, on: Any
 
 
 # --- the newest ----------------------------------------------------------------------------------
+
+
+class Cached(nn.Module):
+    """Has something that it computes again when it is loaded, in one of three ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.weight, self.calls, self.way = nn.Parameter(torch.zeros(2)), list[str](), way
+        if way == "before":
+            cast("Any", self).register_load_state_dict_pre_hook(partial(self.note, "before"))
+        elif way == "after":
+            cast("Any", self).register_load_state_dict_post_hook(partial(self.note, "after"))
+
+    def note(self, name: str, *_: object) -> None:
+        self.calls.append(name)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.calls += ["method"] if self.way == "method" else []
+        cast("Any", super())._load_from_state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["before", "after", "method"])
+def test_a_module_runs_its_own_code_when_it_is_loaded(tmp_path: Path, way: str) -> None:
+    ctx, saved, loaded = Context(), Cached(way), Cached(way)
+    nn.init.ones_(saved.weight)
+    af.save_state(ctx, tmp_path / "at", {"model": nn.Sequential(saved)})
+    af.load_state(ctx, tmp_path / "at", {"model": nn.Sequential(loaded)})
+    assert loaded.weight.eq(1).all()
+    assert loaded.calls == [way]
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])

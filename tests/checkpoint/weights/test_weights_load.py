@@ -347,6 +347,18 @@ def test_only_what_the_index_says_is_taken_from_a_file(tmp_path: Path) -> None:
     assert model.weight.ne(9).all()
 
 
+def test_a_flipped_bit_of_a_pickled_file_is_found(tmp_path: Path) -> None:
+    file, weight = tmp_path / "pytorch_model.bin", torch.arange(64.0)
+    torch.save({"w": weight}, file)
+    data = bytearray(file.read_bytes())
+    data[data.index(weight.numpy().tobytes()) + 5] ^= 64
+    file.write_bytes(data)
+    model = Bag(w=torch.ones(64))
+    with pytest.raises(DamagedCheckpointError, match=r"the checksum of .*data/0 doesn't match"):
+        af.load_model(model, tmp_path)
+    assert model.get_buffer("w").eq(1).all()
+
+
 @pytest.mark.parametrize("what", ["harm", "list", "number", "key", "sparse", "text", "cut", "legacy harm"])
 def test_a_pickled_file_must_hold_a_dict_of_tensors(what: str, tmp_path: Path) -> None:
     sign = tmp_path / "sign"

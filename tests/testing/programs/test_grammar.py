@@ -76,6 +76,8 @@ def test_features_write_the_source() -> None:
     [
         ("clop", "there is no feature 'clop'. Choose among dp, shard"),
         ("dp=7", r"the feature dp can't be '7'. Choose among 1, 2, 3"),
+        ("order", "the feature order can't be 'True'"),
+        ("dp=2 clip dp=3", "the feature dp is named twice"),
         ("clip order=late", "the program 'clip order=late' can't be: a late order has no clipping"),
     ],
 )

@@ -152,6 +152,54 @@ def steep_loss(model: Any, batch: Any) -> torch.Tensor:
     return 1e4 * loss_of(model, batch)
 
 
+_OF_MAIN = """
+import torch
+from torch import nn
+from accelfn.testing.programs import script, training_programs
+
+SIZE = 4
+
+class Local(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(SIZE, 1)
+
+    def forward(self, x):
+        return doubled(self.inner(x))
+
+def doubled(x):
+    return 2 * x
+
+def build_model():
+    torch.manual_seed(0)
+    return Local()
+
+def make_rows():
+    return [*torch.arange(16.0 * SIZE).view(16, SIZE)]
+
+def loss_of(model, batch):
+    return 1e-4 * model(batch).square().mean()
+
+print(script(training_programs(build_model, make_rows, loss_of).program("dp=2 world=memory")))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_has_what_functions_of_the_main_module_use(tmp_path: Path) -> None:
+    texts = [_OF_MAIN]
+    for name in ("grammar.py", "program.py"):
+        (tmp_path / name).write_text(texts[-1])
+        command = [sys.executable, "-W", "ignore", str(tmp_path / name)]
+        texts.append(subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout)
+    assert "inner.weight" in texts[-1]
+
+
+def test_a_script_of_a_function_without_a_text_of_its_own_is_refused() -> None:
+    built = training_programs(lambda: build_model(), make_rows, loss_of)
+    with pytest.raises(ValueError, match=r"script: build_model is .*<lambda>, which no text"):
+        script(built.program("dp=2"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["dp=2 world=memory accumulation=2", "dp=2 save=middle resume=shard2"])
 def test_a_script_prints_what_one_process_and_the_layout_come_to(tmp_path: Path, text: str) -> None:

@@ -79,6 +79,51 @@ def weightless_loss(model: Any, batch: Any) -> af.Loss:
     return af.Loss(model(batch).square().sum(), 0)
 
 
+ONE_MODEL = build_model()
+
+
+def loss_in_a_row(model: Any, batch: Any) -> torch.Tensor:
+    return loss_of(model, batch).view(1)
+
+
+def loss_by_its_weights(model: Any, batch: Any) -> torch.Tensor:
+    weights = batch[:, 0]
+    return (model(batch).square().squeeze(1) * weights).sum() / weights.sum()
+
+
+def build_batchnorm() -> nn.Module:
+    return nn.Sequential(build_model(), nn.BatchNorm1d(1))
+
+
+def product(model: Any, batch: Any) -> torch.Tensor:
+    return (model(batch) * batch).mean()
+
+
+def build_with_a_frozen_draw() -> nn.Module:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    return nn.Sequential(frozen, build_model())
+
+
+class Counting(nn.Module):
+    """Counts its forward passes."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build_model()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return self.inner(x)
+
+
+def draw_rows() -> list[torch.Tensor]:
+    return [*torch.rand(16, 2)]
+
+
 @pytest.mark.parametrize(
     ("error", "message", "functions"),
     [
@@ -95,9 +140,20 @@ def weightless_loss(model: Any, batch: Any) -> af.Loss:
         (ValueError, "it draws random numbers, which differ between layouts", {"loss_of": loss_at_random}),
         (ValueError, "two calls of make_rows returned different rows", {"make_rows": changing_rows}),
         (ValueError, "weight is in torch.bfloat16", {"build_model": build_in_bf16}),
-        (ValueError, "it isn't a mean over the rows", {"loss_of": summed_loss}),
+        (ValueError, "it is no mean over the rows", {"loss_of": summed_loss}),
         (ValueError, "the loss has no gradient", {"loss_of": detached_loss}),
         (ValueError, "the loss has the weight 0", {"loss_of": weightless_loss}),
+        (ValueError, r"number of shape \(\), got .* of shape \(1,\)", {"loss_of": loss_in_a_row}),
+        (ValueError, "by halves: it is no mean", {"loss_of": loss_by_its_weights}),
+        (
+            ValueError,
+            "BatchNorm, say sees_other_rows=True",
+            {"build_model": build_batchnorm, "loss_of": product},
+        ),
+        (ValueError, "returned one object", {"build_model": lambda: ONE_MODEL}),
+        (ValueError, "different weights: 0.weight", {"build_model": build_with_a_frozen_draw}),
+        # build_model has seeded torch before the first call of make_rows.
+        (ValueError, "make_rows returned different rows", {"make_rows": draw_rows}),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
@@ -106,6 +162,13 @@ def test_what_cannot_be_compared_is_refused(
     arguments: dict[str, Any] = {"build_model": build_model, "make_rows": make_rows, "loss_of": loss_of}
     with pytest.raises(error, match=message):
         training_programs(**{**arguments, **functions})
+
+
+def test_a_step_of_a_batch_in_parts_counts_more_passes_than_the_reference() -> None:
+    grammar = training_programs(Counting, make_rows, loss_of)
+    with pytest.raises(ValueError, match="the reference steps in one pass"):
+        grammar.program("api=train_step accumulation=2")
+    assert training_programs(build_model, make_rows, loss_of).program("api=train_step accumulation=2")
 
 
 @pytest.mark.parametrize(
