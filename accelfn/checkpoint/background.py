@@ -363,16 +363,17 @@ class BoardPhases(NamedTuple):
 
 @contextmanager
 def paused_collection() -> Generator[None, None, None]:
-    """Pause Python's cyclic garbage collector in a ``with`` block or a function.
+    """Pause Python's cyclic garbage collector in a ``with`` block or a function, on the main thread.
 
     A tree of 40,000 leaves creates about a million small objects, none of which is garbage, and scanning them
-    would take longer than everything else. If several threads pause it, it runs again as soon as the first of
-    them is done, which costs only time.
+    would take longer than everything else. The collector is the whole process's: another thread, such as that
+    of a background save, leaves it to the program.
     """
-    was_on = gc.isenabled()
+    if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        gc.enable()

@@ -51,8 +51,11 @@ _COPY_S = 3600.0
 # Each new attempt means that another program has removed the directory since it was made.
 _MAX_ATTEMPTS = 10
 _TEMPORARY = re.compile(r"manifest-[0-9a-f]{8}\.json")
-# What file managers, notebooks and network file systems leave in directories.
-_LITTER = re.compile(r"\.DS_Store|\._.*|\.nfs.*|\.fuse_hidden.*|\.ipynb_checkpoints|Thumbs\.db|desktop\.ini")
+# What file managers, notebooks, repositories and network file systems leave in directories.
+_LITTER = re.compile(
+    r"\.DS_Store|\._.*|\.git(keep|ignore|attributes)|\.nfs.*|\.fuse_hidden.*|\.ipynb_checkpoints|Thumbs\.db"
+    r"|desktop\.ini"
+)
 _SCRATCH = re.compile(r"\.(?P<name>.+)\.staging-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -113,7 +116,8 @@ def find_missing(disk: Disk, path: str, head: Manifest) -> str | None:
 def find_extra(disk: Disk, path: str, names: Iterable[str], head: Manifest) -> list[str]:
     """List what users have put into a checkpoint: of ``names`` in its directory, and below ``files-*``.
 
-    Names of ours that the manifest lacks aren't listed: they belong to a save that runs or was killed.
+    What systems leave everywhere isn't listed, nor are names of ours that the manifest lacks: they belong to
+    a save that runs or was killed.
     """
     extra = [name for name in sorted(names) if not is_own_name(name)]
     folders = {name[:end] for name in head.attachments for end, text in enumerate(name) if text == "/"}
@@ -121,19 +125,18 @@ def find_extra(disk: Disk, path: str, names: Iterable[str], head: Manifest) -> l
         with suppress(FileNotFoundError, NotADirectoryError):
             inside = [name for name, _ in walk(disk, os.path.join(path, top), f"{top}/")]
             extra += [name for name in inside if name not in head.attachments and name not in folders]
-    return extra
+    return [name for name in extra if not any(map(_LITTER.fullmatch, name.split("/")))]
 
 
-def find_visible_extra(disk: Disk, path: str) -> list[str]:
-    """List what users have put into a checkpoint, without what systems leave everywhere."""
+def extra_in(disk: Disk, path: str) -> list[str]:
+    """List what users have put into a directory that may be a checkpoint."""
     try:
         with opened(disk, path) as folder:
             names = disk.names(folder)
         head = read_head(disk, path)
     except (FileNotFoundError, DamagedCheckpointError, NotAvailableError):
         return []
-    extra = [] if head is None else find_extra(disk, path, names, head)
-    return [name for name in extra if not any(map(_LITTER.fullmatch, name.split("/")))]
+    return [] if head is None else find_extra(disk, path, names, head)
 
 
 def describe_extra(path: str, extra: Sequence[str]) -> str:
@@ -145,14 +148,30 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
+def check_local(path: str) -> None:
+    """Refuse an address such as ``s3://bucket/run``, which would become a folder named ``s3:``.
+
+    Raises:
+        CheckpointError: It is one; ``pathlib`` may have made one slash of two.
+    """
+    if re.search(r"(^|/)[a-z][a-z0-9+.-]+:/", path):
+        raise CheckpointError(
+            f"{path} has an address in it, and checkpoints are files. Save to a local folder and copy that, "
+            "or mount the storage."
+        )
+
+
 def check_target(disk: Disk, directory: str | os.PathLike[str]) -> bool:
     """Check that a checkpoint can be saved to a directory, and return whether that is empty or missing.
+
+    Files such as ``.DS_Store`` and ``.gitkeep`` don't count, and stay where they are.
 
     Raises:
         CheckpointError: It is no directory, or it holds files and no checkpoint.
         OSError: It can't be read.
     """
     path = os.path.abspath(directory)
+    check_local(path)
     try:
         with opened(disk, path) as folder:
             names = sorted(disk.names(folder))
@@ -168,7 +187,7 @@ def check_target(disk: Disk, directory: str | os.PathLike[str]) -> bool:
     try:
         # A damaged manifest is recognised by files of tensors beside it; another program's has none.
         is_ours = any(is_own_name(name) and name != MANIFEST for name in names)
-        is_ours = is_ours or not names or read_head(disk, path) is not None
+        is_ours = is_ours or all(map(_LITTER.fullmatch, names)) or read_head(disk, path) is not None
     except (DamagedCheckpointError, NotAvailableError):
         is_ours = False
     if not is_ours:

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 from accelfn.checkpoint.commit import (
     describe_extra,
+    extra_in,
     find_leftovers,
-    find_visible_extra,
     is_dead,
     remove_checkpoint,
 )
@@ -136,11 +136,7 @@ def plan_prune(
     index = next((index for index, item in enumerate(found) if item.path == just_saved), None)
     scored = [(item.number, item.metric) for item in found]
     stay = set(_choose(range(len(found)), scored, keep, index))
-    extra = {
-        index: tuple(find_visible_extra(disk, item.path))
-        for index, item in enumerate(found)
-        if index not in stay
-    }
+    extra = {index: tuple(extra_in(disk, item.path)) for index, item in enumerate(found) if index not in stay}
     extra = {index: files for index, files in extra.items() if files}
     stay |= extra.keys()
     return PrunePlan(

@@ -493,7 +493,9 @@ def _unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module's state dict consists of its parameters and buffers, so that it can load in place."""
+    """Whether a module's state dict is its parameters and buffers, and loading only fills these."""
+    if any(_loads_in_its_own_way(part) for part in module.modules()):
+        return False
     own = {
         _address(value)
         for values in (module.named_parameters(remove_duplicate=False), module.named_buffers())
@@ -502,6 +504,14 @@ def _is_plain(module: nn.Module) -> bool:
     return all(
         isinstance(value, torch.Tensor) and _address(value) in own for value in module.state_dict().values()
     )
+
+
+def _loads_in_its_own_way(module: nn.Module) -> bool:
+    """Whether a module has hooks or methods for loading that aren't torch's."""
+    kind, state = cast("Any", type(module)), vars(module)
+    hooks = [*state["_load_state_dict_pre_hooks"].values(), *state["_load_state_dict_post_hooks"].values()]
+    ways = [kind.load_state_dict, kind._load_from_state_dict, *(getattr(one, "hook", one) for one in hooks)]
+    return not all(str(getattr(way, "__module__", "")).startswith("torch.") for way in ways)
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, torch.Size]:

@@ -224,7 +224,7 @@ def merge_fsdp_weights(
         output_path: Directory of the new file; made if it is missing.
         safe_serialization: True: ``model.safetensors``. False: ``pytorch_model.bin``, by ``torch.save``, with
             all weights in memory.
-        remove_checkpoint_dir: Remove the folder after the file was written.
+        remove_checkpoint_dir: Remove the folder afterwards, but not the new file if that is in it.
 
     Returns:
         Path of the file.
@@ -252,7 +252,6 @@ def merge_fsdp_weights(
                 f"merge_fsdp_weights: safetensors has no dtype for {odd[0]} ({tensors[odd[0]].dtype}). Pass "
                 "safe_serialization=False (--unsafe_serialization)."
             )
-    target.parent.mkdir(parents=True, exist_ok=True)
     with staging(target) as stage, _explaining_damage(source):
         if safe_serialization:
             forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
@@ -261,8 +260,20 @@ def merge_fsdp_weights(
             write_pickled(stage / target.name, {name: tensor.read() for name, tensor in tensors.items()})
         os.replace(stage / target.name, target)
     if remove_checkpoint_dir:
-        shutil.rmtree(source)
+        _remove_all_but(target.resolve(), source)
     return target
+
+
+def _remove_all_but(kept: Path, folder: Path) -> None:
+    """Remove a folder, but not a file that may be in it, nor the folders on the way to that."""
+    if not kept.is_relative_to(folder.resolve()):
+        shutil.rmtree(folder)
+        return
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            _remove_all_but(kept, path)
+        elif path.resolve() != kept:
+            path.unlink()
 
 
 def _check_source(source: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from accelfn.checkpoint.commit import scratch_folder
+from accelfn.checkpoint.commit import check_local, scratch_folder
 from accelfn.checkpoint.disk import REAL_DISK, make_folders, naming, write_file
 from accelfn.checkpoint.files import NewEntry, write_tensors
 from accelfn.checkpoint.header import SAFETENSORS_NAMES
@@ -102,6 +102,8 @@ def staging(final: Path) -> Generator[Path]:
     Folders that killed programs left behind are removed first.
     """
     target = os.path.abspath(final)
+    check_local(target)
+    make_folders(REAL_DISK, os.path.dirname(target))
     with scratch_folder(REAL_DISK, target) as stage:
         yield Path(stage)
         _sync(Path(target).parent)
@@ -131,6 +133,7 @@ def locked_directory(folder: Path, naming: WeightNaming) -> Generator[None]:
     """Make the directory of a model, and lock it against other saves until the end of the block.
 
     Raises:
+        CheckpointError: ``folder`` is an address.
         NotADirectoryError: ``folder`` is a file.
         IsADirectoryError: A directory has the name of one of the model's files.
         BlockingIOError: Another program or rank is saving to the directory.
@@ -138,6 +141,7 @@ def locked_directory(folder: Path, naming: WeightNaming) -> Generator[None]:
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"save_model: {folder} is a file. Pass a directory.")
+    check_local(os.path.abspath(folder))
     make_folders(REAL_DISK, os.path.abspath(folder))
     for name in entry_names(naming):
         if (folder / name).is_dir():
@@ -279,7 +283,6 @@ def write_weights(
         listed = ", ".join(f"{name} ({tensors[name].dtype})" for name in odd[:5])
         raise ValueError(f"safetensors has no dtype for {listed}. Convert to a dtype such as float32 first.")
     plan = plan_weights(tensors, parse_size(max_shard_size))
-    Path(directory).parent.mkdir(parents=True, exist_ok=True)
     with staging(Path(directory)) as stage:
         files = write_files(stage, plan, names_of("transformers")[0], tensors)
         os.replace(stage, directory)

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import itertools
 import math
+import re
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -262,7 +263,7 @@ def process_group_collectives(
         permute=permute,
         barrier=barrier,
         finish=finish_for_torch,
-        translate_error=lambda error: _translate(error, monitor),
+        translate_error=lambda error: _translate(error, monitor) if _is_of_backend(error) else error,
         split=split,
         lost_rank=lost_rank,
         chunk=chunk,
@@ -453,6 +454,11 @@ def _closed_error(operation: str) -> DistributedError:
     return DistributedError(
         f"{operation}: the process group of this context is closed. Create a new context with init_context."
     )
+
+
+def _is_of_backend(error: Exception) -> bool:
+    """Return whether a backend raised an error, rather than a program whose words are like a backend's."""
+    return isinstance(error, dist.DistError) or re.match(r"\[[^]]*gloo", str(error)) is not None
 
 
 def _translate(error: Exception, monitor: PeerMonitor) -> Exception:

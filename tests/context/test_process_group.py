@@ -104,8 +104,9 @@ def test_what_a_program_says_in_backward_stays_its_own_error(text: str) -> None:
         output: Any = model(torch.ones(1, 2)).sum()
         af.backward(ctx, cast("Any", Fails).apply(output) if ctx.rank == 0 else output, af.init_scaler(ctx))
 
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.raises(RuntimeError, match=text) as caught:
         run_ranks(work, 2, "processes", timeout_s=20)
+    assert type(caught.value) is RuntimeError
 
 
 def test_a_group_that_is_closed_says_so_and_is_not_kept_alive() -> None:
