@@ -175,8 +175,8 @@ def save_state(
         TypeError: Something in the tree has no plain form: all such leaves, by path.
         ValueError: A tensor has no data.
         CheckpointError: Ranks hold different shards of a tensor; there are links among ``files``; the
-            directory holds files but no checkpoint, isn't shared by all ranks, or another program saves to it
-            at the moment.
+            directory is an address such as ``s3://bucket``, holds files but no checkpoint, isn't shared by
+            all ranks, or another program saves to it at the moment.
         OSError: It can't be written, such as for lack of space or rights. Or it is committed, and older ones
             that ``keep`` doesn't keep can't be removed.
         ReplicaDriftError: A replicated model (:func:`accelfn.prepare`) has other parameters on some ranks, or
@@ -261,6 +261,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
     Raises:
         TypeError: Something in the tree has no plain form: all such leaves, by path.
         ValueError: A tensor has no data.
+        CheckpointError: The path is an address, or a directory that holds files but no checkpoint.
         OSError: It can't be written.
 
     >>> import tempfile, accelfn as af

@@ -231,7 +231,7 @@ def merge_fsdp_weights(
 
     Raises:
         NoCheckpointError: There is no such folder. The message has the likely one.
-        CheckpointError: The folder contains more than data, or no weights.
+        CheckpointError: The folder contains more than data, or no weights; or ``output_path`` is an address.
         DamagedCheckpointError: A file is missing, truncated, or inconsistent with the table.
         ValueError: safetensors lacks a tensor's dtype.
         FileExistsError: The file exists already.

@@ -107,6 +107,7 @@ def save_model(
         TypeError: ``model`` is not a module.
         ValueError: A weight is sparse, on the meta device, or of a dtype that safetensors lacks; the state
             dict contains a value that isn't a tensor; or an option is malformed.
+        CheckpointError: ``directory`` is an address such as ``s3://bucket``.
         NotADirectoryError: ``directory`` is a file.
         OSError: The files can't be written. The old files are unchanged.
         RemoteRankError: Another rank failed.
