@@ -70,7 +70,7 @@ def run_jobs(
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the ranks too, where one hangs
-    assert status == 0, (folder / "log").read_text()[-4000:]
+    assert status == 0, f"status {status}: {(folder / 'log').read_text()[-4000:]}"
     return [(folder / f"{number}.out").read_text() for number in range(len(jobs))]
 
 
@@ -113,7 +113,11 @@ def main() -> int:
         while running := [one.sentinel for one in ranks if one.exitcode is None]:
             wait(running)
             if any(one.exitcode for one in ranks):
-                print(f"failed: {job}", file=sys.stderr)
+                ends = [one.exitcode for one in ranks]  # None: it still runs
+                for one in ranks:
+                    one.kill()
+                    one.join()
+                print(f"failed with {ends} as exit codes of its ranks: {job}", file=sys.stderr)
                 return 1
     return 0
 
