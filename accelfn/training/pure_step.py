@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
@@ -27,7 +27,7 @@ from accelfn.training.window import (
     mean_of_microbatches,
     not_compiled,
     split_into_microbatches,
-    split_window,
+    splitter,
     terms_of,
 )
 from accelfn.tree import TreeSpec, concatenate, flatten, require_tensors, send_to_device
@@ -221,6 +221,7 @@ def pure_step(
     together = average if ctx.num_processes == 1 else not_compiled(average)
     is_exact = ctx.reduction is not None
     number = ctx.gradient_accumulation_steps
+    split = splitter(ctx)
 
     def loss_of(params: Params, batch: Batch) -> Loss:
         return read_loss(ctx, "make_train_step", loss_fn(params, batch))
@@ -232,15 +233,13 @@ def pure_step(
                 "first with init_train_state(ctx, optimizer, params), and pass on the state that the step "
                 "returns."
             )
+        pieces, rows = split(batch, number)
 
         def compute() -> _Window:
-            return _window_of(own, loss_of, state, batch)
+            return _window_of(own, loss_of, state, pieces, rows)
 
         def compute_each() -> list[_Window]:
-            return [
-                _piece_of(own, loss_of, state, piece, 1)
-                for piece in split_window(batch, number, equally=True)
-            ]
+            return [_piece_of(own, loss_of, state, piece, 1, rows) for piece in pieces]
 
         if is_exact:
             window = _Window(*not_compiled(average_in_order)(ctx, compute_each))
@@ -258,7 +257,7 @@ def pure_step(
             terms, grads = window
             if not is_exact:
                 terms, (grads,) = together(ctx, terms, grads)
-            share = None if terms.weight is None else inverse_of_weight(terms.weight)
+            share = None if terms.divisor is None else inverse_of_weight(terms.divisor)
             if scales or share is not None or max_norm is not None:
                 # Copies to write into: two parameters may share a gradient tensor, or one of the batch.
                 grads = [grad.clone() for grad in grads]
@@ -286,14 +285,17 @@ def pure_step(
 
 
 def _window_of(
-    ctx: Context, loss_of: Callable[[Any, Any], Loss], state: PureTrainState[Any], batch: Any
+    ctx: Context,
+    loss_of: Callable[[Any, Any], Loss],
+    state: PureTrainState[Any],
+    pieces: Sequence[Piece],
+    rows: float | None,
 ) -> _Window:
     """Compute gradients and metrics of this rank's window."""
-    pieces = split_window(batch, ctx.gradient_accumulation_steps)
     terms: list[Terms] = []
     grads: list[torch.Tensor] = []
     for piece in pieces:
-        term, new = _piece_of(ctx, loss_of, state, piece, len(pieces))
+        term, new = _piece_of(ctx, loss_of, state, piece, len(pieces), rows)
         terms.append(term)
         grads = [before + grad for before, grad in zip(grads, new, strict=True)] if grads else new
     return _Window(add_terms(terms), grads)
@@ -305,19 +307,21 @@ def _piece_of(
     state: PureTrainState[Any],
     piece: Piece,
     num_pieces: int,
+    rows: float | None,
 ) -> _Window:
     """Compute the terms and gradients of a piece; a mean is divided by the number of pieces."""
     scales = ctx.precision.scales_loss
+    share = piece.share * (1 if rows is None else rows)
 
     def scaled_loss(params: Any) -> tuple[torch.Tensor, Terms]:
         loss = loss_of(params, piece.batch)
         value = loss.value
-        if loss.weight is None and num_pieces > 1:
-            value = value * piece.share if piece.share != 1.0 else value
-            value = value / num_pieces
+        if loss.weight is None:
+            value = value * share if share != 1.0 else value
+            value = value / num_pieces if num_pieces > 1 else value
         if scales:
             value = value * state.scaler.scale
-        return value, terms_of(loss, piece, num_pieces)
+        return value, terms_of(loss, piece, num_pieces, rows)
 
     (_, terms), found = value_and_grad(ctx, scaled_loss)(state.params)
     grads = cast("list[torch.Tensor]", flatten(found)[0])

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch, plan_microbatch
 from accelfn.data.microbatch import Draws
@@ -49,14 +48,13 @@ from accelfn.training.step import (
     optimizer_step,
 )
 from accelfn.training.window import (
-    Piece,
     StepMetrics,
     Terms,
     add_terms,
     average,
     average_in_order,
     not_compiled,
-    split_window,
+    splitter,
     terms_of,
 )
 from accelfn.tree import flatten
@@ -98,10 +96,10 @@ def module_step(
     def finish(scaler: ScalerState, parts: Sequence[Terms]) -> tuple[ScalerState, Terms, torch.Tensor | None]:
         if is_exact:
             terms, _ = average_in_order(ctx, lambda: [(part, ()) for part in parts])
-            if terms.weight is not None:
-                _divide_gradients(optimizers, terms.weight)
         else:
             terms, _ = average(ctx, add_terms(parts))
+        if terms.divisor is not None and (is_exact or terms.weight is None):
+            _divide_gradients(optimizers, terms.divisor)
         norm = None
         if max_norm is not None:
             scaler = unscale_gradients(ctx, optimizers, scaler)
@@ -112,6 +110,7 @@ def module_step(
     first = handle_of(models[0])
     # Handles that may hold gradients of a failed window.
     handles = [one for one in map(handle_of, models) if one is not None and one.holds_gradients]
+    split = splitter(ctx)
     num_steps = ctx.gradient_accumulation_steps
     num_pieces = 1 if first is not None and first.splits_batches else num_steps
     full = [_place(index, num_pieces) for index in range(num_pieces)]
@@ -131,7 +130,8 @@ def module_step(
             parameter.grad = None
         for handle in handles:
             handle.discard()
-        pieces = _split(ctx, batch, num_pieces)
+        pieces, rows = split(batch, num_pieces)
+        weight = 1 if rows is None else rows  # of a mean of this rank
         # A copy: a step that fails leaves the state that it got usable.
         scaler, parts = state.scaler._replace(), list[Terms]()
         for index, piece in enumerate(pieces):
@@ -152,12 +152,12 @@ def module_step(
                     scaler,
                     micro,
                     first,
-                    share=piece.share,  # a piece with more rows counts more in a mean over rows
+                    share=piece.share * weight,  # a piece with more rows counts more in a mean over rows
                     counts_weight=not is_exact,  # exact mode adds weights in order, and divides at the end
                     num_batches=num_steps // num_pieces,
                     differentiate=add_gradients,
                 )
-            parts.append(terms_of(loss, piece, 1 if is_exact else len(pieces)))
+            parts.append(terms_of(loss, piece, 1 if is_exact else len(pieces), rows))
         scaler, terms, norm = close(scaler, parts)
         metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
         return TrainState(scaler, state.num_steps + 1), metrics
@@ -166,6 +166,11 @@ def module_step(
 
 
 def _divide_gradients(optimizers: Sequence[Optimizer], weight: torch.Tensor) -> None:
+    if any(isinstance(one, EngineOptimizer) for one in optimizers) and float(weight) != 1.0:
+        raise ConfigurationError(
+            "make_train_step: ranks have batches of different numbers of rows, and the engine averages their "
+            "means over the ranks. Return the sum and its weight, accelfn.Loss(total, weight=count)."
+        )
     factor = inverse_of_weight(weight)
     for parameter in parameters_in(optimizers):
         if parameter.grad is not None:
@@ -174,15 +179,6 @@ def _divide_gradients(optimizers: Sequence[Optimizer], weight: torch.Tensor) -> 
 
 def _place(index: int, count: int) -> MicroBatch:
     return plan_microbatch(index, 0, count, count)
-
-
-def _split(ctx: Context, batch: Any, number: int) -> list[Piece]:
-    pieces, error = catch(lambda: split_window(batch, number, equally=ctx.reduction is not None))
-    if error is not None:
-        if ctx.num_processes > 1:
-            check(ctx, Call("make_train_step"), error)  # other ranks raise in their next communication
-        raise error
-    return cast("list[Piece]", pieces)
 
 
 def _check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
@@ -299,7 +295,9 @@ def make_train_step(
 
     The batch is this rank's part of the step. With ``gradient_accumulation_steps=k`` it is split along the
     first dimension of its tensors into ``k`` pieces, which differ by at most one row, and their gradients are
-    accumulated: the mean over its rows, over all ranks. Gradients are averaged over ranks once.
+    accumulated: the mean over its rows, over all ranks. Gradients are averaged over ranks once. Ranks may
+    have different numbers of rows, or none; with modules, those that have rows need as many pieces. Batches
+    whose tensors have no first dimension in common count alike.
 
     With a torch optimizer, or several that step together, ``loss_fn(model, batch)`` is differentiated by
     backward, and parameters and the optimizer's state are updated in place. With an optimizer that is a pair

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from accelfn.comm import Call, agree, catch, reduce
+from accelfn.comm import Call, agree, catch, check, reduce
 from accelfn.comm.agreement import layout_call
 from accelfn.context import Context
 from accelfn.parallel.exact import OrderedSum
@@ -56,18 +56,32 @@ class Piece(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Values that are added over pieces and averaged over ranks: all means, or all sums with a weight."""
+    """Values that are added over pieces and averaged over ranks: all means, or all sums with a weight.
+
+    Means of several ranks are multiplied by ``rows``, the number of rows relative to that of other ranks.
+    """
 
     loss: torch.Tensor
     weight: torch.Tensor | None
     aux: Any
+    rows: torch.Tensor | None = None
+
+    @property
+    def divisor(self) -> torch.Tensor | None:
+        """What loss, ``aux`` and gradients are divided by, once; None if that is nothing, or seen to be 1."""
+        number = self.rows if self.weight is None else self.weight
+        is_one = number is not None and number.device.type == "cpu" and float(number) == 1.0
+        return None if is_one else number
 
 
-def split_window(batch: Any, num_steps: int, *, equally: bool = False) -> list[Piece]:
+def split_window(
+    batch: Any, num_steps: int, *, equally: bool = False, may_be_empty: bool = False
+) -> list[Piece]:
     """Split the batch of a window along the first dimension of its tensors. The pieces are views.
 
     They differ by at most one row; a batch of fewer rows than ``num_steps`` has fewer pieces. 0-d tensors
-    go to each of them. With one step, the piece is the batch itself, of any type.
+    go to each of them. A batch without rows, if it ``may_be_empty``, has ``num_steps`` pieces like it. With
+    one step, the piece is the batch itself, of any type.
 
     Raises:
         ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there is no row; or
@@ -76,8 +90,8 @@ def split_window(batch: Any, num_steps: int, *, equally: bool = False) -> list[P
     if num_steps == 1:
         return [Piece(batch, 1.0)]
     reason = f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is split into pieces"
-    rows = count_rows(batch, "batch", reason)
-    count = min(num_steps, rows)
+    rows = count_rows(batch, "batch", reason, may_be_empty=may_be_empty)
+    count = min(num_steps, rows) or num_steps
     least, longer = divmod(rows, count)
     if equally and (longer or count < num_steps):
         raise ValueError(
@@ -94,13 +108,59 @@ def split_window(batch: Any, num_steps: int, *, equally: bool = False) -> list[P
     return pieces
 
 
-def terms_of(loss: Loss, piece: Piece, num_pieces: int) -> Terms:
+def rows_in_common(batch: Any) -> int:
+    """Return the number of rows of a rank's batch: 1 where its tensors have no first dimension in common."""
+    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    rows = {tensor.shape[0] for tensor in tensors}
+    return rows.pop() if len(rows) == 1 else 1
+
+
+def splitter(ctx: Context) -> Callable[[Any, int], tuple[list[Piece], float | None]]:
+    """Return a function that splits this rank's batch of a window, and returns its pieces and its weight.
+
+    The weight is of a mean among the ranks: the number of rows relative to the largest of the first window.
+    It is 1 where all ranks have equally many, as nearly always; None in a world of one rank.
+
+    Ranks: local; for the function that is returned, every rank of ``ctx``. It communicates in its first call
+    alone, or with an error.
+
+    Raises:
+        ValueError: (when called) As :func:`split_window`; on the other ranks RemoteRankError.
+    """
+    equally, largest = ctx.reduction is not None, 0
+
+    @not_compiled
+    def weight(batch: Any, error: Exception | None) -> float:
+        nonlocal largest
+        if error is not None:
+            check(ctx, Call("make_train_step"), error)  # other ranks raise in their next communication
+        rows = rows_in_common(batch)
+        if not largest:
+            largest = max(int(reduce(ctx.tagged("make_train_step"), torch.tensor(rows), "max")), 1)
+        return rows / largest
+
+    def split(batch: Any, number: int) -> tuple[list[Piece], float | None]:
+        if ctx.num_processes == 1:
+            return split_window(batch, number, equally=equally), None
+        pieces, error = catch(lambda: split_window(batch, number, equally=equally, may_be_empty=True))
+        return pieces or [], weight(batch, error)
+
+    return split
+
+
+def terms_of(loss: Loss, piece: Piece, num_pieces: int, rows: float | None = None) -> Terms:
     """Return the terms of a piece in its window, without gradients.
+
+    Args:
+        loss: Of the piece.
+        piece: The piece.
+        num_pieces: Of the window, whose mean is computed.
+        rows: Weight of a mean among the ranks, as of :func:`splitter`; None for no weight.
 
     Raises:
         TypeError: A leaf of ``aux`` is neither a tensor nor a number.
     """
-    if loss.aux is None and loss.weight is None and num_pieces == 1:  # fast path of the common case
+    if loss.aux is None and loss.weight is None and num_pieces == 1 and rows is None:  # fast path
         return Terms(_plain(loss.value, loss.value.device).reshape(()), None, None)
     leaves, structure = flatten(loss.aux)
     for index, leaf in enumerate(leaves):
@@ -114,10 +174,13 @@ def terms_of(loss: Loss, piece: Piece, num_pieces: int) -> Terms:
     aux = [_plain(leaf, device) for leaf in leaves]
     if loss.weight is not None:
         return Terms(value, _plain(loss.weight, device).reshape(()), structure.unflatten(aux))
-    if num_pieces > 1:
-        factor = piece.share / num_pieces
+    relative = None if rows is None else torch.full_like(value, rows / num_pieces)
+    if rows == 0:  # the mean of nothing is NaN
+        value, aux = torch.zeros_like(value), [torch.zeros_like(leaf) for leaf in aux]
+    elif num_pieces > 1 or rows not in (None, 1):
+        factor = piece.share * (1 if rows is None else rows) / num_pieces
         value, aux = value * factor, [leaf * factor for leaf in aux]
-    return Terms(value, None, structure.unflatten(aux))
+    return Terms(value, None, structure.unflatten(aux), relative)
 
 
 def _plain(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
@@ -169,8 +232,8 @@ def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, .
     Ranks: every rank of ``ctx``.
 
     Returns:
-        The terms, divided by their weight if they are sums, with the mean weight of the ranks; and the other
-        trees, not divided by it.
+        The terms, divided by their weight if they are sums and by the ranks' rows if they are means, with the
+        mean of these over the ranks; and the other trees, not divided.
 
     Raises:
         MismatchError: Some ranks have weights and some none, or their ``aux`` differ.
@@ -217,13 +280,14 @@ def average_in_order(
 
 
 def _divided(terms: Terms) -> Terms:
-    """Divide sums by their weight."""
-    if terms.weight is None:
+    """Divide sums by their weight, and means by the ranks' rows."""
+    divisor = terms.divisor
+    if divisor is None:
         return terms
-    share = inverse_of_weight(terms.weight)
+    share = inverse_of_weight(divisor)
     leaves, structure = flatten((terms.loss, terms.aux))
     loss, aux = structure.unflatten([leaf * share for leaf in leaves])
-    return Terms(loss, terms.weight, aux)
+    return terms._replace(loss=loss, aux=aux)
 
 
 def not_compiled(function: F) -> F:

@@ -85,7 +85,9 @@ def slice_tensors(tree: T, s: slice) -> T:
     return map_tensors(lambda tensor: tensor[s] if tensor.dim() else tensor, tree)
 
 
-def count_rows(tree: Any, name: str, reason: str, *, with_others: bool = False) -> int:
+def count_rows(
+    tree: Any, name: str, reason: str, *, with_others: bool = False, may_be_empty: bool = False
+) -> int:
     """Return the number of rows (size of the first dimension) that the tensors of a batch share.
 
     Args:
@@ -94,6 +96,7 @@ def count_rows(tree: Any, name: str, reason: str, *, with_others: bool = False) 
         reason: Start of errors: why the batch is split.
         with_others: Ignore leaves that are no tensors, and tensors with another number of rows than the
             first.
+        may_be_empty: Allow tensors of no rows.
 
     Raises:
         ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there are no rows.
@@ -121,7 +124,7 @@ def count_rows(tree: Any, name: str, reason: str, *, with_others: bool = False) 
                 f"{leaf.shape[0]} rows, where an earlier tensor has {rows}. Every tensor needs one row per "
                 "sample."
             )
-    if not rows:
+    if rows is None or not (rows or may_be_empty):
         missing = "no such dimension" if rows is None else "no rows"
         raise ValueError(
             f"{reason} along the first dimension of its tensors, and this one has {missing}. Pass a batch "

@@ -117,6 +117,34 @@ def test_pieces_of_unequal_length_give_the_mean_over_the_rows(kind: str, loss_fn
 
 
 @KINDS
+@pytest.mark.parametrize(("counts", "steps"), [((3, 2), 2), ((3, 1), 1), ((4, 0), 2)])
+@pytest.mark.parametrize("reduction", [None, "canonical"])
+def test_ranks_with_different_numbers_of_rows_give_the_mean_over_all_rows(
+    kind: str, counts: tuple[int, int], steps: int, reduction: Any
+) -> None:
+    if reduction is not None and counts[0] % steps:
+        counts = (4, 2)  # exact mode takes equal pieces alone
+    rows, model = make_rows(sum(counts), 3), make_model(3)
+
+    def loss_fn(model: Any, rows: Rows) -> Loss:
+        return Loss(mean_loss(model, rows), aux={"x": rows["x"].mean()})
+
+    def run(ctx: Context) -> Any:
+        mine = slice(counts[0], None) if ctx.rank else slice(counts[0])
+        ctx = ctx.replace(gradient_accumulation_steps=steps, reduction=reduction)
+        step, state, params, _ = begin(ctx, kind, loss_fn, seed=3)
+        state, metrics = step(state, optree.tree_map(lambda tensor: tensor[mine], cast("Any", rows)))
+        return params(state), metrics.loss, metrics.aux["x"]
+
+    loss = mean_loss(model, rows)
+    grads = torch.autograd.grad(loss, [*model.parameters()])
+    for params, found, aux in run_ranks(run, 2):
+        close(found, loss.detach())
+        close(aux, rows["x"].mean())
+        close(params, [one - 0.1 * grad for one, grad in zip(values(model), grads, strict=True)])
+
+
+@KINDS
 def test_a_step_that_overflows_on_one_rank_changes_nothing_on_any(kind: str) -> None:
     def run(ctx: Context) -> list[Any]:
         step, state, params, memory = begin(ctx, kind, mean_loss, by_adam=True, max_norm=1.0)
