@@ -732,7 +732,7 @@ class PipelineHandle(Handle):
             ctx.along("pp"),
             mesh.device_mesh("pp").get_group(),
             sorted({mesh.plan.group(rank, "pp") for rank in range(ctx.num_processes)}),
-            around=inner.compute if isinstance(inner, ShardHandle) else None,
+            around=inner.compute_part if isinstance(inner, ShardHandle) else None,
             waits_inside=mesh.plan.size("dp_shard", "cp", "sp") > 1,
         )
         whole = whole_of(model)

@@ -576,6 +576,11 @@ class ShardHandle(Handle):
         self._waits = device.type == "cpu"  # on accelerators streams wait, and the forward pass goes on
         self._units = [weakref.ref(unit) for unit in units]
         self._depth = 0  # of nested calls: a registered method may call the model
+        self._gathered: list[Any] = []  # FSDP's groups of the parameters that wait for a backward pass
+        for unit in cast("Sequence[Any]", units):
+            # There is no public function; a test checks this name.
+            state = unit._get_fsdp_state()
+            state._register_root_post_backward_final_callback = partial(self._enter_backward, state)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and is_dtensor(parameter) and name not in unshared:
                 cast("Any", parameter).register_hook(_refusal_of(name))
@@ -612,21 +617,60 @@ class ShardHandle(Handle):
             state._root_post_backward_final_callback()
 
     def compute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that uses gathered parameters, which are gathered anew."""
+        if self._depth == 0 and self._gathered:
+            self._free()
+        return self.compute_part(call, *args, **kwargs)
+
+    def compute_part(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that uses gathered parameters, and free them if no backward pass will.
 
-        Torch keeps the last unit, and with ``reshard`` off all of them, gathered until the backward pass.
-        After an evaluation they would stay: ``parameters()`` would list them instead of the shards, and the
-        next forward pass would miss values written into the shards meanwhile.
+        Torch keeps the last unit, and with ``reshard`` off all of them, gathered until the backward pass,
+        which may never come. Until then the model shows its shards, which have the gradients and which
+        optimizers step; and :meth:`compute` gathers again, since a step may lie in between. Parts of one
+        batch, with no step between them, use what was gathered for the first.
         """
+        if self._depth == 0:
+            self._show_gathered()
         self._depth += 1
         try:
             output = call(*args, **kwargs)
         finally:
             self._depth -= 1
-        if self._depth == 0 and not _has_backward(output):
-            for unit in self._living_units():
-                unit.reshard()
+        if self._depth == 0:
+            if _has_backward(output):
+                self._show_shards()
+            else:
+                self._free()
         return output
+
+    def _free(self) -> None:
+        """Free what is still gathered. A backward pass that follows all the same gathers it again."""
+        self._gathered.clear()
+        for unit in self._living_units():
+            unit.reshard()
+
+    def _show_shards(self) -> None:
+        """Let modules have the shards of the parameters that stay gathered. Local, and frees nothing."""
+        for unit in self._living_units():
+            self._gathered += [one for one in _groups_of(unit._get_fsdp_state()) if one.is_unsharded]
+        for group in self._gathered:
+            for record in group.fsdp_params:
+                record._setattr_on_modules(record.sharded_param)
+
+    def _show_gathered(self) -> None:
+        """Undo :meth:`_show_shards`: a backward pass may recompute with what its forward pass gathered."""
+        for group in self._gathered:
+            for record in group.fsdp_params if group.is_unsharded else ():
+                record._setattr_on_modules(record.unsharded_param)
+        self._gathered.clear()
+
+    def _enter_backward(self, state: Any) -> None:
+        """Run in place of FSDP's method of the same unit that notices a backward pass."""
+        if state._state_ctx.post_backward_final_callback_queued:
+            return
+        self._show_gathered()
+        cast("Any", type(state))._register_root_post_backward_final_callback(state)
 
     def compute_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method that gathers parameters itself, in place of a forward pass."""
