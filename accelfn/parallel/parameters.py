@@ -8,7 +8,7 @@ prepared. A model of which this rank keeps some pipeline stages remembers its co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from accelfn.comm import Call, broadcast, gather_bytes, verify_structure
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.tree import is_dtensor, local_of
+
+K = TypeVar("K")
 
 # Attribute of an old parameter: its successor in a tuple, with None if it isn't on this rank any more.
 _SUCCESSOR = "_accelfn_now"
@@ -409,3 +411,57 @@ def is_made_of_others(tensor: torch.Tensor) -> bool:
     It can't be broadcast; ``prepare_model`` compares it between the ranks instead.
     """
     return is_traceable_wrapper_subclass(tensor) and not tensor.requires_grad
+
+
+class WaitingGradients(Generic[K]):
+    """Parameters whose gradients wait outside of ``.grad``, until an accumulation window closes.
+
+    Meanwhile their ``.grad`` are zeros that take no memory. Whoever clears them, in any way, means the
+    gradients that wait.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._held: list[tuple[K, torch.Tensor, torch.Tensor, int, torch.Tensor | None]] = []
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._held)
+
+    def hold(self, key: K, parameter: torch.Tensor) -> None:
+        """Set ``.grad`` of a parameter to zeros, until :meth:`release`."""
+        zeros = _zeros_without_memory(parameter)
+        self._held.append((key, parameter, zeros, _count_writes(zeros), parameter.grad))
+        parameter.grad = zeros
+
+    def release(self) -> list[K]:
+        """Restore ``.grad`` of all parameters, except where it was cleared; return the keys of these."""
+        cleared: list[K] = []
+        for key, parameter, zeros, num_writes, before in self._held:
+            if parameter.grad is not zeros:
+                cleared.append(key)
+            elif _count_writes(zeros) == num_writes:
+                parameter.grad = before
+            else:  # cleared in place
+                parameter.grad = None if before is None else torch.zeros_like(before)
+                cleared.append(key)
+        self._held.clear()
+        return cleared
+
+
+def _zeros_without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_of(tensor)
+    zeros = torch.zeros((), dtype=local.dtype, device=local.device).expand(local.shape)
+    if not is_dtensor(tensor):
+        return zeros
+    from torch.distributed.tensor import DTensor
+
+    spread = cast("Any", tensor)
+    return DTensor.from_local(
+        zeros,
+        spread.device_mesh,
+        spread.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

@@ -30,6 +30,7 @@ from accelfn.parallel.handle import (
     handle_of,
     raise_explained,
 )
+from accelfn.parallel.parameters import WaitingGradients
 from accelfn.tree import is_dtensor
 
 if TYPE_CHECKING:
@@ -577,6 +578,7 @@ class ShardHandle(Handle):
         self._units = [weakref.ref(unit) for unit in units]
         self._depth = 0  # of nested calls: a registered method may call the model
         self._gathered: list[Any] = []  # FSDP's groups of the parameters that wait for a backward pass
+        self._waiting = WaitingGradients[Any]()  # unsharded ones, of an open window
         for unit in cast("Sequence[Any]", units):
             # There is no public function; a test checks this name.
             state = unit._get_fsdp_state()
@@ -608,6 +610,7 @@ class ShardHandle(Handle):
     def reduce(self) -> None:
         """Average gradients that were accumulated under :meth:`without_sync`, without a backward pass."""
         model = cast("Any", self._model())
+        self._release()
         with self._syncing(True):
             # As torch's pipelines do it; there is no public function. A test checks these names.
             state = model._get_fsdp_state()
@@ -670,7 +673,20 @@ class ShardHandle(Handle):
         if state._state_ctx.post_backward_final_callback_queued:
             return
         self._show_gathered()
+        self._release()
         cast("Any", type(state))._register_root_post_backward_final_callback(state)
+        if not self._syncs:
+            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._hold)
+
+    def _hold(self) -> None:
+        """Let whoever clears the gradients of shards drop the unsharded ones that wait, too."""
+        for record in self._unreduced():
+            self._waiting.hold(record, record.sharded_param)
+
+    def _release(self) -> None:
+        """Undo :meth:`_hold`, and drop the gradients that were cleared."""
+        for record in self._waiting.release():
+            _drop(record)
 
     def compute_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method that gathers parameters itself, in place of a forward pass."""
@@ -685,13 +701,15 @@ class ShardHandle(Handle):
 
     def why_unreduced(self) -> str | None:
         """Return why the current gradients are only this rank's own; None where they are averaged."""
-        return IN_NO_SYNC if any(True for _ in self._unreduced()) else None
+        self._release()
+        self._hold()
+        return IN_NO_SYNC if self._waiting else None
 
     def discard(self) -> None:
         """Drop accumulated gradients that were not averaged yet."""
-        for parameter in self._unreduced():
-            parameter.unsharded_accumulated_grad = None
-            parameter._unsharded_param.grad = None
+        self._release()
+        for record in self._unreduced():
+            _drop(record)
 
     def _unreduced(self) -> Generator[Any, None, None]:
         """Yield FSDP's records of the parameters with unsharded gradients."""
@@ -704,6 +722,12 @@ class ShardHandle(Handle):
                         whole is not None and whole.grad is not None
                     ):
                         yield record
+
+
+def _drop(record: Any) -> None:
+    """Drop the unsharded gradient of a parameter."""
+    record.unsharded_accumulated_grad = None
+    record._unsharded_param.grad = None
 
 
 def _groups_of(state: Any) -> Sequence[Any]:

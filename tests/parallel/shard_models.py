@@ -90,10 +90,10 @@ def is_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bo
     )
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather the parameters of a model that may be sharded."""
+def whole(model: nn.Module, what: str = "data") -> dict[str, torch.Tensor]:
+    """Gather the parameters of a model that may be sharded, or their gradients: ``grad``."""
     found: dict[str, torch.Tensor] = {}
     for name, one in model.named_parameters():
-        value: Any = one.detach()
+        value: Any = getattr(one, what).detach()
         found[name] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
     return found

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -180,6 +182,54 @@ def test_a_loss_over_bare_shards_is_refused_by_name() -> None:
             af.backward(ctx, penalty, af.init_scaler(ctx))
 
     sharded(on_rank)
+
+
+def one_by_one(model: nn.Module) -> None:
+    for one in model.parameters():
+        one.grad = None
+
+
+# How to clear the gradients of a model and its optimizer.
+CLEAR: dict[str, Callable[[Any, Any], object]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "one by one": lambda model, optimizer: one_by_one(model),
+}
+
+
+def test_gradients_that_wait_in_an_open_window_are_dropped_where_gradients_are_cleared() -> None:
+    def gradients(ctx: Context, way: str, is_late: bool) -> dict[str, torch.Tensor]:
+        model, optimizer = prepared(ctx)
+        ids, scaler = lm.ids_of(ctx), af.init_scaler(ctx)
+        with af.no_sync(ctx, model):
+            scaler = af.backward(ctx, 9 * model(ids).square().mean(), scaler)
+            loss = model(ids).sin().mean() if is_late else None
+            CLEAR[way](model, optimizer)
+            scaler = af.backward(ctx, model(ids).sin().mean() if loss is None else loss, scaler)
+        af.backward(ctx, model(ids).cos().mean(), scaler)
+        return lm.whole(model, "grad")
+
+    def by_the_shim(ctx: Context) -> dict[str, torch.Tensor]:
+        accelerator = af.Accelerator(context=ctx)
+        model = accelerator.prepare(lm.make())
+        accelerator.backward(model(lm.ids_of(ctx)).sin().mean())
+        with accelerator.no_sync(model):
+            accelerator.backward(9 * model(lm.ids_of(ctx)).square().mean())
+        model.zero_grad()
+        accelerator.backward(model(lm.ids_of(ctx)).cos().mean())
+        return lm.whole(model, "grad")
+
+    def on_rank(ctx: Context) -> list[dict[str, torch.Tensor]]:
+        in_bf16 = ctx.replace(mixed_precision="bf16")  # where FSDP keeps what waits elsewhere
+        ways = zip(CLEAR, itertools.cycle((False, True)), strict=False)
+        return [by_the_shim(ctx), gradients(in_bf16, "model", False), *(gradients(ctx, *one) for one in ways)]
+
+    shim, _, *plain = on_rank(Context())
+    for found_by_shim, in_bf16, *found in sharded(on_rank):
+        assert lm.is_close(found_by_shim, shim)
+        assert all(map(lm.is_close, found, plain))
+        assert all((in_bf16[name] - one).abs().max() < 0.01 for name, one in plain[0].items())
 
 
 def test_a_step_on_gradients_that_were_never_reduced_is_refused() -> None:
