@@ -7,8 +7,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, cast, overload
 
 import torch
@@ -24,6 +25,7 @@ from accelfn.accelerator.proxies import unwrap
 from accelfn.accelerator.registry import WeakRegistry, name_all
 from accelfn.checkpoint.background import CollectivePhases
 from accelfn.comm import catch
+from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
 
@@ -185,10 +187,35 @@ class Saving(Holdings):
             TypeError: Other keywords.
             Exception: As :func:`accelfn.save_state`, or raised by a hook.
         """
-        phases = CollectivePhases(self.context, "save_state")
+        return self._save_together(
+            self.context,
+            output_dir,
+            safe_serialization,
+            asynchronous,
+            step,
+            metric,
+            keep,
+            allow_drift,
+            save_model_func_kwargs,
+        )
+
+    def _save_together(
+        self,
+        ctx: Context,
+        output_dir: str | os.PathLike[str] | None,
+        safe_serialization: bool,
+        asynchronous: bool = False,
+        step: int | None = None,
+        metric: float | None = None,
+        keep: checkpoint.Keep | None = None,
+        allow_drift: bool = False,
+        unknown: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Path | checkpoint.SaveHandle:
+        """Save with the ranks of a context; see :meth:`save_state`."""
+        phases = CollectivePhases(ctx, "save_state")
 
         def prepare() -> tuple[int, dict[str, Any]]:
-            _refuse_unknown("save_state", save_model_func_kwargs)
+            _refuse_unknown("save_state", unknown)
             return self._choose_number(output_dir, step), self._tree()
 
         chosen, error = catch(prepare)
@@ -202,9 +229,9 @@ class Saving(Holdings):
         else:
             target = Path(output_dir).expanduser()
         tree["loop"]["next_number"] = number + 1
-        with self._files(target, tree["models"], safe_serialization) as files:
+        with self._files(ctx, target, tree["models"], safe_serialization) as files:
             saved = checkpoint.save_state(
-                self.context,
+                ctx,
                 target,
                 tree,
                 asynchronous,
@@ -275,7 +302,7 @@ class Saving(Holdings):
         place, tree = cast("tuple[Path, dict[str, Any]]", chosen)
         if self._load_hooks:
             place = checkpoint.find_checkpoint(self.context, place)
-            files = checkpoint.find_files(self.context, place)
+            files = self._find_files(place)
             models: dict[str, nn.Module] = tree["models"]
             left, error = catch(lambda: _run_load_hooks(self._load_hooks, models, files))
             phases.gather("hooks", "", error)
@@ -376,7 +403,7 @@ class Saving(Holdings):
 
     @contextmanager
     def _files(
-        self, target: Path, models: dict[str, nn.Module], is_safe: bool
+        self, ctx: Context, target: Path, models: dict[str, nn.Module], is_safe: bool
     ) -> Generator[Path | None, None, None]:
         """Yield the directory for files of hooks and pickled weights; None if there are none.
 
@@ -385,18 +412,26 @@ class Saving(Holdings):
         if is_safe and not self._save_hooks:
             yield None
             return
-        phases = CollectivePhases(self.context, "save_state")
-        with checkpoint.folder_for_files(self.context, target) as folder:
-            kept, error = catch(lambda: _run_save_hooks(self._save_hooks, models, folder))
+        phases = CollectivePhases(ctx, "save_state")
+        with self._folder_for_files(ctx, target) as folder:
+            kept, error = catch(lambda: run_save_hooks(self._save_hooks, models, folder))
             # Many hooks remove weights on the main process only, where they save them.
             names = json.loads(phases.gather("hooks", json.dumps(kept), error)[0])
             for name in models.keys() - set(names):
                 del models[name]
             for name, model in models.items() if not is_safe else ():
                 file = "pytorch_model.bin" if len(models) == 1 else f"pytorch_model_{name}.bin"
-                weights = checkpoint.get_state_dict(self.context, model)
-                checkpoint.save_object(self.context, weights, folder / file)
-            yield folder
+                weights = checkpoint.get_state_dict(ctx, model)
+                checkpoint.save_object(ctx, weights, folder / file)
+            yield None if folder == target else folder
+
+    def _folder_for_files(self, ctx: Context, target: Path) -> AbstractContextManager[Path]:
+        """Make the directory that hooks write to: ``target`` itself, or one that is moved into it."""
+        return checkpoint.folder_for_files(ctx, target)
+
+    def _find_files(self, place: Path) -> Path:
+        """Return the directory of what hooks wrote into a checkpoint."""
+        return checkpoint.find_files(self.context, place)
 
 
 def _add_hook(hooks: Hooks, hook: Callable[..., None]) -> RemovableHandle:
@@ -406,7 +441,7 @@ def _add_hook(hooks: Hooks, hook: Callable[..., None]) -> RemovableHandle:
     return handle
 
 
-def _run_save_hooks(hooks: Hooks, models: Mapping[str, nn.Module], folder: Path) -> list[str]:
+def run_save_hooks(hooks: Hooks, models: Mapping[str, nn.Module], folder: Path) -> list[str]:
     """Call ``hook(models, weights, folder)``, and return the names of the models to save.
 
     Raises:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from accelfn.checkpoint.background import CollectivePhases
-from accelfn.checkpoint.commit import check_target, scratch_folder
+from accelfn.checkpoint.commit import check_target, claim, scratch_folder
 from accelfn.checkpoint.disk import REAL_DISK, Disk, make_folders, naming, open_regular, opened, walk
 from accelfn.checkpoint.files import checksums
 from accelfn.checkpoint.manifest import Attachment
@@ -62,6 +62,21 @@ def folder_for_files(ctx: Context, directory: str | os.PathLike[str]) -> Generat
         made, error = catch(make)
         phases = CollectivePhases(ctx, "folder_for_files")
         yield Path(json.loads(phases.gather("make", json.dumps(made), error)[0]))
+
+
+def claim_folder(directory: Path) -> Path:
+    """Make the directory of a future checkpoint, so that programs can write files of their own there before.
+
+    They are no part of the checkpoint, which is saved beside them.
+
+    Ranks: local.
+
+    Raises:
+        CheckpointError: No checkpoint can be saved there.
+        OSError: It can't be made.
+    """
+    claim(REAL_DISK, directory)
+    return directory
 
 
 def check_attachable(disk: Disk, folder: str) -> None:

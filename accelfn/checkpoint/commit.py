@@ -54,7 +54,7 @@ _TEMPORARY = re.compile(r"manifest-[0-9a-f]{8}\.json")
 # What file managers, notebooks, repositories and network file systems leave in directories.
 _LITTER = re.compile(
     r"\.DS_Store|\._.*|\.git(keep|ignore|attributes)|\.nfs.*|\.fuse_hidden.*|\.ipynb_checkpoints|Thumbs\.db"
-    r"|desktop\.ini"
+    r"|desktop\.ini|random_states_\d+"  # of a rank that saved after the main process had saved alone
 )
 _SCRATCH = re.compile(r"\.(?P<name>.+)\.staging-[0-9a-f]{8}", re.DOTALL)
 
@@ -199,6 +199,19 @@ def check_target(disk: Disk, directory: str | os.PathLike[str]) -> bool:
 
 
 # --- a save ----------------------------------------------------------------------------------------
+
+
+def claim(disk: Disk, directory: str | os.PathLike[str]) -> None:
+    """Make a directory of a future checkpoint, so that a save accepts what programs write there before.
+
+    Raises:
+        CheckpointError: :func:`check_target` refuses it.
+        OSError: It can't be made.
+    """
+    path = os.path.abspath(directory)
+    if check_target(disk, path) or not read_head(disk, path):
+        make_folders(disk, path)
+        write_file(disk, os.path.join(path, _temporary(secrets.token_hex(4))), b"")
 
 
 def begin_save(disk: Disk, directory: str | os.PathLike[str]) -> OpenSave:

@@ -144,7 +144,12 @@ def _rows(records: Sequence[CallRecord]) -> tuple[list[Disagreement], str]:
         "Every rank must call the same operation with the same options on a tree of the same structure, "
         "shapes and dtypes."
     )
-    if rows := _differing([record.operation for record in records], "a call of "):
+    operations = [record.operation for record in records]
+    if rows := _differing(operations, "a call of "):
+        if operations.count(operations[0]) == 1:
+            hint += (
+                f" If {operations[0]} is inside `if ... is_main_process`, move it out: all ranks take part."
+            )
         return rows, hint
     if rows := _differing([f"call {record.number}" for record in records]):
         return rows, "A rank has skipped a call, or made an extra one. " + hint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, cast
@@ -26,6 +26,7 @@ from accelfn.compat.handlers import Handlers
 from accelfn.compat.loaders import BatchSamplerShard, DataLoaderShard, prepare_loader
 from accelfn.compat.operations import gather_object
 from accelfn.compat.records import ParallelismConfig, ProjectConfiguration, freeze
+from accelfn.compat.saving import LocalSaving
 from accelfn.compat.scaler import ScalerView
 from accelfn.compat.states import AcceleratorState, GradientState
 from accelfn.compat.trackers import registered
@@ -52,7 +53,7 @@ _ARITHMETIC = (
 )
 
 
-class Accelerator(Handlers, shim.Accelerator):  # pyright: ignore[reportIncompatibleVariableOverride]
+class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleVariableOverride]
     """The shim's :class:`accelfn.Accelerator`, as programs written for Accelerate know it.
 
     It becomes the current one of the process. Options are records that may be changed before; loaders keep
@@ -340,24 +341,6 @@ class Accelerator(Handlers, shim.Accelerator):  # pyright: ignore[reportIncompat
         first = len(self._registered)
         numbered = {f"object_{first + number}": item for number, item in enumerate(objects)}
         super().register_for_checkpointing(**numbered, **named)
-
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
-    ) -> None:
-        """Load all prepared and registered objects.
-
-        Loaders stay where they are, since the program skips batches itself, unless they are stateful.
-        """
-        partial = () if self.context.loading.use_stateful_dataloader else ("loaders",)
-        options: dict[str, Any] = {"partial": partial, **load_model_func_kwargs}
-        super().load_state(input_dir, load_kwargs, **options)
-
-    def _tree(self, *, is_to_load: bool = False) -> dict[str, Any]:
-        tree = super()._tree(is_to_load=is_to_load)
-        return tree if self.context.loading.use_stateful_dataloader else {**tree, "loaders": {}}
 
     # --- ending ----------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-import accelfn.checkpoint as checkpoint
 from accelfn.compat.current import current
+from accelfn.compat.saving import save_alone
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
@@ -94,7 +94,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     ctx = current().context
     if save_on_each_node:
         ctx = ctx.replace(project_config=dataclasses.replace(ctx.project, save_on_each_node=True))
-    checkpoint.save_object(ctx, obj, f, safe_serialization)
+    save_alone(ctx, obj, f, safe_serialization)
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:

@@ -159,7 +159,9 @@ def diffusion(folder: pathlib.Path) -> Result:
         return size_of(accelerator.unwrap_model(model))
 
     train_epoch()
-    accelerator.save_state(str(folder / "checkpoint"))
+    if accelerator.is_main_process:
+        accelerator.save_state(str(folder / "checkpoint"))
+    accelerator.wait_for_everyone()
     first = train_epoch()
     accelerator.load_state(str(folder / "checkpoint"))
     again = train_epoch()
