@@ -21,25 +21,51 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_NAMES = (
+_PROCESSES = (
     *("backend", "device", "debug", "distributed_type", "num_processes", "process_index"),
     "local_process_index",
+)
+_OPTIONS = (
+    *("mixed_precision", "dynamo_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"),
+    "parallelism_config",
+)
+_WINDOW = (
+    *("sync_gradients", "plugin_kwargs", "active_dataloader", "dataloader_references"),
+    *("end_of_dataloader", "remainder"),
 )
 
 
 class SharedState(Mapping[str, Any]):
-    """What a state class holds: empty before the program's first use of a state, and after a reset."""
+    """What a state class holds, by name: nothing before the program's first use of it, and after a reset."""
+
+    _kind: type[Any]
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        """Read attributes of the class that this becomes an attribute of."""
+        self._names = names
+
+    def __set_name__(self, kind: type[Any], name: str) -> None:
+        self._kind = kind
 
     def __getitem__(self, name: str) -> Any:
-        if not current().is_started or name not in _NAMES:
+        if name not in [*self]:
             raise KeyError(name)
-        return getattr(PartialState(), name)
+        return getattr(self._view, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_NAMES if current().is_started else ())
+        return iter(self._names if self._view.initialized else ())
 
     def __len__(self) -> int:
-        return len(_NAMES) if current().is_started else 0
+        return len([*iter(self)])
+
+    @property
+    def _view(self) -> Any:
+        return object.__new__(self._kind)  # which needs no Accelerator
+
+
+def _held(state: PartialState | GradientState) -> dict[str, Any]:
+    """Return what programs find in the ``__dict__`` of a state."""
+    return {name: getattr(state, name) for name in state._shared_state}  # pyright: ignore[reportPrivateUsage]
 
 
 class PartialState:
@@ -54,7 +80,8 @@ class PartialState:
     """
 
     __module__ = "accelerate.state"
-    _shared_state: ClassVar[Mapping[str, Any]] = SharedState()
+    _shared_state: ClassVar[Mapping[str, Any]] = SharedState(_PROCESSES)
+    __dict__ = property(_held)  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         """Join the ranks, unless this process has done so."""
@@ -232,6 +259,7 @@ class AcceleratorState(PartialState):
     """
 
     __module__ = "accelerate.state"
+    _shared_state: ClassVar[Mapping[str, Any]] = SharedState((*_PROCESSES, *_OPTIONS))
 
     def __init__(self, *args: Any, _from_accelerator: bool = False, **kwargs: Any) -> None:
         """Show the current Accelerator's options."""
@@ -334,14 +362,16 @@ class GradientState:
     """
 
     __module__ = "accelerate.state"
-    _shared_state: ClassVar[Mapping[str, Any]] = SharedState()
+    _shared_state: ClassVar[Mapping[str, Any]] = SharedState(_WINDOW)
+    __dict__ = property(_held)  # pyright: ignore[reportAssignmentType]
+    _of: Accelerator | None = None
 
     def __init__(
         self, gradient_accumulation_plugin: Any = None, *, accelerator: Accelerator | None = None
     ) -> None:
         """Show the state of an Accelerator."""
         del gradient_accumulation_plugin
-        self._of: Accelerator | None = accelerator
+        self._of = accelerator
 
     @property
     def _accelerator(self) -> Accelerator | None:

@@ -110,3 +110,14 @@ def test_a_state_is_pickled_as_a_view() -> None:
     twin.__setstate__(state.__getstate__())
     assert state.__getstate__() == {}
     assert twin.device == torch.device("cpu")
+
+
+def test_states_show_what_they_hold_by_name() -> None:
+    assert GradientState._shared_state == AcceleratorState._shared_state == {}
+    assert PartialState(cpu=True).__dict__["num_processes"] == 1
+    accelerator = Accelerator(cpu=True)
+    assert vars(accelerator.state)["mixed_precision"] == "no"
+    assert accelerator.state.__dict__["device"] == torch.device("cpu")
+    assert accelerator.gradient_state.__dict__.keys() == GradientState._shared_state.keys()
+    assert GradientState().__dict__["sync_gradients"] is True
+    assert accelerator.state.__dict__.keys() > PartialState().__dict__.keys()
