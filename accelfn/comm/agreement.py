@@ -16,6 +16,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -292,6 +293,16 @@ class Call(NamedTuple):
     shared: Shared | None = None
 
 
+def beneath_transforms() -> AbstractContextManager[None]:
+    """Return a block in which ``torch.func`` doesn't wrap new tensors, since ranks exchange real bytes."""
+    return cast("Any", torch)._C._DisableFuncTorch()
+
+
+def has_transforms() -> bool:
+    """Return whether a transform of ``torch.func`` is running."""
+    return cast("Any", torch)._C._functorch.peek_interpreter_stack() is not None
+
+
 def capacity(ctx: Context) -> int:
     """Return the number of payload bytes that fit into the opening exchange."""
     return ctx.collectives.chunk - HEADER_BYTES
@@ -343,9 +354,10 @@ def _exchange_headers(
     if error is not None:
         text = json.dumps([type(error).__name__, text_of(error)[: capacity(ctx) // 8]], ensure_ascii=False)
         payload = as_tensor(text.encode(errors="replace"))
-    message = _message(ctx, payload, _READY if error is None else _FAILED)
-    rows = ctx.collectives.all_gather_bytes(message)
-    return rows, _evaluate(ctx, call, started_call, rows, error)
+    with beneath_transforms():
+        message = _message(ctx, payload, _READY if error is None else _FAILED)
+        rows = ctx.collectives.all_gather_bytes(message)
+        return rows, _evaluate(ctx, call, started_call, rows, error)
 
 
 def _message(ctx: Context, payload: torch.Tensor | None, status: int) -> torch.Tensor:
@@ -446,10 +458,14 @@ def check_later(ctx: Context, call: Call) -> None:
         check(ctx, call)
         return
     started_call = _begin(ctx, call)
-    started = start(_message(ctx, None, _READY))
-    ctx.collectives.call_log.unsettled = Unsettled(
-        lambda: cast("None", _evaluate(ctx, call, started_call, started.finish(), None)), started.abandon
-    )
+    with beneath_transforms():
+        started = start(_message(ctx, None, _READY))
+
+    def settle() -> None:
+        with beneath_transforms():
+            _evaluate(ctx, call, started_call, started.finish(), None)
+
+    ctx.collectives.call_log.unsettled = Unsettled(settle, started.abandon)
 
 
 def _is_due(ctx: Context) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch.autograd import forward_ad
 
 from accelfn.comm.agreement import Call, check
+from accelfn.comm.tensors import reduce
 from accelfn.comm.transfer import ALONE_BYTES, REDUCED_HERE, all_gather_rows, combine
 from accelfn.context import Context
 from accelfn.errors import NotAvailableError
@@ -53,6 +53,8 @@ class Move(ABC):
         plans: One for each leaf.
     """
 
+    is_elementwise: ClassVar[bool] = False  # and so maps a batch of leaves like a leaf
+
     ctx: Context
     operation: str
     plans: tuple[Any, ...]
@@ -72,11 +74,6 @@ class Move(ABC):
     def take(self, indices: Sequence[int]) -> Move:
         """Return the same map for some of the leaves."""
         return dataclasses.replace(self, plans=tuple([self.plans[index] for index in indices]))
-
-
-def beneath_transforms() -> AbstractContextManager[None]:
-    """Return a block in which ``torch.func`` doesn't wrap new tensors, since ranks exchange real bytes."""
-    return cast("Any", torch)._C._DisableFuncTorch()
 
 
 def apply_move(move: Move, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -120,6 +117,23 @@ def _vmap_error(move: Move) -> NotAvailableError:
     )
 
 
+def keep(ctx: Context, operation: str, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return leaves that are the same on every rank, whose gradients are the sums of all ranks' gradients.
+
+    Ranks: local; in the backward pass every rank of ``ctx``.
+    """
+    return list(_run_differentiable(Keep(ctx=ctx, operation=operation, plans=()), leaves))
+
+
+def average(ctx: Context, operation: str, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the means of the ranks' leaves, which count as one value that all ranks use identically.
+
+    Ranks: every rank of ``ctx``.
+    """
+    move = Total(ctx=ctx, operation=operation, plans=(), divisor=ctx.num_processes)
+    return list(_run_differentiable(move, leaves))
+
+
 def _run_differentiable(move: Move, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return cast("Any", _Differentiable).apply(move, *leaves)
 
@@ -139,8 +153,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         back = cast("Move", ctx.move).back()
-        with beneath_transforms():
-            check(back.ctx, Call(f"{back.operation} (backward)", back.describe()))
+        check(back.ctx, Call(f"{back.operation} (backward)", back.describe()))
         return None, *_run_differentiable(back, grads)
 
     @staticmethod
@@ -149,7 +162,49 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise _vmap_error(args[0])
+        if not args[0].is_elementwise:
+            raise _vmap_error(args[0])
+        return _run_differentiable(args[0], args[1:]), in_dims[1:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total(Move):
+    """Sums the leaves of all ranks.
+
+    Attributes:
+        divisor: Of the sum.
+    """
+
+    is_elementwise = True
+    divisor: int = 1
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Reduce."""
+        return reduce(self.ctx, list(leaves), "sum" if self.divisor == 1 else "mean")
+
+    def back(self) -> Move:
+        """Keep the gradient, which is the same on all ranks."""
+        return Keep(ctx=self.ctx, operation=self.operation, plans=(), divisor=self.divisor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep(Move):
+    """Copies leaves that are the same on every rank.
+
+    Attributes:
+        divisor: Of the copies.
+    """
+
+    is_elementwise = True
+    divisor: int = 1
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy, without communication."""
+        return [leaf / self.divisor if self.divisor > 1 else leaf.clone() for leaf in leaves]
+
+    def back(self) -> Move:
+        """Sum the ranks' gradients."""
+        return Total(ctx=self.ctx, operation=self.operation, plans=(), divisor=self.divisor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

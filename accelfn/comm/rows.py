@@ -12,7 +12,7 @@ import torch
 
 from accelfn.comm.agreement import Call, catch, check_rank, tree_call
 from accelfn.comm.objects import broadcast_bytes, gather_bytes
-from accelfn.comm.transfer import PackedTree, prepare_tree, unwrap
+from accelfn.comm.transfer import PackedTree, detached, prepare_tree, unwrap
 from accelfn.context import Context, check_context
 from accelfn.tree import TensorInformation, flatten, flatten_tensor, is_packed_sequence, tree_structure
 
@@ -153,8 +153,7 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
 
     result, error = catch(prepare)
     if ctx.world.size == 1:
-        unwrap(result, error)
-        return cast("T", tree)
+        return detached(cast("T", tree), unwrap(result, error)[0])
     prepared, blob = result if result is not None else (None, b"")
     stubs, on_cpu = pickle.loads(
         broadcast_bytes(ctx, Call("scatter", f"from {from_process}"), blob, from_process, error)
@@ -237,9 +236,7 @@ def pad_across_processes(
         shape = list(leaf.shape)
         shape[dim] = longest
         padded = leaf.new_full(shape, pad_index)
-        padded.narrow(dim, longest - leaf.shape[dim] if pad_first else 0, leaf.shape[dim]).copy_(
-            leaf.detach()
-        )
+        padded.narrow(dim, longest - leaf.shape[dim] if pad_first else 0, leaf.shape[dim]).copy_(leaf)
         return padded
 
     return layout.structure.unflatten([pad(index, leaf) for index, leaf in enumerate(leaves)])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from accelfn.comm.agreement import Call, catch, check, tree_call
+from accelfn.comm.agreement import Call, beneath_transforms, catch, check, tree_call
 from accelfn.comm.moves import (
     Exchange,
     Join,
@@ -23,7 +23,6 @@ from accelfn.comm.moves import (
     Split,
     SumPieces,
     apply_move,
-    beneath_transforms,
     is_differentiated,
 )
 from accelfn.comm.objects import gather_bytes
@@ -329,13 +328,13 @@ def _operate(
         return flat.structure.unflatten(flat.leaves) if flat.are_new else tree
     call = Call(operation) if flat is None else _describe(operation, options + flat.options, flat)
     lengths: list[tuple[int, ...]] = []
-    with beneath_transforms():
-        if uneven:
-            message = b"" if flat is None else array("q", flat.free_lengths()).tobytes()
+    if uneven:
+        message = b"" if flat is None else array("q", flat.free_lengths()).tobytes()
+        with beneath_transforms():
             rows = [array("q", row[: len(message)]) for row in gather_bytes(ctx, call, message, error)]
-            lengths = list(zip(*rows, strict=True))
-        else:
-            check(ctx, call, error)
+        lengths = list(zip(*rows, strict=True))
+    else:
+        check(ctx, call, error)
     flat = unwrap(flat, error)
     return flat.structure.unflatten(apply_move(plan(ctx, flat, lengths), flat.leaves))
 

@@ -2,7 +2,7 @@
 
 Small trees on the CPU are sent in the exchange that opens the operation; larger ones as one buffer per dtype,
 and leaves of 1 MiB or more separately, without a copy. With one process each operation returns its input.
-None of them is differentiable, and none writes into its input.
+None of them is differentiable: results have no gradients, on any rank. None writes into its input.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from accelfn.comm.transfer import (
     all_gather_rows,
     check_arithmetic,
     combine,
+    detached,
     exchange_tree,
     fits,
     open_call,
@@ -124,12 +125,10 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     if size > 1 and error is None and reduction == "none":  # the other ranks may pass another reduction
         open_call(ctx, "reduce", "reduction='none'", prepared, None)
     if size == 1 or (error is None and reduction == "none"):
-        leaves, layout = unwrap(prepared, error)
-        if scale == 1.0 and not any(leaf.requires_grad for leaf in leaves):
-            return tree
-        return layout.structure.unflatten(
-            [scale_(leaf.detach().clone(), scale) if scale != 1.0 else leaf.detach() for leaf in leaves]
-        )
+        leaves, layout = prepared = unwrap(prepared, error)
+        if scale == 1.0:
+            return detached(tree, prepared)
+        return layout.structure.unflatten([scale_(leaf.detach().clone(), scale) for leaf in leaves])
 
     op: ReduceOp = "max" if reduction == "max" else "min" if reduction == "min" else "sum"
     divisor = size if reduction == "mean" else 1
@@ -157,7 +156,8 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
         from_process: The rank that sends.
 
     Returns:
-        On ``from_process`` the tree itself; elsewhere a new tree, on the devices of this rank's leaves.
+        On ``from_process`` the tree itself, detached if it has gradients; elsewhere a new tree, on the
+        devices of this rank's leaves.
 
     Raises:
         ValueError: ``from_process`` isn't a rank.
@@ -175,8 +175,7 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
 
     prepared, error = catch(prepare)
     if ctx.world.size == 1:
-        unwrap(prepared, error)
-        return tree
+        return detached(tree, unwrap(prepared, error))
     options = f"from {from_process}"
     sends = ctx.world.rank == from_process
     if prepared is not None and fits(ctx, prepared):
@@ -184,10 +183,11 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
         payload = payload_of(prepared) if sends else None
         rows = agree(ctx, layout_call("broadcast", options, layout, pairs=False), payload)
         if sends:
-            return tree
+            return detached(tree, prepared)
         received = [buffer.clone() for buffer in read_groups(rows[from_process], layout.groups)]
         return unpack(Packed(tuple(received), layout))
-    leaves, layout = open_call(ctx, "broadcast", options, prepared, error, pairs=False)
+    prepared = open_call(ctx, "broadcast", options, prepared, error, pairs=False)
+    leaves, layout = prepared
     buffers: list[torch.Tensor] = []
     for group in layout.groups:
         buffer = (
@@ -197,7 +197,7 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
         )
         ctx.collectives.broadcast(buffer.view(torch.uint8), from_process)
         buffers.append(buffer)
-    return tree if sends else unpack(Packed(tuple(buffers), layout))
+    return detached(tree, prepared) if sends else unpack(Packed(tuple(buffers), layout))
 
 
 def _rows(leaf: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -12,13 +12,17 @@ from accelfn.comm.agreement import (
     agree,
     capacity,
     check,
+    has_transforms,
     layout_call,
     padded_size,
     read_groups,
     write_groups,
 )
 from accelfn.context import Context, ReduceOp
+from accelfn.errors import NotAvailableError
 from accelfn.tree import PackSpec, flatten, plan_layout, require_tensors
+
+T = TypeVar("T")
 
 # For leaves of this size, a copy into a shared buffer costs more than a separate message.
 ALONE_BYTES = 1 << 20
@@ -42,7 +46,14 @@ def prepare_tree(operation: str, tree: Any, refused: Callable[[Any], bool] | Non
 
     Raises:
         TypeError: A leaf isn't a dense tensor.
+        NotAvailableError: A transform of ``torch.func`` is running, which would get no derivatives.
     """
+    if has_transforms():
+        raise NotAvailableError(
+            f"{operation}: it isn't differentiable, so torch.func can neither differentiate nor map it. Use "
+            "all_gather, reduce_scatter, all_to_all or permute, which are differentiable; or value_and_grad; "
+            "or call it outside of the transform."
+        )
     leaves, structure = flatten(tree, refused)
     return PackedTree(
         require_tensors(operation, leaves, structure), plan_layout(leaves, structure, ALONE_BYTES)
@@ -54,6 +65,14 @@ def unwrap(value: Any, error: Exception | None) -> Any:
     if error is not None:
         raise error
     return value
+
+
+def detached(tree: T, prepared: PackedTree) -> T:
+    """Return the tree itself, or where one of its leaves requires a gradient the same tree without them."""
+    leaves, layout = prepared
+    if not any(leaf.requires_grad for leaf in leaves):
+        return tree
+    return layout.structure.unflatten([leaf.detach() for leaf in leaves])
 
 
 def fits(ctx: Context, prepared: PackedTree) -> bool:

@@ -11,7 +11,11 @@ import torch
 from typing_extensions import NamedTuple, TypeIs
 
 from accelfn.comm import Call, broadcast, catch, check, check_replicas, reduce
+from accelfn.comm.agreement import has_transforms
+from accelfn.comm.moves import average as average_differentiably
+from accelfn.comm.moves import is_differentiated, keep
 from accelfn.context import Collectives, Context, World, check_context
+from accelfn.errors import NotAvailableError
 from accelfn.parallel.norm import clip_tensors_
 from accelfn.training.backward import Loss, check_means, read_loss
 from accelfn.training.prepare import autocast
@@ -64,7 +68,8 @@ def value_and_grad(
         result of ``loss_fn``, with the loss averaged over ranks and this rank's ``aux``; ``grads`` is a tree
         like ``params``, in their dtypes. In exact mode ``aux`` is joined over this rank's microbatches by
         :func:`accelfn.tree.concatenate`, where a 0-d tensor counts as one row. Every rank of ``ctx`` must
-        call it, with ``params`` of one structure.
+        call it, with ``params`` of one structure. Except in exact mode, it can be differentiated again and
+        mapped: by backward and ``torch.func``, on all ranks alike.
 
     Raises:
         ConfigurationError: Ranks share sequences, and their means are over different numbers of tokens.
@@ -72,6 +77,7 @@ def value_and_grad(
             shape ``()``.
         ValueError: (when called) In exact mode, the batch can't be split into equal microbatches.
         MismatchError: (when called) The parameters differ in structure, shape or dtype between ranks.
+        NotAvailableError: (when called) In exact mode, inside of a transform of ``torch.func``.
 
     >>> step = value_and_grad(Context(), lambda params, x: (params["w"] * x).sum())
     >>> step({"w": torch.tensor([1.0, 2.0])}, torch.tensor([3.0, 4.0]))
@@ -91,8 +97,17 @@ def value_and_grad(
 
         if ctx.reduction is not None:
             return cast("tuple[V, Params]", _exactly(ctx, loss_fn, leaves, structure, args, kwargs))
-        loss, grads, value = _gradients(ctx, loss_fn, leaves, structure, args, kwargs)
-        loss, grads = reduce(ctx.tagged("value_and_grad"), (loss, grads), "mean")
+        if ctx.num_processes == 1:
+            loss, grads, value = _gradients(ctx, loss_fn, leaves, structure, args, kwargs)
+        elif has_transforms() or any(map(is_differentiated, leaves)):
+            leaves = keep(ctx, "value_and_grad", leaves)
+            loss, grads, value = _gradients(ctx, loss_fn, leaves, structure, args, kwargs)
+            loss, *grads = average_differentiably(
+                ctx.tagged("value_and_grad"), "value_and_grad", [loss, *grads]
+            )
+        else:
+            loss, grads, value = _gradients(ctx, loss_fn, leaves, structure, args, kwargs)
+            loss, grads = reduce(ctx.tagged("value_and_grad"), (loss, grads), "mean")
         averaged = (loss, value[1]) if _is_pair(value) else loss
         return cast("V", averaged), cast("Params", structure.unflatten(grads))
 
@@ -125,6 +140,11 @@ def _exactly(
     ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: TreeSpec, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Return value and gradients averaged over the microbatches of all ranks, in their order."""
+    if has_transforms():
+        raise NotAvailableError(
+            "value_and_grad: in exact mode it isn't differentiable, so torch.func can neither differentiate "
+            'nor map it. Use a context without reduction="canonical".'
+        )
     microbatches, error = catch(lambda: split_into_microbatches(ctx, (args, kwargs)))
     results = [_gradients(ctx, loss_fn, leaves, structure, *microbatch) for microbatch in microbatches or ()]
     tensors = [[loss, *grads] for loss, grads, _ in results]
@@ -358,16 +378,23 @@ def _updated(
     updates, optimizer_state = update(tree, state.optimizer_state, params=state.params)
     # Flattened again: an update that breaks the graph invalidates structures from before (torch 2.13,
     # optree 0.20).
-    params, structure = flatten(state.params)
-    changes, other = flatten(updates)
+    params, structure = flatten(state.params, _is_none)
+    changes, other = flatten(updates, _is_none)
     if other != structure:
         raise ValueError(
             "make_train_step: the optimizer's update returned a tree of another structure than the "
             f"parameters: {other.describe()} instead of {structure.describe()}. Use parameters in a tree "
             "that the optimizer supports, such as a dict of tensors."
         )
-    added = [leaf + change.to(leaf.dtype) for leaf, change in zip(params, changes, strict=True)]
+    added = [
+        leaf if change is None else leaf + change.to(leaf.dtype)
+        for leaf, change in zip(params, changes, strict=True)
+    ]
     return structure.unflatten(added), optimizer_state
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 def _keep(skipped: torch.Tensor, before: Any, after: Any) -> Any:

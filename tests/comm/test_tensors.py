@@ -4,7 +4,7 @@ import operator
 from collections import UserDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from accelfn.comm import (
     verify_structure,
 )
 from accelfn.context import Context
-from accelfn.errors import RemoteRankError
+from accelfn.errors import NotAvailableError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import (
     DTYPES,
@@ -318,13 +318,41 @@ def test_lazy_views_travel(operation: Callable[[Context, Any], Any], negative: b
 def test_results_are_detached_and_one_process_gives_back_what_it_got() -> None:
     def work(ctx: Context) -> list[bool]:
         weight = torch.ones(2, requires_grad=True)
-        results = (gather(ctx, weight), reduce(ctx, weight), broadcast(ctx, weight, 1))
+        results = (
+            gather(ctx, weight),
+            reduce(ctx, weight),
+            reduce(ctx, weight, "none"),
+            broadcast(ctx, weight),
+            broadcast(ctx, weight.repeat(200_000)),  # too large for the opening exchange
+            scatter(ctx, weight),
+        )
         return [result.requires_grad for result in results]
 
-    # Whoever sends gets its own tensor back.
-    assert run_ranks(work, 2) == [[False, False, False], [False, False, True]]
+    for size in (1, 2):
+        assert run_ranks(work, size) == [[False] * 6] * size
     tree = {"x": torch.ones(2), "n": None}
     assert all(operation(Context(), tree) is tree for operation in (gather, reduce, broadcast, scatter))
+
+
+@pytest.mark.parametrize("operation", [gather, reduce, broadcast, scatter, pad_across_processes])
+@pytest.mark.parametrize("size", [1, 2])
+def test_transforms_of_functions_are_refused_on_every_rank(operation: Any, size: int) -> None:
+    def work(ctx: Context) -> str:
+        with pytest.raises((NotAvailableError, RemoteRankError)) as caught:
+            cast("Any", torch.func).grad(lambda x: operation(ctx, x).sum())(torch.ones(2))  # pyright: ignore[reportUnknownLambdaType]
+        return str(caught.value)
+
+    texts = run_ranks(work, size)
+    assert all("it isn't differentiable" in text and "all_gather" in text for text in texts)
+
+
+def test_padding_keeps_gradients_on_the_longest_rank_and_on_shorter_ones() -> None:
+    def work(ctx: Context) -> float:
+        x = torch.ones(2 + ctx.rank, requires_grad=True)
+        (gradient,) = torch.autograd.grad(pad_across_processes(ctx, x).sum(), x)
+        return float(gradient.sum())
+
+    assert run_ranks(work, 2) == [2.0, 3.0]
 
 
 # --- how often it speaks -------------------------------------------------------------------------

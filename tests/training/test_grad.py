@@ -10,7 +10,7 @@ import torch
 
 import accelfn as af
 from accelfn import Context
-from accelfn.errors import MismatchError
+from accelfn.errors import MismatchError, NotAvailableError
 from accelfn.testing import run_ranks
 
 
@@ -80,3 +80,49 @@ def test_ranks_with_different_parameters_get_one_error() -> None:
     first, second = run_ranks(run, 2)
     assert first == second
     assert "\n  1 " in first
+
+
+def _cubes(params: Any, x: torch.Tensor) -> torch.Tensor:
+    return (params["w"] ** 3 * x).sum()
+
+
+def _transformed(ctx: Context) -> list[Any]:
+    of: Any = af.value_and_grad(ctx, _cubes)
+    x, params = torch.tensor([1.0, 2.0]) * (ctx.rank + 1), {"w": torch.tensor([2.0, 3.0])}
+    weight = params["w"].clone().requires_grad_()
+    of({"w": weight}, x)[1]["w"].sum().backward()
+    return [
+        weight.grad,
+        torch.func.grad(lambda params: of(params, x)[0])(params)["w"],
+        torch.func.jacrev(lambda params: of(params, x)[1])(params)["w"]["w"],
+        torch.func.vmap(lambda w: of({"w": w}, x)[1]["w"])(torch.eye(2)),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_is_differentiated_and_mapped_as_in_one_process(size: int) -> None:
+    x, w = torch.tensor([1.0, 2.0]) * (size + 1) / 2, torch.tensor([2.0, 3.0])
+    expected = [6 * w * x, 3 * w**2 * x, torch.diag(6 * w * x), 3 * torch.eye(2) * x]
+    for found in run_ranks(_transformed, size):
+        torch.testing.assert_close(found, expected)
+
+
+def _tangents(ctx: Context) -> list[torch.Tensor]:
+    of: Any = af.value_and_grad(ctx, _cubes)
+    x, w = torch.tensor([1.0, 2.0]) * (ctx.rank + 1), torch.tensor([2.0, 3.0])
+    _, tangent, *_ = torch.func.jvp(lambda w: of({"w": w}, x)[1]["w"], (w,), (torch.ones(2),))
+    model = af.prepare_model(ctx, torch.nn.Linear(2, 2))
+    output, moved, *_ = torch.func.jvp(model, (x,), (torch.ones(2),))
+    return [tangent, output - model(x), moved - model.weight.sum(1)]
+
+
+def test_tangents_go_through_it_and_through_a_prepared_model() -> None:
+    expected = [torch.tensor([18.0, 54.0]), torch.zeros(2), torch.zeros(2)]
+    for found in run_ranks(_tangents, 2, on="processes"):  # torch has one level of tangents for all threads
+        torch.testing.assert_close([tensor.detach() for tensor in found], expected)
+
+
+def test_in_exact_mode_transforms_are_refused() -> None:
+    of: Any = af.value_and_grad(Context().replace(reduction="canonical"), _cubes)
+    with pytest.raises(NotAvailableError, match=r"in exact mode it isn't differentiable"):
+        torch.func.grad(lambda params: of(params, torch.ones(2))[0])({"w": torch.ones(2)})

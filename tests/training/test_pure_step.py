@@ -81,6 +81,24 @@ class Wrong(Sgd):
         return [grads], state
 
 
+class Partial(Sgd):
+    def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = super().update(grads, state, params)
+        return {**updates, "frozen": None, "absent": None}, state
+
+
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+def test_an_update_of_none_changes_nothing(mode: str) -> None:
+    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (params["w"] * params["frozen"] * x).sum()
+
+    ctx, optimizer = Context().replace(mixed_precision=mode), Partial(0.5)
+    params = {"w": torch.ones(()), "frozen": torch.ones(()), "absent": None}
+    state = af.init_train_state(ctx, optimizer, params)
+    state, _ = af.make_train_step(ctx, loss_fn, optimizer)(state, torch.ones(2))
+    assert state.params == {"w": torch.tensor(0.0), "frozen": torch.tensor(1.0), "absent": None}
+
+
 @pytest.mark.parametrize(
     ("mode", "optimizer", "change", "text"),
     [
