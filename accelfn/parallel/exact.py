@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,13 @@ from accelfn.parallel.parameters import is_made_of_others
 from accelfn.tree import Buffer, flatten, flatten_tensor, plan_layout
 
 _Microbatch = Sequence[torch.Tensor | None]
+
+
+_NOT_CLOSED = (
+    "the latest backward pass added to them under no_sync, and in exact mode only one outside of it sums "
+    "them. End the window with a backward pass outside of no_sync; each rank for itself can't step in exact "
+    "mode"
+)
 
 
 class OrderedSum:
@@ -256,6 +263,8 @@ class ExactReplica(ThreadDDP):
     sums are here and ``.grad`` of these parameters is None.
     """
 
+    holds_gradients: ClassVar[bool] = True
+
     def __init__(self, ctx: Context, model: nn.Module) -> None:
         """Broadcast the model from rank 0, and hook its parameters."""
         _refuse_statistics(model)
@@ -319,6 +328,16 @@ class ExactReplica(ThreadDDP):
             raise
         finally:
             self._seen = seen
+
+    def why_unreduced(self) -> str | None:
+        """Return why the current gradients are only this rank's own; None where they are summed, or none."""
+        if self._sum.is_open:
+            return _NOT_CLOSED
+        return super().why_unreduced() if any(item.grad is not None for item in self._items) else None
+
+    def discard(self) -> None:
+        """Drop the sums of an open window."""
+        self._sum.drop()
 
     def scale_sums(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
         """Multiply the open window's sums of ``parameters``."""

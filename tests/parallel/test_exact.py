@@ -293,6 +293,28 @@ def test_ranks_that_close_different_windows_hear_of_it() -> None:
         run_ranks(run, 2, reduction="canonical")
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_step_needs_the_sum_over_all_ranks(is_inside: bool) -> None:
+    def run(ctx: Context) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        model, optimizer = af.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=1.0))
+        scaler = af.optimizer_step(ctx, optimizer, af.init_scaler(ctx))  # nothing to average
+        loss = model(torch.full((1, 1), ctx.rank + 2.0)).mean()
+        with af.no_sync(ctx, model):
+            scaler = af.backward(ctx, loss, scaler)
+            if is_inside:
+                with pytest.raises(ConfigurationError, match=r"each rank for itself can't step in exact"):
+                    af.optimizer_step(ctx, optimizer, scaler)
+        with pytest.raises(ConfigurationError, match=r"added to them under no_sync"):
+            af.optimizer_step(ctx, optimizer, scaler)
+        scaler = af.backward(ctx, model(torch.ones(1, 1)).mean(), scaler)
+        af.optimizer_step(ctx, optimizer, scaler)
+        return model.weight.flatten().tolist()
+
+    assert run_ranks(run, 2, reduction="canonical") == [[-2.5], [-2.5]]  # 1 - (2 + 3) / 2 - 1
+
+
 def test_models_belong_to_one_kind_of_reduction() -> None:
     def run(ctx: Context) -> None:
         mean = ctx.replace(reduction="mean")
