@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
+from weakref import WeakSet
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Frames of a progress bar, a thread pool or a test runner aren't the user's, and may differ between ranks: a
@@ -84,11 +85,28 @@ class OpenPass:
         self.has_ended: bool = False
 
 
+class LoaderPlace:
+    """The place of a prepared loader among those of its world that are seeded alike. Ends with the loader.
+
+    Attributes:
+        generator: The loader's own generator; None if its seed is the program's.
+        number: From 0.
+    """
+
+    __slots__ = ("__weakref__", "generator", "number")
+
+    def __init__(self, generator: object | None, number: int) -> None:
+        """Take the place; use :meth:`CallLog.place_loader`."""
+        self.generator: object | None = generator
+        self.number: int = number
+
+
 class CallLog:
     """The operations of one rank on one group, in order.
 
     A process group numbers its collectives; this log does so for operations on trees, and stores what is
-    needed to explain a mismatch. All contexts over one group share one log. Only operations write to it.
+    needed to explain a mismatch. It also numbers the loaders that are prepared. All contexts over one group
+    share one log. Only operations write to it.
 
     Attributes:
         number: Of the last operation begun; 0 before the first.
@@ -120,6 +138,7 @@ class CallLog:
         self.after_backward: list[Callable[[], None]] | None = None
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._first_sites: dict[int, str] = {}  # by form of call
+        self._places: WeakSet[LoaderPlace] = WeakSet()
 
     def __deepcopy__(self, memo: dict[int, object]) -> CallLog:
         """Return self: a copy of a context uses the same group."""
@@ -153,6 +172,21 @@ class CallLog:
             yield begun
         finally:
             self.open_passes.remove(begun)
+
+    def place_loader(self, generator: object | None) -> LoaderPlace:
+        """Return a loader's place: the first that no loader has which exists now.
+
+        So a run that is repeated in one process reads its data in the same order again.
+
+        Args:
+            generator: The loader's own generator; None if its seed is the program's.
+        """
+        taken = {place.number for place in self._places if place.generator is generator}
+        place = LoaderPlace(
+            generator, next(number for number in range(len(taken) + 1) if number not in taken)
+        )
+        self._places.add(place)
+        return place
 
     def confirm(self) -> None:
         """Record that the current operation and all previous ones are the same on all ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -14,7 +14,9 @@ from typing_extensions import Self
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context, check_context
+from accelfn.context.call_log import LoaderPlace
 from accelfn.data.dispatch import SliceFunction, check_slicing
+from accelfn.data.order import make_keys
 from accelfn.data.passes import Passes
 from accelfn.data.plan import EpochPlan
 from accelfn.data.presharded import PreshardedReader
@@ -190,8 +192,10 @@ def prepare_data_loader(
     The order of an epoch is a function of the seed and the epoch number, the same for any number of ranks
     and workers: with ``shuffle=True`` each sample's position is computed by a keyed permutation, without a
     list of indices. The seed is ``data_seed`` of the configuration, else that of the sampler's generator,
-    else rank 0's ``torch.initial_seed()`` when the first pass begins. A custom sampler or batch sampler draws
-    on rank 0, which sends its indices to the other ranks.
+    else rank 0's ``torch.initial_seed()`` when the first pass begins. Loaders that exist at the same time and
+    get the same seed in this way each derive their own from it, in the order of preparation, so that loaders
+    which are read side by side are independent. To read pairs, prepare one loader over a dataset of pairs. A
+    custom sampler or batch sampler draws on rank 0, which sends its indices to the other ranks.
 
     While a batch is made, in a worker or in this process, random numbers are seeded from the seed of the
     order and the batch's position in the epoch: no two batches or ranks share an augmentation, and neither
@@ -247,16 +251,22 @@ def prepare_data_loader(
         raise ValueError(f'sharding must be "global", "already_sharded" or "by_source", got {sharding!r}.')
     is_loader = isinstance(loader, DataLoader)
     source = cast("DataLoader[T]", loader) if is_loader else _loader_over(ctx, loader)
-    reader = _choose_reader(ctx, source, sharding, slice_fn)
-    passes = Passes(ctx, source, reader, partial(_agree_on_seed, ctx, source))
+    seeded_alike = None if ctx.loading.data_seed is not None else _generator_of(source)
+    place = ctx.collectives.call_log.place_loader(seeded_alike)
+    agree = partial(_agree_on_seed, ctx, source, place)
+    reader = _choose_reader(ctx, source, sharding, slice_fn, agree)
+    passes = Passes(ctx, source, reader, agree)
     return PreparedDataLoader(passes, cast("object", loader))
 
 
 def _choose_reader(
-    ctx: Context, loader: DataLoader[T], sharding: Sharding, slice_fn: SliceFunction | None
+    ctx: Context,
+    loader: DataLoader[T],
+    sharding: Sharding,
+    slice_fn: SliceFunction | None,
+    agree: Callable[[str], int],
 ) -> Reader[T]:
-    """Return the reader for a loader; arguments as for ``prepare_data_loader``."""
-    agree = partial(_agree_on_seed, ctx)
+    """Return the reader for a loader; arguments as for ``prepare_data_loader`` and ``read_stream``."""
     if ctx.loading.use_stateful_dataloader:
         import_stateful()  # raises if it is missing, even if this data doesn't need it
     dispatches = ctx.loading.dispatch_batches
@@ -274,9 +284,9 @@ def _choose_reader(
             "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
         )
     if sharding == "already_sharded":
-        return PreshardedReader(ctx, loader, agree(loader, "already sharded"))
+        return PreshardedReader(ctx, loader, agree("already sharded"))
     if isinstance(loader.dataset, IterableDataset):
-        return read_stream(ctx, loader, sharding == "by_source", slice_fn, partial(agree, loader))
+        return read_stream(ctx, loader, sharding == "by_source", slice_fn, agree)
     if sharding == "by_source":
         raise ConfigurationError(
             'sharding="by_source" is for streams, and this dataset is map-style. Use sharding="global", with '
@@ -284,7 +294,7 @@ def _choose_reader(
         )
     _refuse_disorder(loader)
     reader = read_indexed(ctx, loader, slice_fn)
-    reader.seed = agree(loader, f"dispatched by rank 0: {reader.what}" if dispatches else reader.what)
+    reader.seed = agree(f"dispatched by rank 0: {reader.what}" if dispatches else reader.what)
     return reader
 
 
@@ -297,18 +307,32 @@ def _refuse_disorder(loader: DataLoader[Any]) -> None:
         )
 
 
-def _agree_on_seed(ctx: Context, loader: DataLoader[Any], what: str = "") -> int:
-    """Return the seed of the order, the same on all ranks, after comparing what they will read.
+def _generator_of(loader: DataLoader[Any]) -> torch.Generator | None:
+    # A custom sampler's may be one of Python's or numpy's.
+    generator = getattr(sampler_of(loader), "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
+def _agree_on_seed(ctx: Context, loader: DataLoader[Any], place: LoaderPlace, what: str = "") -> int:
+    """Return the seed of a loader, the same on all ranks, after comparing what they will read.
 
     Ranks that sharded different data would skip samples, or deadlock.
+
+    Args:
+        ctx: The world.
+        loader: The user's loader.
+        place: Of the loader among those that are seeded alike: each has its own seed, so that two loaders
+            which are read side by side are independent.
+        what: Describes what this rank will read.
     """
+    generator = _generator_of(loader)
     if ctx.loading.data_seed is not None:
         seed = ctx.loading.data_seed
     else:
-        # A custom sampler's may be one of Python's or numpy's.
-        generator = getattr(sampler_of(loader), "generator", None)
-        seed = generator.initial_seed() if isinstance(generator, torch.Generator) else torch.initial_seed()
+        seed = torch.initial_seed() if generator is None else generator.initial_seed()
     seed %= 1 << 63
+    if place.number:
+        seed = make_keys("loader", seed, place.number)[0] % (1 << 63)
     if ctx.num_processes == 1:
         return seed
     messages = gather_bytes(

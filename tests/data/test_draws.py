@@ -110,10 +110,11 @@ def test_who_reads_for_whom_changes_no_augmentation(kind: str) -> None:
     [("map", 1), ("shuffled", 3), ("bulk", 2), ("batches", 1), ("items", 2), ("stream", 1)],
 )
 def test_the_number_of_workers_changes_no_augmentation(kind: str, workers: int) -> None:
-    ctx = Context().replace(dataloader_config=SEEDED)
-    alone = prepare_data_loader(ctx, SOURCES[kind]())
     source = SOURCES[kind](num_workers=workers, persistent_workers=workers == 3)
-    with_workers = prepare_data_loader(ctx, source)
+    alone, with_workers = (  # in one context each would have its own seed
+        prepare_data_loader(Context().replace(dataloader_config=SEEDED), loader)
+        for loader in (SOURCES[kind](), source)
+    )
     for _ in range(2):
         assert rows_of(alone) == rows_of(with_workers)
 

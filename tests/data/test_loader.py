@@ -4,15 +4,24 @@
 
 import contextlib
 import copy
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from accelfn import Accelerator, Context, DataLoaderConfiguration, gather
 from accelfn.context.world import World
-from accelfn.data import microbatches, next_plan, plan_epoch, prepare_data_loader, skip_first_batches
+from accelfn.data import (
+    loader_state,
+    microbatches,
+    next_plan,
+    plan_epoch,
+    prepare_data_loader,
+    restore_loader,
+    skip_first_batches,
+)
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from accelfn.tree import flatten
@@ -38,6 +47,20 @@ def test_preparing_twice_gives_the_same_loader_and_never_shards_twice() -> None:
         return len(loader)
 
     assert run_ranks(run, 2) == [2, 2]
+
+
+def test_the_seed_of_the_second_loader_is_kept_in_its_state() -> None:
+    def make(number: int) -> Any:
+        ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
+        return [prepare_data_loader(ctx, numbers(8, 2, shuffle=True)) for _ in range(number)][-1]
+
+    loader, alone = make(2), make(1)
+    batches = iter(loader)
+    next(batches)
+    restore_loader(alone, loader_state(loader))
+    rest = [batch.tolist() for batch in batches]
+    assert [batch.tolist() for batch in alone] == rest
+    assert [batch.tolist() for batch in alone] == [batch.tolist() for batch in loader]
 
 
 def test_data_that_is_sharded_already_is_left_as_it_is() -> None:
@@ -68,6 +91,51 @@ def test_each_pass_is_the_next_epoch() -> None:
     loader.set_epoch(0)
     assert [batch.tolist() for batch in loader] == [first]
     assert loader.epoch == 1
+
+
+class Augmented(Dataset[Any]):
+    """Draws a number for each sample."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.rand(())
+
+
+def read_two(ctx: Context, seeded: str, by: str) -> list[list[list[float]]]:
+    """Return the samples and the augmentations of one epoch of two loaders, read side by side."""
+    shared = torch.Generator().manual_seed(1)
+    generators = {"own": [torch.Generator().manual_seed(1) for _ in "ab"], "shared": [shared] * 2}
+    prepare: Any = prepare_data_loader if by == "functions" else prepare_by_accelerator
+    torch.manual_seed(2)
+    loaders = [
+        prepare(ctx, DataLoader(Augmented(), batch_size=2, shuffle=True, generator=generator))
+        for generator in generators.get(seeded, [None, None])
+    ]
+    read = [gather(ctx, pair) for pair in zip(*loaders, strict=True)]
+    return [[torch.cat([pair[side][part] for pair in read]).tolist() for part in (0, 1)] for side in (0, 1)]
+
+
+@pytest.mark.parametrize("by", ["functions", "accelerator"])
+@pytest.mark.parametrize("seeded", ["program", "configuration", "shared"])
+def test_loaders_that_are_read_side_by_side_are_independent(seeded: str, by: str) -> None:
+    config = DataLoaderConfiguration(data_seed=3 if seeded == "configuration" else None)
+    results = [
+        run_ranks(partial(read_two, seeded=seeded, by=by), 2, dataloader_config=config) for _ in range(2)
+    ]
+    assert results[0] == results[1] == [results[0][0]] * 2
+    (first, first_drawn), (second, second_drawn) = results[0][0]
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
+    assert not set(first_drawn) & set(second_drawn)
+
+
+def test_a_loader_is_seeded_alike_in_each_run_and_by_its_own_generator() -> None:
+    ctx = Context()
+    assert read_two(ctx, "program", "functions") == read_two(ctx, "program", "functions")
+    first, second = read_two(ctx, "own", "functions")
+    assert first == second
 
 
 NAMES = (
