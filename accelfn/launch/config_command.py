@@ -11,15 +11,9 @@ from types import MappingProxyType
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config.accelerate import import_accelerate
+from accelfn.launch.config.accelerate import import_accelerate, read_any_config
 from accelfn.launch.config.ask import ask_values, format_launch
-from accelfn.launch.config.files import (
-    find_config_file,
-    format_config,
-    read_config,
-    read_text,
-    read_tree,
-)
+from accelfn.launch.config.files import ConfigFile, find_config_file, format_config, read_text
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.config.resolve import resolve
 from accelfn.launch.output import print_origins, write_text
@@ -91,18 +85,25 @@ def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int
 
 def _update(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _path(options, environment)
-    file = read_config(path)
+    file = _read(path)
     return _save(format_config(LaunchConfig(**file.values), path, frozenset(file.values)), path)
 
 
 def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _path(options, environment)
     is_requested = options.config_file is not None or bool(environment.get("ACCELFN_CONFIG"))
-    file = read_config(path) if is_requested or os.path.exists(path) else None
+    file = _read(path) if is_requested or os.path.exists(path) else None
     resolved = resolve({}, environment, file)
     print(f"file: {path}" if file else f"file: {path} (doesn't exist)")
     print_origins(resolved, everything=options.all)
     return 0
+
+
+def _read(path: str) -> ConfigFile:
+    file = read_any_config(path)
+    for note in file.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return file
 
 
 def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -115,14 +116,16 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     text = read_text(source)
     if not text.strip():
         raise ConfigurationError(f"{source} is empty, so there is nothing to import. Pass a config file.")
-    # Accelerate writes JSON into files that end in .yaml as well; YAML reads both.
-    name = f"{source}.json" if text.lstrip().startswith("{") and not source.endswith(".json") else source
-    imported = import_accelerate(read_tree(text, name), source)
+    imported = import_accelerate(text, source)
+    try:
+        config = LaunchConfig(**imported.values)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{source} has conflicting values: {error}") from None
     for note in imported.notes:
         print(f"note: {note}", file=sys.stderr)
     path = _path(options, environment)
     _refuse_to_overwrite(path, options)
-    return _save(format_config(imported.config, path), path)
+    return _save(format_config(config, path), path)
 
 
 def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:

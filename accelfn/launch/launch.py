@@ -16,17 +16,10 @@ from pathlib import Path
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.command_line import CommandParser, Parsed, launch_parser, parse_flags
-from accelfn.launch.config.accelerate import import_accelerate
-from accelfn.launch.config.files import (
-    ConfigFile,
-    find_config_file,
-    is_of_accelerate,
-    read_config,
-    read_text,
-    read_tree,
-)
+from accelfn.launch.config.accelerate import read_any_config
+from accelfn.launch.config.files import ConfigFile, find_config_file
 from accelfn.launch.config.options import FILE, OPTIONS, Option, read_value
-from accelfn.launch.config.record import changed_values, is_active
+from accelfn.launch.config.record import is_active
 from accelfn.launch.config.resolve import Resolved, resolve
 from accelfn.launch.output import print_origins
 from accelfn.launch.plan.choose import plan_launch
@@ -58,12 +51,10 @@ def load_config(given: str | None, environment: Mapping[str, str]) -> ConfigFile
     path, is_requested = find_config_file(given, environment, sys.platform, os.path.expanduser("~"))
     if not is_requested and not os.path.exists(path):
         return None
-    if os.path.isfile(path) and is_of_accelerate(tree := read_tree(read_text(path), path)):
-        config, notes = import_accelerate(tree, path)
-        for note in (f"{path} is a config file of Accelerate, and was imported.", *notes):
-            print(f"accelfn launch: {note}", file=sys.stderr)
-        return ConfigFile(path=path, values=changed_values(config), lines={})
-    return read_config(path)
+    file = read_any_config(path)
+    for note in file.notes:
+        print(f"accelfn launch: {note}", file=sys.stderr)
+    return file
 
 
 def run(parsed: Parsed) -> int:

@@ -79,7 +79,7 @@ def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
             notes.append(f"{prefix}{spelled} is dropped: {prefix}{name} replaces it.")
         elif name in _DROPPED:
             notes.append(f"{prefix}{spelled} is dropped: {_DROPPED[name]}.")
-        elif name == "sharding_strategy":
+        elif name == "sharding_strategy" or str(value).upper() in _RESHARDS:
             converted["reshard_after_forward"] = _reshards(value)
             text = str(converted["reshard_after_forward"]).lower()
             notes.append(f"{prefix}{name}: {value} becomes {prefix}reshard_after_forward: {text}.")

@@ -66,6 +66,19 @@ def test_show_prints_the_sources_of_values(
     assert lines[1].split()[:3] == ["num_processes", "2", "file"]
 
 
+def test_show_and_update_take_a_file_of_accelerate(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\nmain_process_ip: h")
+    status, stdout, stderr = command("config show --config_file theirs.yaml --all")
+    assert (status, stdout) == (2, ""), "its rank is missing"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 4")
+    status, stdout, stderr = command("config show --config_file theirs.yaml")
+    assert (status, stdout.split()[-3:]) == (0, ["theirs.yaml,", "line", "2"])
+    assert stderr == "note: theirs.yaml is a config file of Accelerate, and was imported.\n"
+    assert command("config update --config_file theirs.yaml")[0] == 0
+    assert read_config(str(path)).values == {"multi_gpu": True, "num_processes": 4}
+
+
 def test_import_takes_accelerates_file_from_its_usual_place(tmp_path: Path, command: Command) -> None:
     (tmp_path / "empty.yaml").write_text("\n")
     for source, message in (

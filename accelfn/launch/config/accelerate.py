@@ -5,18 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.files import NULLS, join_items
-from accelfn.launch.config.options import OPTIONS, RENAMED, Option, read_value, suggest
-from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config.files import (
+    NULLS,
+    ConfigFile,
+    find_line,
+    is_of_accelerate,
+    join_items,
+    parse_config,
+    read_text,
+    read_tree,
+)
+from accelfn.launch.config.options import OPTIONS, RENAMED, Option, read_entry, suggest
 
 
 class Imported(NamedTuple):
     """An imported config file of Accelerate."""
 
-    config: LaunchConfig
+    values: dict[str, object]  # by option name, without defaults; they may need others, or contradict
+    lines: dict[str, str]  # of each value
     notes: tuple[str, ...]  # one sentence per dropped key
 
 
@@ -61,31 +70,41 @@ _DROPPED: Mapping[str, str] = MappingProxyType(
 )
 # Dropped keys that matter only if true.
 _SWITCHES = ("ipex", "use_xpu", "fsdp_limit_all_gathers", "fp8_use_mxfp8_block_scaling")
-# Written as numbers before Accelerate 0.23.
-_NUMBERED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        name: OPTIONS[name].kind.choices
-        for name in ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_state_dict_type")
-    }
-)
 _ENGINES: Mapping[str, str] = MappingProxyType(
     {"FSDP": "use_fsdp", "DEEPSPEED": "use_deepspeed", "MEGATRON_LM": "use_megatron_lm"}
 )
 
 
-def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
+def read_any_config(path: str) -> ConfigFile:
+    """Read a config file of accelfn or of Accelerate.
+
+    Raises:
+        ConfigurationError: It can't be read, or its content is invalid.
+        MissingExtraError: It is YAML, and PyYAML isn't installed.
+    """
+    text = read_text(path)
+    if not is_of_accelerate(read_tree(text, path)):
+        return parse_config(text, path)
+    values, lines, notes = import_accelerate(text, path)
+    notes = (f"{path} is a config file of Accelerate, and was imported.", *notes)
+    return ConfigFile(path=path, values=values, lines=lines, notes=notes)
+
+
+def import_accelerate(text: str, path: str) -> Imported:
     """Convert a config file of Accelerate. Pure.
 
     Args:
-        tree: From ``read_tree``, with scalars as texts.
+        text: Its content.
         path: The path, for messages.
 
     Raises:
-        ConfigurationError: A key is unknown, a value is invalid, or values conflict.
+        ConfigurationError: It isn't YAML or JSON, a key is unknown, or a value is invalid.
+        MissingExtraError: It is YAML, and PyYAML isn't installed.
     """
     values: dict[str, object] = {}
+    lines: dict[str, str] = {}
     notes: list[str] = []
-    flat = _flatten(tree)
+    flat, keys = _flatten(read_tree(text, path))
     kind = str(flat.pop("distributed_type", None) or "NO").upper()
     if flat.get("compute_environment") == "AMAZON_SAGEMAKER":
         if kind not in ("FALSE", "0"):
@@ -97,7 +116,10 @@ def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
     if str(flat.get("mixed_precision", "")).lower() in ("false", ""):
         flat.pop("mixed_precision", None)
     for key, value in flat.items():
-        _read_entry(key, value, values, notes, path)
+        line = find_line(text, keys.get(key, (key,)))
+        where = f"{path}, {line}" if line else path
+        name = _read_entry(keys.get(key, (key,)), key, value, values, notes, where)
+        lines[name or key] = line
     reaching = [key for key in _REACHING if key in flat and _is_set(key, flat[key])]
     if reaching and values.get("num_machines", 1) != 1:
         raise ConfigurationError(
@@ -116,23 +138,22 @@ def import_accelerate(tree: Mapping[str, Any], path: str) -> Imported:
         values["use_parallelism_config"] = True
     if values.get("main_process_port") == 0:
         del values["main_process_port"]
-    try:
-        return Imported(LaunchConfig(**values), tuple(notes))
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{path} has conflicting values: {error}") from None
+    return Imported(values, {name: line for name, line in lines.items() if line}, tuple(notes))
 
 
-def _flatten(tree: Mapping[str, Any]) -> dict[str, object]:
-    """Return the entries of all sections, by flag name."""
+def _flatten(tree: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, tuple[str, ...]]]:
+    """Return the entries of all sections by flag name, and where each is in the file."""
     entries: dict[str, object] = {}
+    keys: dict[str, tuple[str, ...]] = {}
     for key, value in tree.items():
         prefix = _SECTIONS.get(key)
         if prefix is None:
-            entries[key] = value
+            entries[key], keys[key] = value, (key,)
         elif isinstance(value, dict):
-            section = cast("dict[str, object]", value)
-            entries |= {prefix + name.removeprefix(prefix): entry for name, entry in section.items()}
-    return entries
+            for inner, entry in cast("dict[str, object]", value).items():
+                name = prefix + inner.removeprefix(prefix)
+                entries[name], keys[name] = entry, (key, inner)
+    return entries, keys
 
 
 def _read_type(kind: str, values: dict[str, object], notes: list[str], path: str) -> None:
@@ -154,37 +175,61 @@ def _read_type(kind: str, values: dict[str, object], notes: list[str], path: str
         raise ConfigurationError(f"{path}: unknown distributed_type {kind!r}. {hint}")
 
 
-def _read_entry(key: str, value: object, values: dict[str, object], notes: list[str], path: str) -> None:
+def _refuse_key(keys: tuple[str, ...], key: str, where: str) -> NoReturn:
+    close = suggest(key, (*OPTIONS, *RENAMED))
+    hint = "Remove it and try again."
+    if close is not None:
+        prefix = _SECTIONS.get(keys[0], "")
+        is_bare = not keys[-1].startswith(prefix)
+        hint = f"Did you mean {close.removeprefix(prefix) if is_bare else close}?"
+    elif keys[0] == "deepspeed_config":
+        hint = (
+            "If it is one of DeepSpeed's own, it belongs into DeepSpeed's JSON file, which deepspeed_config "
+            "names as deepspeed_config_file."
+        )
+    raise ConfigurationError(f"{where}: unknown key {'.'.join(keys)!r}. {hint}")
+
+
+def _read_entry(
+    keys: tuple[str, ...],
+    key: str,
+    value: object,
+    values: dict[str, object],
+    notes: list[str],
+    where: str,
+) -> str | None:
+    """Write what an entry says into ``values``, and return the name of its option, if it sets one."""
     name = RENAMED.get(key, key)
     if key in _DROPPED:
         if _is_set(key, value):
             notes.append(f"{key}: dropped; {_DROPPED[key]}.")
-        return
+        return None
+    if keys[-1].startswith("_"):
+        return None  # such as _comment
     if name not in OPTIONS:
-        raise ConfigurationError(f"{path}: unknown key {key!r}. Remove it and try again.")
+        _refuse_key(keys, key, where)
     option = OPTIONS[name]
     try:
         text = _text_of(option, value)
         if text.lower() in ("", "null", "~") or (
             text.lower() == "none" and "none" not in option.kind.choices
         ):
-            return
+            return None
         if text == "auto" and name in ("gradient_accumulation_steps", "gradient_clipping"):
-            return  # DeepSpeed's default
-        if name in _NUMBERED and text.isdecimal() and 0 < int(text) <= len(_NUMBERED[name]):
-            text = _NUMBERED[name][int(text) - 1]
+            return None  # DeepSpeed's default
         if name == "dynamo_backend" and text.lower() in ("false", "no"):
-            return  # YAML reads an unquoted NO as false
+            return None  # YAML reads an unquoted NO as false
         if name == "num_processes" and text == "-1":
             notes.append("num_processes -1: dropped; one process per accelerator is started.")
-            return
+            return None
         if name == "cpu" and (values.get("cpu") or values.get("multi_gpu")):
-            return  # distributed_type takes precedence
-        parsed = read_value(option, text)
+            return None  # distributed_type takes precedence
+        name, parsed = read_entry(option, text)
     except ValueError as error:
-        raise ConfigurationError(f"{path}: {key}: {error}") from None
-    if parsed != option.default:
+        raise ConfigurationError(f"{where}: {key}: {error}") from None
+    if parsed != OPTIONS[name].default:
         values[name] = parsed
+    return name
 
 
 def _is_set(key: str, value: object) -> bool:

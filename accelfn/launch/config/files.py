@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.options import OPTIONS, RENAMED, SECTIONS, Option, read_value, suggest
+from accelfn.launch.config.options import OPTIONS, RENAMED, SECTIONS, Option, read_entry, suggest
 from accelfn.launch.config.record import LaunchConfig, changed_values
 
 #: The version of the file format.
@@ -35,11 +35,13 @@ class ConfigFile:
         path: Its path.
         values: The values in it, by option name.
         lines: The line of each value, such as ``line 3``, if known.
+        notes: What was left out of a file of Accelerate, as sentences.
     """
 
     path: str
     values: Mapping[str, object]
     lines: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def default_path(environment: Mapping[str, str], platform: str, home: str) -> PurePath:
@@ -150,10 +152,10 @@ def parse_config(text: str, path: str) -> ConfigFile:
         if value in NULLS or value == []:
             continue
         try:
-            values[option.name] = read_value(option, join_items(option, value))
+            name, values[name] = read_entry(option, join_items(option, value))
         except ValueError as error:
             raise ConfigurationError(f"{where}: {key}: {error}") from None
-        lines[option.name] = line
+        lines[name] = line
     return ConfigFile(path=path, values=MappingProxyType(values), lines=MappingProxyType(lines))
 
 

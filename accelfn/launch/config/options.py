@@ -98,13 +98,15 @@ def real(least: float, most: float | None = None, *, above: bool = False) -> Kin
     return Kind(words if most is None else f"a number from {least:g} to {most:g}", read, "NUMBER")
 
 
-def choice(*choices: str) -> Kind:
-    """Return the kind with these choices; case is ignored.
+def choice(*choices: str, numbered: bool = False) -> Kind:
+    """Return the kind with these choices; case is ignored. ``numbered``: also their numbers, from 1.
 
     >>> choice("HYBRID", "E4M3").read("hybrid")
     'HYBRID'
     """
     by_lower = {one.lower(): one for one in choices}
+    if numbered:
+        by_lower.update({str(number): one for number, one in enumerate(choices, 1)})
 
     def read(text: str) -> str:
         if text.strip().lower() not in by_lower:
@@ -164,7 +166,7 @@ def _read_devices(text: str) -> str:
 
 
 def _read_three(text: str) -> tuple[bool, ...]:
-    first, second, third = text.split(",")
+    first, second, third = text.strip().strip("()[]").split(",")
     return _read_bool(first), _read_bool(second), _read_bool(third)
 
 
@@ -330,6 +332,17 @@ _PLACES = choice("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
 _SAGEMAKER_TYPES = choice("NO", "DATA_PARALLEL", "MODEL_PARALLEL")
 _OFFLOAD = choice("none", "cpu", "nvme")
 
+
+def _read_reshard(text: str) -> bool | str:
+    strategy = text.strip().upper()
+    return strategy if strategy in _STRATEGIES else _read_bool(text)
+
+
+# Accelerate's present spelling of a strategy of version 1, too.
+_RESHARD: Kind = dataclasses.replace(
+    BOOL, read=_read_reshard, accepts=f"{BOOL.accepts}; for version 1 one of {', '.join(_STRATEGIES)}"
+)
+
 # Each section, and the options in it.
 _TABLE: tuple[Section | Option, ...] = (
     Section("General"),
@@ -401,12 +414,24 @@ _TABLE: tuple[Section | Option, ...] = (
     Option("fsdp_version", integer(1, 2), 1, "FSDP version of the options; both run on torch's fully_shard"),
     Option("fsdp_offload_params", BOOL, False, "offload parameters to host memory"),
     Option("fsdp_min_num_params", SIZE, 10**8, "minimum parameters of a module to wrap (SIZE_BASED_WRAP)"),
-    Option("fsdp_sharding_strategy", choice(*_STRATEGIES), "FULL_SHARD", "what to shard (version 1)"),
-    Option("fsdp_reshard_after_forward", BOOL, True, "reshard parameters after the forward pass (version 2)"),
+    Option(
+        "fsdp_sharding_strategy",
+        choice(*_STRATEGIES, numbered=True),
+        "FULL_SHARD",
+        "what to shard (version 1)",
+    ),
+    Option(
+        "fsdp_reshard_after_forward", _RESHARD, True, "reshard parameters after the forward pass (version 2)"
+    ),
     Option("fsdp_auto_wrap_policy", choice(*_WRAPS), None, "which modules to wrap"),
     Option("fsdp_transformer_layer_cls_to_wrap", NAMES, None, "classes to wrap (TRANSFORMER_BASED_WRAP)"),
-    Option("fsdp_backward_prefetch", choice(*_PREFETCHES), None, "backward prefetching (version 1)"),
-    Option("fsdp_state_dict_type", choice(*_STATE_DICTS), None, "format of saved weights"),
+    Option(
+        "fsdp_backward_prefetch",
+        choice(*_PREFETCHES, numbered=True),
+        None,
+        "backward prefetching (version 1)",
+    ),
+    Option("fsdp_state_dict_type", choice(*_STATE_DICTS, numbered=True), None, "format of saved weights"),
     Option("fsdp_forward_prefetch", BOOL, False, "prefetch in the forward pass (version 1)"),
     Option("fsdp_use_orig_params", BOOL, True, "keep the original parameters (version 1)"),
     Option("fsdp_cpu_ram_efficient_loading", BOOL, False, "load the weights on the main process only"),
@@ -560,6 +585,19 @@ def read_value(option: Option, text: str) -> object:
         close = suggest(text, option.kind.choices)
         hint = f" Did you mean {close}?" if close else ""
         raise ValueError(f"it must be {option.kind.accepts}, got {text!r}.{hint}") from None
+
+
+def read_entry(option: Option, text: str) -> tuple[str, object]:
+    """Parse a value, and return the name of the option that it sets with it.
+
+    A strategy as ``fsdp_reshard_after_forward`` is the ``fsdp_sharding_strategy``.
+
+    Raises:
+        ValueError: As :func:`read_value`.
+    """
+    value = read_value(option, text)
+    is_strategy = option.kind is _RESHARD and isinstance(value, str)
+    return "fsdp_sharding_strategy" if is_strategy else option.name, value
 
 
 def suggest(word: str, words: Iterable[str]) -> str | None:

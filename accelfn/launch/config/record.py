@@ -218,7 +218,7 @@ def _check_mesh(config: LaunchConfig) -> None:
         raise ConfigurationError(
             f"the mesh needs {size} processes ({shown}), got {total}. Use --num_processes {size}{more}."
         )
-    shards = free if is_filled else sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
+    shards = (free if is_filled else sizes["dp_shard"]) * sizes["cp"] * sizes["sp"]
     if config.use_fsdp and shards == 1:
         raise ConfigurationError(
             f"--use_fsdp has nothing to shard over: the other mesh axes use all {total} processes. "

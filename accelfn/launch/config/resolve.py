@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from accelfn.devices import DEVICE_TYPES
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.files import ConfigFile
-from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, read_value
+from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, read_entry
 from accelfn.launch.config.record import LaunchConfig, is_active
 
 
@@ -107,6 +108,9 @@ def resolve(
         for name, (value, origin) in layer.items():
             if name not in values and not (name in decided and value is True):
                 values[name], origins[name] = value, origin
+    for name in _overruled(values, origins, environment):
+        del values[name]
+        origins[name] = _DEFAULT
     try:
         config = LaunchConfig(**values)
     except ConfigurationError as error:
@@ -120,6 +124,23 @@ def resolve(
     return Resolved(config=config, origins=MappingProxyType(origins))
 
 
+def _overruled(
+    values: Mapping[str, object], origins: Mapping[str, Origin], environment: Mapping[str, str]
+) -> list[str]:
+    """List the values of a config file that have no place beside a flag or a variable."""
+    given = {name: value for name, value in values.items() if origins[name].source != "file"}
+    is_one = given.get("num_processes") == 1 or "," not in str(given.get("gpu_ids", "all,"))
+    overruled = {
+        "multi_gpu": is_one and given.get("gpu_ids") != "all",
+        "machine_rank": given.get("num_machines") == 1,
+        "main_process_ip": "rdzv_endpoint" in given,
+        "main_process_port": "rdzv_endpoint" in given,
+        "enable_cpu_affinity": values.get("cpu") is True or values.get("tpu") is True,
+        "gpu_ids": any(row.visible in environment for row in DEVICE_TYPES.values() if row.visible),
+    }
+    return [name for name, is_so in overruled.items() if is_so and origins[name].source == "file"]
+
+
 _Layer = dict[str, tuple[object, Origin]]
 
 
@@ -127,7 +148,7 @@ def _from_flags(flags: Mapping[str, Given]) -> _Layer:
     layer: _Layer = {}
     for name, given in flags.items():
         try:
-            value = read_value(OPTIONS[name], given.text)
+            name, value = read_entry(OPTIONS[name], given.text)
         except ValueError as error:
             raise ConfigurationError(f"argument {given.spelling}: {error}") from None
         layer[name] = (value, Origin("flag", given.spelling))
@@ -142,10 +163,10 @@ def _from_environment(environment: Mapping[str, str]) -> _Layer:
         if name is None:
             continue
         try:
-            value = read_value(option, environment[name])
+            target, value = read_entry(option, environment[name])
         except ValueError as error:
             raise ConfigurationError(f"the variable {name}: {error}") from None
-        layer[option.name] = (value, Origin("environment", name))
+        layer[target] = (value, Origin("environment", name))
     return layer
 
 

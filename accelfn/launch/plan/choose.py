@@ -126,7 +126,6 @@ def _needs_agent(config: LaunchConfig) -> bool:
         config.num_machines > 1
         or config.main_process_port is not None
         or any((config.rdzv_backend, config.rdzv_endpoint, config.rdzv_id, config.rdzv_conf))
-        or config.main_process_ip is not None
         or config.elastic
         or bool(elastic_options(config))
         or config.enable_cpu_affinity
@@ -246,9 +245,7 @@ def plan_variables(
     """
     config = resolved.config
     variables = exported_variables(resolved)
-    # A variable of the current shell takes precedence over a config file.
-    is_set = resolved.origins["gpu_ids"].source == "file" and machine.device_variable in environment
-    if config.gpu_ids != "all" and not config.cpu and not is_set:
+    if config.gpu_ids != "all" and not config.cpu:
         variables[machine.device_variable] = config.gpu_ids
     if machine.has_false_peers and not config.cpu:
         # Otherwise NCCL hangs.

@@ -141,11 +141,12 @@ def endpoint_of(config: LaunchConfig) -> tuple[str, int]:
     Raises:
         ConfigurationError: ``rdzv_endpoint`` is not a host, or a host with a port.
 
-    >>> endpoint_of(LaunchConfig(rdzv_endpoint="[::1]:1234")), endpoint_of(LaunchConfig(main_process_ip="h"))
-    (('::1', 1234), ('h', 29500))
+    >>> endpoint_of(LaunchConfig(rdzv_endpoint="[::1]:1234")), endpoint_of(LaunchConfig(main_process_port=5))
+    (('::1', 1234), ('127.0.0.1', 5))
     """
     if config.rdzv_endpoint is None:
-        return config.main_process_ip or LOOPBACK, config.main_process_port or PORT
+        is_alone = config.num_machines == 1  # then an address has no effect
+        return (not is_alone and config.main_process_ip) or LOOPBACK, config.main_process_port or PORT
     host, colon, port = config.rdzv_endpoint.rpartition(":")
     if not colon or host.endswith(":"):
         host, port = config.rdzv_endpoint, str(PORT)
@@ -158,8 +159,8 @@ def endpoint_of(config: LaunchConfig) -> tuple[str, int]:
 def _plan_rendezvous(config: LaunchConfig) -> tuple[tuple[str, ...], int | None]:
     """Return torchrun's rendezvous arguments, and the port that this machine serves."""
     host, port = endpoint_of(config)
-    pinned = (config.rdzv_endpoint or config.main_process_ip) is not None or bool(config.main_process_port)
     several = config.num_machines > 1
+    pinned = config.rdzv_endpoint is not None or bool(config.main_process_port)
     # A static rendezvous can't be repeated for another attempt. Elastic agents have no rendezvous.
     is_static = config.elastic or ((several or pinned) and not config.max_restarts)
     backend = config.rdzv_backend or ("static" if is_static else "c10d")

@@ -1,18 +1,18 @@
 """Configurations of Accelerate are taken over, or it is said why not."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import parse_flags
 from accelfn.launch.config import LaunchConfig, resolve
-from accelfn.launch.config.accelerate import Imported, import_accelerate
-from accelfn.launch.config.files import read_tree
+from accelfn.launch.config.accelerate import Imported, import_accelerate, read_any_config
 
 
 def imported(text: str) -> Imported:
-    return import_accelerate(read_tree(text, "default_config.yaml"), "default_config.yaml")
+    return import_accelerate(text, "default_config.yaml")
 
 
 def config_of(flags: str) -> LaunchConfig:
@@ -85,7 +85,8 @@ parallelism_config_cp_size: 2, parallelism_config_dp_shard_size: 4}}
 
 @pytest.mark.parametrize(("text", "flags"), LAYOUTS.values(), ids=[*LAYOUTS])
 def test_layouts(text: str, flags: str) -> None:
-    assert imported(text) == (config_of(flags), ())
+    values, _, notes = imported(text)
+    assert (LaunchConfig(**values), notes) == (config_of(flags), ())
 
 
 # The second is as ClusterConfig of 1.0.1 writes it for several processes on CPUs.
@@ -124,25 +125,87 @@ deepspeed_config: {deepspeed_multinode_launcher: pdsh, deepspeed_hostfile: hosts
 @pytest.mark.parametrize("text", DROPPED)
 def test_what_has_no_place_is_said(text: str) -> None:
     flags, notes = DROPPED[text]
-    config, said = imported(text)
-    assert config == config_of(flags)
+    values, _, said = imported(text)
+    assert LaunchConfig(**values) == config_of(flags)
     assert [note[: len(begin)] for note, begin in zip(said, notes, strict=True)] == notes
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("distributed_type: NO\nflying: yes", "default_config.yaml: unknown key 'flying'"),
+        ("distributed_type: NO\nflying: yes", "default_config.yaml, line 2: unknown key 'flying'"),
         ("distributed_type: QUANTUM", "unknown distributed_type 'QUANTUM'. Correct it"),
         ("distributed_type: DEEPSPED", "'DEEPSPED'. Did you mean DEEPSPEED?"),
-        ("mixed_precision: fp32", "default_config.yaml: mixed_precision: it must be one of no, fp16, bf16"),
+        (
+            "mixed_precision: fp32",
+            "default_config.yaml, line 1: mixed_precision: it must be one of no, fp16, bf16",
+        ),
         (
             "num_machines: 2\nmain_process_ip: m\ndeepspeed_config: {deepspeed_multinode_launcher: pdsh}",
             "deepspeed_multinode_launcher: accelfn launch starts the processes of one machine. Remove",
         ),
-        ("num_machines: 2\nnum_processes: 2", "has conflicting values: --num_machines 2 needs --main_proc"),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_versoin: 2",
+            "default_config.yaml, line 3: unknown key 'fsdp_config.fsdp_versoin'. Did you mean fsdp_version?",
+        ),
+        ("fsdp_config:\n  versoin: 2", "line 2: unknown key 'fsdp_config.versoin'. Did you mean version?"),
+        (
+            "deepspeed_config:\n  zero_stage: 2\n  overlap_comm: true",
+            "line 3: unknown key 'deepspeed_config.overlap_comm'. If it is one of DeepSpeed's own",
+        ),
     ],
 )
 def test_invalid_files_are_refused_with_the_reason(text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         imported(text)
+
+
+# A file as it is written for Accelerate, flags beside it, and further flags with which they mean the same.
+BESIDE = {
+    "machines": (
+        "num_machines: 2\nnum_processes: 16",
+        "--main_process_ip=h --machine_rank=1",
+        "--num_machines=2 -n16",
+    ),
+    "fewer processes": ("gpu_ids: '0,1,2,3'\nnum_processes: 8", "-n4", "--gpu_ids=0,1,2,3"),
+    "one process": ("distributed_type: MULTI_GPU\nnum_processes: 8", "-n1", ""),
+    "one accelerator": ("distributed_type: MULTI_GPU", "--gpu_ids=3", ""),
+    "one machine": (
+        "num_machines: 2\nmachine_rank: 1\nmain_process_ip: h",
+        "--num_machines=1",
+        "--main_process_ip=h",
+    ),
+    "endpoint": ("main_process_ip: h\nmain_process_port: 5", "--rdzv_endpoint=h:6", ""),
+    "affinity": ("distributed_type: MULTI_CPU\nenable_cpu_affinity: true", "", "--cpu"),
+    "strategy": (
+        "fsdp_config: {fsdp_reshard_after_forward: SHARD_GRAD_OP}",
+        "--use_fsdp",
+        "--fsdp_sharding_strategy=2",
+    ),
+    "cp": (
+        "distributed_type: FSDP\nparallelism_config: {parallelism_config_cp_size: 2}",
+        "--fsdp_version=2 -n2",
+        "--use_fsdp --use_parallelism_config --parallelism_config_cp_size=2",
+    ),
+    "fp8": (
+        "fp8_config:\n  override_linear_precision: (false, true, false)",
+        "--mixed_precision=fp8",
+        "--fp8_override_linear_precision=no,1,0",
+    ),
+    "comment": ("_comment: mine\nfsdp_config: {_comment: my}", "--use_fsdp", ""),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_flags_fill_and_correct_a_file_before_it_is_checked(name: str, tmp_path: Path) -> None:
+    text, flags, meaning = BESIDE[name]
+    path = tmp_path / "a.yaml"
+    path.write_text(text if "distributed_type" in text else f"distributed_type: NO\n{text}")
+    given = parse_flags(flags.split()).flags
+    assert resolve(given, {}, read_any_config(str(path))).config == config_of(f"{flags} {meaning}")
+
+
+def test_a_variable_of_the_shell_selects_accelerators_before_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\ngpu_ids: '0,1,2,3'")
+    file = read_any_config(str(tmp_path / "a.yaml"))
+    assert resolve({}, {"CUDA_VISIBLE_DEVICES": "5"}, file).config.gpu_ids == "all"

@@ -11,6 +11,6 @@ def plan_of(
     parsed = parse_flags((*line.split(), *argv))
     assert parsed.script is not None
     config_file = parse_config(file, "a.yaml") if file else None
-    resolved = resolve(parsed.flags, {}, config_file)
+    resolved = resolve(parsed.flags, env or {}, config_file)
     facts: dict[str, Any] = {"cores": 8, **machine}
     return plan_launch(resolved, Script(parsed.script, parsed.script_args), env or {}, Machine(**facts))

@@ -134,7 +134,7 @@ def test_script_arguments_pass_unchanged(script_args: list[str]) -> None:
     assert (read["nnodes"], read["nproc_per_node"]) == ("1", "2")
 
 
-@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 256), st.data())
+@given(st.integers(2, 64), st.integers(1, 64), st.integers(1, 256), st.data())
 def test_machines_add_up_to_the_processes_asked_for(
     num_machines: int, local_size: int, cores: int, data: st.DataObject
 ) -> None:
@@ -145,7 +145,7 @@ def test_machines_add_up_to_the_processes_asked_for(
     threads = int(dict(plan.env_changes)["OMP_NUM_THREADS"])
     assert threads == 1 or threads * local_size <= cores
     assert (plan.hosts_port is not None) == (machine_rank == 0)
-    assert (plan.rendezvous is not None) == (num_machines > 1)
+    assert plan.rendezvous is not None
 
 
 def test_a_formatted_plan_runs_in_a_shell() -> None:
@@ -248,3 +248,9 @@ def test_a_mesh_that_has_a_place_for_each_process(words: str) -> None:
 def test_a_mesh_that_does_not_fit_is_refused_with_what_would(words: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         start_mesh(words)
+
+
+def test_an_address_has_no_effect_on_one_machine() -> None:
+    alone = plan_of("--cpu --num_processes=2 --main_process_ip=10.1.2.3 t.py")
+    assert alone.argv == plan_of("--cpu --num_processes=2 t.py").argv
+    assert plan_of("--cpu --num_processes=1 --main_process_ip=10.1.2.3 t.py").way == "single"
