@@ -117,7 +117,7 @@ class CallLog:
         closed: Whether the context that opened this world has been closed.
         open_passes: Passes over data that have begun and not ended, oldest first, to explain a mismatch.
         reductions: Number of backward passes whose gradients have been reduced over the ranks.
-        reducing: Whether this rank waits for such a reduction.
+        inside: What of the last operation this rank waits in, such as "the backward pass of"; or "".
         unsettled: The agreement that must finish before the next operation, if there is one.
         after_backward: Callbacks for the end of the current backward pass; None outside of
             ``accelfn.backward``.
@@ -133,7 +133,7 @@ class CallLog:
         self.closed = False
         self.open_passes: list[OpenPass] = []
         self.reductions = 0
-        self.reducing = False
+        self.inside = ""
         self.unsettled: Unsettled | None = None
         self.after_backward: list[Callable[[], None]] | None = None
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)

@@ -155,7 +155,7 @@ def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
         # A rank that left after this operation has taken part in it.
         took_part = departure.number > call_log.number or (
             departure.number == call_log.number
-            and not (call_log.reducing and departure.reductions <= call_log.reductions)
+            and not (call_log.inside and departure.reductions <= call_log.reductions)
         )
         if departure.rank != rank and not took_part:
             return explain_departure(departure, call_log, rank)

@@ -256,16 +256,16 @@ class PeerMonitor:
         self.board.post(f"at/{self.rank}", "")
 
     def _has_skipped(self, own: _Position, other: _Position) -> bool:
-        """Return whether another rank has skipped the gradient reduction in which this one waits."""
-        if not self.call_log.reducing:
+        """Return whether another rank has skipped the reduction or gathering in which this one waits."""
+        if not self.call_log.inside:
             return False
         return other.number > own.number and other.reductions <= own.reductions
 
     def _mismatch(self, entry: Entry, peer: int, position: _Position) -> Exception:
         """Publish a mismatch of two ranks; return the error that was published first by any rank."""
         expected = f"call {entry.number}: {entry.operation} at {entry.site}"
-        if self.call_log.reducing:
-            expected = f"the backward pass of {expected}"
+        if self.call_log.inside:
+            expected = f"{self.call_log.inside} {expected}"
         found = f"call {position.number}: {position.operation} at {position.site}"
         error = MismatchError(
             entry.operation,

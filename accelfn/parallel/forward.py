@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import Self
 
-from accelfn.comm import Call, catch, check, check_later, gather_bytes
+from accelfn.comm import Call, catch, check, check_later, count_call, gather_bytes
 from accelfn.comm.agreement import Shared, as_bytes, describe_tree
 from accelfn.context import Context, Precision, device_random_state
 from accelfn.context.config import AutocastKwargs, GuardMode, TorchDynamoPlugin
@@ -388,6 +388,10 @@ class ForwardAgreement:
         del arguments
         if self._ctx is None or torch.compiler.is_compiling():
             return
+        handle = handle_of(model)
+        gathering = None if handle is None or handle.is_joined else handle.gathering()
+        if gathering is not None:  # counted, it is compared before a norm, or with the next forward pass
+            (check if gathering.is_new else count_call)(self._ctx, gathering.call)
         call_log = self._ctx.collectives.call_log
         if call_log.unsettled is None:
             return

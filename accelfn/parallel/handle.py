@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.comm import Call
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.optimizers import check_steps_shards
@@ -63,6 +64,18 @@ class Communication(NamedTuple):
         """Return the part that must be equal on all ranks."""
         sharded = " parameters=True" if self.parameters else ""
         return f"gradients={self.gradients} buffers={self.buffers}{sharded}"
+
+
+class Gathering(NamedTuple):
+    """What a forward pass has gathered.
+
+    Attributes:
+        call: Equal on all ranks.
+        is_new: Whether the forward pass before gathered something else.
+    """
+
+    call: Call
+    is_new: bool
 
 
 class BatchRun(NamedTuple, Generic[L]):
@@ -169,6 +182,10 @@ class Handle(ABC):
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""
         return Communication()
+
+    def gathering(self) -> Gathering | None:
+        """Return what the latest forward pass gathered, which ranks must do alike; None for nothing."""
+        return None
 
     def run(self, batch: BatchRun[L]) -> L:
         """Compute the loss of a batch and its gradients, in the engine's order; return the loss."""

@@ -563,7 +563,7 @@ def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str
     materialize(model, torch.device("cpu") if in_host else ctx.device)
     fill(ctx, model, values)
     shard = plan.shard
-    handle = LocalHandle(model) if shard is None else ShardHandle(model, units, ctx.device, shard.unshared)
+    handle = LocalHandle(model) if shard is None else ShardHandle(model, units, ctx, shard.unshared)
     if isinstance(handle, ShardHandle) and plan.fp8 is not None and plan.fp8.gathers:
         handle.gather_in_fp8()
     if plan.pipeline is not None and plan.schedule is not None:

@@ -87,13 +87,13 @@ class Reductions:
     def _finish(self) -> None:
         begun, self._begun = self._begun, []
         call_log = self._ctx.collectives.call_log
-        call_log.reducing = True
+        call_log.inside = "the backward pass of"
         try:
             for work, buffer, future in begun:
                 self._ctx.collectives.finish(work, buffer.device)
                 future.set_result(buffer)
         finally:
-            call_log.reducing = False
+            call_log.inside = ""
         call_log.reductions += 1
 
 

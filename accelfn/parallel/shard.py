@@ -8,6 +8,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial, wraps
 from itertools import pairwise
 from math import prod
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 import torch
 from torch import nn
 
-from accelfn.context import MeshPlan
+from accelfn.comm import Call
+from accelfn.context import Context, MeshPlan
 from accelfn.context.config import AutoWrapPolicy, FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.experts import ExpertPlan
@@ -26,12 +28,13 @@ from accelfn.parallel.handle import (
     IN_NO_SYNC,
     Communication,
     EngineName,
+    Gathering,
     Handle,
     handle_of,
     raise_explained,
 )
 from accelfn.parallel.parameters import WaitingGradients
-from accelfn.tree import is_dtensor
+from accelfn.tree import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -562,7 +565,7 @@ class ShardHandle(Handle):
         self,
         model: nn.Module,
         units: Sequence[nn.Module],
-        device: torch.device,
+        ctx: Context,
         unshared: Collection[str] = (),
     ) -> None:
         """Watch the shards of ``model``.
@@ -570,19 +573,30 @@ class ShardHandle(Handle):
         Args:
             model: A sharded model.
             units: Its sharded modules; the model is the last one.
-            device: Where it computes.
+            ctx: The world, and where the model computes.
             unshared: Names of the expert parameters that FSDP leaves out: their gradients are autograd's.
         """
         super().__init__(model, model.parameters())
-        self._waits = device.type == "cpu"  # on accelerators streams wait, and the forward pass goes on
+        self._waits = ctx.device.type == "cpu"  # on accelerators streams wait, and the forward pass goes on
         self._units = [weakref.ref(unit) for unit in units]
+        self._groups: list[weakref.ref[Any]] = []  # FSDP's, of the parameters of each unit
         self._depth = 0  # of nested calls: a registered method may call the model
         self._gathered: list[Any] = []  # FSDP's groups of the parameters that wait for a backward pass
         self._waiting = WaitingGradients[Any]()  # unsharded ones, of an open window
+        self._num_passed = 0  # of units whose forward had ended when the current forward pass began
+        self._identities: list[int] = []  # of the groups whose units the latest forward pass gathered
+        self._gathering = Call("forward")
+        self._usual = ""  # order of all units
+        self._unused: list[Any] = []  # FSDP's records of parameters without a gradient in this backward pass
         for unit in cast("Sequence[Any]", units):
-            # There is no public function; a test checks this name.
+            # There are no public functions; a test checks these names.
             state = unit._get_fsdp_state()
             state._register_root_post_backward_final_callback = partial(self._enter_backward, state)
+            for group in _groups_of(state):
+                group.post_backward = partial(self._leave_unit, group)
+                if self._waits:
+                    group._all_gather_comm = _MonitoredAllGather(ctx, group._all_gather_comm)
+                self._groups.append(weakref.ref(group))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and is_dtensor(parameter) and name not in unshared:
                 cast("Any", parameter).register_hook(_refusal_of(name))
@@ -596,6 +610,10 @@ class ShardHandle(Handle):
     def _living_units(self) -> list[Any]:
         found = [reference() for reference in self._units]
         return [unit for unit in found if unit is not None]
+
+    def _living_groups(self) -> list[Any]:
+        found = [reference() for reference in self._groups]
+        return [group for group in found if group is not None]
 
     def _set_syncs(self, syncs: bool) -> None:
         if syncs == self._syncs:
@@ -613,11 +631,10 @@ class ShardHandle(Handle):
         self._release()
         with self._syncing(True):
             # As torch's pipelines do it; there is no public function. A test checks these names.
-            state = model._get_fsdp_state()
-            for unit_state in state._state_ctx.all_states:
-                for group in _groups_of(unit_state):
-                    group.post_backward()
-            state._root_post_backward_final_callback()
+            for group in self._living_groups():
+                group.post_backward()
+            model._get_fsdp_state()._root_post_backward_final_callback()
+        self._leave_backward()
 
     def compute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that uses gathered parameters, which are gathered anew."""
@@ -635,6 +652,7 @@ class ShardHandle(Handle):
         """
         if self._depth == 0:
             self._show_gathered()
+            self._num_passed = len(self._passed())
         self._depth += 1
         try:
             output = call(*args, **kwargs)
@@ -655,8 +673,7 @@ class ShardHandle(Handle):
 
     def _show_shards(self) -> None:
         """Let modules have the shards of the parameters that stay gathered. Local, and frees nothing."""
-        for unit in self._living_units():
-            self._gathered += [one for one in _groups_of(unit._get_fsdp_state()) if one.is_unsharded]
+        self._gathered += [one for one in self._living_groups() if one.is_unsharded]
         for group in self._gathered:
             for record in group.fsdp_params:
                 record._setattr_on_modules(record.sharded_param)
@@ -675,8 +692,32 @@ class ShardHandle(Handle):
         self._show_gathered()
         self._release()
         cast("Any", type(state))._register_root_post_backward_final_callback(state)
+        cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._leave_backward)
+
+    def _leave_unit(self, group: Any, *unused: Any) -> None:
+        """Run in place of FSDP's method that reduces the gradients of a unit, on parameters that have one.
+
+        Ranks may use different ones, and must reduce the same: minus zeros count for nothing in a sum, and
+        show where no rank has a gradient.
+        """
+        for record in group.fsdp_params if group.reduce_grads else ():
+            whole = getattr(record, "_unsharded_param", None)
+            if whole is None or whole.grad is not None or record.unsharded_accumulated_grad is not None:
+                continue
+            if record.sharded_param.requires_grad:
+                whole.grad = torch.zeros_like(whole).neg_()
+                self._unused.append(record)
+        cast("Any", type(group)).post_backward(group, *unused)
+
+    def _leave_backward(self) -> None:
+        """Run after a backward pass."""
+        for record in self._unused:
+            shard = record.sharded_param
+            if _is_minus_zero(local_of(shard.grad)):
+                shard.grad = None
+        self._unused.clear()
         if not self._syncs:
-            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._hold)
+            self._hold()
 
     def _hold(self) -> None:
         """Let whoever clears the gradients of shards drop the unsharded ones that wait, too."""
@@ -699,6 +740,25 @@ class ShardHandle(Handle):
         gradients = self._syncs and torch.is_grad_enabled()
         return Communication(gradients=gradients, parameters=True, at_once=self._waits)
 
+    def _passed(self) -> list[Any]:
+        """Return FSDP's groups whose forward has ended, in order, since a backward pass cleared the list."""
+        state = cast("Any", self._model())._get_fsdp_state()
+        return getattr(state._comm_ctx, "post_forward_order", [])  # which the first forward pass makes
+
+    def gathering(self) -> Gathering | None:
+        """Return the units that the forward pass gathered, in order: torch pairs those of ranks by order."""
+        groups = self._passed()[self._num_passed :]
+        identities = [*map(id, groups)]
+        is_new = identities != self._identities
+        if is_new:
+            order = ", ".join(group._module_fqn or "the rest of the model" for group in groups)
+            skipped = ", ".join(one._module_fqn for one in self._living_groups() if one not in groups)
+            self._usual = self._usual or ("" if skipped else order)
+            through = f" through all units but {skipped}" if skipped else f" through {order}"
+            text = "forward" if order == self._usual else f"forward{through}"
+            self._identities, self._gathering = identities, Call(text, order)
+        return Gathering(self._gathering, is_new)
+
     def why_unreduced(self) -> str | None:
         """Return why the current gradients are only this rank's own; None where they are averaged."""
         self._release()
@@ -713,15 +773,44 @@ class ShardHandle(Handle):
 
     def _unreduced(self) -> Generator[Any, None, None]:
         """Yield FSDP's records of the parameters with unsharded gradients."""
-        for unit in self._living_units():
-            # There is no public function; a test checks these names.
-            for group in _groups_of(unit._get_fsdp_state()):
-                for record in group.fsdp_params:
-                    whole = getattr(record, "_unsharded_param", None)
-                    if record.unsharded_accumulated_grad is not None or (
-                        whole is not None and whole.grad is not None
-                    ):
-                        yield record
+        for group in self._living_groups():
+            for record in group.fsdp_params:
+                whole = getattr(record, "_unsharded_param", None)
+                if record.unsharded_accumulated_grad is not None or (
+                    whole is not None and whole.grad is not None
+                ):
+                    yield record
+
+
+_SOON = timedelta(seconds=0.2)
+
+
+class _MonitoredAllGather:
+    """FSDP's gathering of a unit, which waits on the host and notices there that a rank won't come."""
+
+    def __init__(self, ctx: Context, comm: Any) -> None:
+        """Call ``comm``."""
+        self._ctx = ctx
+        self._comm = comm
+        self.allocate = comm.allocate
+
+    def __call__(self, *, async_op: bool = False, **arguments: Any) -> None:
+        """Gather, and wait."""
+        del async_op
+        work = self._comm(async_op=True, **arguments)
+        try:
+            work.wait(_SOON)
+        except RuntimeError:  # it goes on, or has failed, which shows again
+            call_log = self._ctx.collectives.call_log
+            call_log.inside = "units in the forward or backward pass of"
+            try:
+                self._ctx.collectives.finish(work, self._ctx.device)
+            finally:
+                call_log.inside = ""
+
+
+def _is_minus_zero(tensor: torch.Tensor) -> bool:
+    return bool(((tensor == 0) & torch.signbit(tensor)).all())
 
 
 def _drop(record: Any) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -256,6 +257,65 @@ def test_a_step_on_gradients_that_were_never_reduced_is_refused() -> None:
     plain(lm.ids_of(Context())).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
     assert sharded(on_rank) == [pytest.approx(expected)] * 2
+
+
+class Branches(nn.Module):
+    """Blocks and heads of which each call uses some."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([lm.Block() for _ in range(2)])
+        self.heads = nn.ModuleList([nn.Linear(lm.WIDTH, 1) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, blocks: Sequence[int], head: int) -> torch.Tensor:
+        for index in blocks:
+            x = self.blocks[index](x)
+        return self.heads[head](x).square().mean()
+
+
+def test_parameters_that_only_some_ranks_use_count_as_zero_elsewhere() -> None:
+    x = torch.randn(2, 3, lm.WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def train(ctx: Context) -> dict[str, torch.Tensor]:
+        model = Branches()
+        model, optimizer = af.prepare(ctx, model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        scaler = af.init_scaler(ctx)
+        for step in range(3):  # head 2 is used in the first step alone, and stays as it is
+            ranks = range(2) if ctx.num_processes == 1 else [ctx.rank]
+            losses = [model(x[rank], [0, 1] if step else [1], rank if step else 2) for rank in ranks]
+            scaler = af.backward(ctx, torch.stack(losses).mean(), scaler)
+            scaler = af.optimizer_step(ctx, optimizer, scaler)
+        return lm.whole(model)
+
+    plain = train(Context())
+    assert all(lm.is_close(found, plain) for found in sharded(train))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("blocks", "skipped"),
+    [
+        ([[0, 1], [1]], r"all units but blocks\.0"),
+        ([[0], [1]], r"all units but blocks\.(0|1)"),
+        ([[0, 1], [1, 0]], r"call 10: forward through blocks\.1, blocks\.0, the rest"),
+    ],
+)
+def test_units_that_a_rank_skips_are_named_within_a_second(blocks: list[list[int]], skipped: str) -> None:
+    def on_rank(ctx: Context) -> None:
+        model = af.prepare_model(ctx, Branches())
+        for step in range(3):
+            start = time.monotonic()
+            if step < 2:
+                model(torch.ones(1, lm.WIDTH), [0, 1], 0).backward()
+                continue
+            with pytest.raises(MismatchError, match=skipped):
+                af.backward(ctx, model(torch.ones(1, lm.WIDTH), blocks[ctx.rank], 0), af.init_scaler(ctx))
+            assert time.monotonic() - start < 3
+
+    sharded(on_rank)
 
 
 def test_a_module_is_sharded_once() -> None:
