@@ -312,10 +312,12 @@ def fill(ctx: Context, model: nn.Module, values: Values) -> None:
         values: From :func:`release`.
     """
     targets: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    here: dict[str, str] = {}
     for leader, *others in values.ties:  # this rank may only have another of its names
-        found = next((targets[name] for name in (leader, *others) if name in targets), None)
+        found = next((name for name in (leader, *others) if name in targets), None)
         if found is not None:
-            targets[leader] = found
+            here[leader] = found
+            targets[leader] = targets[found]
     missing = frozenset(values.missing)
     batch: dict[str, torch.Tensor] = {}
     size = 0
@@ -341,7 +343,7 @@ def fill(ctx: Context, model: nn.Module, values: Values) -> None:
             size = 0
     if batch:
         flush()
-    refuse_unfilled(model, [name for name in values.missing if name in targets])
+    refuse_unfilled(model, [here.get(name, name) for name in values.missing if name in targets])
 
 
 def _part(whole: torch.Tensor, target: Any) -> torch.Tensor:
