@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -529,6 +530,10 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
     return cast("M", result)
 
 
+def _placed(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to(device)
+
+
 def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str, torch.Tensor]) -> None:
     """Spread a model over ranks on the meta device; then allocate each rank's parts and set their values."""
     if ctx.mesh is None:
@@ -544,7 +549,10 @@ def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str
         of_experts = ctx.mesh.device_mesh(*plan.shard.expert_dims_of_mesh)
     values = release(ctx, model)
     if plan.pipeline is not None and plan.schedule is not None:
-        apply_stages(model, plan.pipeline, plan.schedule.stages_of(ctx.coordinate("pp")))
+        own = plan.schedule.stages_of(ctx.coordinate("pp"))
+        apply_stages(model, plan.pipeline, own, ctx.device)
+    if plan.shard is None:  # FSDP places what isn't on "meta" itself
+        cast("Any", model)._apply(partial(_placed, ctx.device))
     if plan.tensor is not None and tp is not None:
         apply_tensor(model, plan.tensor, tp)
         retie(before, model)

@@ -541,7 +541,9 @@ class _WeakMethod:
         return _WeakMethod, (MethodType(self.__func__, self.__self__),)
 
 
-def apply_stages(model: nn.Module, plan: PipelinePlan, own: Sequence[int]) -> None:
+def apply_stages(
+    model: nn.Module, plan: PipelinePlan, own: Sequence[int], device: torch.device | None = None
+) -> None:
     """Keep only a model's stages ``own``; its other modules stay, without tensors. Writes into ``model``.
 
     Names and lengths of lists don't change. From then on the model runs by :func:`run_stage` only.
@@ -552,6 +554,7 @@ def apply_stages(model: nn.Module, plan: PipelinePlan, own: Sequence[int]) -> No
         model: The planned model; may be on the meta device.
         plan: From :func:`plan_stages`.
         own: Indexes of the stages that this rank runs.
+        device: On which this rank computes; None for that of each tensor.
 
     Raises:
         ConfigurationError: A stage doesn't exist, or the plan is of another model. Nothing was changed.
@@ -574,13 +577,13 @@ def apply_stages(model: nn.Module, plan: PipelinePlan, own: Sequence[int]) -> No
             tensors = cast("dict[str, torch.Tensor | None]", vars(module)[kind])
             # Stand-ins as plain attributes, for models that read the dtype of a weight.
             for key, tensor in tensors.items():
-                vars(module)[key] = None if tensor is None else _stand_in_of_parameter(tensor)
+                vars(module)[key] = None if tensor is None else _stand_in_of_parameter(tensor, device)
             tensors.clear()
     model.forward = StagedForward(model, plan)
 
 
-def _stand_in_of_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    device = "cpu" if tensor.is_meta else tensor.device
+def _stand_in_of_parameter(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    device = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
     return stand_in_for(torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
 
 

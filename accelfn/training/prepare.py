@@ -417,7 +417,7 @@ def prepare_model(
     settled = _agreed(ctx, lambda: _planned(ctx, model, plan))
     if not settled.is_spread and was_prepared:
         return _marked(ctx, model, replicate(ctx, model))
-    if settled.shard is None:
+    if not settled.is_spread:
         model = _placed(ctx, model)
     _reset_forward(model)
     check_packed(ctx, model)

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError, RemoteRankError
 from accelfn.testing import run_ranks
+from accelfn.tree import local_of
 from tests.parallel import shard_models as lm
 from tests.parallel import tensor_models as tm
 
@@ -119,3 +121,42 @@ def test_one_rank_gives_memory_too_and_keeps_ties(tmp_path: Path) -> None:
     af.load_model(model, tmp_path)
     assert model.head.weight is model.embed.weight
     assert is_equal(model, Model())
+
+
+class Counted(TorchDispatchMode):
+    """Counts the elements of the tensors that get memory inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "empty" in str(func) and not result.is_meta:
+            self.elements += local_of(result).numel()
+        return result
+
+
+def check_parts(ctx: Context, folder: Path) -> None:
+    ids, _ = tm.make_batch(seed=1)
+    model = on_meta()
+    with Counted() as counted:
+        model = af.prepare_model(ctx, model)
+    assert counted.elements < 0.8 * sum(one.numel() for one in Model().parameters())
+    for _ in range(2):
+        with pytest.raises((ConfigurationError, RemoteRankError), match=r"came from the meta device and nev"):
+            af.forward(ctx, model, ids)
+    af.load_model(model, folder)
+    assert torch.allclose(af.forward(ctx, model, ids), Model()(ids), atol=1e-5)
+    # Values of rank 0; buffers of another device come along.
+    model = af.prepare_model(ctx, Model() if ctx.rank == 0 else on_meta())
+    assert torch.allclose(af.forward(ctx, model, ids), Model()(ids), atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_rank_gets_memory_for_its_part_alone(axis: str, tmp_path: Path) -> None:
+    af.save_model(Context(), Model(), tmp_path)
+    handler = af.config.TorchTensorParallelConfig(plan=tm.PLAN)
+    tp, pp = ParallelismConfig(tp_size=2, tp_handler=handler), ParallelismConfig(pp_size=2)
+    config = tp if axis == "tp" else pp
+    run_ranks(lambda ctx: check_parts(ctx, tmp_path), 2, "processes", parallelism_config=config)
