@@ -216,7 +216,7 @@ def backward(
         ctx: The world and the precision.
         loss: Shape ``()``, with a gradient: a mean over this rank's batch, or a sum.
         scaler_state: From :func:`init_scaler` or the last step.
-        micro: Of the batch; without it the batch is a window of its own.
+        micro: Of the batch; needed where windows have several batches.
         weight: Of a sum, at least 0; of shape ``()`` where it is a tensor.
         **kwargs: For ``torch.Tensor.backward``, such as ``retain_graph=True``.
 
@@ -227,15 +227,29 @@ def backward(
         TypeError: ``loss`` is no tensor.
         ValueError: The loss has another shape, or no gradient; or the state was superseded, or the current
             gradients were divided already, so new ones can't be added to them.
-        ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or a sparse one.
+        ConfigurationError: Windows have several batches, and ``micro`` is missing; or in exact mode, a
+            parameter got a second gradient from one batch, or a sparse one.
     """
     check_context("backward", ctx)
     check_micro("backward", micro)
     check_scaler("backward", scaler_state)
     check_loss(ctx, "backward", loss, weight)
+    _check_window("backward", ctx, micro)
     value = loss.reshape(()) if loss.dim() else loss
     differentiate(ctx, _to_differentiate(ctx, value, weight, scaler_state, micro), **kwargs)
     return _next_state("backward", scaler_state, weight, micro)
+
+
+def _check_window(operation: str, ctx: Context, micro: MicroBatch | None) -> None:
+    """Refuse a loss without its place in a window of several batches."""
+    if micro is None and ctx.accumulation.num_steps > 1:
+        raise ConfigurationError(
+            f"{operation}: got no micro, so the loss would not be divided by the "
+            f"{ctx.accumulation.num_steps} batches of its window (gradient_accumulation_steps). Pass the "
+            "micro that microbatches yields with the batch; with an Accelerator, call backward inside of "
+            "`with accelerator.accumulate(model):`. For a loss that is a window of its own, or windows "
+            "counted by hand, use a context with gradient_accumulation_steps=1."
+        )
 
 
 def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
@@ -577,12 +591,13 @@ def lomo_backward(
     Raises:
         TypeError: ``loss`` is no tensor, or ``optimizer`` no LOMO optimizer.
         ValueError: ``learning_rate`` is None.
-        ConfigurationError: The context scales losses for float16, which LOMO does by itself; or it is in
-            exact mode, which sums gradients before a step. Or there are several ranks, and the model wasn't
-            prepared for a step in backward.
+        ConfigurationError: Windows have several batches, and ``micro`` is missing; or the context scales
+            losses for float16, which LOMO does by itself, or is in exact mode, which sums gradients before a
+            step. Or there are several ranks, and the model wasn't prepared for a step in backward.
     """
     check_context("lomo_backward", ctx)
     check_micro("lomo_backward", micro)
+    _check_window("lomo_backward", ctx, micro)
     loss = read_loss(ctx, "lomo_backward", loss).value
     if cast("object", learning_rate) is None:
         raise ValueError("lomo_backward: got no learning rate. LOMO steps at once, so pass one here.")

@@ -1,5 +1,6 @@
 """One function for both passes: the gradients of a loop's two lines, by whatever engine runs them."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import Context
+from accelfn import Accelerator, Context
+from accelfn.errors import ConfigurationError
 from tests.training.models import filled
 
 
@@ -46,3 +48,16 @@ def test_what_it_cannot_take_is_refused() -> None:
     af.forward_backward(ctx, model, mean, rows, used, micro)
     with pytest.raises(ValueError, match="forward_backward: this ScalerState was superseded"):
         af.forward_backward(ctx, model, mean, rows, used, micro)
+
+
+@pytest.mark.parametrize("kind", ["functions", "shim"])
+def test_a_loss_of_a_window_of_several_batches_needs_its_place(kind: str) -> None:
+    ctx, model = Context().replace(gradient_accumulation_steps=4), make_model()
+    loss = mean(model, torch.ones(1, 2))
+    accelerator = Accelerator(context=ctx)
+    state = af.init_scaler(ctx)
+    backward: Any = accelerator.backward if kind == "shim" else partial(af.backward, ctx, scaler_state=state)
+    with pytest.raises(ConfigurationError, match=r"backward: got no micro, so .* by the 4 batches"):
+        backward(loss=loss)
+    assert all(one.grad is None for one in model.parameters())
+    af.backward(ctx.replace(gradient_accumulation_steps=1), loss, af.init_scaler(ctx))
