@@ -275,8 +275,8 @@ def register(handle: Handle, parameters: Iterable[torch.Tensor], *, instead_of: 
 
 @contextmanager
 def swapped(name: str, value: object, owners: Iterable[object]) -> Generator[None, None, None]:
-    """Set an attribute of objects inside, and restore it afterwards."""
-    states = [*map(vars, owners)]
+    """Set an attribute of objects inside, and restore it afterwards. One may be named several times."""
+    states = [*{id(owner): vars(owner) for owner in owners}.values()]
     before = [{name: state[name]} if name in state else {} for state in states]
     for state in states:
         state[name] = value

@@ -522,7 +522,7 @@ def accumulate_block(
     place = f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)"
     with at_place(place, *models), ExitStack() as stack:
         if ctx.reduction is not None:
-            for model in models:
+            for model in dict.fromkeys(models):
                 stack.enter_context(exact_batch(model, micro, micro.place, micro.window, is_held))
             stack.enter_context(draw_for(ctx, micro))
         if not micro.sync and not ctx.accumulation.sync_each_batch:

@@ -378,3 +378,25 @@ def test_a_model_that_is_wrapped_already_is_taken_as_it_is() -> None:
 
     first, second = run_ranks(run, 2, "processes", gradient_accumulation_steps=2)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "canonical"])
+def test_a_model_may_be_named_twice(reduction: Any) -> None:
+    def gradients(ctx: Context, number: int) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        model, scaler = af.prepare_model(ctx, model), af.init_scaler(ctx)
+        for batch, micro in af.microbatches(ctx, [torch.ones(1, 1), torch.full((1, 1), ctx.rank + 2.0)]):
+            with af.accumulate(ctx, micro, *[model] * number):
+                scaler = af.backward(ctx, model(batch).mean(), scaler, micro)
+        model.weight.grad, closed = None, model.weight.grad
+        with af.no_sync(ctx, *[model] * number):
+            pass
+        assert closed is not None
+        return closed.flatten().tolist()
+
+    def run(ctx: Context) -> list[list[float]]:
+        return [gradients(ctx, 1), gradients(ctx, 2)]
+
+    once = [1.75]  # of 1 and the mean of 2 and 3, half each
+    assert run_ranks(run, 2, gradient_accumulation_steps=2, reduction=reduction) == [[once, once]] * 2
