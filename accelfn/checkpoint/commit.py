@@ -9,8 +9,8 @@ A directory is a checkpoint if it has a ``manifest.json``, and the checkpoint is
 
 So at every instant ``manifest.json`` names a complete set of durable files. One save at a time holds the
 lock of a directory. Under the lock, files with names of ours that no manifest names were left by a save that
-was killed, and are removed.
-
+was killed, and are removed. Where there are no locks (Windows, some network file systems), they may be those
+of another save that runs, so a save removes only its own files and those of the checkpoint that it replaces.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ class OpenSave(NamedTuple):
     Attributes:
         path: The directory.
         token: Eight random hexadecimal digits, for the names of its files.
-        suffix: The ending of its files of tensors; "" in a directory that was empty.
+        suffix: The ending of its files of tensors; "" in a directory that was empty and is locked.
         is_new: Whether the save made the directory.
         release: Releases the lock; None where the file system has no locks.
+        replaced: What the manifest named when the save began.
     """
 
     path: str
@@ -75,6 +76,7 @@ class OpenSave(NamedTuple):
     suffix: str
     is_new: bool
     release: Callable[[], None] | None
+    replaced: frozenset[str] = frozenset()
 
     @property
     def attachments(self) -> str:
@@ -85,8 +87,13 @@ class OpenSave(NamedTuple):
 # --- what a directory holds ------------------------------------------------------------------------
 
 
-def read_head(disk: Disk, path: str) -> Manifest | None:
+def read_head(disk: Disk, path: str, name: str = MANIFEST) -> Manifest | None:
     """Read a checkpoint's manifest without its tree and tensors; None if there is none.
+
+    Args:
+        disk: To read from.
+        path: The checkpoint.
+        name: Of the manifest's file.
 
     Raises:
         DamagedCheckpointError: The manifest is damaged.
@@ -94,10 +101,10 @@ def read_head(disk: Disk, path: str) -> Manifest | None:
     """
     try:
         with opened(disk, path) as folder:
-            content = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
+            content = read_file(disk, folder, name, MAX_MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return parse_head(content, os.path.join(path, MANIFEST))
+    return parse_head(content, os.path.join(path, name))
 
 
 def find_missing(disk: Disk, path: str, head: Manifest) -> str | None:
@@ -233,7 +240,11 @@ def begin_save(disk: Disk, directory: str | os.PathLike[str]) -> OpenSave:
         _release(release)
         raise
     token = secrets.token_hex(4)
-    return OpenSave(path, token, "" if is_empty else f"-{token}", is_new, release)
+    suffix = "" if is_empty and release is not None else f"-{token}"
+    replaced: frozenset[str] = frozenset()
+    with suppress(OSError, DamagedCheckpointError, NotAvailableError):
+        replaced = _names_used(read_head(disk, path))
+    return OpenSave(path, token, suffix, is_new, release, replaced)
 
 
 def _make_and_lock(disk: Disk, path: str) -> tuple[bool, Callable[[], None] | None]:
@@ -263,29 +274,37 @@ def _make_and_lock(disk: Disk, path: str) -> tuple[bool, Callable[[], None] | No
     raise AssertionError
 
 
-def clean(disk: Disk, path: str, *, is_durable: bool = False) -> None:
-    """Remove the files of saves that no manifest in a directory names. Needs the lock.
+def clean(disk: Disk, save: OpenSave, *, is_durable: bool = False) -> None:
+    """Remove the files of saves that no manifest in a directory names.
+
+    Without a lock, only those of this save and of the checkpoint that it found.
 
     Args:
         disk: To write to.
-        path: The directory.
+        save: Which has the directory.
         is_durable: Whether the manifest is known to survive a power cut. If not, the directory is synced
             first: otherwise a power cut could bring an older manifest back, and not its files.
 
     What can't be read or removed stays until the next save. After a damaged manifest everything stays.
     """
-    used = {MANIFEST}
     with suppress(OSError, DamagedCheckpointError, NotAvailableError):
-        head = read_head(disk, path)
-        if head is not None:
-            used |= {*head.files, *(file.partition("/")[0] for file in head.attachments)}
-        with opened(disk, path) as folder:
+        used = _names_used(read_head(disk, save.path))
+        with opened(disk, save.path) as folder:
             unused = [name for name in sorted(disk.names(folder)) if is_own_name(name) and name not in used]
+        if save.release is None:
+            unused = [name for name in unused if save.token in name or name in save.replaced]
         if unused and not is_durable:
-            disk.sync_folder(path)
+            disk.sync_folder(save.path)
         for name in unused:
             with suppress(OSError):
-                remove_tree(disk, os.path.join(path, name))
+                remove_tree(disk, os.path.join(save.path, name))
+
+
+def _names_used(head: Manifest | None) -> frozenset[str]:
+    """Return the names in a directory that belong to its checkpoint. Pure."""
+    if head is None:
+        return frozenset((MANIFEST,))
+    return frozenset((MANIFEST, *head.files, *(file.partition("/")[0] for file in head.attachments)))
 
 
 def write_manifest(disk: Disk, save: OpenSave, manifest: Manifest) -> None:
@@ -323,13 +342,13 @@ def _temporary(token: str) -> str:
 
 def end_save(disk: Disk, save: OpenSave) -> None:
     """Remove what the new checkpoint replaced, and release the lock."""
-    clean(disk, save.path, is_durable=True)
+    clean(disk, save, is_durable=True)
     _release(save.release)
 
 
 def abandon(disk: Disk, save: OpenSave) -> None:
     """Remove what a save that failed has written, as far as possible, and release the lock."""
-    clean(disk, save.path)
+    clean(disk, save)
     if save.is_new:
         with suppress(OSError):
             disk.remove_folder(save.path)
@@ -347,6 +366,8 @@ def _release(release: Callable[[], None] | None) -> None:
 def remove_checkpoint(disk: Disk, path: str) -> bool:
     """Remove a checkpoint with everything in its directory; return False if a save holds its lock.
 
+    Where there are no locks, a save may be writing there, so only the checkpoint's own files are removed.
+
     Raises:
         OSError: Its manifest can't be renamed, and it is complete.
     """
@@ -356,16 +377,31 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
         return False
     try:
         # A temporary manifest marks the directory as half removed, if this is killed.
+        marker = _temporary(secrets.token_hex(4))
         with suppress(FileNotFoundError):
-            disk.rename(os.path.join(path, MANIFEST), os.path.join(path, _temporary(secrets.token_hex(4))))
+            disk.rename(os.path.join(path, MANIFEST), os.path.join(path, marker))
         with naming(path):
             # Or a power cut could bring the manifest back, and not the files.
             disk.sync_folder(path)
         with suppress(OSError):  # it is no checkpoint any more; the next removal takes the rest
-            remove_tree(disk, path)
+            if release is not None:
+                remove_tree(disk, path)
+            else:
+                _remove_own(disk, path, marker)
     finally:
         _release(release)
     return True
+
+
+def _remove_own(disk: Disk, path: str, manifest: str) -> None:
+    """Remove a manifest, the files that it names, and the directory if nothing else is in it."""
+    own = {*_names_used(read_head(disk, path, manifest)), manifest} - {MANIFEST}
+    with opened(disk, path) as folder:
+        names = sorted(disk.names(folder), reverse=True)  # the manifest after the tensors
+    for name in names:
+        if name in own or _LITTER.fullmatch(name):
+            remove_tree(disk, os.path.join(path, name))
+    disk.remove_folder(path)
 
 
 def is_dead(disk: Disk, path: str) -> bool:

@@ -62,6 +62,12 @@ def _start_writing(descriptor: int, place: int, size: int) -> None:
 
 
 def _sync_file(descriptor: int) -> None:
+    if sys.platform == "darwin":
+        import fcntl
+
+        with suppress(OSError):  # some network file systems lack it
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # fsync doesn't empty the disk's own cache there
+            return
     os.fsync(descriptor)
 
 
@@ -70,7 +76,7 @@ def _sync_folder(path: str) -> None:
         return  # it keeps names in a journal, and can't open a directory
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
-        os.fsync(descriptor)
+        _sync_file(descriptor)
     except OSError as error:
         # Some network file systems have no fsync for directories; their server has written it already.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):

@@ -116,7 +116,7 @@ def _begin(job: Job, disk: Disk) -> OpenSave:
         check_attachable(disk, job.files)
     save = begin_save(disk, job.directory)
     try:
-        clean(disk, save.path)
+        clean(disk, save)
         if job.files is not None:
             disk.rename(job.files, os.path.join(save.path, save.attachments))
     except BaseException:

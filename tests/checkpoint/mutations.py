@@ -56,12 +56,12 @@ _BUGS = r"""
 -os.path.join(save.path, MANIFEST))
 -    with naming
 +os.path.join(save.path, MANIFEST))
-+    clean(disk, save.path, is_durable=True)
++    clean(disk, save, is_durable=True)
 +    with naming
 = commit: the old one's files are deleted when a save begins
 @ POWER[replacing]
--used |= {*head.files, *(
-+used |= {*(
+-(MANIFEST, *head.files, *(
++(MANIFEST, *(
 = commit: the manifest is written under its final name
 @ POWER[first]
 @ POWER[first, of two ranks]
@@ -84,7 +84,7 @@ _BUGS = r"""
 +            raise error
 = commit: the files of a save that failed stay
 @ FAULT[1-0-replaced-waiting]
--    clean(disk, save.path)
+-    clean(disk, save)
 -    if save.is_new
 +    if save.is_new
 = write: older ones are removed before the commit

@@ -14,7 +14,8 @@ import torch
 import accelfn as af
 from accelfn.checkpoint import find_checkpoints, folder_for_files, latest_checkpoint
 from accelfn.checkpoint.commit import abandon, begin_save
-from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.disk import REAL_DISK, Disk
+from accelfn.checkpoint.verify import verify_checkpoint
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 from tests.checkpoint.campaign import forked
 from tests.checkpoint.model_disk import Killed, Model
@@ -185,13 +186,49 @@ def test_one_save_at_a_time_writes_to_a_directory(tmp_path: Path) -> None:
     assert value(tmp_path / "here") == 3
 
 
-def test_a_disk_without_locks_has_none(tmp_path: Path) -> None:
+def without_locks() -> Disk:
     def lock(path: str) -> None:
         del path
 
-    disk = replace(REAL_DISK, lock=lock)
-    save(tmp_path / "here", 1, disk=disk)
-    assert value(tmp_path / "here") == 1
+    return replace(REAL_DISK, lock=lock)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_without_locks_a_save_removes_its_own_files_and_those_it_replaces_alone(
+    tmp_path: Path, is_replaced: bool
+) -> None:
+    here, disk = tmp_path / "here", without_locks()
+    if is_replaced:
+        save(here, 1)
+    others: list[int] = []
+
+    def rename(source: str, target: str) -> None:
+        """Let a second program save, and a third one fail, before the first one commits."""
+        if not others:
+            others.append(2)
+            save(here, 2, disk=disk)
+            abandon(disk, begin_save(disk, here))
+        os.replace(source, target)
+
+    save(here, 3, disk=replace(disk, rename=rename))
+    assert others
+    assert value(here) == 3
+    verify_checkpoint(here)
+    save(here, 4, disk=disk)
+    assert value(here) == 4
+    # What the second program committed before the first one did stays, since no lock tells whose it is.
+    assert len(names(here)) == 3
+
+
+def test_without_locks_a_checkpoint_is_removed_without_the_files_of_a_save_that_runs(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1, step=1)
+    running = "tensors-00000-0a1b2c3d.safetensors"
+    (tmp_path / "a" / running).write_text("of another program")
+    save(tmp_path / "b", 2, step=2)
+    for number in (3, 4):
+        save(tmp_path / str(number), number, disk=without_locks(), step=number, keep=af.Keep(last=1))
+    assert names(tmp_path) == ["4", "a"]
+    assert names(tmp_path / "a") == [running]
 
 
 def test_the_next_save_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.checkpoint.commit import clean
+from accelfn.checkpoint.commit import begin_save, clean
 from accelfn.checkpoint.disk import make_folders
 from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
@@ -105,7 +105,8 @@ def failing_save(model: Model) -> None:
 
 
 def tidy(model: Model) -> None:
-    clean(model.disk(), HERE)
+    disk = model.disk()
+    clean(disk, begin_save(disk, HERE))
 
 
 def outcome(*steps: int | None) -> Outcome:
