@@ -248,13 +248,15 @@ def begin_background(ctx: Context, directory: Path, work: Callable[[], Path]) ->
 
 
 _LOOK_S = 0.005
+# Stores of torch close the connection on a value of 8 MiB.
+_MOST_CHARACTERS = 1 << 19
 
 
 class Phases(Protocol):
     """Barriers between the phases of a save, over collectives or the message board."""
 
     def gather(self, phase: str, text: str, error: Exception | None = None) -> list[str]:
-        """End a phase on all ranks, and return the text of each rank.
+        """End a phase on all ranks; return the texts of all ranks on rank 0, at least its own on others.
 
         Raises:
             Exception: ``error`` itself, on the ranks that passed one.
@@ -280,7 +282,9 @@ class CollectivePhases(NamedTuple):
 
 
 class BoardPhases(NamedTuple):
-    """Phases over the message board, from any thread: rank 0 reads all ranks' posts, and posts the list.
+    """Phases over the message board, from any thread: rank 0 reads all ranks' posts, and posts its own text.
+
+    What is posted doesn't grow with the number of ranks, and a long text is posted in pieces.
 
     Attributes:
         board: Of the world.
@@ -311,38 +315,49 @@ class BoardPhases(NamedTuple):
         failed = None if error is None else [type(error).__name__, text_of(error)]
         # All saves use the same keys: one is overwritten only after all ranks have left the phase, as their
         # posts in a later phase show.
-        self.board.post(self._key(phase, self.rank), json.dumps([self.number, [failed, text]]))
+        if self.rank:
+            self._post(phase, self.rank, failed, text)
         # Wait for all ranks before raising: a rank that raises may remove a directory that others write to.
-        every: list[Any] = []
+        texts: list[str] = [text]
+        first: Any = None if failed is None else [self.rank, *failed]
         try:
             if self.rank == 0:
-                every = [[failed, text], *(self._wait_for(phase, rank) for rank in range(1, self.size))]
-                self.board.post(self._key(phase, "all"), json.dumps([self.number, every]))
+                for rank in range(1, self.size):
+                    failed, other = self._wait_for(phase, rank)
+                    texts.append(other)
+                    first = first or (None if failed is None else [rank, *failed])
+                self._post(phase, "all", first, text)
             else:
-                every = self._wait_for(phase, "all")
+                first, texts[0] = self._wait_for(phase, "all")
         except Exception:
             if error is None:
                 raise
         if error is not None:
             raise error
-        for rank, (failed, _) in enumerate(every):
-            if failed is not None:
-                raise RemoteRankError(rank, failed[0], failed[1], self.operation)
-        return [text for _, text in every]
+        if first is not None:
+            raise RemoteRankError(*first, self.operation)
+        return texts
+
+    def _post(self, phase: str, of: int | str, failed: list[Any] | None, text: str) -> None:
+        pieces = [text[start : start + _MOST_CHARACTERS] for start in range(0, len(text), _MOST_CHARACTERS)]
+        for number, piece in enumerate(pieces):
+            self.board.post(f"{self._key(phase, of)}/{number}", piece)
+        self.board.post(self._key(phase, of), json.dumps([self.number, failed, len(pieces)]))
 
     def _key(self, phase: str, of: int | str) -> str:
         return f"save/{phase}/{of}"
 
-    def _wait_for(self, phase: str, of: int | str) -> Any:
-        """Wait for the post of a rank in a phase, or for the list that rank 0 posts."""
-        found: Any = None
+    def _wait_for(self, phase: str, of: int | str) -> tuple[list[Any] | None, str]:
+        """Wait for the post of a rank in a phase, or for what rank 0 posts when all ranks have posted."""
+        failed: list[Any] | None = None
+        count = 0
         reason: Exception | None = None
 
         def look(seconds: float) -> bool:
-            nonlocal found, reason
+            nonlocal failed, count, reason
             reason = self.is_hopeless()  # before reading: a rank that has ended may have posted first
             posted = self.board.read(self._key(phase, of))
-            number, found = json.loads(posted) if posted else ("", None)
+            number, failed, count = json.loads(posted) if posted else ("", None, 0)
             if number == self.number:
                 reason = None
                 return True
@@ -358,7 +373,13 @@ class BoardPhases(NamedTuple):
             )
         if reason is not None:
             raise reason
-        return found
+        pieces = [self.board.read(f"{self._key(phase, of)}/{number}") for number in range(count)]
+        if None in pieces:  # the host of the board has ended
+            raise self.is_hopeless() or CollectiveTimeoutError(
+                f"{self.operation}: what {whom} posted in the phase {phase!r} of a background save can't be "
+                "read any more. Look at the output of the other ranks."
+            )
+        return failed, "".join(cast("list[str]", pieces))
 
 
 @contextmanager

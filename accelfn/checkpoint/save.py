@@ -214,11 +214,11 @@ def save_state(
     begun = begin_job(job, phases, disk) if job.any_files else None
     copied = zip(job.entries, copies or (), strict=True)
     entries = tuple((key, copy, sums) for (key, _, sums), copy in copied)
-    work = partial(write_job, job._replace(entries=entries), _board(ctx), disk, begun)
+    work = partial(write_job, job._replace(entries=entries), board_phases(ctx), disk, begun)
     return begin_background(ctx, path, work)
 
 
-def _board(ctx: Context) -> BoardPhases:
+def board_phases(ctx: Context) -> BoardPhases:
     """Return the phases of what is done in the background."""
     return BoardPhases(
         board=ctx.collectives.board,

@@ -78,8 +78,8 @@ _BUGS = r"""
 +phases.gather("prune", "")
 = background: a rank that failed doesn't wait for those that still write
 @ state/test_save_order.py::test_what_fails_on_one_rank_is_removed_when_the_others_write_no_more
--        every: list[Any] = []
-+        every: list[Any] = []
+-        texts: list[str] = [text]
++        texts: list[str] = [text]
 +        if error is not None:
 +            raise error
 = commit: the files of a save that failed stay

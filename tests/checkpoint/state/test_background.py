@@ -1,5 +1,6 @@
 """Saves in the background: what goes wrong reaches every rank, and in time."""
 
+import dataclasses
 import gc
 import os
 import signal
@@ -17,6 +18,7 @@ from hypothesis import given
 import accelfn as af
 from accelfn.checkpoint import background
 from accelfn.checkpoint.background import HostMemory
+from accelfn.checkpoint.save import board_phases
 from accelfn.context import Context
 from accelfn.errors import MissingRankError, RemoteRankError
 from accelfn.testing import run_ranks
@@ -170,3 +172,26 @@ def test_a_rank_that_dies_during_the_save_is_an_error_of_the_others_at_once(tmp_
         run_ranks(run, 2, on="processes")
     assert (tmp_path / "noticed").exists()
     assert af.load_tree(tmp_path / "at")["x"].tolist() == [0, 0]
+
+
+def test_what_ranks_post_is_short_however_much_they_write() -> None:
+    """A store of torch closes the connection on a value of 8 MiB."""
+
+    def run(ctx: Context) -> tuple[int, int]:
+        sizes: dict[str, int] = {}
+
+        def post(key: str, text: str) -> None:
+            sizes[key] = len(text)
+            board.post(key, text)
+
+        board = ctx.collectives.board
+        phases = board_phases(ctx)._replace(board=dataclasses.replace(board, post=post))
+        texts = [str(rank) * 1_200_000 for rank in range(3)]
+        found = phases.gather("write", texts[ctx.rank])
+        assert found == texts if ctx.is_main_process else found[0] == texts[0]
+        assert phases.gather("commit", "")[0] == ""
+        return max(sizes.values()), sum(sizes.values())
+
+    for longest, together in run_ranks(run, 3):
+        assert longest < 1 << 20
+        assert together < 2_500_000
