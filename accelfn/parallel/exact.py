@@ -18,12 +18,12 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] -- every norm with statistics
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.comm import Call, broadcast, catch, check, gather_bytes, reduce
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.buffers import BufferWatch
 from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle
 from accelfn.parallel.parameters import is_made_of_others
 from accelfn.tree import Buffer, flatten, flatten_tensor, plan_layout
@@ -188,8 +188,6 @@ class ThreadDDP(Handle):
             self._take({**parameters, **buffers})
         super().__init__(model, watched.values())
         self._watch(watched)
-        if ctx.strategy.ddp.broadcast_buffers:
-            model.register_forward_pre_hook(self._on_forward)
 
     def _watched(self) -> Mapping[str, torch.Tensor]:
         return self._parameters
@@ -205,22 +203,6 @@ class ThreadDDP(Handle):
         for name, tensor in tensors.items():
             if received[name] is not tensor:
                 tensor.copy_(received[name])
-
-    def will_sync_buffers(self, module: nn.Module) -> bool:
-        """Return whether the next forward pass broadcasts rank 0's buffers."""
-        options = self._ctx.strategy.ddp
-        return (
-            options.broadcast_buffers
-            and module.training
-            and self._syncs
-            and any(True for _ in module.buffers())
-        )
-
-    def _on_forward(self, module: nn.Module, arguments: Any) -> None:
-        del arguments
-        if self.is_alive and self.will_sync_buffers(module):
-            with torch.no_grad():
-                self._take(dict(module.named_buffers()))
 
     def _on_grad(self, parameter: torch.Tensor) -> None:
         del parameter
@@ -247,8 +229,7 @@ class ThreadDDP(Handle):
 
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""
-        model = self._model()
-        buffers = model is not None and self.will_sync_buffers(model)
+        buffers = self.buffers is not None and self.buffers.is_due()
         return Communication(self._syncs and torch.is_grad_enabled(), buffers, at_once=buffers)
 
     def why_unreduced(self) -> str | None:
@@ -267,7 +248,6 @@ class ExactReplica(ThreadDDP):
 
     def __init__(self, ctx: Context, model: nn.Module) -> None:
         """Broadcast the model from rank 0, and hook its parameters."""
-        _refuse_statistics(model)
         for name, parameter in model.named_parameters():
             if isinstance(vars(parameter).get(HANDLE), ExactReplica):
                 raise ConfigurationError(
@@ -275,6 +255,9 @@ class ExactReplica(ThreadDDP):
                     'summed twice. With reduction="canonical", prepare one model that holds all parameters.'
                 )
         super().__init__(ctx, model)
+        if any(True for _ in model.buffers()):
+            model.register_forward_pre_hook(self._before_forward)
+            model.register_forward_hook(self._after_forward)
 
     def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = parameters
@@ -291,15 +274,31 @@ class ExactReplica(ThreadDDP):
             for name, item in self._parameters.items()
         }
         self._digest = hashlib.blake2b(repr(self._forms).encode(), digest_size=8).hexdigest()
+        self._buffers: BufferWatch | None = None  # from the first forward pass on
         for index, item in enumerate(self._items):
             setattr(item, HANDLE, self)
             cast("Any", item).register_hook(partial(self._before_gradient, index))
             cast("Any", item).register_post_accumulate_grad_hook(partial(self._after_gradient, index))
 
-    def will_sync_buffers(self, module: nn.Module) -> bool:
-        """Return False: modules that change buffers in training are refused, so buffers stay equal."""
-        del module
-        return False
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        """Hook before a forward pass."""
+        del args
+        if self._buffers is None:
+            self._buffers = BufferWatch(model)
+        else:
+            self._buffers.look()
+
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Hook after a forward pass: refuse what would depend on how samples are distributed over ranks."""
+        del args, output
+        changed = self._buffers.changed() if self._buffers is not None and model.training else []
+        if changed:
+            raise ConfigurationError(
+                f'with reduction="canonical", {changed[0]} can\'t be changed by a forward pass in '
+                "training: it would be that of its own rank's samples, which depend on the number of ranks. "
+                "Use GroupNorm or LayerNorm instead of batch normalisation, build it with "
+                "track_running_stats=False, or freeze the module: call its eval() after each model.train()."
+            )
 
     @contextmanager
     def batch(self, batch: object, place: int, window: int, is_held: bool) -> Generator[None, None, None]:
@@ -496,30 +495,3 @@ def exact_batch(
             "without it. Prepare it with this context."
         )
     return nullcontext()
-
-
-def _refuse_statistics(model: nn.Module) -> None:
-    """Refuse modules whose running statistics would depend on how samples are distributed over ranks."""
-    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
-    for name, module in modules.items():
-        if not isinstance(module, _NormBase) or not module.track_running_stats:
-            continue
-        if module.training:
-            raise _statistics_error(name, module)
-        # It may be frozen; if it is trained after all, the hook refuses it.
-        module.register_forward_pre_hook(partial(_refuse_training, name))
-
-
-def _refuse_training(name: str, module: nn.Module, arguments: Any) -> None:
-    del arguments
-    if module.training:
-        raise _statistics_error(name, module)
-
-
-def _statistics_error(name: str, module: nn.Module) -> ConfigurationError:
-    return ConfigurationError(
-        f'with reduction="canonical", {name or "the model"} ({type(module).__name__}) can\'t be trained: its '
-        "running statistics are those of its own rank's samples, which depend on the number of ranks. Use "
-        "GroupNorm or LayerNorm, build it with track_running_stats=False, or freeze it: call its eval() "
-        "before prepare, and after each model.train()."
-    )

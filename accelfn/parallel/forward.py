@@ -10,8 +10,8 @@ import copy
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -282,8 +282,13 @@ class RecomputedForward(WrappedForward):
     """A module's ``forward``, recomputed in the backward pass from its inputs.
 
     It replaces ``forward`` and not the call, so that the module's hooks run once: FSDP has gathered the
-    parameters when the backward pass recomputes it.
+    parameters when the backward pass recomputes it. Buffers are changed by the first time alone.
     """
+
+    def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
+        """Wrap the ``forward`` of a module."""
+        super().__init__(forward)
+        self._module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped forward; the backward pass calls it again, with the same random numbers."""
@@ -292,8 +297,39 @@ class RecomputedForward(WrappedForward):
         for name in _CACHES:
             if kwargs.get(name) is not None:
                 kwargs[name] = _empty(name, kwargs[name])
+        if not torch.compiler.is_compiling():  # the compiler doesn't repeat changes of buffers
+            before = self._copied_buffers()
+            if before:
+                kwargs["context_fn"] = lambda: (nullcontext(), _with_buffers(before))
         # By this name torch.compile knows it.
         return cast("Any", checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs))
+
+    def _copied_buffers(self) -> list[tuple[_Buffers, _Buffers]]:
+        """Return the module's buffers that training may change, as they are and copied."""
+        modules = [module for module in self._module.modules() if module.training]
+        owners = [cast("_Buffers", vars(module)["_buffers"]) for module in modules]
+        return [
+            (owner, {name: None if one is None else one.clone() for name, one in owner.items()})
+            for owner in owners
+            if owner
+        ]
+
+
+# The buffers of a module, by their names in it.
+_Buffers = dict[str, torch.Tensor | None]
+
+
+@contextmanager
+def _with_buffers(then: list[tuple[_Buffers, _Buffers]]) -> Generator[None, None, None]:
+    """Compute with buffers as they were at another time; changes inside are lost."""
+    now = [(owner, dict(owner)) for owner, _ in then]
+    for owner, values in then:
+        owner.update(values)
+    try:
+        yield
+    finally:
+        for owner, values in now:
+            owner.update(values)
 
 
 def _empty(name: str, cache: Any) -> None:
@@ -322,7 +358,7 @@ def recompute(model: nn.Module, names: Iterable[str]) -> None:
     """
     for name in names:
         module = model.get_submodule(name)
-        module.forward = RecomputedForward(module.forward)
+        module.forward = RecomputedForward(module.forward, module)
 
 
 # Attribute of a model: the place in the data of its current forward passes.
@@ -369,6 +405,8 @@ class ForwardAgreement:
         planned = Communication() if handle is None else handle.communicates()
         if not any(planned[:3]):
             return
+        if planned.buffers and handle is not None and handle.buffers is not None:
+            handle.buffers.is_announced = True
         is_first, self._is_first = self._is_first, False
         text = str(planned)
         place: str = vars(model).get(_PLACE, "")

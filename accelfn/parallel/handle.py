@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.optimizers import check_steps_shards
 from accelfn.parallel.parameters import repoint
 from accelfn.tree import is_dtensor
+
+if TYPE_CHECKING:
+    from accelfn.parallel.buffers import BufferSync
 
 L = TypeVar("L")
 
@@ -118,6 +121,7 @@ class Handle(ABC):
     is_local = False  # inside of `local_steps`
     is_joined = False  # inside of `joined`
     is_shared = False  # whether a parameter is in another prepared model too
+    buffers: BufferSync | None = None  # where forward passes may change buffers
     _syncs = True  # outside of `without_sync`
 
     def __init__(
@@ -133,7 +137,7 @@ class Handle(ABC):
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         model = copy.deepcopy(self._model(), memo)
-        vars(twin).update(vars(self), _model=weakref.ref(cast("nn.Module", model)))
+        vars(twin).update(vars(self), _model=weakref.ref(cast("nn.Module", model)), buffers=None)
         watched = copy.deepcopy(self._watched(), memo)
         register(twin, watched.values())
         twin._watch(watched)  # copies of parameters come without hooks
@@ -186,6 +190,12 @@ class Handle(ABC):
     def gathering(self) -> Gathering | None:
         """Return what the latest forward pass gathered, which ranks must do alike; None for nothing."""
         return None
+
+    def compute_method(self, method: Callable[..., L], *args: Any, **kwargs: Any) -> L:
+        """Call a method of the model in place of a forward pass."""
+        if self.buffers is not None and self.buffers.is_due():
+            self.buffers.send()
+        return method(*args, **kwargs)
 
     def run(self, batch: BatchRun[L]) -> L:
         """Compute the loss of a batch and its gradients, in the engine's order; return the loss."""

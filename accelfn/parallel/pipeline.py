@@ -23,6 +23,7 @@ from torch import nn
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.buffers import BufferWatch
 from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, EngineName, Handle, naming_lost_ranks
 from accelfn.parallel.norm import aligned, count_stages
 from accelfn.parallel.parameters import named, whole_of
@@ -563,7 +564,7 @@ class PipelineEngine:
 
             def measure(stage: int = stage) -> bytes:
                 run = StageRun(self._plan, stage, outlines, (), device)
-                with torch.no_grad(), self._restoring():
+                with torch.no_grad(), self._restoring(is_trained=shape.is_trained):
                     self._call.run(run, compute)
                 return pickle.dumps(run.outline)
 
@@ -585,15 +586,28 @@ class PipelineEngine:
         return _Measured(outlines, schedule)
 
     @contextmanager
-    def _restoring(self) -> Generator[None, None, None]:
-        """Restore random states and buffers afterwards."""
+    def _restoring(self, *, is_trained: bool) -> Generator[None, None, None]:
+        """Restore random states and buffers afterwards.
+
+        Raises:
+            ConfigurationError: Buffers were changed, and will be once for each microbatch of a training step.
+        """
         model = cast("nn.Module", self._model())
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        watch = BufferWatch(model)
         devices = [] if self._ctx.device.type == "cpu" else [self._ctx.device]
         with cast("Any", torch).random.fork_rng(devices, device_type=self._ctx.device.type):
             yield
+        changed = watch.changed()
         for buffer, value in buffers:
             buffer.copy_(value)
+        if changed and is_trained:
+            raise ConfigurationError(
+                f"a pipeline can't train a model whose forward changes {changed[0]}: it computes a "
+                "batch in microbatches, and each of them would change the buffer by its own rows. Use "
+                "GroupNorm or LayerNorm instead of batch normalisation, freeze the module with eval(), or "
+                "train without pp."
+            )
 
     def _parameters_of(self, stage: int) -> list[nn.Parameter]:
         present = named(cast("nn.Module", self._model()))

@@ -20,6 +20,7 @@ from accelfn.context.config import (
 )
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_attention
+from accelfn.parallel.buffers import sync_buffers
 from accelfn.parallel.engines import XlaShardPlan, apply_xla, plan_xla
 from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
 from accelfn.parallel.facts import ModelFacts, list_text, read_facts, table_text
@@ -579,3 +580,4 @@ def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str
         return
     with_named_errors(model, ctx.collectives.translate_error)
     check_each_forward(ctx, model)
+    sync_buffers(ctx, model, handle)

@@ -20,6 +20,7 @@ from accelfn.comm import reduce, verify_structure
 from accelfn.context import Context, check_context
 from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.buffers import IGNORED, sync_buffers
 from accelfn.parallel.exact import ExactReplica, ThreadDDP
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import check_each_forward
@@ -252,10 +253,18 @@ class DDPHandle(Handle):
         finally:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
 
+    def torch_sends_buffers(self) -> bool:
+        """Return whether torch sends buffers before a forward pass: for ranks that join, and for copies."""
+        ddp = cast("Any", self._model())
+        if ddp is None or (self.buffers is not None and not self.is_joined):
+            return False
+        return bool(cast("Any", DistributedDataParallel).will_sync_module_buffers(ddp))
+
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""
         ddp = cast("Any", self._model())
-        buffers = bool(ddp.will_sync_module_buffers())
+        ours = self.buffers
+        buffers = bool(ddp.will_sync_module_buffers()) if ours is None else ours.is_due()
         # Torch may broadcast its order of gradients in the next forward pass, once.
         may_rebuild = not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
         gradients = bool(ddp.require_backward_grad_sync) and torch.is_grad_enabled()
@@ -375,9 +384,6 @@ def convert_sync_batchnorm(ctx: Context, model: M) -> M:
     return cast("M", converter.convert_sync_batchnorm(model, ctx.world.group))
 
 
-# Attribute that DDP reads: names of a model's tensors that it ignores.
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
-
 # The package of torch's classes of sharded modules, of both versions.
 _FSDP = "torch.distributed.fsdp"
 
@@ -416,9 +422,8 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
-        ConfigurationError: In exact mode, a module has statistics that would depend on the number of ranks.
-            Or ``comm_state_option`` doesn't fit, or torch has no such hook for this backend; or an optimizer
-            steps in backward, and the model is a ``DistributedDataParallel`` already.
+        ConfigurationError: ``comm_state_option`` doesn't fit, or torch has no such hook for this backend; or
+            an optimizer steps in backward, and the model is a ``DistributedDataParallel`` already.
         NotAvailableError: A ``comm_hook`` on ranks that are threads, or one that this torch can't run.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -442,19 +447,19 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     if steps_in_backward:
         verify_structure(ctx, dict(model.named_parameters()))
         check_each_forward(ctx, model)
-        ImmediateReplica(ctx, model)
+        sync_buffers(ctx, model, ImmediateReplica(ctx, model))
         return model
     if ctx.world.group is None or ctx.device.type == "xla":
         check_each_forward(ctx, model)
-        ThreadDDP(ctx, model)
+        sync_buffers(ctx, model, ThreadDDP(ctx, model))
         return model
     # DDP would hang, or mix parameters up, where the models differ; comparing first gives an error by name.
     verify_structure(ctx, dict(model.named_parameters()))
     made_of_others = [name for name, tensor in model.named_parameters() if is_made_of_others(tensor)]
     if made_of_others:  # DDP can't send them, and they have no gradient
         marked: Any = model
-        ignored: list[str] = list(getattr(model, _IGNORED, ()))
-        setattr(marked, _IGNORED, [*ignored, *made_of_others])
+        ignored: list[str] = list(getattr(model, IGNORED, ()))
+        setattr(marked, IGNORED, [*ignored, *made_of_others])
     with warnings.catch_warnings():
         # Torch 2.13 has a new name for half of this option's effect, and none for the other half.
         warnings.filterwarnings("ignore", ".broadcast_buffers. is deprecated", FutureWarning)
@@ -469,8 +474,12 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
 
 def _watched(ctx: Context, model: DistributedDataParallel) -> DistributedDataParallel:
-    DDPHandle(model)
+    handle = DDPHandle(model)
     check_each_forward(ctx, model)
+    if cast("Any", model).broadcast_buffers:
+        sync_buffers(ctx, cast("nn.Module", cast("Any", model).module), handle)
+    if handle.buffers is not None:
+        setattr(model, "will_sync_module_buffers", handle.torch_sends_buffers)  # noqa: B010 -- it is a method
     return model
 
 

@@ -499,10 +499,10 @@ def apply_shard(
 
 
 def register_forward_method(model: nn.Module, *names: str) -> None:
-    """Make methods of a sharded model gather its parameters, as its ``forward`` does. Writes into ``model``.
+    """Make methods of a prepared model begin as its ``forward`` does. Writes into ``model``.
 
-    Only for methods that use parameters directly: a method that calls the model needs nothing. Does nothing
-    for a model that isn't sharded.
+    A sharded model gathers its parameters, and buffers that have changed are set to rank 0's. Only for
+    methods that use parameters or buffers directly: a method that calls the model needs nothing.
 
     Ranks: local; the same on every rank.
 
@@ -523,8 +523,9 @@ def register_forward_method(model: nn.Module, *names: str) -> None:
             from torch.distributed.fsdp import register_fsdp_forward_method
 
             register_fsdp_forward_method(model, name)
-            gathering = getattr(model, name)
-            setattr(model, name, wraps(gathering)(partial(handle.compute_method, gathering)))
+        if isinstance(handle, ShardHandle) or (handle is not None and handle.buffers is not None):
+            method = getattr(model, name)
+            setattr(model, name, wraps(method)(partial(handle.compute_method, method)))
 
 
 def _compute_scales(model: nn.Module, args: Any) -> None:
@@ -733,12 +734,13 @@ class ShardHandle(Handle):
         """Call a method that gathers parameters itself, in place of a forward pass."""
         if self.gathers_in_fp8:
             _compute_scales(cast("nn.Module", self._model()), args)
-        return self.compute(method, *args, **kwargs)
+        return self.compute(partial(super().compute_method, method), *args, **kwargs)
 
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""
         gradients = self._syncs and torch.is_grad_enabled()
-        return Communication(gradients=gradients, parameters=True, at_once=self._waits)
+        buffers = self.buffers is not None and self.buffers.is_due()
+        return Communication(gradients, buffers, parameters=True, at_once=self._waits or buffers)
 
     def _passed(self) -> list[Any]:
         """Return FSDP's groups whose forward has ended, in order, since a backward pass cleared the list."""

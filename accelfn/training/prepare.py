@@ -385,8 +385,7 @@ def prepare_model(
         ConfigurationError: Another context has prepared it, or it is inside of a prepared wrapper; or it is
             on several devices, and there are several ranks (the variable ``ACCELFN_BYPASS_DEVICE_MAP`` allows
             it), or on the meta device without being spread over ranks; or it is quantised on another device.
-            It was sharded by torch's FSDP, or is a ``DistributedDataParallel`` over other processes. In exact
-            mode, a module has statistics that would depend on the number of ranks.
+            It was sharded by torch's FSDP, or is a ``DistributedDataParallel`` over other processes.
         NotAvailableError: An optimizer of its parameters, prepared before or in the same call of
             :func:`prepare`, can't step shards.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from accelfn.parallel.buffers import BufferSync
 from accelfn.parallel.exact import ThreadDDP
 from accelfn.testing.programs import campaign, finding_of
 from tests.programs import records
@@ -19,8 +20,8 @@ def gradients_are_not_averaged(self: Any) -> None:
     self._unreduced = None
 
 
-def buffers_are_not_broadcast(self: ThreadDDP, module: Any) -> bool:
-    """Of replicas in memory."""
+def buffers_are_not_broadcast(self: BufferSync) -> bool:
+    """Each rank goes on with its own."""
     return False
 
 
@@ -39,7 +40,7 @@ _divided = _BACKWARD._to_differentiate
 # Each with features of which the finding has one.
 FAULTS: list[tuple[Any, str, Callable[..., Any], set[str]]] = [
     (ThreadDDP, "_average", gradients_are_not_averaged, {"dp", "world"}),
-    (ThreadDDP, "will_sync_buffers", buffers_are_not_broadcast, {"dp", "world", "block"}),
+    (BufferSync, "is_due", buffers_are_not_broadcast, {"dp", "shard", "world", "block"}),
     (_BACKWARD, "_to_differentiate", windows_are_divided_by_their_full_length, {"accumulation"}),
 ]
 

@@ -91,7 +91,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Attributes:
         dim: Dim along which inputs would be split over devices of one process. Default 0.
-        broadcast_buffers: Whether rank 0 sends its buffers before each forward. Default True.
+        broadcast_buffers: Whether rank 0 sends its buffers before a forward if they have changed, with shards
+            too. Default True.
         bucket_cap_mb: Size of a gradient bucket, in MiB. Default 25.
         find_unused_parameters: Whether parameters without a gradient are searched for after each
             forward. Default False.
