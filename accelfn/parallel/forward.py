@@ -126,6 +126,9 @@ class MixedPrecisionForward(WrappedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``forward`` in mixed precision."""
+        if torch.is_autocast_enabled(self._device_type):
+            # Around several steps it would keep its copies of the weights, from before the first of them.
+            torch.clear_autocast_cache()
         with autocast_in(self._precision, self._device_type):
             result = self.__wrapped__(*args, **kwargs)
         return convert_to_fp32(result)
