@@ -701,6 +701,8 @@ class ShardHandle(Handle):
         Ranks may use different ones, and must reduce the same: minus zeros count for nothing in a sum, and
         show where no rank has a gradient.
         """
+        if group._orig_dtype is None:  # of what was trained in the first forward pass: then nothing was
+            group._init_mp_dtypes()
         for record in group.fsdp_params if group.reduce_grads else ():
             whole = getattr(record, "_unsharded_param", None)
             if whole is None or whole.grad is not None or record.unsharded_accumulated_grad is not None:
