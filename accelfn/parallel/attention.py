@@ -25,6 +25,7 @@ from accelfn.context.config import TorchContextParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts
 from accelfn.parallel.forward import WrappedForward
+from accelfn.parallel.position_check import find_mixing_kind
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -188,6 +189,7 @@ class _Ring(torch.autograd.Function):
         return (*found[:3], None, None, None)
 
 
+_ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 _NAMED = re.compile("attention|attn", re.IGNORECASE)
 _MASK = "attention_mask"
 # Attributes of transformers modules that only attend to a part of the sequence.
@@ -282,6 +284,12 @@ def _check_kind(model: nn.Module, axis: str, names: Sequence[str]) -> None:
             f"{axis}_size: {type(model).__name__} computes attention by {kind!r}, which can't share a "
             'sequence over ranks. Load it with attn_implementation="sdpa".'
         )
+    mixing = find_mixing_kind(model)
+    if mixing is not None:
+        raise ConfigurationError(
+            f"{axis}_size: {mixing}, which mixes positions outside of attention, where each rank has a "
+            f"part of the sequence. Leave {axis}_size out."
+        )
     for name in names:
         for key in _WINDOWS:
             window = vars(model.get_submodule(name)).get(key)
@@ -305,17 +313,32 @@ class _Call(NamedTuple):
     enable_gqa: bool = False
 
 
+def _attend_alone(call: _Call) -> torch.Tensor:
+    """Return what depends on queries, keys and values at each position alone."""
+    query, key, value = call[:3]
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    # Sums show positions that are rotated, as the product of a query and its own key doesn't.
+    return value + (query.sum(-1, keepdim=True) + key.sum(-1, keepdim=True)) * query.shape[-1] ** -0.5
+
+
 class _Sharing:
     """The ranks that share a sequence; copies of a model share one instance."""
 
     def __init__(
-        self, plan: AttentionPlan, group: dist.ProcessGroup, ring: Callable[..., torch.Tensor]
+        self,
+        plan: AttentionPlan,
+        group: dist.ProcessGroup,
+        ring: Callable[..., torch.Tensor],
+        find_mixing: Callable[..., str | None] | None,
     ) -> None:
         self.plan = plan
         self.group = group
         self.ring = ring
+        self.find_mixing = find_mixing
         self.has_answered: bool = False
         self.is_checked: bool = False  # whether a first forward pass used the modules' attention only
+        self.is_tried: bool = find_mixing is None  # whether all but attention computes positions alone
+        self.is_alone: bool = False  # whether attention does too, for a trial
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Sharing:
         return self
@@ -334,6 +357,8 @@ class _Sharing:
     def answer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's part of attention over the complete sequence."""
         call = _Call(*args, **kwargs)
+        if self.is_alone:
+            return _attend_alone(call)
         query, key, value = call[:3]
         if query.dim() != 4 or query.shape[2] != key.shape[2] or key.shape[2] != value.shape[2]:
             raise self.refusal(
@@ -501,10 +526,11 @@ class SequenceForward(WrappedForward):
                     "Leave it out of the batch. Pad at the end, which causal attention never attends to, and "
                     "ignore padding in the labels; or use sp_size.",
                 )
+        if not self._sharing.is_tried and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._refuse_mixing(args, kwargs)
         if self._sharing.is_checked or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
-        attention = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-        with _Answered(attention, self._sharing.refuse):
+        with _Answered(_ATTENTION, self._sharing.refuse):
             output = self.__wrapped__(*args, **kwargs)
         if not self._sharing.has_answered:
             raise self._sharing.refusal(
@@ -515,12 +541,41 @@ class SequenceForward(WrappedForward):
         self._sharing.is_checked = True
         return output
 
+    def _refuse_mixing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a model whose modules other than attention need the positions on other ranks."""
+        sharing = self._sharing
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            sharing.is_alone = True
+            try:
+                with _Answered(_ATTENTION, sharing.refuse):
+                    self.__wrapped__(*args, **kwargs)
+            finally:
+                sharing.is_alone = False
+
+        forward: Any = self
+        while isinstance(forward, WrappedForward):
+            forward = forward.__wrapped__
+        model = getattr(forward, "__self__", None)
+        if isinstance(model, nn.Module) and sharing.find_mixing is not None:
+            name = sharing.find_mixing(model, call, args, kwargs)
+            if name is not None:
+                raise sharing.refusal(
+                    f"what {name} returns for a position depends on other positions, or on its place in this "
+                    "rank's part of the sequence, and ranks share sequences in attention only",
+                    "Pass positions with the batch, sharded like the tokens. Layers that mix positions, such "
+                    "as convolutions, recurrent layers, and sums or means over the sequence, need complete "
+                    f"sequences: leave {sharing.plan.axis}_size out.",
+                )
+        sharing.is_tried = True
+
 
 def apply_attention(
     model: nn.Module,
     plan: AttentionPlan,
     group: dist.ProcessGroup,
     ring: Callable[..., torch.Tensor] = ring_attention,
+    find_mixing: Callable[..., str | None] | None = None,
 ) -> None:
     """Make ranks that share sequences compute attention together. Writes into ``model``; names don't change.
 
@@ -534,8 +589,10 @@ def apply_attention(
         plan: From :func:`plan_attention`.
         group: The processes that share a sequence.
         ring: Attention along "cp", called as :func:`accelfn.parallel.attention.ring_attention`.
+        find_mixing: Finds modules that mix positions at the first forward pass under grad, called as
+            :func:`accelfn.parallel.position_check.find_mixing_module` without its context; None to trust.
     """
-    sharing = _Sharing(plan, group, ring)
+    sharing = _Sharing(plan, group, ring, find_mixing)
     for name in plan.modules:
         module = model.get_submodule(name)
         builds_mask = plan.axis == "cp" and getattr(module, "is_causal", False) is True

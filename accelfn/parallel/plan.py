@@ -37,6 +37,7 @@ from accelfn.parallel.handle import LocalHandle
 from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release, retie
 from accelfn.parallel.pipeline import PipelineHandle
 from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan, plan_schedule, plan_stages
+from accelfn.parallel.position_check import find_mixing_module
 from accelfn.parallel.replicate import replicate
 from accelfn.parallel.shard import (
     ShardHandle,
@@ -374,7 +375,9 @@ def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None =
             "ranks that share sequences must be processes with an initialised torch.distributed; these are "
             'threads. In a test, use run_ranks(..., on="processes").'
         )
-    apply_attention(model, plan, group)
+    # A stage of a pipeline ends the model's forward early.
+    find_mixing = None if ctx.axis_size("pp") > 1 else partial(find_mixing_module, ctx)
+    apply_attention(model, plan, group, find_mixing=find_mixing)
 
 
 def _plan_experts(ctx: Context, facts: ModelFacts, mesh: MeshPlan) -> ExpertPlan:

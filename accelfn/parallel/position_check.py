@@ -1,0 +1,209 @@
+"""Check that a model computes each position of a sequence alone, except in attention.
+
+Ranks that share sequences exchange them in attention only. A convolution, a sum or a mean along the sequence
+would see this rank's part of it, and a model that counts positions itself would count those of the part: both
+are other numbers in silence. Known kinds are refused by their class; the rest is tried once, on a few
+positions of the first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accelfn.comm import Call, catch, gather_bytes
+from accelfn.comm.agreement import as_bytes
+from accelfn.context import Context, device_random_state, set_device_random_state
+from accelfn.parallel.facts import modules_of
+from accelfn.tree import digest_tensors, flatten, is_dtensor
+
+_POSITIONS = 16  # at most, that are tried
+# Of the mean size of the numbers. Rounding, also that of 8 bits, is below it.
+_TOLERANCE = 0.05
+_CALL = Call("forward", "the check of positions")
+_PLAIN = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
+
+
+def find_mixing_kind(model: nn.Module) -> str | None:
+    """Describe a layer that is known to mix positions; None if there is none. Pure."""
+    config: Any = getattr(model, "config", None)
+    for number, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if "attention" not in kind or "linear" in kind:
+            return f"layer {number} of {type(model).__name__} is of the kind {kind!r}"
+    for name, module in modules_of(model).items():
+        if isinstance(module, nn.RNNBase):
+            return f"{name} is a {type(module).__name__}"
+        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+            return f"{name} is a {type(module).__name__} with kernel_size={module.kernel_size[0]}"
+    return None
+
+
+class _Trial(NamedTuple):
+    """Inputs of a model with few positions.
+
+    Attributes:
+        leaves: Of the arguments.
+        dims: The dimension of positions, by place in ``leaves``.
+        size: Number of positions.
+    """
+
+    leaves: list[Any]
+    dims: dict[int, int]
+    size: int
+
+    def moved(self) -> list[Any]:
+        """Return the leaves with their positions in reversed order, a third of them copies of the first."""
+        chosen = torch.arange(self.size)
+        chosen[_copied(self.size)] = 0
+        return [
+            leaf.index_select(self.dims[place], chosen.flip(0).to(leaf.device))
+            if place in self.dims
+            else leaf
+            for place, leaf in enumerate(self.leaves)
+        ]
+
+
+def _copied(count: int) -> torch.Tensor:
+    return torch.arange(count) % 3 == 1
+
+
+def find_mixing_module(
+    ctx: Context,
+    model: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Return the first module whose output at a position depends on the others, or on its place among them.
+
+    The model runs twice on a few positions, in evaluation mode and without gradients, the second time on
+    some others of them in another order. Buffers and random states are left as they were. A model that can't
+    be tried so isn't: its inputs have no positions, or it draws random numbers or fails on so few.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The mesh.
+        model: The model.
+        call: Calls its forward, with attention that computes each position alone.
+        args: Positional arguments of the first call.
+        kwargs: Keyword arguments of the first call.
+
+    Returns:
+        Its name, the same on every rank; None if there is none.
+    """
+    leaves, structure = flatten((args, kwargs))
+    trial = _shorten(ctx, model, leaves)
+    # All ranks or none: the model may communicate.
+    if not all(gather_bytes(ctx, _CALL, b"" if trial is None else b"1")) or trial is None:
+        return None
+    outputs: list[dict[str, torch.Tensor]] = []
+    with _undone(ctx, model) as is_drawing, _recorded(model, trial.size) as recorded:
+        for tried in (trial.leaves, trial.moved()):
+            recorded.clear()
+            few_args, few_kwargs = structure.unflatten(tried)
+            if catch(lambda a=few_args, k=few_kwargs: call(*a, **k))[1] is None and not is_drawing():
+                outputs.append(dict(recorded))
+    found = None
+    if len(outputs) == 2:  # what failed will fail in the model's own pass too
+        found = next((name for name in outputs[0] if _differs(*(run.get(name) for run in outputs))), None)
+    names = gather_bytes(ctx, _CALL, b"" if found is None else (found or type(model).__name__).encode())
+    return next((name.decode() for name in names if name), None)
+
+
+def _shorten(ctx: Context, model: nn.Module, leaves: Sequence[Any]) -> _Trial | None:
+    """Return inputs with the first positions; None where it isn't certain which inputs have positions."""
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    dense = [leaves[place].detach() for place in places]
+    is_plain = all(leaf is None or isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves)
+    if any(is_dtensor(leaf) or leaf.layout != torch.strided for leaf in dense):
+        is_plain, dense = False, []
+    digests = as_bytes(digest_tensors(dense).view(torch.uint8)) if dense else b""
+    by_rank = gather_bytes(ctx.along("seq"), _CALL, digests)
+    size = len(digests) // max(len(dense), 1)
+    # What is equal on all ranks is no part of a sequence, unless it is a mask, or kinds of tokens.
+    shared = {
+        place
+        for number, place in enumerate(places)
+        if len({blob[number * size : (number + 1) * size] for blob in by_rank}) > 1
+    }
+    length = next(
+        (leaves[place].shape[1] for place in places if place in shared and leaves[place].dim() > 1), 0
+    )
+    tensors = [*model.parameters(), *model.buffers(), *dense]
+    taken = {extent for tensor in tensors for extent in tensor.shape if extent != length}
+    count = next((count for count in range(min(length, _POSITIONS), 2, -1) if count not in taken), 0)
+    if not is_plain or not count:
+        return None
+    shortened, dims = list(leaves), dict[int, int]()
+    for place in places:
+        shape = list(leaves[place].shape)
+        if shape.count(length) == 1 and (place in shared or not leaves[place].is_floating_point()):
+            dims[place] = shape.index(length)
+            shortened[place] = leaves[place].detach().narrow(dims[place], 0, count)
+    return _Trial(shortened, dims, count)
+
+
+@contextmanager
+def _undone(ctx: Context, model: nn.Module) -> Generator[Callable[[], bool]]:
+    """Run the model without effects inside; yields whether it has drawn random numbers."""
+    modules = list(model.modules())
+    training = [module.training for module in modules]
+    holders = [vars(module)["_buffers"] for module in modules]
+    buffers = [(holder, name, one) for holder in holders for name, one in holder.items()]
+    values = [None if one is None else one.clone() for _, _, one in buffers]
+    cpu, device = torch.get_rng_state(), device_random_state(ctx.device)
+
+    def is_drawing() -> bool:
+        return not (
+            torch.equal(cpu, torch.get_rng_state()) and torch.equal(device, device_random_state(ctx.device))
+        )
+
+    for module in modules:
+        module.training = False
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield is_drawing
+            for (holder, name, one), value in zip(buffers, values, strict=True):
+                holder[name] = one
+                if one is not None and value is not None and not torch.equal(one, value):
+                    one.copy_(value)
+    finally:
+        for module, was_training in zip(modules, training, strict=True):
+            module.training = was_training
+        torch.set_rng_state(cpu)
+        set_device_random_state(ctx.device, device)
+        torch.clear_autocast_cache()  # of weights without gradients
+
+
+@contextmanager
+def _recorded(model: nn.Module, count: int) -> Generator[dict[str, torch.Tensor]]:
+    """Yield what modules return for each of ``count`` positions, by the module's name, in order."""
+    found: dict[str, torch.Tensor] = {}
+
+    def record(name: str, output: Any) -> None:
+        for leaf in flatten(output)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not is_dtensor(leaf):
+                shape = list(leaf.shape)
+                if shape.count(count) == 1:
+                    found.setdefault(name, leaf.detach().movedim(shape.index(count), 0).flatten(1).double())
+
+    with ExitStack() as stack:
+        for name, module in modules_of(model).items():
+            handle = module.register_forward_hook(lambda _module, _args, out, name=name: record(name, out))
+            stack.callback(handle.remove)
+        yield found
+
+
+def _differs(first: torch.Tensor | None, moved: torch.Tensor | None) -> bool:
+    """Return whether positions that weren't copied are others in the second run."""
+    if first is None or moved is None or first.shape != moved.shape:
+        return False
+    change = (first - moved.flip(0)).abs().nan_to_num()
+    is_copied = _copied(len(first)).to(first.device)
+    size = torch.maximum(change[is_copied].mean(), first.abs().nan_to_num().mean())
+    return bool(change[~is_copied].mean() > _TOLERANCE * size)

@@ -1,0 +1,125 @@
+"""Ranks that share sequences refuse models that need other positions outside of attention."""
+
+# torch leaves backward and manual_seed partly untyped.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import accelfn as af
+from accelfn.errors import ConfigurationError
+from accelfn.testing import run_ranks
+from tests.parallel.tensor_models import GPT
+
+WIDTH, LENGTH, WORDS = 6, 16, 13
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Alone(nn.Module):
+    """Computes positions alone, with what could be taken for mixing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.line(self.norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]))).relu()
+
+
+class Noise(nn.Module):
+    """Draws random numbers in evaluation too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.1)
+
+
+class Cumulated(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+class Shifted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Counted(nn.Module):
+    """Counts positions itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(x.shape[1])[:, None]
+
+
+class Net(nn.Module):
+    """Attention and another module; returns a dict, with a loss that needs all positions."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.attn, self.other = nn.Embedding(WORDS, WIDTH), Attention(), other
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: torch.Tensor, extra: Any, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.other(self.attn(self.embed(ids) + extra["row"][:, None, :WIDTH]))
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def first_pass(ctx: af.Context, other: nn.Module) -> str:
+    """Return with what words a first pass is refused; "" if it isn't, and leaves no trace."""
+    random = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, WORDS, (2, LENGTH), generator=random)
+    # An input that every rank has, and as many numbers as a rank has positions.
+    extra = {"row": torch.randn(2, LENGTH // 2, generator=random), "more": None}
+    ids, labels = af.shard_sequence(ctx, (ids, ids.roll(1, 1)), {0: 1, 1: 1})
+    model = cast("Any", af.prepare_model(ctx, Net(other)))
+    before = torch.get_rng_state()
+    try:
+        with torch.random.fork_rng([]):  # the pass itself draws
+            model(ids, extra, labels=labels)["loss"]
+    except ConfigurationError as error:
+        return str(error)
+    finally:
+        assert torch.equal(before, torch.get_rng_state())
+        assert model.training
+    for name, buffer in model.named_buffers():
+        assert not name.endswith("tracked") or buffer == 1
+    return ""
+
+
+@pytest.mark.parametrize("axis", ["cp", pytest.param("sp", marks=pytest.mark.slow)])
+def test_modules_that_need_other_positions_are_named(axis: str) -> None:
+    def work(ctx: af.Context) -> list[str]:
+        others = [Alone(), Noise(), Cumulated(), Mean(), Shifted(), Counted()]
+        found = [first_pass(ctx, other) for other in others]
+        ids = torch.randint(0, WORDS, (2, LENGTH // 2), generator=torch.Generator().manual_seed(ctx.rank))
+        with pytest.raises(ConfigurationError) as caught:  # positions of its own
+            af.prepare_model(ctx, GPT())(ids)
+        return [*found, str(caught.value)]
+
+    sizes: Any = {f"{axis}_size": 2}
+    for found in run_ranks(work, 2, on="processes", parallelism_config=af.ParallelismConfig(**sizes)):
+        assert found[:2] == ["", ""]
+        for message in found[2:6]:
+            assert "what other returns for a position depends on other positions" in message
+        assert "what positions returns" in found[6]
