@@ -39,7 +39,7 @@ from accelfn.parallel.optimizers import steps_in_backward
 from accelfn.parallel.pipeline import PipelineHandle
 from accelfn.training.prepare import is_averaged
 from accelfn.training.scaler import ScalerState, check_scaler, parameters_in
-from accelfn.tree import flatten
+from accelfn.tree import flatten, is_dtensor
 
 
 class Loss(NamedTuple):
@@ -261,6 +261,13 @@ def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
             with exact_backward(ctx):
                 value.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:
+        if is_dtensor(value) and "mixed torch.Tensor and DTensor" in str(error):
+            raise ConfigurationError(
+                "backward: the loss is a sum of a plain tensor, as a model returns it, and of one computed "
+                "from parameters that ranks along tp share (DTensor), which torch can't differentiate "
+                "together. Make the second one plain before they are added: penalty.full_tensor(), such as "
+                "sum(one.square().sum().full_tensor() for one in model.parameters())."
+            ) from error
         raise_explained(error, ctx.collectives.translate_error)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import accelfn as af
 from accelfn import Context
 from accelfn.context.config import TorchTensorParallelConfig
+from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE, VOCABULARY, make_batch, summed_loss
 
@@ -112,3 +113,28 @@ def test_a_loss_of_logits_that_stay_split() -> None:
         assert gradients < 2e-5
         assert shape == (4, 8, VOCABULARY // 2)
         assert close
+
+
+def test_a_penalty_on_parameters_that_ranks_share_is_added_as_a_plain_tensor() -> None:
+    def penalised(loss: torch.Tensor, penalties: list[Any]) -> torch.Tensor:
+        return loss + 0.1 * cast("torch.Tensor", sum(penalties))
+
+    def train(ctx: Context) -> float:
+        plain = GPT()
+        model: Any = af.prepare_model(ctx, GPT())
+        batch = make_batch(1)
+        squares = [one.square().sum() for one in plain.parameters()]
+        penalised(summed_loss(plain, batch)[0], squares).backward()
+
+        def backward(squares: list[Any]) -> None:
+            af.backward(ctx, penalised(summed_loss(model, batch)[0], squares), af.init_scaler(ctx))
+
+        with pytest.raises(ConfigurationError, match=r"backward: .* along tp share .* penalty\.full_tensor"):
+            backward([one.square().sum() for one in model.parameters()])
+        model.zero_grad()
+        backward([one.square().sum().full_tensor() for one in model.parameters()])
+        return difference(gradients_of(plain), gradients_of(model))
+
+    handler = TorchTensorParallelConfig(plan=PLAN)
+    config = af.ParallelismConfig(tp_size=2, tp_handler=handler)
+    assert max(run_ranks(train, 2, "processes", parallelism_config=config)) < 2e-5
