@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
@@ -322,6 +323,11 @@ class BatchSchedule:
             try:
                 return backward(kind, values, last_backward=last_backward)
             except RuntimeError as error:
+                if isinstance(error.__cause__, CheckpointError):
+                    raise ConfigurationError(
+                        "backward: the model recomputes modules of several stages of the pipeline at once, "
+                        "by torch.utils.checkpoint. Let it recompute each block alone."
+                    ) from error.__cause__
                 raise error.__cause__ or error  # noqa: B904 -- torch wraps every error in its own
 
         gradients = self._attempt(compute)

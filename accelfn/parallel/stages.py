@@ -72,7 +72,14 @@ _LEAVES = (torch.Tensor, type(None), bool, int, float, str)
 
 
 class StandIn(torch.Tensor):
-    """A tensor whose values are on another stage, or depend on such. Made by :func:`stand_in_for`."""
+    """A tensor whose values are on another stage, or depend on such. Made by :func:`stand_in_for`.
+
+    Attributes:
+        value: The tensor that it stood for, once this rank has received it. It is used from then on, also
+            where the backward pass computes a block again, on the arguments of its first call.
+    """
+
+    value: torch.Tensor | None = None
 
     @classmethod
     @override
@@ -84,7 +91,11 @@ class StandIn(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run ``func``; its results are stand-ins too, unless they depend on shapes only."""
-        kwargs = kwargs or {}
+        args, kwargs = cast(
+            "tuple[tuple[Any, ...], dict[str, Any]]", _pytree.tree_map(_received, (tuple(args), kwargs or {}))
+        )
+        if not has_stand_in(*args, *kwargs.values()):
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if name in _READS:
             raise ConfigurationError(
@@ -118,6 +129,12 @@ class StandIn(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return itself: it is never written to."""
         return self
+
+
+def _received(leaf: Any) -> Any:
+    """Return the tensor that a leaf stands for; the leaf itself if it is none, or there is none yet."""
+    # Not by the attribute of a tensor of any other class, whose __torch_function__ it would reach.
+    return leaf if not isinstance(leaf, StandIn) or leaf.value is None else leaf.value
 
 
 def stand_in_for(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,7 +243,6 @@ class StageRun:
         self._has_begun = index == 0
         self._called: Counter[str] = Counter()
         self._skipped: dict[str, None] = {}
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # stand-ins and their values
         self._results: dict[tuple[str, int], Any] = {}
 
     @contextmanager
@@ -344,7 +360,7 @@ class StageRun:
     def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Map the stand-ins in the call of the stage's first block to the received tensors."""
         self._has_begun = True
-        found: dict[int, tuple[str, torch.Tensor]] = {}
+        found: dict[int, tuple[str, StandIn]] = {}
         for path, leaf in _leaves(args, kwargs).items():
             if isinstance(leaf, StandIn):
                 found.setdefault(id(leaf), (path, leaf))
@@ -373,10 +389,16 @@ class StageRun:
                 "stages send must depend on the shape of a batch only."
             )
         received = self.received
+        if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in received):
+            raise ConfigurationError(
+                f"{name} is the first block of stage {self.index}, and the model calls it without gradients: "
+                "under no_grad, or in a checkpoint(..., use_reentrant=True), which doesn't see the tensors "
+                "that a stage receives. Use checkpoint(..., use_reentrant=False)."
+            )
         if len(received) > 1 and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in received):
             received = cast("tuple[torch.Tensor, ...]", cast("Any", _Received).apply(*received))
         for (_, stand_in), value in zip(found.values(), received, strict=True):
-            self._known[id(stand_in)] = stand_in, value
+            stand_in.value = value
 
     def _substituted(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -398,11 +420,7 @@ class StageRun:
 
     def _with_received(self, tree: Any) -> Any:
         """Return a tree with received tensors in the place of their stand-ins."""
-
-        def replace(leaf: Any) -> Any:
-            return self._known[id(leaf)][1] if id(leaf) in self._known else leaf
-
-        return _pytree.tree_map(replace, tree) if has_stand_in(tree) else tree
+        return _pytree.tree_map(_received, tree) if has_stand_in(tree) else tree
 
     def _others(self) -> str:
         """Describe what the remaining stand-ins may depend on."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import accelfn as af
 from accelfn.errors import ConfigurationError
@@ -172,6 +173,43 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name_on_every_rank() -> None:
         assert "forward: in a pipeline" in said[8]
         assert "no rows" in said[8]
         assert loss == pytest.approx(summed_loss(GPT(), make_batch(0))[0].item(), rel=1e-5)
+
+
+class Recomputed(GPT):
+    """A model that recomputes its blocks by itself: one after another, or several at once."""
+
+    together = 1
+    reentrant = False
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        for place in range(0, len(self.blocks), self.together):
+            some = nn.Sequential(*self.blocks[place : place + self.together])
+            run: Callable[..., Any] = some if self.together > 1 else some[0]
+            x = cast("Any", checkpoint)(run, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch, and reentrant
+def test_a_model_recomputes_its_own_blocks_where_none_is_on_two_stages() -> None:
+    def work(ctx: af.Context) -> tuple[float, dict[str, torch.Tensor], list[str]]:
+        said: list[str] = []
+        for name, value in (("reentrant", True), ("together", 4)):
+            model = af.prepare(ctx, Recomputed(num_blocks=4))
+            setattr(model, name, value)
+            try:
+                run(ctx, model, make_batch(0))
+            except Exception as error:  # noqa: BLE001 -- which one is what is tested
+                said.append(str(error))
+        model = af.prepare(ctx, Recomputed(num_blocks=4))
+        return run(ctx, model, make_batch(0)).item(), gradients(model), said
+
+    loss, expected = plain(make_batch(0))
+    for own, found, said in run_ranks(work, 2, "processes", parallelism_config=stages()):
+        assert own == pytest.approx(loss)
+        assert all(torch.allclose(one, expected[name], atol=1e-4) for name, one in found.items())
+        assert "blocks.2 is the first block of stage 1, and the model calls it without gradients" in said[0]
+        assert "recomputes modules of several stages of the pipeline at once" in said[1]
 
 
 def test_what_is_beside_a_step_is_as_without_stages() -> None:
