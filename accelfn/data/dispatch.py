@@ -343,17 +343,18 @@ class DispatchedSteps(Generic[T]):
         self._loader = rebuild(source, self._batches) if ctx.is_main_process else None
 
     def begin(
-        self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], what: str
+        self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], epoch: int
     ) -> Iterator[tuple[T, BatchInfo]]:
         """Return this rank's batches of a plan, each with its BatchInfo."""
         steps: Iterator[tuple[list[Any], None]] | None = None
         if self._loader is not None:
             # The pieces of a step are consecutive: together they are the batch of a world of one.
             read = plan.of_one_rank() if self.splits_batch else plan
-            self._batches.begin(partial(lists, read, range(read.size)))
+            self._batches.begin(epoch, partial(lists, read, range(read.size)))
             batches = read_isolated(self._loader, is_resumed=plan.start > 0)
             steps = ((self._splitter.parts(plan, step, batches), None) for step in range(plan.num_steps))
-        return self._receive(plan, infos, steps, BatchScatter(self._ctx, what))
+        scatter = BatchScatter(self._ctx, f"epoch {epoch} from sample {plan.start}")
+        return self._receive(plan, infos, steps, scatter)
 
     def _receive(
         self,

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
-from accelfn.comm import Call, check, gather_bytes
+from accelfn.comm import Call, check, failing_together, gather_bytes
 from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader, passes_of
@@ -176,7 +176,8 @@ def microbatches(
         ConfigurationError: Windows would continue in the next epoch, and the data has no length; or with
             ``"join"``, the data has no length.
         ValueError: With ``"pad"``, a rank has no batch to repeat; on every rank. Or a sequence can't be
-            divided among the ranks along ``"seq"``.
+            divided among the ranks along ``"seq"``. Or the data has another number of batches than its
+            length.
 
     >>> import torch
     >>> loader = [torch.zeros(2), torch.zeros(2), torch.zeros(1)]
@@ -283,23 +284,41 @@ def _with_known_counts(
     """
     _check_counts(counts, begun.remedies, uneven)
     steps, ends_window = ctx.accumulation.num_steps, ctx.accumulation.sync_with_dataloader
-    number, batches = min(counts), begun.batches
+    own = number = counts[ctx.rank]
+    batches = begun.batches
     if uneven == "join":
-        number = counts[ctx.rank]
         if steps > 1 and not ends_window:
             raise _no_joined_windows(steps)
-    elif uneven == "pad" and number < max(counts):
+    elif uneven == "pad":
         number = max(counts)
-        batches = _repeat_latest(batches, number, begun.info_at)
+        if own < number:
+            batches = _repeat_latest(batches, number, begun.info_at)
+    else:
+        number = min(counts)
     ends = sorted(set(counts)) if uneven == "join" else [number]
-    place, window, start = 0, 1, 0
-    # If there are fewer batches than the length promises, the exchange at the end of the pass detects it.
+    index, place, window, start = -1, 0, 1, 0
     for index, (batch, info) in enumerate(islice(batches, number)):
         if index == ends[0]:
             start = ends.pop(0)
         if steps > 1:
             place, window = _window_position(index - start, epoch, ends[0] - start, steps, ends_window)
         yield batch, info, place, window, index == number - 1
+    with failing_together(ctx, "microbatches"):
+        # Read to its end, as any other loop would: what follows would be lost, or is refused by its reader.
+        # Not where a rank has left others with batches: reading may need every rank.
+        has_ended = number == max(counts) or uneven == "join"
+        if has_ended and next(begun.batches, None) is not None:
+            raise _wrong_length(own, "yields more")
+        # In other cases the exchange at the end of the pass detects that the ranks have read unequally.
+        if ends_window and place < window - 1:
+            raise _wrong_length(own, f"ended after {_count_batches(index + 1)}, within a window")
+
+
+def _wrong_length(number: int, what: str) -> ValueError:
+    return ValueError(
+        f"microbatches: the loader has a length of {_count_batches(number)}, but {what}. Its __len__ must "
+        "return what its __iter__ yields; omit __len__ if that is unknown."
+    )
 
 
 def _by_window(ctx: Context, begun: EpochPass[T], uneven: Uneven) -> Iterator[_Step[T]]:

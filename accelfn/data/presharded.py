@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelfn.comm import Call, gather_bytes
@@ -12,7 +13,7 @@ from accelfn.context import Context
 from accelfn.data.order import set_epoch_of
 from accelfn.data.plan import BatchInfo
 from accelfn.data.reader import EpochPass, Reader, ReadSettings, StreamStates, UserState, length_of, rows_of
-from accelfn.data.rebuild import Proxy, batch_sampler_of, remake, twin_of
+from accelfn.data.rebuild import Proxy, batch_sampler_of, follow_epochs, remake, twin_of
 from accelfn.data.states import State, TrackedStream, iterate_once, restore_sampler, sampler_state
 from accelfn.data.workers import begin_reading
 
@@ -29,11 +30,12 @@ class PreshardedReader(Reader[T]):
         self.seed = seed
         self.even_batches: bool | None = False
         self._ctx = ctx = ctx.along("dp")
-        self._source: Any = source
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu")
+        followed = follow_epochs(source, self._epoch)
+        self._source: Any = source if followed is source.dataset else twin_of(source, dataset=followed)
         self._sampler: Any = None
         self._states: StreamStates | None = None
         self._tracked_dataset: _TrackedDataset | None = None
-        self._exhausted: Iterator[Any] | None = None  # a pass that has yielded all its batches
         if isinstance(source.dataset, IterableDataset):
             self._states = StreamStates(ctx, source, source.dataset)
             if source.num_workers == 0:
@@ -41,7 +43,7 @@ class PreshardedReader(Reader[T]):
                 self._source = twin_of(source, dataset=self._tracked_dataset)
             elif self._states.of_workers:
                 batching = {"batch_size": source.batch_size, "drop_last": source.drop_last}
-                self._source = remake(source, source.dataset, stateful=True, **batching)
+                self._source = remake(source, followed, stateful=True, **batching)
         else:
             self._sampler = batch_sampler_of(source) or cast("Any", source).sampler
         num_workers = None if self._states is None else source.num_workers
@@ -55,6 +57,10 @@ class PreshardedReader(Reader[T]):
         """Count this rank's batches, if the loader has a length."""
         return length_of(self._source)
 
+    def _number(self) -> int | None:
+        """Return the number of batches; None if unknown: each worker of a stream may end its part early."""
+        return None if self._states is not None and self._source.num_workers > 1 else self.count()
+
     def can_restore(self, stream: State) -> bool:
         """Return whether a stream's state belongs to this kind of loader."""
         return self._states is not None and self._states.can_restore(stream)
@@ -66,10 +72,11 @@ class PreshardedReader(Reader[T]):
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass; batches before ``start`` are read and dropped."""
+        self._epoch.fill_(epoch)
         if self._tracked_dataset is not None:
             self._tracked_dataset.tracked.rewind()
             set_epoch_of(self._tracked_dataset, epoch)
-        number = self.count()
+        number = self._number()
         message = b"" if number is None else str(max(0, number - start)).encode()
         messages = [message]
         if self._ctx.num_processes > 1:
@@ -84,27 +91,24 @@ class PreshardedReader(Reader[T]):
         )
         return EpochPass(counts, self._read(start, stream, at), sampler=before, is_rank_local=True)
 
-    def finish(self) -> None:
-        """Exhaust the stream's iterator: a loop that knows the number of batches stops before its end."""
-        if self._exhausted is not None:
-            next(self._exhausted, None)
-            self._exhausted = None
-
     def _read(self, start: int, stream: State | None, at: int) -> Iterator[tuple[T, BatchInfo]]:
         if self._tracked_dataset is not None:
             self._tracked_dataset.restored = stream
         elif stream is not None:
             self._source.load_state_dict(stream)
         batches: Any = begin_reading(self._source, is_resumed=start > 0)
-        total = self.count()
+        total = self._number()
         for number, batch in enumerate(batches, 1 if stream is None else at + 1):
             if number <= start:
                 continue
+            if total is not None and number > total:
+                raise ValueError(
+                    f"the loader has a length of {total} batches, but yields more. Its __len__ must return "
+                    "what its __iter__ yields; omit __len__ if that is unknown."
+                )
             state: State | None = None
-            self._exhausted = None
             if self._tracked_dataset is not None:
                 state = self._tracked_dataset.state()
-                self._exhausted = batches if state is not None and number == total else None
             elif self._states is not None and self._states.of_workers:
                 state = batches.state_dict()
             yield batch, BatchInfo(num_rows=rows_of(batch), consumed=number, stream=state)

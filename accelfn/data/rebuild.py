@@ -10,11 +10,13 @@ from functools import partial
 from operator import getitem
 from typing import Any, TypeAlias, TypeVar, cast
 
+import torch
 from torch.utils import data
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from accelfn.context import Context
 from accelfn.data.draws import seed_from
+from accelfn.data.order import set_epoch_of
 from accelfn.data.plan import EpochPlan
 from accelfn.errors import MissingExtraError
 
@@ -24,6 +26,7 @@ __all__ = (
     "ListsOf",
     "Proxy",
     "batch_sampler_of",
+    "follow_epochs",
     "import_stateful",
     "is_stateful",
     "may_draw",
@@ -79,14 +82,20 @@ ListsOf: TypeAlias = Callable[[EpochPlan, range], Iterator[Keyed]]
 
 
 class Batches:
-    """A batch sampler for torch's DataLoader: yields the batches that were set last."""
+    """A batch sampler for torch's DataLoader: yields the batches that were set last.
+
+    Attributes:
+        epoch: ``()`` int64: their epoch.
+    """
 
     def __init__(self) -> None:
         """Start without batches."""
+        self.epoch: torch.Tensor = torch.zeros((), dtype=torch.int64, device="cpu")
         self._make: Callable[[], Iterator[Any]] = lambda: iter(())
 
-    def begin(self, make: Callable[[], Iterator[Any]]) -> None:
-        """Yield what ``make`` returns, from the next pass on."""
+    def begin(self, epoch: int, make: Callable[[], Iterator[Any]]) -> None:
+        """Yield what ``make`` returns, from the next pass on, which is one of ``epoch``."""
+        self.epoch.fill_(epoch)
         self._make = make
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,6 +151,51 @@ class _SeededDataset(Proxy):
         return read(list(indices)) if read else list(map(partial(getitem, target), indices))
 
 
+class _FollowingDataset(Proxy):
+    """A map-style dataset in workers that stay alive: tells their copies each epoch."""
+
+    _epoch: torch.Tensor  # in shared memory
+    _epoch_told: int
+
+    def __getitem__(self, index: Any) -> Any:
+        self._follow()
+        return self._target[index]
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        self._follow()
+        target = self._target
+        read = getattr(target, "__getitems__", None)
+        return read(indices) if read else list(map(partial(getitem, target), indices))
+
+    def _follow(self) -> None:
+        epoch = int(self._epoch)
+        if epoch != self._epoch_told:
+            self._epoch_told = epoch
+            set_epoch_of(self._target, epoch)
+
+
+class _FollowingStream(_FollowingDataset, data.IterableDataset[Any]):
+    """The same for a stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self._follow()
+        return iter(self._target)
+
+
+def follow_epochs(source: DataLoader[Any], epoch: torch.Tensor) -> Any:
+    """Return the dataset of ``source`` for a loader whose workers, if they stay alive, are told each epoch.
+
+    Args:
+        source: The user's loader.
+        epoch: ``()`` int64: the number of the epoch, set when a pass begins.
+    """
+    dataset: Any = source.dataset
+    if not source.persistent_workers or not callable(getattr(dataset, "set_epoch", None)):
+        return dataset
+    kind = _FollowingStream if isinstance(dataset, data.IterableDataset) else _FollowingDataset
+    return kind(dataset, _epoch=epoch.share_memory_(), _epoch_told=int(epoch))
+
+
 def may_draw(source: DataLoader[Any]) -> bool:
     """Return whether random numbers may be drawn while a batch is made: not of torch's tensors in memory."""
     loader = cast("Any", source)
@@ -152,9 +206,9 @@ def may_draw(source: DataLoader[Any]) -> bool:
     return not (collates_plainly and type(loader) is DataLoader and type(dataset) is TensorDataset)
 
 
-def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:
-    """Build a loader like ``source`` that reads ``batches``, a batch sampler."""
-    dataset: Any = source.dataset
+def rebuild(source: DataLoader[T], batches: Batches) -> DataLoader[T]:
+    """Build a loader like ``source`` that reads ``batches``."""
+    dataset: Any = follow_epochs(source, batches.epoch)
     if may_draw(source):
         dataset = _SeededDataset(dataset, _unbatched=batch_sampler_of(source) is None)
     if cast("Any", source).batch_sampler is None:

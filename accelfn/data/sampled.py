@@ -53,11 +53,10 @@ class LocalSteps(Generic[T]):
         self._draws = may_draw(source)
 
     def begin(
-        self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], what: str
+        self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], epoch: int
     ) -> Iterator[tuple[T, BatchInfo]]:
         """Return this rank's batches of a plan, each with its BatchInfo."""
-        del what
-        self._batches.begin(partial(lists, plan, range(self._rank, self._rank + 1)))
+        self._batches.begin(epoch, partial(lists, plan, range(self._rank, self._rank + 1)))
         batches = read_isolated(self._loader, is_resumed=plan.start > 0, draws=self._draws)
         return zip(batches, infos, strict=True)
 
@@ -180,7 +179,7 @@ class SampledReader(Reader[T]):
         """Begin a pass over samples in the order of ``index_fn``."""
         rank = self._rank
         lists = partial(_batches_of, index_fn=index_fn, key=(self.seed, epoch))
-        batches = self._steps.begin(plan, lists, plan.batch_infos(rank), _describe_pass(plan, epoch))
+        batches = self._steps.begin(plan, lists, plan.batch_infos(rank), epoch)
         return EpochPass(
             plan.counts, batches, info_at=partial(plan.batch_info, rank=rank), remedies=EVEN_OR_DROP_LAST
         )
@@ -213,10 +212,6 @@ def _with_actual_rows(item: tuple[T, BatchInfo]) -> tuple[T, BatchInfo]:
 
 def _consumed_at(plan: EpochPlan, step: int) -> BatchInfo:
     return BatchInfo(consumed=plan.consumed(step))
-
-
-def _describe_pass(plan: EpochPlan, epoch: int) -> str:
-    return f"epoch {epoch} from sample {plan.start}"
 
 
 class BatchedReader(SampledReader[T]):
@@ -273,7 +268,7 @@ class BatchedReader(SampledReader[T]):
             info_at = partial(_batch_info, plan, self._rank, lengths, ends)
             infos = map(info_at, range(plan.num_batches(self._rank)))
             lists = partial(_user_batches, drawn=drawn, key=(self.seed, epoch))
-            batches = self._steps.begin(plan, lists, infos, _describe_pass(plan, epoch))
+            batches = self._steps.begin(plan, lists, infos, epoch)
             begun = EpochPass(plan.counts, batches, info_at=info_at)
         return begun._replace(remedies=EVEN_BATCHES, sampler=before)
 

@@ -7,6 +7,7 @@ import random
 import warnings
 from collections import UserDict
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import accelfn as af
 from accelfn import Context
@@ -240,6 +241,95 @@ def test_workers_that_outlive_a_pass_hear_of_the_next_epoch(start_method: str) -
     passes_of(loader).move_to(1, 2)
     (rest,) = [[column.tolist() for column in batch] for batch in loader]
     assert rest == [column[2:] for column in epochs[1]]
+
+
+class Curriculum(Dataset[int]):
+    """Items that are the number of the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+class CurriculumStream(Curriculum, IterableDataset[int]):
+    """The same as a stream."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch] * 4)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "dispatch", "dataset"),
+    [
+        ("global", None, Curriculum),
+        ("global", True, Curriculum),
+        ("already_sharded", None, Curriculum),
+        ("already_sharded", None, CurriculumStream),
+    ],
+)
+def test_datasets_in_workers_that_outlive_a_pass_hear_of_the_next_epoch(
+    sharding: Any, dispatch: bool | None, dataset: Any
+) -> None:
+    ctx = Context().replace(dataloader_config=af.DataLoaderConfiguration(dispatch_batches=dispatch))
+    source = DataLoader(dataset(), batch_size=2, num_workers=1, persistent_workers=True)
+    loader = af.prepare_data_loader(ctx, source, sharding)
+    assert [batch.tolist() for batch in loader] == [[0, 0]] * 2
+    assert [batch.tolist() for batch, _ in af.microbatches(ctx, loader)] == [[1, 1]] * 2
+    loader.set_epoch(5)
+    assert [batch.tolist() for batch in loader] == [[5, 5]] * 2
+
+
+class Mislabelled(IterableDataset[int]):
+    """A stream whose length is another than it says."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(13))
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")  # torch's own words
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("prepared", ["global", "dispatched", "already_sharded", "no"])
+def test_a_stream_that_is_longer_than_it_says_is_an_error_in_both_loops(prepared: str, world: int) -> None:
+    def run(ctx: Context, by: str) -> str:
+        loader: Any = DataLoader(Mislabelled(8), batch_size=4 // world)
+        if prepared != "no":
+            sharding: Any = "global" if prepared == "dispatched" else prepared
+            loader = af.prepare_data_loader(ctx, loader, sharding)
+        with pytest.raises((ValueError, RemoteRankError), match="yields more"):
+            list(loader if by == "loop" else af.microbatches(ctx, loader))
+        return "refused"
+
+    config = af.DataLoaderConfiguration(dispatch_batches=prepared == "dispatched")
+    for by in ("loop", "microbatches") if prepared != "no" else ("microbatches",):
+        assert run_ranks(partial(run, by=by), world, dataloader_config=config) == ["refused"] * world
+
+
+class Fewer(list[torch.Tensor]):
+    """Batches whose number is smaller than their length."""
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_a_window_that_its_loader_leaves_open_is_an_error() -> None:
+    ctx = Context().replace(gradient_accumulation_steps=2)
+    read: list[bool] = []
+    with pytest.raises(ValueError, match="length of 4 batches, but ended after 3 batches, within a window"):
+        read.extend(micro.sync for _, micro in af.microbatches(ctx, Fewer([torch.ones(1)] * 3)))
+    assert len(list(af.microbatches(ctx, Fewer([torch.ones(1)] * 2)))) == 2
 
 
 def test_the_epoch_is_told_to_shards_too() -> None:
