@@ -51,6 +51,7 @@ from accelfn.context.failure import (
     as_error as as_error,
     explain_departure as explain_departure,
     news as news,
+    note_failure as note_failure,
     publish as publish,
     refuse_if_over as refuse_if_over,
     store_board as store_board,

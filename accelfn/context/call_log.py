@@ -119,6 +119,8 @@ class CallLog:
         reductions: Number of backward passes whose gradients have been reduced over the ranks.
         inside: What of the last operation this rank waits in, such as "the backward pass of"; or "".
         unsettled: The agreement that must finish before the next operation, if there is one.
+        failure: What this rank's latest computation failed with, as on the message board; "" after the next
+            operation has begun.
         after_backward: Callbacks for the end of the current backward pass; None outside of
             ``accelfn.backward``.
     """
@@ -135,6 +137,7 @@ class CallLog:
         self.reductions = 0
         self.inside = ""
         self.unsettled: Unsettled | None = None
+        self.failure = ""
         self.after_backward: list[Callable[[], None]] | None = None
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._first_sites: dict[int, str] = {}  # by form of call
@@ -158,6 +161,7 @@ class CallLog:
             patience_s: How long it may wait.
         """
         self.number += 1
+        self.failure = ""
         self.patience_s = patience_s
         if material is not None:
             self.chain = hashlib.blake2b(self.chain + material.encode(), digest_size=_CHAIN_BYTES).digest()

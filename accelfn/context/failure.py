@@ -97,6 +97,7 @@ class Departure(NamedTuple):
     operation: str
     site: str
     reductions: int  # number of gradient reductions
+    failure: str = ""  # what it failed with before, as on the board, if its program handled that
 
 
 def publish(board: MessageBoard, call_log: CallLog, rank: int, error: BaseException, doing: str = "") -> None:
@@ -133,6 +134,19 @@ def post_failure(board: MessageBoard, rank: int, error: BaseException, doing: st
     board.post_once(FAILURE, _serialize(rank, error, doing))
 
 
+def note_failure(call_log: CallLog, rank: int, error: Exception, doing: str) -> None:
+    """Note an exception, which the program may handle: if the rank then ends, other ranks raise it.
+
+    Args:
+        call_log: Of this rank.
+        rank: This rank.
+        error: The exception. Those that name other ranks are posted elsewhere.
+        doing: What raised it.
+    """
+    if not isinstance(error, DistributedError):
+        call_log.failure = _serialize(rank, error, doing)
+
+
 def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
     """Announce that this rank takes part in no further operation."""
     if call_log.over:
@@ -141,7 +155,10 @@ def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
         call_log.settle()
     call_log.over = "its context is closed"
     entry = call_log.current
-    board.post_once(_END, json.dumps([rank, entry.number, entry.operation, entry.site, call_log.reductions]))
+    departure = Departure(
+        rank, entry.number, entry.operation, entry.site, call_log.reductions, call_log.failure
+    )
+    board.post_once(_END, json.dumps(departure))
 
 
 def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
@@ -162,8 +179,10 @@ def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
     return None
 
 
-def explain_departure(departure: Departure, call_log: CallLog, rank: int) -> MissingRankError:
+def explain_departure(departure: Departure, call_log: CallLog, rank: int) -> Exception:
     """Return the error of a rank that waits for a rank that has ended."""
+    if departure.failure:
+        return as_error(departure.failure)
     entry = call_log.current
     last = (
         f"after {departure.operation} at {departure.site}, call {departure.number}"

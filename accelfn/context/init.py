@@ -241,9 +241,9 @@ def _with_exit_hooks(world: World, collectives: Collectives, guard: Guard) -> Wo
     end_watch = start_watchdog(board, rank, whole_process=True) if guard.watchdog and world.size > 1 else None
 
     def at_exit() -> None:
-        # The exception that ended the program, if one did.
+        # The exception that ended the program, if one did. An interactive session goes on after each.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if isinstance(error, BaseException):
+        if isinstance(error, BaseException) and not hasattr(sys, "ps1"):
             publish(board, call_log, rank, error)
         announce_end(board, call_log, rank)
         if end_watch is not None:

@@ -17,6 +17,7 @@ from accelfn.context import (
     check_context,
     device_module,
     device_random_state,
+    note_failure,
     set_device_random_state,
 )
 from accelfn.data import MicroBatch
@@ -260,7 +261,8 @@ def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
         else:
             with exact_backward(ctx):
                 value.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
-    except RuntimeError as error:
+    except Exception as error:
+        note_failure(ctx.collectives.call_log, ctx.rank, error, "backward")
         if is_dtensor(value) and "mixed torch.Tensor and DTensor" in str(error):
             raise ConfigurationError(
                 "backward: the loss is a sum of a plain tensor, as a model returns it, and of one computed "
@@ -268,7 +270,9 @@ def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
                 "together. Make the second one plain before they are added: penalty.full_tensor(), such as "
                 "sum(one.square().sum().full_tensor() for one in model.parameters())."
             ) from error
-        raise_explained(error, ctx.collectives.translate_error)
+        if isinstance(error, RuntimeError):
+            raise_explained(error, ctx.collectives.translate_error)
+        raise
 
 
 def forward_backward(
@@ -377,7 +381,11 @@ def run_batch(
 
     add_gradients = partial(differentiate, ctx)
     work = BatchRun(compute, model, batch, to_differentiate, add_gradients, join_losses, num_batches)
-    loss = work.run() if handle is None else handle.run(work)
+    try:
+        loss = work.run() if handle is None else handle.run(work)
+    except Exception as error:
+        note_failure(ctx.collectives.call_log, ctx.rank, error, operation)
+        raise
     return _next_state(operation, scaler, loss.weight if counts_weight else None, micro), loss
 
 

@@ -1,5 +1,6 @@
 """Starting a context in real processes: joining, adopting, refusing; and what is left afterwards."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -20,7 +21,16 @@ from torch._C._distributed_c10d import HashStore
 
 import accelfn
 from accelfn.comm import reduce
-from accelfn.context import Collectives, Context, World, close_context, init_context, process_group
+from accelfn.context import (
+    CallLog,
+    Collectives,
+    Context,
+    MessageBoard,
+    World,
+    close_context,
+    init_context,
+    process_group,
+)
 from accelfn.context import init as module
 from accelfn.context.config import AutocastKwargs, Guard, InitProcessGroupKwargs
 from accelfn.errors import ConfigurationError, DistributedError
@@ -329,3 +339,21 @@ def test_a_world_that_cannot_be_reached_or_whose_ranks_do_not_come_is_an_error(r
             init_context(cpu=True, kwargs_handlers=[short, AutocastKwargs()])
     assert not dist.is_initialized()
     assert sys.excepthook is hook
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_an_error_that_an_interactive_session_has_survived_is_no_failure(
+    interactive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = dict[str, str]()
+    board = MessageBoard(post_once=notes.setdefault)
+    with_hooks = module._with_exit_hooks  # pyright: ignore[reportPrivateUsage]
+    world = with_hooks(World(size=2), Collectives(board=board, call_log=CallLog()), Guard())
+    at_exit = world.owned.at_exit
+    assert at_exit is not None
+    atexit.unregister(at_exit)
+    monkeypatch.setattr(sys, "last_exc", KeyError("cell 3"), raising=False)
+    if interactive:
+        monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    at_exit()
+    assert [*notes] == (["end"] if interactive else ["failure"])

@@ -1,7 +1,7 @@
 """One function for both passes: the gradients of a loop's two lines, by whatever engine runs them."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Accelerator, Context
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, DistributedError
+from accelfn.testing import Where, run_ranks
 from tests.training.models import filled
 
 
@@ -61,3 +62,40 @@ def test_a_loss_of_a_window_of_several_batches_needs_its_place(kind: str) -> Non
         backward(loss=loss)
     assert all(one.grad is None for one in model.parameters())
     af.backward(ctx.replace(gradient_accumulation_steps=1), loss, af.init_scaler(ctx))
+
+
+class _Unhappy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the peer's connection has a timeout")
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+@pytest.mark.parametrize("fails", ["backward", "forward_backward"])
+def test_what_a_rank_handles_before_it_ends_reaches_the_ranks_that_wait(on: Where, fails: str) -> None:
+    def loss_fn(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        if fails == "forward_backward":
+            raise KeyError("row")
+        return cast("Any", _Unhappy).apply(mean(model, rows))
+
+    def run(ctx: Context) -> tuple[str, str]:
+        model, scaler = af.prepare_model(ctx, make_model()), af.init_scaler(ctx)
+        ((rows, micro),) = af.microbatches(ctx, [torch.ones(1, 2)])
+        try:
+            af.forward_backward(ctx, model, mean if ctx.rank else loss_fn, rows, scaler, micro)
+        except (RuntimeError, KeyError, DistributedError) as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    (own, text), (other, said) = run_ranks(run, 2, on)
+    assert (own, text) == (
+        ("KeyError", "'row'")
+        if fails == "forward_backward"
+        else ("RuntimeError", "the peer's connection has a timeout")
+    )
+    assert other == "RemoteRankError"
+    assert f"rank 0 failed in forward_backward: {own}: {text}" in said
