@@ -335,7 +335,7 @@ class BoardPhases(NamedTuple):
         if error is not None:
             raise error
         if first is not None:
-            raise RemoteRankError(*first, self.operation)
+            raise RemoteRankError(first[0], first[1], first[2], self.operation)
         return texts
 
     def _post(self, phase: str, of: int | str, failed: list[Any] | None, text: str) -> None:
