@@ -27,7 +27,7 @@ from accelfn.checkpoint.objects import (
     restore_order,
     untied_weights,
 )
-from accelfn.checkpoint.random_state import restore_random_states
+from accelfn.checkpoint.random_state import random_states, restore_random_states
 from accelfn.checkpoint.stages import remove_other_stages
 from accelfn.comm import catch
 from accelfn.context import Context
@@ -102,7 +102,15 @@ def restore(
     value, pending, writes = prepared
     undo: list[Callable[[], None]] = []
     may_refuse = [one for one in pending if not cannot_fail(one)]
-    _, error = catch(lambda: _restore_undoably(may_refuse, request.names, undo))
+
+    def change() -> None:
+        _restore_undoably(may_refuse, request.names, undo)
+        if random_state and read.manifest.random is not None:
+            states = decode(document_of(read.manifest.random, read.source.rank), read.tensors)
+            undo.append(functools.partial(restore_random_states, ctx, random_states(ctx), is_own=True))
+            restore_random_states(ctx, states, is_own=read.source.is_own)
+
+    _, error = catch(change)
     try:
         phases.gather("restore", "", error)
     except BaseException:
@@ -114,8 +122,6 @@ def restore(
     for one in pending:
         if cannot_fail(one):
             restore_object(one, request.names)
-    if random_state and read.manifest.random is not None:
-        _restore_random(ctx, read)
     phases.gather("loaded", "")
     return cast("T", value)
 
@@ -231,8 +237,3 @@ def _restore_undoably(pending: Sequence[Pending], names: Names, undo: list[Calla
             if hasattr(error, "add_note"):  # Python 3.11
                 cast("Any", error).add_note(f"raised while {one.path!r} was restored")
             raise
-
-
-def _restore_random(ctx: Context, read: Read) -> None:
-    states = decode(document_of(read.manifest.random, read.source.rank), read.tensors)
-    restore_random_states(ctx, states, is_own=read.source.is_own)

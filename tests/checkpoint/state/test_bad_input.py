@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import shutil
 import tempfile
 import time
@@ -25,6 +26,7 @@ from accelfn.errors import (
     DamagedCheckpointError,
     NoCheckpointError,
     NotAvailableError,
+    RemoteRankError,
 )
 from accelfn.testing import run_ranks
 from tests.checkpoint.campaign import forked, listing
@@ -375,3 +377,29 @@ def test_each_load_is_whole_while_another_program_saves_and_removes(
     assert whole == sorted(whole)
     assert whole
     assert run_ranks(load, ranks) == [59] * ranks
+
+
+def test_random_states_that_cannot_be_restored_change_nothing_on_any_rank(tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        tree = tree_of(1.0)
+        af.save_state(ctx, tmp_path / "at", tree)
+        if ctx.is_main_process:
+            rewrite(tmp_path / "at", break_last)
+        torch.manual_seed(7 + ctx.rank)  # pyright: ignore[reportUnknownMemberType]
+        before = random.getstate(), torch.get_rng_state()
+        nn.init.constant_(tree["model"].weight, 3.0)
+        af.gather_object(ctx, 0)
+        with pytest.raises((TypeError, RuntimeError, RemoteRankError)):
+            af.load_state(ctx, tmp_path / "at", tree)
+        assert tree["model"].weight.unique().tolist() == [3.0]
+        assert random.getstate() == before[0]
+        assert torch.equal(torch.get_rng_state(), before[1])
+        af.load_state(ctx, tmp_path / "at", tree, random_state=False)
+        assert tree["model"].weight.unique().tolist() == [1.0]
+
+    def break_last(manifest: dict[str, Any]) -> None:
+        """Give torch's generator, on rank 1, the numbers of Python's, which have another form."""
+        names = ["#random/torch", "#random/python/numbers@1"]
+        manifest["random"]["torch"]["name"] = {"$": "by_rank", "values": names, "of": [0, 1]}
+
+    run_ranks(run, 2, on="processes")
