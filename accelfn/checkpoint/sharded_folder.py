@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ _TABLE = ".metadata"
 _RECORDS = ("torch.distributed.checkpoint.", "torch.serialization", "pathlib")
 # Accelerate's names for the folders within one of its checkpoints.
 _WEIGHTS, _OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+# Keys of states that programs save together.
+_MODELS = ("model", "model_state_dict", "state_dict", "module")
+_OPTIMIZERS = re.compile(r"optim(izers?)?(_state(_dict)?)?|opt|param_groups")
 
 _Path = tuple[Any, ...]
 _ChunkKey = tuple[str, "tuple[int, ...] | None"]
@@ -214,6 +218,9 @@ def merge_fsdp_weights(
 ) -> Path:
     """Merge the weights in a sharded folder of ``torch.distributed.checkpoint`` into one file.
 
+    If the folder has an optimizer's state beside the model's, under keys such as ``"optim"`` and ``"model"``
+    (both may be in one of a name such as ``"app"``), the model's tensors are merged.
+
     The complete file appears in one step. For safetensors, one tensor at a time is in memory. No code in the
     folder runs.
 
@@ -298,16 +305,37 @@ def _check_source(source: Path) -> None:
 
 
 def _named_weights(source: Path) -> dict[str, _ShardedTensor]:
-    """Return the tensors by name, without the top key if all share it."""
+    """Return the model's tensors by name, without the keys above them."""
     folder = _open(source)
-    tops = {path[0] for path in (*(tensor.path for tensor in folder.tensors), *dict(folder.others))}
-    has_top = len(tops) == 1 and all(len(tensor.path) > 1 for tensor in folder.tensors)
-    if tops & {"optimizer", "optim", "param_groups"}:
-        raise CheckpointError(
-            f"merge_fsdp_weights: {source} holds an optimizer's state instead of weights. Pass the folder of "
-            f"the model, which Accelerate writes as {_WEIGHTS} next to {_OPTIMIZER}."
-        )
-    weights = {".".join(map(str, tensor.path[has_top:])): tensor for tensor in folder.tensors}
+    place = _place_of_weights(source, folder)
+    weights = {
+        ".".join(map(str, tensor.path[len(place) :])): tensor
+        for tensor in folder.tensors
+        if tensor.path[: len(place)] == place
+    }
     if not weights:
         raise CheckpointError(f"merge_fsdp_weights: {source} contains no tensors.")
     return weights
+
+
+def _place_of_weights(source: Path, folder: _ShardedFolder) -> _Path:
+    """Return the keys under which the weights are: one that all share, the model's beside an optimizer's."""
+    paths = [*(tensor.path for tensor in folder.tensors), *(path for path, _ in folder.others)]
+    place: _Path = ()
+    while True:
+        below = [path[len(place) :] for path in paths if path[: len(place)] == place and path != place]
+        tops = {path[0] for path in below}
+        nested = {path[0] for path in below if len(path) > 1}
+        models = [key for key in _MODELS if key in nested]
+        if any(_OPTIMIZERS.fullmatch(str(key)) for key in tops):
+            if not models:
+                raise CheckpointError(
+                    f"merge_fsdp_weights: {source} holds an optimizer's state and no model's (under a key "
+                    "such as 'model'). Pass the folder of the model, which Accelerate writes as "
+                    f"{_WEIGHTS} next to {_OPTIMIZER}."
+                )
+            place = (*place, models[0])
+        elif len(tops) == 1 and tops == nested and (not place or models):
+            place = (*place, *tops)
+        else:
+            return place

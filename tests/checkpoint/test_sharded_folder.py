@@ -165,6 +165,17 @@ def test_any_shapes_and_dtypes_are_merged(
     shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("is_below", [False, True])
+@pytest.mark.parametrize("optimizer", ["optim", "optimizer", "optimizer_state_dict"])
+@pytest.mark.parametrize("model", ["model", "state_dict"])
+def test_the_model_beside_an_optimizer_is_merged(
+    is_below: bool, optimizer: str, model: str, tmp_path: Path
+) -> None:
+    tree: dict[str, Any] = {model: MODEL, optimizer: OPTIMIZER, "step": torch.tensor(3)}
+    folder = write(tmp_path / "sharded", {"app": tree} if is_below else tree)
+    assert not differing(load_file(af.merge_fsdp_weights(folder, tmp_path)), MODEL)
+
+
 def test_other_folders_are_refused_with_the_likely_one(tmp_path: Path) -> None:
     write(tmp_path / "run" / "pytorch_model_fsdp_0", {"model": MODEL})
     write(tmp_path / "run" / "optimizer_0", {"optimizer": {"state": {"w": {"m": torch.ones(1)}}}})
@@ -172,7 +183,7 @@ def test_other_folders_are_refused_with_the_likely_one(tmp_path: Path) -> None:
     af.save_tree(tmp_path / "own", {"x": torch.ones(1)})
     errors: list[tuple[str, type[Exception], str]] = [
         ("run", NoCheckpointError, r"Pass .*pytorch_model_fsdp_0 instead"),
-        ("run/optimizer_0", CheckpointError, "holds an optimizer's state instead of weights"),
+        ("run/optimizer_0", CheckpointError, "holds an optimizer's state and no model's"),
         ("absent", NoCheckpointError, "does not exist"),
         ("own", NoCheckpointError, "accelfn checkpoint convert"),
         ("odd", ValueError, r"no dtype for w \(torch.complex128\)"),
