@@ -28,7 +28,7 @@ from accelfn.bigmodel.devices import (
 )
 from accelfn.bigmodel.weight_files import Checkpoint, Stored
 from accelfn.checkpoint.header import dtype_name
-from accelfn.checkpoint.weights_index import tied_by
+from accelfn.checkpoint.weights_index import nesting_hint, prefix_hint, tied_by
 from accelfn.checkpoint.weights_state import own_names
 from accelfn.errors import CheckpointMismatchError, Misfit
 from accelfn.parallel.parameters import WholeModel, whole_of
@@ -193,7 +193,8 @@ def plan_load(
 
     Raises:
         CheckpointMismatchError: Shapes or kinds of dtypes differ, tied tensors have different values, a
-            tensor would stay on the meta device, or (with ``strict``) names are missing or unexpected.
+            tensor would stay on the meta device, no name matches, or (with ``strict``) names are missing or
+            unexpected.
         ValueError: The map has no place for a tensor, this machine lacks a device, a tensor for the disk
             needs a folder, or ``special_dtypes`` names unknown tensors.
     """
@@ -236,7 +237,7 @@ def plan_load(
     )
     expected = used | names | extras.keys() | on_other_stages
     unexpected = tuple(name for name in (*stored, *checkpoint.others) if name not in expected)
-    if options.strict:
+    if options.strict or (names and available and not used):  # or it is another model's
         reported = {row.path for row in rows}
         kinds = {target.name: target.kind for target in targets}
         rows += [
@@ -246,7 +247,7 @@ def plan_load(
             Misfit(name, stored[name].kind if name in stored else "state", "nothing") for name in unexpected
         ]
     if rows:
-        hint = _prefix_hint(names, set(stored)) + (
+        hint = (prefix_hint(names, set(stored)) or nesting_hint(checkpoint.others)) + (
             _NOT_SAVED if any(not target.is_stored for target in bare) else ""
         )
         raise CheckpointMismatchError(
@@ -386,26 +387,6 @@ def _fits(source: Stored, tensor: torch.Tensor, options: LoadOptions) -> bool:
         return source.dtype.is_floating_point and tensor.dtype.is_floating_point
     # Integers and booleans are only cast to a dtype that can represent all of them.
     return source.dtype == tensor.dtype or torch.promote_types(source.dtype, tensor.dtype) == tensor.dtype
-
-
-def _prefix_hint(expected: set[str], stored: set[str]) -> str:
-    """Describe a prefix by which the names would match: the checkpoint of an outer or inner model."""
-    if not expected or not stored or 2 * len(expected & stored) > min(len(expected), len(stored)):
-        return ""
-    outer_hint = (
-        " The names match without the prefix {0!r}: the checkpoint is of a model that contains this one as "
-        "{1!r}. Load it into that model."
-    )
-    inner_hint = (
-        " The names match with the prefix {0!r}: the checkpoint is of an inner model. Load it into the "
-        "module {1!r} of this one."
-    )
-    for outer, inner, text in ((stored, expected, outer_hint), (expected, stored, inner_hint)):
-        for prefix in sorted({name.partition(".")[0] + "." for name in outer if "." in name}):
-            below = {name.removeprefix(prefix) for name in outer if name.startswith(prefix)}
-            if 2 * len(below & inner) > len(inner):
-                return text.format(prefix, prefix[:-1])
-    return ""
 
 
 def _apply_load_hooks(

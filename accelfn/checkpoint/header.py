@@ -24,6 +24,8 @@ MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _MAX_BYTES = (1 << 63) - 1
+# Begins the first line of a file that Git LFS puts in the place of a large one.
+_POINTER = b"version "
 # The dtypes of safetensors, and the bits of an element.
 _BITS = MappingProxyType(
     {
@@ -154,9 +156,28 @@ def check_length(start: bytes, file_size: int, place: str) -> int:
     length = int.from_bytes(start, "little")
     if len(start) < _LENGTH_BYTES or file_size < _LENGTH_BYTES:
         _refuse(place, f"it has {file_size} bytes, which is less than the length of a header takes")
+    check_no_pointer(start, place)
     if length > MAX_HEADER_BYTES or length > file_size - _LENGTH_BYTES:
         _refuse(place, f"its header would have {length} bytes, and the file has {file_size}")
     return _LENGTH_BYTES + length
+
+
+def check_no_pointer(start: bytes, place: str) -> None:
+    """Refuse the small text that Git LFS puts in the place of a large file.
+
+    Args:
+        start: The first 8 bytes of the file.
+        place: The path, for errors.
+
+    Raises:
+        DamagedCheckpointError: It is one.
+    """
+    if start.startswith(_POINTER):
+        raise DamagedCheckpointError(
+            f"{place} is a pointer of Git LFS, and the file itself was not downloaded. Fetch it with "
+            "`git lfs pull`, or download it again.",
+            place.replace("\\", "/").rpartition("/")[2],
+        )
 
 
 def check_safetensors_header(head: bytes, file_size: int, place: str = "the file") -> Header:

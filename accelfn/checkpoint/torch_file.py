@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 import torch
 
+from accelfn.checkpoint.header import check_no_pointer
 from accelfn.errors import CheckpointError, DamagedCheckpointError
 
 TakeBytes: TypeAlias = Callable[[int, int, int], torch.Tensor]
@@ -364,6 +365,7 @@ def read_torch_stream(file: BinaryIO, name: str, take: TakeBytes | None = None) 
     """
     file.seek(0)
     head = file.read(2 + 9 + len(_OLD_MAGIC))  # from protocol 4 on, a frame comes before the number
+    check_no_pointer(head, name)
     if head[:1] == b"\x80" and head.find(_OLD_MAGIC) >= 2:
         # torch.load(weights_only=True) supports no other protocol than 2.
         how = "with weights_only=True" if head[1] == 2 else "if you trust it, with weights_only=False"

@@ -18,7 +18,7 @@ import safetensors
 import torch
 from torch import nn
 
-from accelfn.checkpoint.header import SAFETENSORS_NAMES
+from accelfn.checkpoint.header import SAFETENSORS_NAMES, check_no_pointer
 from accelfn.checkpoint.objects import same_bits
 from accelfn.checkpoint.plan import check_copies
 from accelfn.checkpoint.weights_files import (
@@ -36,8 +36,10 @@ from accelfn.checkpoint.weights_index import (
     WeightsFiles,
     find_weights,
     names_of,
+    nesting_hint,
     parse_size,
     plan_weights,
+    prefix_hint,
     read_header,
     tied_by,
 )
@@ -316,7 +318,7 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
     Args:
         model: Prepared or not; changed in place.
         path: A directory, a single file, or an index; see :func:`accelfn.checkpoint.find_weights`.
-        strict: Raise if a name is missing on either side.
+        strict: Raise if a name is missing on either side. Otherwise one name must match.
 
     Returns:
         The names that did not match; both tuples are empty if ``strict``.
@@ -351,13 +353,16 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
     used = {*sources.values(), *targets, *on_other_stages}
     unexpected = tuple(name for name in stored.tensors if name not in used)
     rows = _misfits(targets, stored.tensors, sources)
-    if strict:
+    if strict or (targets and stored.tensors and not sources):  # or the files are another model's
         for name in missing:
             wanted = describe_value(targets[name]) if name in targets else "a tensor of another stage"
             rows.append(Misfit(name, "nothing", wanted))
         rows += [Misfit(name, describe_value(stored.tensors[name]), "nothing") for name in unexpected]
     if rows:
-        raise CheckpointMismatchError(f"{_LOAD}: {path} doesn't fit the model. Nothing was changed.", rows)
+        hint = prefix_hint({*targets}, {*stored.tensors})
+        raise CheckpointMismatchError(
+            f"{_LOAD}: {path} doesn't fit the model. Nothing was changed.{hint}", rows
+        )
     with torch.no_grad():
         loaded = {
             name: _distributed_like(targets[own], stored.tensors[sources[own]])
@@ -427,6 +432,8 @@ def _open_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, st
 
 
 def _open_pickled(path: Path) -> dict[str, torch.Tensor]:
+    with open(path, "rb") as file:
+        check_no_pointer(file.read(8), str(path))
     try:
         content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         with zipfile.ZipFile(path) as archive:  # whose checksums torch doesn't look at
@@ -439,13 +446,14 @@ def _open_pickled(path: Path) -> dict[str, torch.Tensor]:
             f"({error}).",
             path.name,
         ) from error
-    tensors = dict(cast("Mapping[Any, Any]", content)) if isinstance(content, Mapping) else None
-    if tensors is None or not all(
+    tensors = dict(cast("Mapping[Any, Any]", content)) if isinstance(content, Mapping) else {}
+    if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and is_tensor(value) and value.layout == torch.strided
         for name, value in tensors.items()
     ):
         raise DamagedCheckpointError(
-            f"{path} must hold a dict of dense tensors by name, and nothing else.", path.name
+            f"{path} must hold a dict of dense tensors by name, and nothing else.{nesting_hint(tensors)}",
+            path.name,
         )
     return tensors
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ WeightNaming: TypeAlias = Literal["transformers", "diffusers"]
 
 _NAMINGS: tuple[WeightNaming, ...] = ("transformers", "diffusers")
 _UNITS = MappingProxyType({"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1})
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
 _SAFE, _PICKLED = (".safetensors",), (".bin", ".pt", ".pth")
 
 
@@ -357,3 +359,63 @@ def read_header(path: Path) -> Header:
         start = file.read(8)
         head = start + file.read(check_length(start, size, str(path)) - len(start))
     return check_safetensors_header(head, size, str(path))
+
+
+def prefix_hint(expected: set[str], stored: set[str]) -> str:
+    """Describe a prefix by which names would match; "" if there is none. Pure.
+
+    Args:
+        expected: Names of the model's tensors.
+        stored: Names in the files.
+
+    >>> prefix_hint({"weight", "bias"}, {"module._orig_mod.weight", "module._orig_mod.bias"})[:55]
+    " The names match without the prefix 'module._orig_mod.'"
+    """
+    if not expected or not stored or 2 * len(expected & stored) > min(len(expected), len(stored)):
+        return ""
+    prefix = _prefix_between(stored, expected)
+    if prefix is not None and _WRAPPERS.issuperset(prefix[:-1].split(".")):
+        return (
+            f" The names match without the prefix {prefix!r}, which is a wrapper's "
+            "(DistributedDataParallel, torch.compile). Save the state dict of the model inside, or remove "
+            "the prefix from the names."
+        )
+    if prefix is not None:
+        return (
+            f" The names match without the prefix {prefix!r}: the checkpoint is of a model that contains "
+            f"this one as {prefix[:-1]!r}. Load it into that model."
+        )
+    prefix = _prefix_between(expected, stored)
+    if prefix is not None:
+        return (
+            f" The names match with the prefix {prefix!r}: the checkpoint is of an inner model. Load it into "
+            f"the module {prefix[:-1]!r} of this one."
+        )
+    return ""
+
+
+def nesting_hint(content: Mapping[str, object]) -> str:
+    """Describe a dict of tensors within the content of a file; "" if there is none. Pure.
+
+    >>> nesting_hint({"state_dict": {"weight": torch.ones(2)}, "epoch": 3})
+    " Its 'state_dict' is a dict of tensors: save that alone."
+    """
+    for key, value in content.items():
+        inner: Mapping[object, object] = value if isinstance(value, Mapping) else {}  # pyright: ignore[reportUnknownVariableType]
+        if any(isinstance(one, torch.Tensor) for one in inner.values()):
+            return f" Its {key!r} is a dict of tensors: save that alone."
+    return ""
+
+
+def _prefix_between(outer: set[str], inner: set[str]) -> str | None:
+    """Return the prefix in ``outer`` without which most names of ``inner`` are in it. Pure."""
+    counts: Counter[str] = Counter()
+    for name in sorted(outer):
+        end = 0
+        for _ in range(3):
+            end = name.find(".", end) + 1
+            if not end:
+                break
+            counts[name[:end]] += name[end:] in inner
+    prefix, count = next(iter(counts.most_common(1)), ("", 0))
+    return prefix if 2 * count > len(inner) else None

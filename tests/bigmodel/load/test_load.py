@@ -26,6 +26,7 @@ from accelfn.bigmodel import load as loading
 from accelfn.bigmodel import weight_files
 from accelfn.bigmodel.load import load_checkpoint_and_dispatch, load_checkpoint_in_model, load_state_dict
 from accelfn.bigmodel.weight_files import mapped_from
+from accelfn.checkpoint import load_model
 from accelfn.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -378,6 +379,31 @@ def test_names_of_the_model_around_or_inside_get_a_hint(strict: bool, tmp_path: 
         load_checkpoint_in_model(on_meta(copy.deepcopy(outer)), of_inner, strict=strict)
     with pytest.raises(CheckpointMismatchError, match=r"without the prefix 'model\.'.*this one as 'model'"):
         load_checkpoint_in_model(on_meta(copy.deepcopy(inner)), of_outer, strict=strict)
+
+
+@pytest.mark.parametrize("load", [load_checkpoint_in_model, load_model])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "state_dict"])
+def test_weights_of_which_no_name_matches_are_refused_with_a_hint(
+    prefix: str, load: Any, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 2)
+    before = values(model)
+    found = {f"{prefix}{name}": value for name, value in before.items()}
+    is_nested = prefix == "state_dict"
+    torch.save({prefix: before, "epoch": 3} if is_nested else found, tmp_path / "pytorch_model.bin")
+    words = "'state_dict' is a dict of tensors" if is_nested else f"without the prefix '{prefix}', .*wrapper"
+    with pytest.raises((CheckpointMismatchError, DamagedCheckpointError), match=words):
+        load(model, tmp_path, strict=False)
+    assert torch.equal(model.weight, before["weight"])
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_a_pointer_of_git_lfs_is_named(file: str, tmp_path: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 4976698672\n"
+    (tmp_path / file).write_text(text)
+    for load in (load_checkpoint_in_model, load_model):
+        with pytest.raises(DamagedCheckpointError, match=rf"{file} is a pointer of Git LFS.*git lfs pull"):
+            load(nn.Linear(2, 2), tmp_path)
 
 
 def test_tied_weights_of_two_values_are_refused(tmp_path: Path) -> None:
