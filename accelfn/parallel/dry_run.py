@@ -258,11 +258,11 @@ def _merge_fp8_plans(plans: Sequence[ModelPlan], is_here: Callable[[str], bool])
 def _set_precision(
     ctx: Context, model: nn.Module, plans: Sequence[ModelPlan], is_here: Callable[[str], bool]
 ) -> None:
-    """Compute under autocast, or with the casts of FSDP."""
+    """Compute under autocast, with the casts of FSDP, or both."""
     shards = [plan.shard for plan in plans if plan.shard is not None]
+    if ctx.precision.mode != "no" and (not shards or shards[0].autocasts):
+        model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
     if not shards:
-        if ctx.precision.mode != "no":
-            model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
         return
     policy = shards[0]
 

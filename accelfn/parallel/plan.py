@@ -484,8 +484,9 @@ def _precision(mode: str, shard: ShardPlan | None) -> str:
         return "that of the parameters" if mode == "no" else f"{name} by autocast, outputs in float32"
     if shard.param_dtype is None and shard.reduce_dtype is None and shard.output_dtype is None:
         return "that of the parameters"
+    gathered = "autocast, parameters gathered in" if shard.autocasts else "parameters gathered in"
     words = {
-        "parameters gathered in": shard.param_dtype,
+        gathered: shard.param_dtype,
         "gradients averaged in": shard.reduce_dtype or shard.param_dtype,
         "outputs in": shard.output_dtype,
     }
@@ -575,7 +576,7 @@ def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str
     materialize(model, torch.device("cpu") if in_host else ctx.device)
     fill(ctx, model, values)
     shard = plan.shard
-    handle = LocalHandle(model) if shard is None else ShardHandle(model, units, ctx, shard.unshared)
+    handle = LocalHandle(model) if shard is None else ShardHandle(model, units, ctx, shard)
     if isinstance(handle, ShardHandle) and plan.fp8 is not None and plan.fp8.gathers:
         handle.gather_in_fp8()
     if plan.pipeline is not None and plan.schedule is not None:

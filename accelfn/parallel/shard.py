@@ -7,7 +7,7 @@ import difflib
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial, wraps
 from itertools import pairwise
@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from accelfn.comm import Call
-from accelfn.context import Context, MeshPlan
+from accelfn.context import Context, MeshPlan, Precision
 from accelfn.context.config import AutoWrapPolicy, FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.experts import ExpertPlan
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
+from accelfn.parallel.forward import autocast_in
 from accelfn.parallel.handle import (
     HANDLE,
     IN_NO_SYNC,
@@ -220,6 +221,8 @@ class ShardPlan(NamedTuple):
         reduce_dtype: Dtype in which gradients are averaged; None for ``param_dtype``.
         output_dtype: Dtype to which floating outputs of the model are cast; None for no cast.
         cast_inputs: Whether floating inputs of units are cast to ``param_dtype``.
+        autocasts: Whether forward passes run under autocast, as in layouts without shards: where the plugin
+            has no policy.
         offload: Whether shards and their gradients are kept in host memory.
         prefetch: Whether a unit's forward starts to gather the next unit.
         ignored: Names of the parameters that every rank keeps unsharded.
@@ -228,6 +231,8 @@ class ShardPlan(NamedTuple):
         gathered_bytes: Bytes of the largest gathered unit.
         unreduced_bytes: Bytes of the unsharded gradients that each rank holds in an accumulation window,
             until its last batch; with ``sync_each_batch`` it holds ``shard_bytes`` of them.
+        in_full: Units that are gathered in the dtype of their parameters: those with running statistics,
+            which torch doesn't compute in a lower one.
         num_expert_shards: Ranks that share each expert.
         expert_dims: The dim along which each expert parameter is sharded over these ranks, by name. Their
             modules are units. Empty without expert parallelism, or where FSDP leaves experts out.
@@ -241,6 +246,7 @@ class ShardPlan(NamedTuple):
     reduce_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     cast_inputs: bool
+    autocasts: bool
     offload: bool
     prefetch: bool
     ignored: tuple[str, ...]
@@ -248,6 +254,7 @@ class ShardPlan(NamedTuple):
     shard_bytes: int
     gathered_bytes: int
     unreduced_bytes: int
+    in_full: frozenset[str]
     num_expert_shards: int
     expert_dims: Mapping[str, int]
 
@@ -328,6 +335,8 @@ def plan_shard(
             unshared = tuple(name for name in experts.names if name not in ignored)
             chosen -= set(experts.modules)
             experts = None
+    in_full = _in_full(facts) if param_dtype is not None else frozenset[str]()
+    chosen |= in_full
     units = (*(name for name in reversed(tuple(facts.kinds)) if name in chosen), "")
     left_out = frozenset((*ignored, *unshared))
     sharded = tuple(name for name in facts.own_names if name not in left_out)
@@ -339,7 +348,8 @@ def plan_shard(
     in_bytes = frozenset(f"{name}.weight" for name in in_fp8)
 
     def width(name: str) -> int:
-        return 1 if name in in_bytes else (param_dtype or facts.dtypes[name]).itemsize
+        dtype = None if name.rpartition(".")[0] in in_full else param_dtype
+        return 1 if name in in_bytes else (dtype or facts.dtypes[name]).itemsize
 
     plan = ShardPlan(
         num_replicas=num_replicas,
@@ -350,6 +360,7 @@ def plan_shard(
         reduce_dtype=reduce_dtype,
         output_dtype=output_dtype,
         cast_inputs=cast_inputs,
+        autocasts=plugin.mixed_precision_policy is None and param_dtype is not None,
         offload=plugin.offloads_params,
         prefetch=bool(plugin.forward_prefetch),
         ignored=ignored,
@@ -363,11 +374,21 @@ def plan_shard(
             for name in sharded
             if name in facts.trainable
         ),
+        in_full=in_full,
         num_expert_shards=num_expert_shards,
         expert_dims={} if experts is None else _expert_dims(experts, facts, num_expert_shards),
     )
     kept = sum(plan.shard_numel(facts, name) * facts.dtypes[name].itemsize for name in (*sharded, *unshared))
     return plan._replace(shard_bytes=kept)
+
+
+def _in_full(facts: ModelFacts) -> frozenset[str]:
+    """Return the names of the batch norms, which have parameters and running statistics."""
+    return frozenset(
+        name
+        for name, kind in facts.kinds.items()
+        if re.fullmatch(r"(Sync)?BatchNorm(\dd)?", kind) and f"{name}.weight" in facts.own_names
+    )
 
 
 def _expert_dims(experts: ExpertPlan, facts: ModelFacts, num_shards: int) -> dict[str, int]:
@@ -421,7 +442,7 @@ def _dtypes(
     if policy is None:
         dtype = _dtype(mixed_precision)
         # As under autocast: gradients of the model's dtype, and outputs in float32.
-        return (None, None, None, True) if dtype is None else (dtype, torch.float32, torch.float32, True)
+        return (None, None, None, True) if dtype is None else (dtype, torch.float32, torch.float32, False)
     if isinstance(policy, str):
         dtype = _dtype(policy)
         return dtype, dtype, dtype, True
@@ -474,7 +495,7 @@ def apply_shard(
         module = model.get_submodule(name)
         are_experts = name in expert_units
         precision = MixedPrecisionPolicy(
-            param_dtype=plan.param_dtype,
+            param_dtype=None if name in plan.in_full else plan.param_dtype,
             reduce_dtype=plan.reduce_dtype,
             # Only the last unit casts: a cast of a block's output would give the next block two dtypes.
             output_dtype=None if name else plan.output_dtype,
@@ -567,7 +588,7 @@ class ShardHandle(Handle):
         model: nn.Module,
         units: Sequence[nn.Module],
         ctx: Context,
-        unshared: Collection[str] = (),
+        plan: ShardPlan,
     ) -> None:
         """Watch the shards of ``model``.
 
@@ -575,10 +596,12 @@ class ShardHandle(Handle):
             model: A sharded model.
             units: Its sharded modules; the model is the last one.
             ctx: The world, and where the model computes.
-            unshared: Names of the expert parameters that FSDP leaves out: their gradients are autograd's.
+            plan: By which it was sharded. Gradients of experts that FSDP leaves out are autograd's.
         """
         super().__init__(model, model.parameters())
         self._waits = ctx.device.type == "cpu"  # on accelerators streams wait, and the forward pass goes on
+        precision = ctx.precision if plan.autocasts else Precision()
+        self._autocast = partial(autocast_in, precision, ctx.device.type)
         self._units = [weakref.ref(unit) for unit in units]
         self._groups: list[weakref.ref[Any]] = []  # FSDP's, of the parameters of each unit
         self._depth = 0  # of nested calls: a registered method may call the model
@@ -599,7 +622,7 @@ class ShardHandle(Handle):
                     group._all_gather_comm = _MonitoredAllGather(ctx, group._all_gather_comm)
                 self._groups.append(weakref.ref(group))
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and is_dtensor(parameter) and name not in unshared:
+            if parameter.requires_grad and is_dtensor(parameter) and name not in plan.unshared:
                 cast("Any", parameter).register_hook(_refusal_of(name))
 
     def gather_in_fp8(self) -> None:
@@ -736,7 +759,8 @@ class ShardHandle(Handle):
         """Call a method that gathers parameters itself, in place of a forward pass."""
         if self.gathers_in_fp8:
             _compute_scales(cast("nn.Module", self._model()), args)
-        return self.compute(partial(super().compute_method, method), *args, **kwargs)
+        with self._autocast():
+            return self.compute(partial(super().compute_method, method), *args, **kwargs)
 
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""

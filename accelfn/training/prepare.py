@@ -426,8 +426,7 @@ def prepare_model(
             rows = {name: rows[name] for name in ("mesh", "pipeline", "schedule")}
         agree(ctx, Call("prepare_model", repr(rows), lambda: rows))
     result = apply_model(ctx, model, settled)
-    # FSDP has its own precision policy, and places a model unit by unit.
-    if settled.shard is None:
+    if settled.shard is None or settled.shard.autocasts:
         with_precision(ctx, model)
     return _marked(ctx, model, result)
 

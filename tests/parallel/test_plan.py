@@ -41,7 +41,10 @@ def test_the_plan_prints_what_was_asked_for() -> None:
                 "windows     until the last batch of a window each rank holds 4.3 kB, unsharded; with "
                 "sync_each_batch its shard of them"
             ),
-            "precision   parameters gathered in bfloat16, gradients averaged in float32, outputs in float32",
+            (
+                "precision   autocast, parameters gathered in bfloat16, gradients averaged in float32, "
+                "outputs in float32"
+            ),
             "compiled    nothing",
         ]
     )

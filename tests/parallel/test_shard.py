@@ -69,25 +69,44 @@ def test_options_that_fetch_and_wrap_otherwise_change_no_number() -> None:
             assert lm.is_close(parameters, plain), name
 
 
-def test_mixed_precision_is_a_policy_and_not_autocast() -> None:
-    def on_rank(ctx: Context) -> tuple[Any, ...]:
-        model, _ = prepared(ctx)
-        seen: list[torch.dtype] = []
+class Mixed(nn.Module):
+    """A float input, a float buffer and a batch norm between products in lower precision."""
 
-        def look(module: Any, args: Any, output: Any) -> None:
-            del args
-            seen.extend([output.dtype, module.up.weight.dtype])
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.norm, self.up = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 4)
+        self.register_buffer("scale", torch.full((3,), 1.001))
 
-        model.blocks[0].register_forward_hook(look)
-        output = model(lm.ids_of(ctx))
-        output.sum().backward()
-        kept = next(model.parameters())
-        return output.dtype, kept.dtype, kept.grad.dtype, seen[0], "forward" in vars(model)
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": self.up(self.norm(self.down(x)) * self.scale), "time": time * 1.0}
 
-    whole, low = torch.float32, torch.bfloat16
-    assert sharded(on_rank, mixed_precision="bf16")[0] == (whole, whole, whole, low, False)
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.norm(self.down(x)))
+
+
+def test_mixed_precision_is_that_of_layouts_without_shards() -> None:
+    def on_rank(ctx: Context) -> tuple[list[Any], list[torch.Tensor]]:
+        model = Mixed()
+        af.prepare_model(ctx, model)
+        register_forward_method(model, "score")
+        seen: list[Any] = []
+        model.up.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        x = torch.linspace(-1, 1, 16).view(4, 4)
+        found = model(x, torch.tensor([999.0]))
+        found["y"].square().mean().backward()
+        score = model.score(x).detach()
+        seen += [found["time"].item(), model.up.weight.dtype, found["y"].dtype]
+        return seen, [found["y"].detach(), score.float(), lm.whole(model, "grad")["up.weight"]]
+
+    seen, plain = on_rank(Context().replace(mixed_precision="bf16"))
+    assert seen[0] == torch.bfloat16
+    assert seen[2:] == [999.0, torch.float32, torch.float32]
+    for seen_in_shards, found in sharded(on_rank, mixed_precision="bf16"):
+        assert (seen_in_shards[0], *seen_in_shards[2:]) == (seen[0], *seen[2:])
+        torch.testing.assert_close(found, plain, atol=0.02, rtol=0)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy="bf16")
-    assert sharded(on_rank, plugin)[0] == (low, whole, whole, low, False)
+    assert sharded(lambda ctx: prepared(ctx)[0](lm.ids_of(ctx)).dtype, plugin) == [torch.bfloat16] * 2
 
 
 # --- what may be in a model -------------------------------------------------------------------------
