@@ -346,6 +346,24 @@ def fill(ctx: Context, model: nn.Module, values: Values) -> None:
     refuse_unfilled(model, [here.get(name, name) for name in values.missing if name in targets])
 
 
+def send_values(ctx: Context, model: nn.Module) -> None:
+    """Set the parameters and buffers of a complete model to rank 0's values, some at a time.
+
+    Does nothing for a model with tensors on the meta device: those of an offloaded one are elsewhere.
+
+    Ranks: every rank of ``ctx``.
+
+    Raises:
+        MismatchError: The models of the ranks differ in a name, shape or dtype.
+    """
+    if ctx.num_processes == 1 or names_on_meta(model):
+        return
+    found = (*model.named_parameters(), *model.named_buffers())
+    tensors = {name: tensor.detach() for name, tensor in found if not is_made_of_others(tensor)}
+    verify_structure(ctx, tensors)
+    fill(ctx, model, Values(tensors, (), ()))
+
+
 def _part(whole: torch.Tensor, target: Any) -> torch.Tensor:
     """Return this rank's part of a tensor, in the layout of ``target``."""
     return _distributed(whole, target).to_local() if is_dtensor(target) else whole

@@ -26,7 +26,7 @@ from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import check_each_forward
 from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle
 from accelfn.parallel.optimizers import stepping_of
-from accelfn.parallel.parameters import is_made_of_others
+from accelfn.parallel.parameters import is_made_of_others, send_values
 from accelfn.tree import is_dtensor
 
 
@@ -418,7 +418,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
     Args:
         ctx: The world.
-        model: On this rank's device. Without trainable parameters it is returned unchanged.
+        model: On this rank's device. Without trainable parameters it gets rank 0's values alone.
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
@@ -427,6 +427,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
         NotAvailableError: A ``comm_hook`` on ranks that are threads, or one that this torch can't run.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
+        send_values(ctx, model)
         return model
     if ctx.reduction is not None:
         ExactReplica(ctx, model)

@@ -63,6 +63,19 @@ def train(ctx: Context, wrapped: bool = True) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in af.unwrap_model(model).state_dict().items()}
 
 
+@pytest.mark.parametrize("on", ["memory", pytest.param("processes", marks=pytest.mark.slow)])
+def test_frozen_models_are_rank_0s_too(on: Where) -> None:
+    def run(ctx: Context, **options: Any) -> list[float]:
+        model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)).requires_grad_(False)
+        for tensor in model.state_dict().values():
+            tensor.fill_(ctx.rank + 1)
+        model = af.prepare_model(ctx, model, **options)
+        return [float(tensor) for tensor in model.state_dict().values()]
+
+    assert run_ranks(run, 2, on) == [[1.0] * 7] * 2
+    assert run_ranks(lambda ctx: run(ctx, evaluation_mode=True), 2) == [[1.0] * 7, [2.0] * 7]
+
+
 COMPRESSIONS: list[dict[str, Any]] = [
     {"comm_hook": "fp16"},
     {"comm_hook": "power_sgd", "comm_state_option": {"matrix_approximation_rank": 2}},
