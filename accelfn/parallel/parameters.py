@@ -7,6 +7,7 @@ prepared. A model of which this rank keeps some pipeline stages remembers its co
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -21,6 +22,11 @@ from accelfn.errors import ConfigurationError
 from accelfn.tree import is_dtensor, local_of
 
 K = TypeVar("K")
+# Attribute of a parameter on the meta device: a reference to the optimizer that was prepared with it.
+_OPTIMIZER = "_accelfn_optimizer"
+
+# Attributes of a tensor: its hooks before and after autograd adds to the gradient, by id.
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 # Attribute of an old parameter: its successor in a tuple, with None if it isn't on this rank any more.
 _SUCCESSOR = "_accelfn_now"
@@ -121,6 +127,27 @@ def leave_pointers(before: Mapping[str, torch.Tensor], model: nn.Module) -> None
     for old, new in by_old.values():
         if new is not old:
             setattr(old, _SUCCESSOR, (new,))
+            for kind in _HOOKS if new is not None and not is_dtensor(new) else ():
+                if getattr(old, kind):
+                    setattr(new, kind, getattr(old, kind))  # the same dict, from which hooks may be removed
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks on the gradients of a model that ranks are going to share.
+
+    Raises:
+        ConfigurationError: A parameter has one.
+    """
+    for name, parameter in model.named_parameters():
+        kinds = cast("list[dict[int, object] | None]", [getattr(parameter, kind) for kind in _HOOKS])
+        modules = [getattr(hook, "__module__", "") for kind in kinds for hook in (kind or {}).values()]
+        if not all(str(module).startswith("accelfn.") for module in modules):
+            raise ConfigurationError(
+                f"prepare_model: {name} has a hook on its gradient, which ranks would compute in parts, and "
+                "not all of it by autograd: the hook would see a part, or not run. Change the gradient after "
+                "backward instead (after unscale_gradients, before the step), or keep the full model on "
+                "every rank."
+            )
 
 
 def newest(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -297,6 +324,17 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     cast("Any", model)._apply(allocate)  # like torch's to_empty, which would also drop the buffers' values
     retie(before, model)
     leave_pointers(before, model)
+    waiting = [vars(old)[_OPTIMIZER]() for old in before.values() if _OPTIMIZER in vars(old)]
+    for optimizer in {id(one): one for one in waiting if one is not None}.values():
+        repoint(optimizer)
+
+
+def await_memory(optimizer: Optimizer) -> None:
+    """Let an optimizer go on with its parameters that :func:`materialize` replaces."""
+    for group in optimizer.param_groups:
+        for parameter in cast("list[torch.Tensor]", group["params"]):
+            if parameter.is_meta:
+                setattr(parameter, _OPTIMIZER, weakref.ref(optimizer))
 
 
 def fill(ctx: Context, model: nn.Module, values: Values) -> None:

@@ -36,7 +36,15 @@ from accelfn.parallel.forward import (
 from accelfn.parallel.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
 from accelfn.parallel.handle import handles_of, has_engine, uncompiled
 from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
-from accelfn.parallel.parameters import materialize, names_on_meta, newest, refuse_unfilled, repoint
+from accelfn.parallel.parameters import (
+    await_memory,
+    materialize,
+    names_on_meta,
+    newest,
+    refuse_hooks,
+    refuse_unfilled,
+    repoint,
+)
 from accelfn.parallel.plan import apply_model, modules_to_compile, share_attention
 from accelfn.parallel.replicate import check_wrapped, replicate
 from accelfn.training.engines import prepare_trained, prepare_untrained
@@ -386,6 +394,7 @@ def prepare_model(
             on several devices, and there are several ranks (the variable ``ACCELFN_BYPASS_DEVICE_MAP`` allows
             it), or on the meta device without being spread over ranks; or it is quantised on another device.
             It was sharded by torch's FSDP, or is a ``DistributedDataParallel`` over other processes.
+            Ranks share it, and a parameter has a hook on its gradient.
         NotAvailableError: An optimizer of its parameters, prepared before or in the same call of
             :func:`prepare`, can't step shards.
     """
@@ -446,6 +455,8 @@ def _planned(ctx: Context, model: nn.Module, plan: ModelPlan | None) -> ModelPla
         has_shards = settled.shard is not None or settled.tensor is not None
         check_plan("prepare_model", stepping_of(model.parameters()), has_shards=has_shards)
     check_devices(ctx, model, is_spread=settled.is_spread)
+    if settled.is_spread:
+        refuse_hooks(model)
     if settled.is_spread or ctx.num_processes == 1 or is_placed(model):
         return settled
     empty = names_on_meta(model)
@@ -524,6 +535,7 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
         repoint(optimizer)
         return optimizer
     repoint(optimizer)
+    await_memory(optimizer)
     if ctx.device_placement:
         # Step counters stay where the optimizer put them: usually on the CPU.
         for parameter, state in cast("dict[torch.Tensor, dict[str, Any]]", optimizer.state).items():

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin
+from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from tests.parallel import shard_models as lm
 
@@ -106,3 +107,46 @@ def test_a_group_of_both_kinds_steps_without_foreach() -> None:
         ]
 
     assert run_ranks(on_rank, 2, on="processes", fsdp_plugin=PLUGIN) == [([False, True], [True, True])] * 2
+
+
+def doubled(gradient: torch.Tensor) -> torch.Tensor:
+    return 2 * gradient
+
+
+def raised(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad += 1
+
+
+def test_a_meta_model_keeps_its_hooks_and_its_optimizer_from_before() -> None:
+    ctx = Context()
+    with torch.device("meta"):
+        model = nn.Linear(2, 1)
+    model.weight.register_hook(doubled)
+    removed = model.weight.register_hook(doubled)
+    model.weight.register_post_accumulate_grad_hook(raised)
+    optimizer = af.prepare(ctx, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = af.prepare(ctx, model)
+    removed.remove()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(1)
+    ((_, micro),) = af.microbatches(ctx, [0])
+    scaler = af.backward(ctx, model(torch.ones(1, 2)).sum(), af.init_scaler(ctx), micro)
+    af.optimizer_step(ctx, optimizer, scaler)
+    torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), 1 - 0.1 * 3))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_that_ranks_share_are_refused(kind: str) -> None:
+    def run(ctx: Context) -> None:
+        model = lm.make()
+        before = dict(model.named_parameters())
+        getattr(model.embed.weight, kind)(raised)
+        with pytest.raises(
+            ConfigurationError, match=r"prepare_model: embed\.weight has a hook on its gradient"
+        ):
+            af.prepare(ctx, model)
+        assert dict(model.named_parameters()) == before
+
+    run_ranks(run, 2, "processes", fsdp_plugin=PLUGIN)
