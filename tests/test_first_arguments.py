@@ -1,6 +1,7 @@
 """Every public function that takes a context says so to whoever forgets it."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +82,11 @@ def test_a_micro_batch_of_another_kind_is_named(name: str) -> None:
 def test_an_optimizer_of_another_kind_is_named(name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name}: optimizer must be a torch optimizer .* got MicroBatch"):
         PUBLIC[name](af.Context(), plan_microbatch(0, 0, 1, 1), af.init_scaler(af.Context()))
+
+
+@pytest.mark.parametrize("name", ["save_state", "load_state", "save_model"])
+def test_a_directory_at_the_wrong_place_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match=rf"^{name}: the directory must be a str or .* {name}\(\.\.\., direct"
+    ):
+        PUBLIC[name](af.Context(), *([tmp_path, {}] if name == "save_model" else [{}, tmp_path]))

@@ -155,6 +155,19 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
+def check_path(operation: str, directory: object) -> None:
+    """Check the argument ``directory``.
+
+    Raises:
+        TypeError: It is no path.
+    """
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(
+            f"{operation}: the directory must be a str or a pathlib.Path, got {type(directory).__name__}. It "
+            f"is the argument named directory: write {operation}(..., directory=..., ...)."
+        )
+
+
 def check_local(path: str) -> None:
     """Refuse an address such as ``s3://bucket/run``, which would become a folder named ``s3:``.
 

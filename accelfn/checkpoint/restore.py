@@ -11,6 +11,7 @@ import torch
 
 from accelfn.checkpoint.background import CollectivePhases, finish_background, paused_collection
 from accelfn.checkpoint.by_rank import Source, document_of, find_source
+from accelfn.checkpoint.commit import check_path
 from accelfn.checkpoint.document.compare import choose_part, match
 from accelfn.checkpoint.document.decode import decode
 from accelfn.checkpoint.document.nodes import stored_names
@@ -72,6 +73,7 @@ def begin_load(
 
     def check() -> Request:
         finish_background(ctx)
+        check_path(phases.operation, directory)
         path, is_optional = os.path.abspath(directory), _parse_partial(partial, phases.operation)
         return Request(phases.operation, path, find_names(like), strict, is_optional)
 

@@ -30,7 +30,7 @@ from accelfn.checkpoint.collect import (
     parse_held,
     random_names,
 )
-from accelfn.checkpoint.commit import check_target
+from accelfn.checkpoint.commit import check_path, check_target
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document.encode import Encoded, encode
 from accelfn.checkpoint.keep import Keep
@@ -188,7 +188,8 @@ def save_state(
         MismatchError: A rank called something else.
     """
     check_context("save_state", ctx)
-    path = Path(os.path.abspath(os.fspath(directory)))
+    check_path("save_state", directory)
+    path = Path(os.path.abspath(directory))
     disk = disk_of(ctx, REAL_DISK)
 
     plain, _ = with_plain_objects(tree)

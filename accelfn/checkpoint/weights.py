@@ -18,6 +18,7 @@ import safetensors
 import torch
 from torch import nn
 
+from accelfn.checkpoint.commit import check_path
 from accelfn.checkpoint.header import SAFETENSORS_NAMES, check_no_pointer
 from accelfn.checkpoint.objects import same_bits
 from accelfn.checkpoint.plan import check_copies
@@ -118,6 +119,7 @@ def save_model(
     """
     check_context("save_model", ctx)
     model, _ = with_plain_objects(model)
+    check_path("save_model", directory)
     folder = Path(directory)
     _check_replicas(ctx, model)
 

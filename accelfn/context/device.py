@@ -25,6 +25,7 @@ from accelfn.context.config import (
     choose_fp8,
     list_fp8_packages,
 )
+from accelfn.context.config.checks import did_you_mean
 from accelfn.context.device_module import device_module
 from accelfn.context.environment import EnvironmentPlan
 from accelfn.context.xla import read_xla
@@ -341,7 +342,9 @@ class Precision:
         modes = tuple(item.value for item in PrecisionType)
         mode = self.mode.value if isinstance(self.mode, PrecisionType) else self.mode
         if mode not in modes:
-            raise ConfigurationError(f"mixed_precision must be one of {', '.join(modes)}: got {mode!r}.")
+            raise ConfigurationError(
+                f"mixed_precision must be one of {', '.join(modes)}: got {mode!r}.{did_you_mean(mode, modes)}"
+            )
         object.__setattr__(self, "mode", mode)
         object.__setattr__(self, "scales_loss", mode == "fp16" and self.scaler.enabled)
         if self.fp8_recipe is not None and mode != "fp8":

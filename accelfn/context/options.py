@@ -29,6 +29,7 @@ from accelfn.context.config import (
     Settings,
     TorchDynamoPlugin,
 )
+from accelfn.context.config.checks import did_you_mean
 from accelfn.context.config.fsdp import check_fsdp
 from accelfn.context.config.handlers import sort_handlers
 from accelfn.context.config.records import settle_log_with
@@ -345,8 +346,9 @@ _TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 def _check_types(options: ContextOptions) -> None:
     unknown = sorted(set(options) - set(ContextOptions.__annotations__))
     if unknown:
+        meant = did_you_mean(unknown[0], ContextOptions.__annotations__)
         raise TypeError(
-            f"unknown option(s) {', '.join(unknown)}. The options of a context are "
+            f"unknown option(s) {', '.join(unknown)}.{meant} The options of a context are "
             f"{', '.join(ContextOptions.__annotations__)}."
         )
     for name, value in options.items():

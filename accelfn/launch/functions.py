@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import json
 import operator
@@ -22,6 +21,7 @@ from typing_extensions import Unpack
 
 from accelfn.context import Context, ContextOptions
 from accelfn.context.config import PrecisionType
+from accelfn.context.config.checks import did_you_mean
 from accelfn.errors import CollectiveTimeoutError, ConfigurationError, DistributedError, MissingExtraError
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.function_ranks import (
@@ -97,10 +97,9 @@ def launch_processes(
         _check_seconds(caller, "timeout_s", timeout_s)
     for name in options:
         if name not in ContextOptions.__annotations__:
-            hint = difflib.get_close_matches(name, ContextOptions.__annotations__, 1)
+            meant = did_you_mean(name, ContextOptions.__annotations__)
             raise TypeError(
-                f"{caller}: unknown argument {name!r}. "
-                + (f"Did you mean {hint[0]}?" if hint else "See the arguments of init_context.")
+                f"{caller}: unknown argument {name!r}.{meant or ' See the arguments of init_context.'}"
             )
     variables = dict(environment or {})
     if not all(isinstance(text, str) for text in (*variables, *variables.values())):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -113,8 +113,9 @@ def check_loss(
         raise ValueError(f"{operation}: the weight must be at least 0, got {weight}.")
     if needs_gradient and not value.requires_grad:
         raise ValueError(
-            f"{operation}: the loss has no gradient. It was detached, computed under torch.no_grad(), or all "
-            "parameters that it depends on are frozen."
+            f"{operation}: the loss has no gradient. It was detached, computed under torch.no_grad() or from "
+            "what gather, reduce, broadcast or scatter returned (all_gather and reduce_scatter have "
+            "gradients), or all parameters that it depends on are frozen."
         )
 
 
@@ -235,22 +236,22 @@ def backward(
     check_micro("backward", micro)
     check_scaler("backward", scaler_state)
     check_loss(ctx, "backward", loss, weight)
-    _check_window("backward", ctx, micro)
+    if micro is None and ctx.accumulation.num_steps > 1:
+        raise _window_error("backward", ctx)
     value = loss.reshape(()) if loss.dim() else loss
     differentiate(ctx, _to_differentiate(ctx, value, weight, scaler_state, micro), **kwargs)
     return _next_state("backward", scaler_state, weight, micro)
 
 
-def _check_window(operation: str, ctx: Context, micro: MicroBatch | None) -> None:
-    """Refuse a loss without its place in a window of several batches."""
-    if micro is None and ctx.accumulation.num_steps > 1:
-        raise ConfigurationError(
-            f"{operation}: got no micro, so the loss would not be divided by the "
-            f"{ctx.accumulation.num_steps} batches of its window (gradient_accumulation_steps). Pass the "
-            "micro that microbatches yields with the batch; with an Accelerator, call backward inside of "
-            "`with accelerator.accumulate(model):`. For a loss that is a window of its own, or windows "
-            "counted by hand, use a context with gradient_accumulation_steps=1."
-        )
+def _window_error(operation: str, ctx: Context) -> ConfigurationError:
+    """Return the error for a loss without its place in a window of several batches."""
+    return ConfigurationError(
+        f"{operation}: got no micro, so the loss would not be divided by the "
+        f"{ctx.accumulation.num_steps} batches of its window (gradient_accumulation_steps). Pass the micro "
+        "that microbatches yields with the batch; with an Accelerator, call backward inside of `with "
+        "accelerator.accumulate(model):`. For a loss that is a window of its own, or windows counted by "
+        "hand, use a context with gradient_accumulation_steps=1."
+    )
 
 
 def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
@@ -612,7 +613,8 @@ def lomo_backward(
     """
     check_context("lomo_backward", ctx)
     check_micro("lomo_backward", micro)
-    _check_window("lomo_backward", ctx, micro)
+    if micro is None and ctx.accumulation.num_steps > 1:
+        raise _window_error("lomo_backward", ctx)
     loss = read_loss(ctx, "lomo_backward", loss).value
     if cast("object", learning_rate) is None:
         raise ValueError("lomo_backward: got no learning rate. LOMO steps at once, so pass one here.")

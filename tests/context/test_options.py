@@ -42,9 +42,12 @@ def test_an_option_that_is_none_says_nothing() -> None:
 
 def test_unknown_options_are_refused_by_name() -> None:
     with pytest.raises(
-        TypeError, match=r"unknown option\(s\) mixed_precison, steps\. The options of a context are device_pl"
+        TypeError,
+        match=r"unknown option\(s\) mixed_precison, steps\. Did you mean 'mixed_precision'\? The opt",
     ):
         applied(mixed_precison="bf16", steps=4)
+    with pytest.raises(ConfigurationError, match=r"got 'bfloat16'\. Did you mean 'bf16'\?"):
+        applied(mixed_precision="bfloat16")
     with pytest.raises(TypeError, match="mixed_precison"):
         Context().replace(mixed_precison="bf16")  # pyright: ignore[reportCallIssue]
 

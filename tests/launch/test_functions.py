@@ -277,7 +277,7 @@ def test_invalid_calls_are_refused(launcher: Any, change: Any, kind: type[Except
     [
         (af.launch_processes, {"num_processes": None}, TypeError, "num_processes must be an integer"),
         (af.launch_processes, {"environment": {"A": 1}}, TypeError, "must map strings to strings, got"),
-        (af.launch_processes, {"mixed_precison": "no"}, TypeError, "Did you mean mixed_precision?"),
+        (af.launch_processes, {"mixed_precison": "no"}, TypeError, "Did you mean 'mixed_precision'?"),
         (af.launch_processes, {"timeout_s": 0}, ValueError, "must be a positive number of seconds, got 0"),
         (af.launch_processes, {"timeout_s": float("nan")}, ValueError, "number of seconds, got nan"),
         (af.notebook_launcher, {"mixed_precision": "bf15"}, ValueError, "must be one of no, .*got 'bf15'"),

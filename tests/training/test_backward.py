@@ -99,3 +99,12 @@ def test_what_a_rank_handles_before_it_ends_reaches_the_ranks_that_wait(on: Wher
     )
     assert other == "RemoteRankError"
     assert f"rank 0 failed in forward_backward: {own}: {text}" in said
+
+
+def test_a_loss_of_gathered_outputs_says_what_has_gradients() -> None:
+    ctx = Context()
+    loss = af.gather(ctx, make_model()(torch.ones(1, 2))).mean()
+    with pytest.raises(
+        ValueError, match=r"from what gather, .* returned \(all_gather and reduce_scatter have"
+    ):
+        af.backward(ctx, loss, af.init_scaler(ctx))

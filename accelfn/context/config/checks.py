@@ -15,6 +15,8 @@ from os import PathLike, fspath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from typing_extensions import Self
+
 from accelfn.context.config import enums
 from accelfn.context.config.enums import StringEnum
 from accelfn.errors import ConfigurationError
@@ -72,6 +74,21 @@ class FrozenOptions(Mapping[str, Any]):
         return f"FrozenOptions({self._items!r})"
 
 
+def did_you_mean(word: object, words: Iterable[str]) -> str:
+    """Return `` Did you mean ...?`` with the most similar of ``words``; empty if none is similar.
+
+    >>> did_you_mean("dp_size", ["tp_size", "dp_shard_size", "dp_replicate_size"])
+    " Did you mean 'dp_shard_size' or 'dp_replicate_size'?"
+    """
+    # Imported for the few errors that need it.
+    from difflib import get_close_matches
+
+    known, parts = [*map(str, words)], set(str(word).split("_"))
+    near = [one for one in known if len(parts) > 1 and parts <= set(one.split("_"))]
+    near = near or get_close_matches(str(word), known, 1)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
 def where(record: object, name: str) -> str:
     """Return ``Class.field`` for messages."""
     return f"{type(record).__name__}.{name}"
@@ -112,6 +129,17 @@ POSITIVE: Mapping[str, Any] = in_range(1)
 @dataclass(frozen=True, slots=True)
 class Record:
     """Base of the records: each field is validated by its annotation and metadata."""
+
+    def __new__(cls, *args: object, **values: object) -> Self:
+        """Refuse names that are no fields, with the one that was meant."""
+        for name in values:
+            if name not in cls.__dataclass_fields__:
+                known = [one.name for one in fields(cls) if one.init]
+                raise TypeError(
+                    f"{cls.__name__} has no field {name!r}.{did_you_mean(name, known)} Its fields are "
+                    f"{', '.join(known)}."
+                )
+        return super(Record, cls).__new__(cls)
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
@@ -196,7 +224,9 @@ def as_choice(
     for number, member in enumerate(choices, start=1):
         if (word == member.value.lower() or (numbered and word == str(number))) and member in accepted:
             return member
-    raise ConfigurationError(f"{place} does not know {value!r}. Use one of {', '.join(accepted)}.")
+    raise ConfigurationError(
+        f"{place} does not know {value!r}.{did_you_mean(value, accepted)} Use one of {', '.join(accepted)}."
+    )
 
 
 def settle_path(record: object, *names: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from accelfn.context.config.checks import (
     FrozenOptions,
+    Record,
     in_range,
     settle,
     settle_fields,
@@ -37,7 +38,7 @@ _DTYPE_SPELLINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class FullyShardedDataParallelPlugin:
+class FullyShardedDataParallelPlugin(Record):
     """How FSDP shards a model. Some fields belong to one version only.
 
     Attributes:

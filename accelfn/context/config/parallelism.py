@@ -31,7 +31,7 @@ _SCHEDULES: Mapping[str, int] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class TorchTensorParallelConfig:
+class TorchTensorParallelConfig(Record):
     """Options of tensor parallelism.
 
     Attributes:
@@ -125,7 +125,7 @@ class ExpertParallelConfig(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelismConfig:
+class ParallelismConfig(Record):
     """Sizes of the mesh axes; their product is the number of processes.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any, cast
 from accelfn.context.config.checks import (
     POSITIVE,
     Record,
+    did_you_mean,
     settle,
     settle_fields,
     settle_path,
@@ -91,7 +91,7 @@ class ProjectConfiguration:
 
 
 @dataclass(frozen=True, slots=True)
-class DataLoaderConfiguration:
+class DataLoaderConfiguration(Record):
     """How the batches of a loader reach the ranks.
 
     Attributes:
@@ -234,9 +234,7 @@ def _settle_name(name: str) -> str:
     known = LoggerType.values()
     if name.lower() in known:
         return name.lower()
-    near = difflib.get_close_matches(name.lower(), known, 1)
-    meant = f"Did you mean {near[0]!r}? " if near else ""
     raise ConfigurationError(
-        f"log_with: there is no tracker {name!r}. {meant}Known are {', '.join(known)}; a tracker of your own "
-        "is passed itself, as an instance or as its class."
+        f"log_with: there is no tracker {name!r}.{did_you_mean(name.lower(), known)} Known are "
+        f"{', '.join(known)}; a tracker of your own is passed itself, as an instance or as its class."
     )
