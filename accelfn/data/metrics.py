@@ -33,8 +33,9 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
     - as many as the batch has: one row for each sample of the batch;
     - as many as all batches of the pass have up to this one: one row for each sample of the pass;
     - ``k`` times as many as the batch has: ``k`` consecutive rows for each sample. With the ``k``-th batch of
-      a pass this is ambiguous, and counts as the rows of the pass: gather it beside a leaf that has one row
-      per sample, or with shape ``(rows, k, ...)``;
+      a pass, these may also be the rows of the pass: they are those of the batch if earlier batches of the
+      pass were gathered with ``k`` rows per sample, or beside a leaf that has one row per sample. If earlier
+      batches were gathered with several other numbers, it is an error;
     - any other number, and 0-d tensors: unknown, so all rows are kept. To weight a batch's loss by samples,
       repeat it ``micro.num_rows`` times, not as many times as a full batch has samples; or gather the loss
       and its weight.
@@ -60,6 +61,7 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
             ranks).
         MismatchError: The trees differ between ranks, for example because a ``collate_fn`` dropped samples on
             one of them.
+        ValueError: A leaf may have the rows of the batch or those of the pass, whose padding differs.
 
     >>> from accelfn.data import microbatches
     >>> ((batch, micro),) = microbatches(Context(), [torch.ones(2)])
@@ -119,15 +121,18 @@ def gather_valid(
     known = [*earlier] if micro is None else [micro, *earlier]
     have_no_padding = all(other.pass_is_full for other in known) or all(length is None for length in lengths)
     if have_no_padding and all(is_tensor):  # on all ranks alike
+        _note_multiples(micro, lengths)
         return _gather(ctx, tree, micro)
     report = _RankReport(
         batch=(None, None) if micro is None else (micro.num_rows, micro.own_valid),
         passes=[(other.pass_rows, other.pass_valid) for other in known],
         lengths=lengths,
         objects=[None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)],
+        multiples=sorted(micro.multiples.seen) if micro is not None and micro.multiples is not None else [],
     )
     reports = _exchange_reports(ctx, structure, report, as_objects)
     valid = _valid_rows_by_leaf(reports)
+    _note_multiples(micro, lengths)
     if any(is_tensor):
         longest = [max(report.lengths[index] or 0 for report in reports) for index in range(len(leaves))]
         padded = [
@@ -153,12 +158,24 @@ class _RankReport(NamedTuple):
         passes: The same for each pass whose rows may have been collected.
         lengths: Number of rows of each leaf; None for a leaf without rows.
         objects: The leaves that aren't tensors.
+        multiples: The numbers of rows per sample in earlier batches of the pass, where several.
     """
 
     batch: tuple[int | None, int | None]
     passes: list[tuple[int | None, int | None]]
     lengths: list[int | None]
     objects: list[Any]
+    multiples: list[int]
+
+
+def _note_multiples(micro: MicroBatch | None, lengths: Sequence[int | None]) -> None:
+    """Note how many rows per sample leaves have, where several, and where they can't be those of the pass."""
+    if micro is None or micro.multiples is None or not micro.num_rows or micro.num_rows in lengths:
+        return
+    for length in lengths:
+        times, rest = divmod(length or 0, micro.num_rows)
+        if times > 1 and not rest and length != micro.pass_rows:
+            micro.multiples.seen.add(times)
 
 
 def _is_object_list(node: Any) -> bool:
@@ -247,6 +264,18 @@ def _valid_rows(
             "differs. Pass micro=, the MicroBatch of the last batch that the rows were computed from: "
             "accelerator.last_micro at the end of its loop."
         )
+    of_batch = None if None in batches else _repeated(rows, cast("list[int]", batches), reports)
+    if matches and of_batch not in (None, matches[0]):  # several rows per sample, or those of the pass
+        seen, times = reports[0].multiples, max(rows) // max(cast("list[int]", batches))
+        if times in seen:
+            return of_batch
+        if len(seen) > 1:
+            raise ValueError(
+                f"gather_for_metrics: {rows} rows by rank may be {times} for each sample of the batch, or "
+                "one for each sample of the pass, and earlier batches had "
+                f"{' and '.join(map(str, seen))} for each. Gather them beside a tensor that has one row "
+                f"for each sample of the batch, or with shape (samples, {times}, ...)."
+            )
     if matches:
         return matches[0]
     if None in batches:
@@ -255,11 +284,15 @@ def _valid_rows(
             return None
         # A repeated batch counts for nothing, although its number of rows is unknown.
         return [0 if padding else number for padding, number in zip(is_padding, rows, strict=True)]
-    known = cast("list[int]", batches)
-    times = max(rows) // max(1, *known)
-    if rows != [times * number for number in known]:
+    return of_batch
+
+
+def _repeated(rows: list[int], batches: list[int], reports: Sequence[_RankReport]) -> list[int] | None:
+    """Return it for equally many rows for each sample of the batches; None if there are other numbers."""
+    times = max(rows) // max(1, *batches)
+    if rows != [times * number for number in batches]:
         return None
-    return [times * _valid_of_batch(report, number) for report, number in zip(reports, known, strict=True)]
+    return [times * _valid_of_batch(report, number) for report, number in zip(reports, batches, strict=True)]
 
 
 def _valid_of_batch(report: _RankReport, rows: int) -> int:

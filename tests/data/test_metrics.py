@@ -77,6 +77,35 @@ def test_what_was_collected_over_a_pass_is_gathered_once(case: Case, uneven: Any
             raise
 
 
+def test_several_rows_for_each_sample_are_those_of_the_batch_with_any_batch() -> None:
+    def run(ctx: Context) -> list[list[int]]:
+        loader = af.prepare_data_loader(ctx, numbers(13))
+        flat: list[int] = []
+        names: list[str] = []
+        lengths: list[int] = []
+        for batch, micro in af.microbatches(ctx, loader):
+            flat += (found := af.gather_for_metrics(ctx, batch.repeat_interleave(4), micro)).tolist()
+            lengths.append(len(found))
+            names += af.gather_for_metrics(ctx, [str(int(row)) for row in batch.repeat_interleave(4)], micro)
+        assert names == [str(row) for row in flat]
+        return [lengths, flat]
+
+    expected = [[16, 16, 16, 4], [row for row in range(13) for _ in range(4)]]
+    assert run_ranks(run, 2) == [expected] * 2
+
+
+def test_other_numbers_of_rows_for_each_sample_are_refused_where_they_may_be_those_of_the_pass() -> None:
+    def run(ctx: Context) -> list[int]:
+        loader = af.prepare_data_loader(ctx, numbers(13))
+        return [
+            len(af.gather_for_metrics(ctx, batch.repeat_interleave((2, 3, 2, 4)[micro.index]), micro))
+            for batch, micro in af.microbatches(ctx, loader)
+        ]
+
+    with pytest.raises(ValueError, match=r"may be 4 for each sample .* earlier batches had 2 and 3 for each"):
+        run_ranks(run, 2)
+
+
 def test_a_pass_that_goes_on_in_an_epoch_counts_its_own_rows() -> None:
     def run(ctx: Context) -> list[int]:
         loader, again = (af.prepare_data_loader(ctx, numbers(21, 2)) for _ in "ab")
