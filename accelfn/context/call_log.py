@@ -85,6 +85,20 @@ class OpenPass:
         self.has_ended: bool = False
 
 
+class OpenRead:
+    """A loop over a prepared loader that has begun.
+
+    Attributes:
+        has_ended: Whether it has read the pass to its end.
+    """
+
+    __slots__ = ("has_ended",)
+
+    def __init__(self) -> None:
+        """Start before the end."""
+        self.has_ended: bool = False
+
+
 class LoaderPlace:
     """The place of a prepared loader among those of its world that are seeded alike. Ends with the loader.
 
@@ -116,6 +130,7 @@ class CallLog:
         over: Why no further operation is possible, or "".
         closed: Whether the context that opened this world has been closed.
         open_passes: Passes over data that have begun and not ended, oldest first, to explain a mismatch.
+        open_reads: Loops over prepared loaders of this rank, oldest first.
         reductions: Number of backward passes whose gradients have been reduced over the ranks.
         inside: What of the last operation this rank waits in, such as "the backward pass of"; or "".
         unsettled: The agreement that must finish before the next operation, if there is one.
@@ -134,6 +149,7 @@ class CallLog:
         self.over = ""
         self.closed = False
         self.open_passes: list[OpenPass] = []
+        self.open_reads: list[OpenRead] = []
         self.reductions = 0
         self.inside = ""
         self.unsettled: Unsettled | None = None

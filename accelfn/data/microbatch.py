@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -247,7 +248,8 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     valid: int | None = 0
     multiples = RowsPerSample()
     is_full = uneven != "join"  # where a planned step isn't necessarily one that all ranks carry out
-    with world_ctx.collectives.call_log.open_pass() as now:
+    reading = nullcontext() if passes is None else passes.reading()
+    with reading, world_ctx.collectives.call_log.open_pass() as now:
         index = 0
         for batch, info, place, window, is_last in steps:
             own, most, by_all, by_rank, own_valid, _, consumed, _ = info
@@ -292,7 +294,9 @@ def _begin_unprepared(ctx: Context, loader: Iterable[T], uneven: Uneven) -> tupl
     Such data has no epochs, so the name is drawn from the program's generator, as torch's DataLoader draws a
     seed for each pass. All ranks draw, so that their generators advance alike, and use rank 0's name.
     """
-    name = "" if ctx.reduction is None else str(int(torch.empty((), dtype=torch.int64).random_()))
+    name = (
+        "" if ctx.reduction is None else str(int(torch.empty((), dtype=torch.int64).random_()))
+    )
     length = length_of(loader)
     batches = ((batch, BatchInfo(num_rows=rows_of(batch))) for batch in loader)
     compares_nothing = ctx.guard.mode == GuardMode.OFF and uneven == "error" and ctx.reduction is None

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from accelfn.comm import failing_together, synchronize_rng_states
 from accelfn.context import Context
+from accelfn.context.call_log import OpenRead
 from accelfn.data.order import set_epoch_of
 from accelfn.data.placement import placer
 from accelfn.data.plan import BatchInfo, EpochPlan
@@ -36,6 +37,7 @@ class Position:
         self.user_state: UserState = UserState()  # when the current pass began, or to restore
         self.is_restored = False  # whether user_state was restored, and no pass has started since
         self.num_moves = 0  # number of calls of move_to
+        self.num_begun = 0  # number of passes that have begun
         self.has_seed = False  # whether the seed of the order is fixed
         self.held: LoaderState | None = None  # the position of a loop that reads ahead of what it yields
 
@@ -217,10 +219,31 @@ class Passes(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         position, batches, place = self.position, self._begin().batches, self._placer()
         # Around the loop rather than in it: exceptions of the user's loop aren't raised in this generator.
-        with self._told_to_others():
+        with self.reading(), self._told_to_others():
             for batch, position.latest in batches:
                 yield batch if place is None else place(batch)
         self.finish()
+
+    @contextmanager
+    def reading(self) -> Generator[None, None, None]:
+        """Enclose the loop of a pass, which ends with the loader that it is read side by side with.
+
+        ``zip`` notices the end of the first loader, and leaves the second after its last batch.
+        """
+        position, reads = self.position, self.context.collectives.call_log.open_reads
+        before, own, num_begun = tuple(reads), OpenRead(), position.num_begun
+        reads.append(own)
+        try:
+            yield
+            own.has_ended = True
+        except GeneratorExit:
+            is_current = position.in_progress and position.num_begun == num_begun
+            # One that began earlier and ends earlier doesn't enclose this loop, nor is it enclosed.
+            if is_current and position.latest.is_last and any(other.has_ended for other in before):
+                self.finish()
+            raise
+        finally:
+            reads.remove(own)
 
     def _placed(self, batches: Iterator[tuple[T, BatchInfo]]) -> Iterator[tuple[T, BatchInfo]]:
         place = self._placer()
@@ -275,6 +298,7 @@ class Passes(Generic[T]):
             else:
                 begun = self.reader.begin(position.epoch, start)
         position.user_state, position.in_progress = UserState(begun.sampler, restored.stream), True
+        position.num_begun += 1
         return begun
 
     def _skips(self, start: int) -> bool:

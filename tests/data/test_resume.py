@@ -4,6 +4,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -44,6 +45,39 @@ def test_a_pass_that_goes_on_leaves_random_numbers_to_the_program(workers: int, 
     torch.set_rng_state(state)
     af.restore_loader(again, place)
     assert [float(torch.rand(())) for _ in range(2) for _ in again] == drawn[2:]
+
+
+@pytest.mark.parametrize("way", ["loop", "microbatches", "accelerator"])
+def test_loaders_that_are_read_side_by_side_end_together(way: str) -> None:
+    def make(ctx: Context) -> list[Any]:
+        prepare: Any = (
+            af.Accelerator(context=ctx).prepare if way == "accelerator" else partial(af.prepare, ctx)
+        )
+        return list(prepare(numbers(8), numbers(8)))
+
+    def read(ctx: Context, loaders: list[Any]) -> int:
+        read = partial(af.microbatches, ctx) if way == "microbatches" else iter
+        return sum(1 for _ in zip(*map(read, loaders), strict=False))
+
+    def run(ctx: Context) -> tuple[int, int]:
+        loaders, restored = make(ctx), make(ctx)
+        before = read(ctx, loaders)
+        assert [loader.epoch for loader in loaders] == [1, 1]
+        for old, new in zip(loaders, restored, strict=True):
+            af.restore_loader(new, af.loader_state(old))
+        return before, read(ctx, restored)
+
+    assert run_ranks(run, 2) == [(2, 2)] * 2
+
+
+def test_a_loop_that_is_left_after_its_last_batch_has_not_ended() -> None:
+    inner, outer = (af.prepare_data_loader(Context(), numbers(4)) for _ in "ab")
+    for _ in outer:
+        for _ in inner:  # within the last batch of the loop outside
+            pass
+        if outer.epoch == 0 and af.loader_state(outer).consumed == 4:
+            break
+    assert (outer.epoch, inner.epoch) == (0, 2)
 
 
 # --- states that don't fit -----------------------------------------------------------------------
