@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.parameters import newest
+from accelfn.parallel.parameters import newest, note_holder
 from accelfn.tree import is_dtensor
 
 # Attribute of a parameter: how its optimizer steps it.
@@ -164,6 +164,7 @@ def note_optimizer(optimizer: Optimizer) -> None:
         attributes.pop(_STEPPING, None)  # of an optimizer before this one
         if stepping.why_not_shards is not None:
             attributes[_STEPPING] = stepping
+    note_holder(optimizer, _parameters_of(optimizer))
 
 
 def stepping_of(parameters: Iterable[torch.Tensor]) -> list[Stepping]:

@@ -22,14 +22,13 @@ from accelfn.errors import ConfigurationError
 from accelfn.tree import is_dtensor, local_of
 
 K = TypeVar("K")
-# Attribute of a parameter on the meta device: a reference to the optimizer that was prepared with it.
-_OPTIMIZER = "_accelfn_optimizer"
-
 # Attributes of a tensor: its hooks before and after autograd adds to the gradient, by id.
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 # Attribute of an old parameter: its successor in a tuple, with None if it isn't on this rank any more.
 _SUCCESSOR = "_accelfn_now"
+# Attribute of a parameter: the optimizers that hold it, as far as they were prepared.
+_OPTIMIZERS = "_accelfn_optimizers"
 # Attribute of a pipelined model: its state dict before it was split.
 _WHOLE = "_accelfn_whole"
 
@@ -116,7 +115,8 @@ def retie(before: Mapping[str, torch.Tensor], model: nn.Module) -> None:
 def leave_pointers(before: Mapping[str, torch.Tensor], model: nn.Module) -> None:
     """Point each parameter in ``before`` that ``model`` has replaced at the new one of its name.
 
-    Parameters that are on other ranks only point at None.
+    Parameters that are on other ranks only point at None. Optimizers that :func:`note_holder` knows hold the
+    new ones from now on: one that clears gradients before its first step must reach them.
     """
     after = named(model)
     by_old: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -124,12 +124,29 @@ def leave_pointers(before: Mapping[str, torch.Tensor], model: nn.Module) -> None
         known = by_old.get(id(old))
         if known is None or known[1] is None:  # another name of a tied parameter may be on this rank
             by_old[id(old)] = (old, after.get(name))
+    optimizers: dict[int, Optimizer] = {}
     for old, new in by_old.values():
         if new is not old:
             setattr(old, _SUCCESSOR, (new,))
             for kind in _HOOKS if new is not None and not is_dtensor(new) else ():
                 if getattr(old, kind):
                     setattr(new, kind, getattr(old, kind))  # the same dict, from which hooks may be removed
+            optimizers.update({id(one): one for one in vars(old).get(_OPTIMIZERS, ())})
+    for optimizer in optimizers.values():
+        repoint(optimizer)
+
+
+class _Optimizers(weakref.WeakSet[Optimizer]):
+    """The optimizers of a parameter. A copy has none."""
+
+    def __reduce__(self) -> Any:
+        return _Optimizers, ()
+
+
+def note_holder(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Note on parameters that an optimizer holds them, for :func:`leave_pointers`."""
+    for parameter in parameters:
+        vars(parameter).setdefault(_OPTIMIZERS, _Optimizers()).add(optimizer)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -324,17 +341,6 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     cast("Any", model)._apply(allocate)  # like torch's to_empty, which would also drop the buffers' values
     retie(before, model)
     leave_pointers(before, model)
-    waiting = [vars(old)[_OPTIMIZER]() for old in before.values() if _OPTIMIZER in vars(old)]
-    for optimizer in {id(one): one for one in waiting if one is not None}.values():
-        repoint(optimizer)
-
-
-def await_memory(optimizer: Optimizer) -> None:
-    """Let an optimizer go on with its parameters that :func:`materialize` replaces."""
-    for group in optimizer.param_groups:
-        for parameter in cast("list[torch.Tensor]", group["params"]):
-            if parameter.is_meta:
-                setattr(parameter, _OPTIMIZER, weakref.ref(optimizer))
 
 
 def fill(ctx: Context, model: nn.Module, values: Values) -> None:

@@ -37,7 +37,6 @@ from accelfn.parallel.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
 from accelfn.parallel.handle import handles_of, has_engine, uncompiled
 from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
 from accelfn.parallel.parameters import (
-    await_memory,
     materialize,
     names_on_meta,
     newest,
@@ -535,7 +534,6 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
         repoint(optimizer)
         return optimizer
     repoint(optimizer)
-    await_memory(optimizer)
     if ctx.device_placement:
         # Step counters stay where the optimizer put them: usually on the CPU.
         for parameter, state in cast("dict[torch.Tensor, dict[str, Any]]", optimizer.state).items():
