@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_DIMS = 4
 _DIM = 2  # of the sequence, in (rows, heads, length, features)
 _MAX_FEATURES = 256  # of a head, in flash attention
 
@@ -191,7 +192,7 @@ class _Ring(torch.autograd.Function):
 
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 _NAMED = re.compile("attention|attn", re.IGNORECASE)
-_MASK = "attention_mask"
+_MASK, _POSITIONS = "attention_mask", "position_ids"
 # Attributes of transformers modules that only attend to a part of the sequence.
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _HINT = "attention modules are those with attn or attention in their class or name, or with num_heads"
@@ -266,7 +267,8 @@ def _is_attention(name: str, facts: ModelFacts) -> bool:
 def _check_heads(facts: ModelFacts, names: Sequence[str], size: int) -> None:
     for name in names:
         for key, count in facts.heads[name].counts.items() if name in facts.heads else ():
-            if count % size:
+            is_repeated = ("kv" in key or "key_value" in key) and size % count == 0
+            if count % size and not is_repeated:
                 raise ConfigurationError(
                     f"sp_size must divide the number of heads, which ranks exchange: {name} has "
                     f"{key}={count} on each rank, got sp_size={size}. Use {_divisors(count)}, or use cp_size."
@@ -370,33 +372,56 @@ class _Sharing:
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         call = call._replace(query=query, key=key, value=value)
-        output = self._ring(call) if self.plan.axis == "cp" else self._by_heads(call)
+        output = self._along_ring(call) if self.plan.axis == "cp" else self._by_heads(call)
         self.has_answered = True
         return output
 
-    def _ring(self, call: _Call) -> torch.Tensor:
-        if call.attn_mask is not None:
-            raise self.refusal(
-                "ring attention takes no mask",
-                "Pad at the end, which causal attention never attends to, and ignore padding in the labels; "
-                "or use sp_size.",
-            )
-        if not call.is_causal:
-            raise self.refusal("ring attention is causal, got is_causal=False", "Use sp_size instead.")
-        if call.dropout_p:
-            raise self.refusal(
-                f"ring attention has no dropout, got dropout_p={call.dropout_p}",
-                "Set it to 0, or use sp_size.",
-            )
+    def _along_ring(self, call: _Call) -> torch.Tensor:
         query, key, value = call[:3]
-        if key.shape[1] != query.shape[1]:  # torch's loop exchanges keys and values as the kernel takes them
-            times = query.shape[1] // key.shape[1]
-            key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
-        rotation = self.plan.rotation
-        return self.ring(query, key, value, self.group, rotation=rotation, scale=call.scale)
+        if call.is_causal and not call.dropout_p:
+            if (
+                key.shape[1] != query.shape[1]
+            ):  # torch's loop exchanges keys and values as the kernel takes them
+                times = query.shape[1] // key.shape[1]
+                key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
+            rotation = self.plan.rotation
+            return self.ring(query, key, value, self.group, rotation=rotation, scale=call.scale)
+        # What torch's loop doesn't compute: this rank's queries attend to the keys of all ranks.
+        length = query.shape[2]
+        mask = None if call.attn_mask is None else self._over_all_keys(call.attn_mask, length)
+        if call.is_causal:
+            places = self.places(length).to(query.device)
+            mask = places[:, None] >= torch.arange(length * self.plan.size, device=query.device)
+        elif mask is not None and mask.shape[2] not in (1, length):
+            mask = mask[:, :, self.places(length).to(mask.device)]
+        key, value = (self.gathered(tensor, 2) for tensor in (key, value))
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, call.dropout_p, scale=call.scale, enable_gqa=call.enable_gqa
+        )
+
+    def places(self, length: int) -> torch.Tensor:
+        """Return the places of this rank's ``length`` tokens in the complete sequence."""
+        size, rank = self.plan.size, self.group.rank()
+        if self.plan.axis == "sp":
+            return torch.arange(rank * length, (rank + 1) * length)
+        chunks = torch.arange(length * size).chunk(2 * size)
+        return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+    def gathered(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Gather the ranks' parts of a sequence, in its order. Differentiable."""
+        from torch.distributed import _functional_collectives as functional
+
+        gather = cast("Any", functional).all_gather_single_autograd
+        joined: torch.Tensor = gather(tensor.contiguous(), dim, self.group)
+        if self.plan.axis == "sp":
+            return joined
+        chunks = joined.chunk(2 * self.plan.size, dim)
+        return torch.cat([*chunks[::2], *chunks[::-2]], dim)  # heads of all ranks, then tails from the last
 
     def _by_heads(self, call: _Call) -> torch.Tensor:
         query, key, value = call[:3]
+        if self.plan.size % key.shape[1] == 0:  # fewer heads of keys and values than ranks
+            key, value = (one.repeat_interleave(self.plan.size // one.shape[1], 1) for one in (key, value))
         for what, tensor in (("queries", query), ("keys and values", key)):
             if tensor.shape[1] % self.plan.size:
                 raise self.refusal(
@@ -404,7 +429,7 @@ class _Sharing:
                     f"{what}",
                     f"Use sp_size of {_divisors(tensor.shape[1])}, or cp_size.",
                 )
-        mask = None if call.attn_mask is None else self._gathered_mask(call.attn_mask, query)
+        mask = None if call.attn_mask is None else self._mask_of_heads(call.attn_mask, query)
         query, key, value = self._exchange(
             [_by_rank(tensor, 1, self.plan.size) for tensor in (query, key, value)]
         )
@@ -433,27 +458,28 @@ class _Sharing:
         parts = torch.split(received, [tensor.shape[1] for tensor in flat], 1)
         return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
-    def _gathered_mask(self, mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    def _mask_of_heads(self, mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """Return the mask of the complete sequence, for the heads that this rank will have."""
-        from torch.distributed import _functional_collectives as functional
+        mask = self._over_all_keys(mask, query.shape[2])
+        if mask.shape[2] == query.shape[2]:
+            mask = self.gathered(mask, 2)
+        if mask.shape[1] == query.shape[1] > 1:
+            mask = mask.chunk(self.plan.size, 1)[self.group.rank()]
+        return mask
 
-        gather = cast("Any", functional).all_gather_single
-        local, size = query.shape[2], self.plan.size
-        total = local * size
+    def _over_all_keys(self, mask: torch.Tensor, length: int) -> torch.Tensor:
+        """Return a mask of four dimensions over the keys of all ranks, which have ``length`` each."""
+        total = length * self.plan.size
         mask = mask[(None,) * (4 - mask.dim())]
         rows, columns = mask.shape[2:]
-        if columns == local and rows == 1:  # of keys only
-            mask, columns = gather(mask.contiguous(), 3, self.group), total
-        elif rows == local and columns in (1, total):
-            mask, rows = gather(mask.contiguous(), 2, self.group), total
-        if columns not in (1, total) or rows not in (1, total):
+        if columns == length and rows == 1:  # of keys only
+            return self.gathered(mask, 3)
+        if columns not in (1, total) or rows not in (1, length, total):
             raise self.refusal(
                 f"a mask of {rows} by {columns} doesn't cover keys on other ranks; the sequence has {total} "
-                f"tokens, {local} of them on this rank",
+                f"tokens, {length} of them on this rank",
                 "Pass a mask over the keys of the complete sequence, or of keys only (one row).",
             )
-        if mask.shape[1] == query.shape[1] > 1:
-            mask = mask.chunk(size, 1)[self.group.rank()]
         return mask
 
 
@@ -486,6 +512,11 @@ class _Answered(TorchFunctionMode):
             return self._answer(*args, **(kwargs or {}))
 
 
+def _is_over_all_keys(mask: Any) -> bool:
+    """Return whether a mask is of a rank's tokens by all keys, and not by the rank's own."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == _DIMS and mask.shape[2] < mask.shape[3]
+
+
 class AttentionForward(WrappedForward):
     """A module's ``forward``, with attention over sequences that ranks share."""
 
@@ -499,7 +530,7 @@ class AttentionForward(WrappedForward):
     @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped forward."""
-        if self._builds_mask and _MASK in kwargs:
+        if self._builds_mask and _MASK in kwargs and not _is_over_all_keys(kwargs[_MASK]):
             # Transformers takes positions that jump, from head to tail, for packed sequences.
             kwargs[_MASK] = None
         with _Answered((F.scaled_dot_product_attention,), self._sharing.answer):
@@ -509,25 +540,22 @@ class AttentionForward(WrappedForward):
 class SequenceForward(WrappedForward):
     """The ``forward`` of a model on parts of sequences; checks the first call."""
 
-    def __init__(self, forward: Any, sharing: _Sharing) -> None:
-        """Wrap ``forward``."""
+    def __init__(self, forward: Any, sharing: _Sharing, *, builds_mask: bool) -> None:
+        """Wrap ``forward``; with ``builds_mask``, it builds masks of packed documents from positions."""
         super().__init__(forward)
         self._sharing = sharing
-        parameters = list(inspect.signature(forward).parameters)
-        self._mask_place = parameters.index(_MASK) if _MASK in parameters else None
+        self._parameters = list(inspect.signature(forward).parameters)
+        self._builds_mask = builds_mask and {_MASK, _POSITIONS} <= set(self._parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped forward."""
-        if self._sharing.plan.axis == "cp" and self._mask_place is not None:
-            has_place = len(args) > self._mask_place
-            if (args[self._mask_place] if has_place else kwargs.get(_MASK)) is not None:
-                raise self._sharing.refusal(
-                    f"ring attention takes no mask, and the model was called with {_MASK}",
-                    "Leave it out of the batch. Pad at the end, which causal attention never attends to, and "
-                    "ignore padding in the labels; or use sp_size.",
-                )
         if not self._sharing.is_tried and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._refuse_mixing(args, kwargs)
+        if self._builds_mask:
+            given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+            mask = self._mask_of_documents(given.get(_MASK), given.get(_POSITIONS))
+            if mask is not None:
+                args, kwargs = (), {**given, _MASK: mask}
         if self._sharing.is_checked or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
         with _Answered(_ATTENTION, self._sharing.refuse):
@@ -540,6 +568,31 @@ class SequenceForward(WrappedForward):
             )
         self._sharing.is_checked = True
         return output
+
+    def _mask_of_documents(self, mask: Any, positions: Any) -> torch.Tensor | None:
+        """Return the mask for documents that are packed in a row, whose positions begin again; None without.
+
+        Transformers builds it too, but of this rank's tokens alone. As an argument it reaches a block that is
+        recomputed as well.
+        """
+        sharing = self._sharing
+        if mask is not None:
+            if sharing.plan.axis == "cp" and not _is_over_all_keys(mask):
+                raise sharing.refusal(
+                    f"the model was called with {_MASK}, of which it makes a mask of this rank's tokens",
+                    "Leave it out of the batch. Pad at the end, which causal attention never attends to, and "
+                    "ignore padding in the labels; or pass four dimensions: this rank's tokens by all keys.",
+                )
+            return None
+        if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
+            return None
+        is_start = sharing.gathered(positions, 1).diff(dim=1) != 1
+        if not is_start.any():
+            return None
+        documents = F.pad(is_start.cumsum(1), (1, 0))
+        own = sharing.places(positions.shape[1]).to(positions.device)
+        is_before = own[:, None] >= torch.arange(documents.shape[1], device=own.device)
+        return (is_before & (documents[:, own, None] == documents[:, None]))[:, None]
 
     def _refuse_mixing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a model whose modules other than attention need the positions on other ranks."""
@@ -593,8 +646,12 @@ def apply_attention(
             :func:`accelfn.parallel.position_check.find_mixing_module` without its context; None to trust.
     """
     sharing = _Sharing(plan, group, ring, find_mixing)
+    builds_mask = False
     for name in plan.modules:
         module = model.get_submodule(name)
-        builds_mask = plan.axis == "cp" and getattr(module, "is_causal", False) is True
-        module.forward = AttentionForward(module.forward, sharing, builds_mask=builds_mask)
-    model.forward = SequenceForward(model.forward, sharing)
+        is_causal = getattr(module, "is_causal", False) is True
+        builds_mask = builds_mask or is_causal
+        module.forward = AttentionForward(
+            module.forward, sharing, builds_mask=is_causal and plan.axis == "cp"
+        )
+    model.forward = SequenceForward(model.forward, sharing, builds_mask=builds_mask)

@@ -114,60 +114,90 @@ def check(messages: Sequence[str], words: Sequence[str]) -> None:
         assert part in message
 
 
-def test_a_ring_gives_what_one_process_does_and_refuses_what_it_has_not() -> None:
+def attended(ctx: af.Context | None) -> list[Any]:
+    """Return attention with and without masks and causality."""
+
+    def shard(mask: torch.Tensor, dim: int) -> torch.Tensor:
+        return mask if ctx is None else af.shard_sequence(ctx, mask, dim)
+
+    rows = torch.ones(8, 8, dtype=torch.bool).tril(1)
+    return [
+        outputs(ctx, 4, None),
+        outputs(ctx, 2, None),
+        outputs(ctx, 1, None),
+        outputs(ctx, 4, None, is_causal=False),
+        outputs(ctx, 1, None, is_causal=False),
+        outputs(ctx, 4, shard(whole_mask(), 3), is_causal=False),
+        outputs(ctx, 4, whole_mask(), is_causal=False),
+        outputs(ctx, 4, shard(rows, 0), is_causal=False),
+        outputs(ctx, 4, rows, is_causal=False),
+    ]
+
+
+@pytest.mark.parametrize("axis", ["cp", "sp"])
+def test_ranks_give_what_one_process_does_and_refuse_what_they_have_not(axis: str) -> None:
     def work(ctx: af.Context) -> tuple[list[Any], list[str]]:
-        found = [outputs(ctx, kv_heads, None) for kv_heads in (4, 2)]
+        found = attended(ctx)
         x = torch.full((2, 4, 8), float(ctx.rank))
+        dropped = af.prepare_model(ctx, Around(Attention(dropout_p=1 - 1e-7)))
+        assert not dropped(x).any()
         messages = [
-            refused(ctx, Around(Attention()), x, torch.ones(4, 4)),
-            refused(ctx, Around(Attention(is_causal=False)), x),
-            refused(ctx, Around(Attention(dropout_p=0.5)), x),
+            refused(ctx, Around(Attention(is_causal=False)), x, torch.ones(4, 4)),
             refused(ctx, Escaping(Attention()), x),
             refused(ctx, Around(Softmax()), x),
             refused(ctx, Around(Attention()), torch.zeros(2, 4, 8)),
         ]
         loss = af.prepare_model(ctx, Around(Attention()))(x).mean()
-        with pytest.raises(ConfigurationError, match="backward: ranks along cp share sequences"):
+        with pytest.raises(ConfigurationError, match=f"backward: ranks along {axis} share sequences"):
             af.backward(ctx, loss, af.init_scaler(ctx))
         return found, messages
 
     handler = af.config.TorchContextParallelConfig(cp_comm_strategy="alltoall")
-    for found, messages in run_ranks(work, 2, on="processes", **options("cp", cp_handler=handler)):
-        for one, kv_heads in zip(found, (4, 2), strict=True):
-            torch.testing.assert_close(one, outputs(None, kv_heads, None))
-        own = ["outside of", "never called", "sequences that weren't sharded"]
-        check(messages, ["takes no mask", "is causal", "no dropout", *own])
-
-
-def test_exchanged_heads_give_what_one_process_does_with_masks_too() -> None:
-    rows = torch.ones(8, 8, dtype=torch.bool).tril(1)
-
-    def work(ctx: af.Context) -> tuple[list[Any], list[str]]:
-        found = [
-            outputs(ctx, 2, None),
-            outputs(ctx, 4, af.shard_sequence(ctx, whole_mask(), 3), is_causal=False),
-            outputs(ctx, 4, whole_mask(), is_causal=False),
-            outputs(ctx, 4, af.shard_sequence(ctx, rows, 0), is_causal=False),
-        ]
-        x = torch.full((2, 4, 8), float(ctx.rank))
-        return found, [
-            refused(ctx, Around(Attention(is_causal=False)), x, torch.ones(4, 4)),
-            refused(ctx, Around(Attention(1)), x),
-        ]
-
-    by_keys = outputs(None, 4, whole_mask(), is_causal=False)
-    expected = [outputs(None, 2, None), by_keys, by_keys, outputs(None, 4, rows, is_causal=False)]
-    for found, messages in run_ranks(work, 2, on="processes", **options("sp")):
-        for one, other in zip(found, expected, strict=True):
+    more = {"cp_handler": handler} if axis == "cp" else {}
+    for found, messages in run_ranks(work, 2, on="processes", **options(axis, **more)):
+        for one, other in zip(found, attended(None), strict=True):
             torch.testing.assert_close(one, other)
-        check(messages, ["4 by 4 doesn't cover", "got 1 heads of keys and values"])
+        check(
+            messages, ["4 by 4 doesn't cover", "outside of", "never called", "sequences that weren't sharded"]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["cp", "sp"])
+def test_documents_that_are_packed_in_a_row_attend_to_themselves(axis: str) -> None:
+    ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(3))
+    # Documents that end within a shard, and with one.
+    lengths = ((6, 10), (8, 8))
+    positions = torch.stack([torch.cat([*map(torch.arange, row)]) for row in lengths])
+
+    def work(ctx: af.Context) -> list[Any]:
+        torch.manual_seed(0)
+        model = af.prepare_model(ctx, make_llama(num_key_value_heads=2))
+        shards = [af.shard_sequence(ctx, one, 1) for one in (ids, positions)]
+        first = model(shards[0], position_ids=shards[1], use_cache=False).logits
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+        model.train()
+        logits = model(shards[0], None, shards[1], use_cache=False).logits
+        torch.testing.assert_close(first, logits)
+        # Recomputed after a pass on a row that is one document.
+        model(shards[0], position_ids=af.shard_sequence(ctx, torch.arange(16)[None], 1))
+        logits.square().sum().backward()
+        gradients = [af.reduce(ctx, one.grad) for one in model.parameters() if one.grad is not None]
+        return [af.gather_sequence(ctx, logits.detach(), 1), *gradients]
+
+    make_llama()
+    expected = run_ranks(work, 1)[0]
+    for found in run_ranks(work, 2, on="processes", **options(axis)):
+        torch.testing.assert_close(found[0], expected[0])
+        torch.testing.assert_close(found[1:], expected[1:])
 
 
 @pytest.mark.slow
 def test_masks_windows_and_other_attention_of_transformers_are_refused() -> None:
     def work(ctx: af.Context) -> list[str]:
         ids = torch.full((2, 4), ctx.rank)
-        said = [refused(ctx, make_llama(), ids, attention_mask=torch.ones(2, 4))]
+        places = af.shard_sequence(ctx, torch.arange(8)[None], 1)
+        said = [refused(ctx, make_llama(), ids, attention_mask=torch.ones(2, 4), position_ids=places)]
         windowed, eager = make_llama(), make_llama(attn_implementation="eager")
         windowed.model.layers[1].self_attn.sliding_window = 4
         for model in (windowed, eager):
@@ -179,7 +209,7 @@ def test_masks_windows_and_other_attention_of_transformers_are_refused() -> None
     make_llama()  # imports transformers once, and not in each forked rank
     for messages in run_ranks(work, 2, on="processes", **options("cp")):
         layer = "layers.1.self_attn has sliding_window=4"
-        check(messages, ["attention_mask", layer, "computes attention by 'eager'"])
+        check(messages, ["called with attention_mask", layer, "computes attention by 'eager'"])
 
 
 def test_a_plan_says_who_computes_attention_together() -> None:
