@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sys
 import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
 from accelfn.context.environment import EnvironmentPlan
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+_STORE_TIMEOUT = timedelta(minutes=5)
+_BACKLOG = 4096  # all ranks connect at once
 
 # Ranks start at different times; only longer waits are reported.
 _QUIET_S = 5.0
@@ -26,6 +33,32 @@ def address_of(place: EnvironmentPlan, init_method: str | None = None) -> str:
         return "xla://"  # torch_xla knows the address of its first process
     # env:// finds the store that torchrun's agent hosts.
     return "env://" if place.launcher == "torchrun" else f"tcp://{_host_and_port(place)}"
+
+
+def serve_store(
+    host: str, port: int, timeout: timedelta = _STORE_TIMEOUT, *, multi_tenant: bool = False
+) -> TCPStore:
+    """Serve a store: at a loopback address to this machine alone, else on all its interfaces.
+
+    Args:
+        host: Name or address by which the ranks reach it.
+        port: 0 for any free one.
+        timeout: Of its operations.
+        multi_tenant: Share the store that this process already serves at the port, if it does.
+
+    Raises:
+        RuntimeError: The port is in use.
+    """
+    options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": multi_tenant}
+    if host in _LOOPBACK:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        address = "127.0.0.1" if host == "localhost" else host.strip("[]")
+        # Where it is taken, torch shares this process's store, or says so.
+        with contextlib.suppress(OSError):
+            listener = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+            port = listener.getsockname()[1]
+            options["master_listen_fd"] = listener.detach()
+    return TCPStore(host, port, None, True, timeout, **options)
 
 
 def join_store(
@@ -53,15 +86,12 @@ def join_store(
     if where == f"tcp://{_host_and_port(place)}":
         # Without waiting for the other ranks, which are counted below.
         with _announce_if_slow(f"rank 0 of {size} ranks at {_host_and_port(place)}, as rank {rank}"):
-            store: Store = TCPStore(
-                place.master_addr or "127.0.0.1",
-                place.master_port or 0,
-                None,
-                rank == 0,
-                patience,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            host, port = place.master_addr or "127.0.0.1", place.master_port or 0
+            store: Store
+            if rank == 0:
+                store = serve_store(host, port, patience, multi_tenant=True)
+            else:
+                store = TCPStore(host, port, None, False, patience, wait_for_workers=False)
     else:
         with _announce_if_slow(f"other ranks of {size} at {where}, as rank {rank}"):
             store = next(rendezvous(where, rank, size, timeout=patience))[0]

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Concatenate, TypeVar
 
 import torch
-import torch.distributed as dist
 from typing_extensions import Unpack
 
 from accelfn.context import Context, ContextOptions
 from accelfn.context.config import PrecisionType
 from accelfn.context.config.checks import did_you_mean
+from accelfn.context.rendezvous import serve_store
 from accelfn.errors import CollectiveTimeoutError, ConfigurationError, DistributedError, MissingExtraError
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.function_ranks import (
@@ -326,7 +326,7 @@ def _run_local(
     """Run the job in ``folder`` on fresh processes of this machine, and stop all of them."""
     try:
         # This process serves the store, so that port 0 works.
-        store = dist.TCPStore(address, port, None, True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
+        store = serve_store(address, port)
     except RuntimeError as error:
         raise ConfigurationError(
             f"{caller}: can't use port {port} of {address}: {error}. Leave the port out to use any free port."

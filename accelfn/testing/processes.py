@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed re-exports it untyped
 
 from accelfn.context import Context, process_group_collectives, store_board, text_of
+from accelfn.context.rendezvous import serve_store
 from accelfn.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -87,7 +88,7 @@ def run_on_processes(
             processes.append(process)
             receivers.append(receiver)
         # Hosted by the parent, so that it outlives every rank. After the forks, since it starts a thread.
-        server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+        server = serve_store("127.0.0.1", 0)
         for receiver in receivers:
             with contextlib.suppress(OSError):  # the rank has ended
                 receiver.send(server.port)

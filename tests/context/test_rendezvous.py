@@ -1,12 +1,14 @@
 """Ranks that find each other: who waits says for whom, and for how long."""
 
 import re
+import socket
 import sys
 import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from accelfn.context import Context, EnvironmentPlan, MessageBoard, init, init_context, rendezvous
 from accelfn.context.config import InitProcessGroupKwargs
@@ -85,3 +87,26 @@ def test_a_limit_that_was_asked_for_holds_and_an_address_that_was_given_is_not_d
 def test_the_address_of_the_world(host: str | None, address: str) -> None:
     place = EnvironmentPlan(launcher="env", master_addr=host, master_port=7)
     assert rendezvous.address_of(place) == f"tcp://{address}"
+
+
+@pytest.mark.parametrize("port", [0, None])
+def test_a_store_for_one_machine_is_reached_from_there_alone(port: int | None) -> None:
+    store = rendezvous.serve_store("127.0.0.1", int(free_port()) if port is None else port)
+    store.set("key", "value")
+    client = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
+    assert client.get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)  # another address of this machine
+    with pytest.raises(RuntimeError):  # the port is in use
+        rendezvous.serve_store("127.0.0.1", store.port)
+    for_all = rendezvous.serve_store("0.0.0.0", 0)
+    socket.create_connection(("127.0.0.2", for_all.port), timeout=5).close()
+
+
+def test_the_ranks_of_a_loopback_address_meet_at_such_a_store() -> None:
+    port = int(free_port())
+    place = EnvironmentPlan(launcher="env", master_addr="localhost", master_port=port)
+    store = rendezvous.join_store(place, timedelta(seconds=5), timedelta(seconds=5))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    store.set("key", "value")

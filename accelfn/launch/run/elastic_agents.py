@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's are untyped
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -47,6 +47,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from accelfn.context.failure import Loss, announce_loss, store_board
+from accelfn.context.rendezvous import serve_store
 from accelfn.launch.run.machines import Machines
 from accelfn.launch.run.slots import (
     LISTEN_S,
@@ -125,7 +126,7 @@ def run_agents(
     slots = plan_slots(int(options.nnodes), int(options.nproc_per_node), options.node_rank)
     host, _, port = str(options.rdzv_endpoint).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    store = machines.store if machines else TCPStore(host, int(port), None, True, wait_for_workers=False)
+    store = machines.store if machines else serve_store(host, int(port))
     training = _Training(store, slots, heartbeat_timeout_s, machines, stop_signal, report)
     os.makedirs(options.log_dir, exist_ok=True)
     folder = tempfile.mkdtemp(prefix=f"{RUN_ID}_", dir=options.log_dir)
