@@ -336,9 +336,11 @@ def check_together(objects: Sequence[object]) -> None:
         NotAvailableError: An optimizer can't be trained with.
     """
     models = [item for item in objects if isinstance(item, nn.Module)]
-    known = {id(newest(parameter)) for model in models for parameter in model.parameters()}
+    # Not parameters(), which a model may override.
+    modules = [module for model in models for module in model.modules()]
+    known = {id(newest(one)) for module in modules for one in module._parameters.values() if one is not None}
     for index, item in enumerate(objects):
-        if known and isinstance(item, Optimizer) and not known & parameters_of(item):
+        if known and isinstance(item, Optimizer) and not (known & parameters_of(item) or _is_known(item)):
             raise ConfigurationError(
                 f"prepare: object {index}, a {type(item).__name__}, has no parameter of the models that are "
                 "prepared with it, so its steps would not change them. Make it from model.parameters() of "
@@ -346,6 +348,13 @@ def check_together(objects: Sequence[object]) -> None:
             )
         if isinstance(item, Optimizer):
             note_optimizer(item)
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Return whether a model of an optimizer's parameters was prepared before."""
+    groups: list[dict[str, list[torch.Tensor]]] = optimizer.param_groups
+    found = (newest(one) for group in groups for one in group["params"])
+    return any(_MARK in vars(one) for one in found if one is not None)
 
 
 def parameters_of(optimizer: Optimizer) -> frozenset[int]:
@@ -499,6 +508,8 @@ def _with_compute(ctx: Context, model: M) -> M:
 def _marked(ctx: Context, inner: nn.Module, result: M) -> M:
     mark = mark_of(ctx)._replace(is_alone=not has_engine(result))
     setattr(inner, _MARK, mark._replace(is_wrapped=result is not inner))
+    for parameter in inner.parameters():
+        setattr(parameter, _MARK, True)
     if result is not inner:
         setattr(result, _MARK, mark)
     return result

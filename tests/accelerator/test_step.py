@@ -4,6 +4,7 @@
 """The training step through the shim: what it accepts, what it refuses, and what it counts."""
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -213,6 +214,17 @@ def test_an_unknown_arithmetic_is_refused() -> None:
         Accelerator(context=Context(), compat="lightning")  # pyright: ignore[reportArgumentType]
 
 
+class HeadTrained(nn.Module):
+    """A model that overrides ``parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.head.parameters(recurse)
+
+
 def test_what_is_prepared_together_has_to_belong_together() -> None:
     accelerator = Accelerator(context=Context())
     for prepare in (accelerator.prepare, lambda *them: af.prepare(Context(), *them)):
@@ -223,3 +235,7 @@ def test_what_is_prepared_together_has_to_belong_together() -> None:
         with pytest.raises(ConfigurationError, match="the SGD of the StepLR was not prepared"):
             prepare(scheduler)
         prepare(scheduler, optimizer)  # in any order
+        critic = prepare(one_weight())
+        prepare(one_weight(), sgd(critic))  # of a model that was prepared before
+        model = HeadTrained()
+        prepare(model, sgd(model.body))
