@@ -7,6 +7,7 @@ checksums cost little.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -230,6 +231,8 @@ _READ_BYTES = _CACHED_BYTES
 # The least work for a thread; less is done without one.
 _BATCH_BYTES = 1 << 22
 _MAX_THREADS = 4
+# Rows in memory of which only some columns are wanted, besides those of one tensor.
+_SLICED_BYTES = 1 << 24
 
 
 class TensorFile(NamedTuple):
@@ -336,7 +339,7 @@ def read_boxes(disk: Disk, folder: Folder, manifest: Manifest, boxes: Sequence[B
     """Read parts of a checkpoint into new tensors, and return them when all of them are verified.
 
     For a box that is a range of the first dimension, only the chunks that contain its bytes are read; any
-    other box is sliced from the rows that contain it.
+    other box is sliced from the rows that contain it, a few tensors at a time.
 
     Args:
         disk: To read from.
@@ -360,18 +363,35 @@ def read_boxes(disk: Disk, folder: Folder, manifest: Manifest, boxes: Sequence[B
         with open_tensor_file(disk, folder, name, manifest.files[name], expected[name]) as file:
             # In the order of the file, which is that of the disk.
             indices = sorted(by_file[name], key=lambda index: file.entries[boxes[index].piece.key].start)
-            targets = [_rows_for(boxes[index]) for index in indices]
-            chunks: list[_Chunk] = []
-            for index, rows in zip(indices, targets, strict=True):
-                box = boxes[index]
-                entry, memory = file.entries[box.piece.key], memory_of(rows)
-                first = box.offset[0] if box.offset and len(memory) else 0
-                row_bytes = (entry.stop - entry.start) // box.piece.shape[0] if first else 0
-                chunks += _chunks(box, entry, memory, first * row_bytes, first * row_bytes + len(memory))
-            _read_chunks(disk, file, chunks)
-        for index, rows in zip(indices, targets, strict=True):
-            results[index] = _slice_box(boxes[index], rows)
+            for part in _parts_to_slice(boxes, indices):
+                targets = [_rows_for(boxes[index]) for index in part]
+                chunks: list[_Chunk] = []
+                for index, rows in zip(part, targets, strict=True):
+                    box = boxes[index]
+                    entry, memory = file.entries[box.piece.key], memory_of(rows)
+                    first = box.offset[0] if box.offset and len(memory) else 0
+                    row_bytes = (entry.stop - entry.start) // box.piece.shape[0] if first else 0
+                    chunks += _chunks(box, entry, memory, first * row_bytes, first * row_bytes + len(memory))
+                _read_chunks(disk, file, chunks)
+                for index in reversed(part):
+                    results[index] = _slice_box(boxes[index], targets.pop())
     return cast("list[torch.Tensor]", results)
+
+
+def _parts_to_slice(boxes: Sequence[Box], indices: Sequence[int]) -> Iterator[list[int]]:
+    """Split the boxes of a file so that only a few rows are in memory at a time of which parts are wanted."""
+    part: list[int] = []
+    size = 0
+    for index in indices:
+        box = boxes[index]
+        part.append(index)
+        if box.shape and box.shape[1:] != box.piece.shape[1:]:
+            size += box.shape[0] * math.prod(box.piece.shape[1:]) * dtype_from_name(box.dtype).itemsize
+        if size >= _SLICED_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def verify_tensor_file(

@@ -18,6 +18,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.files import Box, read_boxes
+from accelfn.checkpoint.find import OpenCheckpoint, read_checkpoint
 from accelfn.checkpoint.manifest import CHUNK_BYTES
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError
 from tests.checkpoint.small import flip, said, same_bits
@@ -166,3 +168,22 @@ def test_a_changed_header_is_sound_or_refused(place: int, mask: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(DamagedCheckpointError, CheckpointMismatchError):
             load(Path(folder), bytes(changed), 16)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system doesn't count memory so")
+def test_a_part_of_the_columns_takes_little_more_memory_than_itself(tmp_path: Path) -> None:
+    size = (1024, 2048)
+    path = af.save_tree(
+        tmp_path / "at", {str(number): torch.full(size, float(number)) for number in range(12)}
+    )
+
+    def read(found: OpenCheckpoint) -> list[torch.Tensor]:
+        tensors = found.manifest.tensors.items()
+        boxes = [Box(name, one.dtype, one.pieces[0], (0, 256), (1024, 256)) for name, one in tensors]
+        return read_boxes(REAL_DISK, found.folder, found.manifest, boxes)
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("VmRSS")
+    parts = read_checkpoint(REAL_DISK, path, read)
+    assert memory("VmHWM") - before < 56 << 20  # 96 MiB are stored, of which 12 are wanted
+    assert sorted(int(part.sum()) >> 18 for part in parts) == [*range(12)]
