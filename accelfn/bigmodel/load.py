@@ -39,7 +39,7 @@ from accelfn.bigmodel.weight_files import (
     progress_bar,
     read_tensors,
 )
-from accelfn.checkpoint.weights_state import Agreement, require_module, together
+from accelfn.checkpoint.weights_state import Agreement, require_module, shard_like, together
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context, init_context
 from accelfn.training import unwrap_model
@@ -165,13 +165,11 @@ def _read_batch(
 def _sharded(step: LoadStep, value: torch.Tensor, is_whole: bool) -> torch.Tensor:
     """Return a DTensor of the values that this rank has read, without communication."""
     tensor = cast("Any", step.target.tensor)
+    if is_whole:
+        return shard_like(tensor, value.view(tensor.shape), step.dtype)
     # Not at the top: it is slow to import, and a model with DTensors has imported it.
     api: Any = importlib.import_module("torch.distributed.tensor")
     mesh, placements = tensor.device_mesh, tensor.placements
-    if is_whole:
-        complete = value.view(tensor.shape).to(mesh.device_type)
-        sharded = api.distribute_tensor(complete, mesh, placements, src_data_rank=None)
-        value = local_of(sharded).to(step.dtype, copy=True)  # it may be the mapped file itself
     options = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
     return api.DTensor.from_local(value, mesh, placements, **options)
 

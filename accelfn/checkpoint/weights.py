@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import pickle
@@ -54,6 +53,7 @@ from accelfn.checkpoint.weights_state import (
     is_tensor,
     own_names,
     require_module,
+    shard_like,
     together,
 )
 from accelfn.comm import check_replicas, gather_object
@@ -367,7 +367,9 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
         )
     with torch.no_grad():
         loaded = {
-            name: _distributed_like(targets[own], stored.tensors[sources[own]])
+            name: stored.tensors[sources[own]]
+            if not is_dtensor(targets[own])
+            else shard_like(targets[own], stored.tensors[sources[own]], targets[own].dtype)
             for name, own in names.items()
             if own in sources
         }
@@ -495,13 +497,3 @@ def _misfits(
             if tied_source != source and not same_bits(stored[tied_source], tensor):
                 rows.append(Misfit(name, f"other values than {tied_source}", f"tied to {tied_source}"))
     return rows
-
-
-def _distributed_like(target: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a complete tensor, in the layout of ``target``, without communication."""
-    if not is_dtensor(target):
-        return tensor
-    # Where there is a DTensor, torch.distributed.tensor is available; it is slow to import.
-    distribute = importlib.import_module("torch.distributed.tensor").distribute_tensor
-    local = tensor.to(target.device_mesh.device_type)
-    return distribute(local, target.device_mesh, target.placements, src_data_rank=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
@@ -310,3 +311,26 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
         }
 
     return together(ctx, _GET, collect)
+
+
+def shard_like(target: Any, whole: torch.Tensor, dtype: torch.dtype) -> Any:
+    """Return the shards of a complete tensor as a DTensor in the layout of ``target``, without communication.
+
+    The tensor is split where it is, so that only this rank's part goes to the device.
+
+    Ranks: local.
+
+    Args:
+        target: A DTensor.
+        whole: A tensor of its complete shape.
+        dtype: Of the result.
+    """
+    # Where there is a DTensor, torch.distributed.tensor is available; it is slow to import.
+    api: Any = importlib.import_module("torch.distributed.tensor")
+    mesh, part = target.device_mesh, whole
+    for dim, placement in enumerate(target.placements):
+        if not placement.is_replicate():
+            part = placement._shard_tensor(part, mesh, dim, None)
+    part = part.to(mesh.device_type, dtype, copy=True)  # it may be a mapped file itself
+    options = {"run_check": False, "shape": target.shape, "stride": target.stride()}
+    return api.DTensor.from_local(part, mesh, target.placements, **options)

@@ -6,16 +6,18 @@
 import importlib
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import accelfn as af
 from accelfn import Context
+from accelfn.bigmodel import load_checkpoint_in_model
 from accelfn.checkpoint import convert_checkpoint
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
@@ -137,6 +139,34 @@ def test_different_models_are_detected_before_gathering(tmp_path: Path) -> None:
     first, second = run_ranks(run, 2, "processes")
     assert first == second
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_ranks_part_of_a_stored_tensor_goes_to_its_device(tmp_path: Path) -> None:
+    whole = torch.arange(64.0).reshape(8, 8)
+    save_file({"weight": whole}, tmp_path / "model.safetensors")
+
+    def run(ctx: Context) -> list[int]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        largest: list[int] = []
+
+        class Watch(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func is torch.Tensor.to:
+                    largest[-1] = max(largest[-1], args[0].numel())
+                return func(*args, **(kwargs or {}))
+
+        for load in (af.load_model, load_checkpoint_in_model):
+            mesh = init_device_mesh("cpu", (2,))
+            model = Bag(weight=distribute_tensor(torch.zeros(8, 8), mesh, [Shard(1)]))
+            largest.append(0)
+            with Watch():
+                load(model, tmp_path)
+            assert torch.equal(local_of(cast("Any", model).weight), whole.chunk(2, 1)[ctx.rank])
+        return largest
+
+    assert run_ranks(run, 2, "processes") == [[32, 32], [32, 32]]
 
 
 def test_one_tensor_is_gathered_at_a_time(tmp_path: Path) -> None:
