@@ -368,7 +368,7 @@ def recompute(model: nn.Module, names: Iterable[str]) -> None:
 _PLACE = "_accelfn_place"
 
 # Leaves without tensors. Any other unknown object may contain the tensor where a backward pass begins.
-_WITHOUT_TENSORS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
+WITHOUT_TENSORS = (type(None), str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
 
 
 class ForwardAgreement:
@@ -523,7 +523,7 @@ def _starts_of_backward(output: Any) -> list[Node]:
                 starts.append(leaf.grad_fn)
                 if leaf._base is not None:  # changing a view in place replaces its node, but not this one
                     starts.append(leaf._base.grad_fn)
-        elif not isinstance(leaf, _WITHOUT_TENSORS):
+        elif not isinstance(leaf, WITHOUT_TENSORS):
             return []
     found = [node for node in starts if node is not None]
     return found if len(found) == len(starts) else []  # a parameter has no node

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from accelfn.comm import reduce, verify_structure
 from accelfn.context import Context, check_context
@@ -23,7 +24,7 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.buffers import IGNORED, sync_buffers
 from accelfn.parallel.exact import ExactReplica, ThreadDDP
 from accelfn.parallel.facts import modules_of
-from accelfn.parallel.forward import check_each_forward
+from accelfn.parallel.forward import WITHOUT_TENSORS, check_each_forward
 from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle
 from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.parameters import is_made_of_others, send_values
@@ -274,8 +275,11 @@ class DDPHandle(Handle):
     @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     def after_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
         """Hook after a forward pass: torch now expects its backward pass, if it averages."""
-        if torch.is_grad_enabled() and cast("Any", model).require_backward_grad_sync:
+        ddp = cast("Any", model)
+        if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self._is_announced = True
+            if ddp.static_graph:
+                _check_static(self._watched(), output)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Hook after a gradient was added to ``.grad``, before torch's own hook that averages it."""
@@ -324,6 +328,44 @@ class DDPHandle(Handle):
             "none. Make the loss depend on all of them, freeze the others before prepare, or use "
             f"DistributedDataParallelKwargs(find_unused_parameters=True). Torch reports: {unfinished}"
         )
+
+
+def _check_static(parameters: Mapping[str, torch.Tensor], output: Any) -> None:
+    """Refuse a forward pass, and later its backward passes, that break the promise of a static graph.
+
+    Torch notices neither; it counts gradients in the first backward pass, and averages by that count.
+
+    Raises:
+        ConfigurationError: A parameter was frozen, or torch can't find the tensors of the output.
+    """
+    frozen = next((name for name, parameter in parameters.items() if not parameter.requires_grad), None)
+    if frozen is not None:
+        raise ConfigurationError(
+            f"forward: static_graph=True promises that every pass trains the same parameters, and {frozen} "
+            "was frozen after prepare. Use static_graph=False."
+        )
+    leaves = tree_leaves(output)
+    strange = next((one for one in leaves if not isinstance(one, (torch.Tensor, *WITHOUT_TENSORS))), None)
+    if strange is not None:
+        raise ConfigurationError(
+            f"forward: with static_graph=True torch looks for tensors in the model's output, but can't look "
+            f"into a {type(strange).__name__}. Return a tensor, tuple or dict, or use static_graph=False."
+        )
+    first: list[int] = []
+
+    def before_backward(gradients: Any) -> None:
+        del gradients
+        first.append(torch._C._current_graph_task_id())  # pyright: ignore[reportPrivateUsage]
+        if first[-1] != first[0]:
+            raise ConfigurationError(
+                "backward: with static_graph=True torch averages the gradients of one backward pass for each "
+                "forward pass, and this is the second one (torch.autograd.grad counts). Add up losses and "
+                "call backward once, or use static_graph=False."
+            )
+
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.register_prehook(before_backward)
 
 
 def _unfinished(ddp: Any) -> str | None:

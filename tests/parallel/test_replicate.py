@@ -2,7 +2,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -74,6 +75,42 @@ def test_frozen_models_are_rank_0s_too(on: Where) -> None:
 
     assert run_ranks(run, 2, on) == [[1.0] * 7] * 2
     assert run_ranks(lambda ctx: run(ctx, evaluation_mode=True), 2) == [[1.0] * 7, [2.0] * 7]
+
+
+def test_what_torch_gets_wrong_with_a_static_graph_is_refused() -> None:
+    class Box(NamedTuple):
+        value: torch.Tensor
+
+    @dataclass
+    class Output:
+        value: torch.Tensor
+
+    class Returning(nn.Linear):
+        kind: Any = Box
+
+        def forward(self, x: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return self.kind(super().forward(x))
+
+    def run(ctx: Context) -> None:
+        static = ctx.replace(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
+        x = torch.ones(2, 2)
+        inner = Returning(2, 1)
+        model: Any = af.prepare(static, inner)
+        for _ in range(2):
+            model(x).value.sum().backward()
+        inner.kind = Output
+        with pytest.raises(ConfigurationError, match="can't look into a Output"):
+            model(x)
+        inner.kind = Box
+        loss = model(x).value.sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(ConfigurationError, match="one backward pass for each forward pass"):
+            loss.backward()
+        inner.bias.requires_grad_(False)
+        with pytest.raises(ConfigurationError, match="bias was frozen after prepare"):
+            model(x)
+
+    run_ranks(run, 2, "processes")
 
 
 COMPRESSIONS: list[dict[str, Any]] = [
