@@ -379,9 +379,8 @@ class _Sharing:
     def _along_ring(self, call: _Call) -> torch.Tensor:
         query, key, value = call[:3]
         if call.is_causal and not call.dropout_p:
-            if (
-                key.shape[1] != query.shape[1]
-            ):  # torch's loop exchanges keys and values as the kernel takes them
+            # Torch's loop exchanges keys and values as the kernel takes them.
+            if key.shape[1] != query.shape[1]:
                 times = query.shape[1] // key.shape[1]
                 key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
             rotation = self.plan.rotation
