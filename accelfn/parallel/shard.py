@@ -609,6 +609,8 @@ class ShardHandle(Handle):
         self._waiting = WaitingGradients[Any]()  # unsharded ones, of an open window
         self._num_passed = 0  # of units whose forward had ended when the current forward pass began
         self._identities: list[int] = []  # of the groups whose units the latest forward pass gathered
+        self._keeps = False  # whether what is gathered outlasts the backward pass
+        self._accumulates: bool | None = None  # whether it sets gradients; None for unknown
         self._gathering = Call("forward")
         self._usual = ""  # order of all units
         self._unused: list[Any] = []  # FSDP's records of parameters without a gradient in this backward pass
@@ -653,6 +655,7 @@ class ShardHandle(Handle):
         """Average gradients that were accumulated under :meth:`without_sync`, without a backward pass."""
         model = cast("Any", self._model())
         self._release()
+        self._accumulates = True
         with self._syncing(True):
             # As torch's pipelines do it; there is no public function. A test checks these names.
             for group in self._living_groups():
@@ -715,6 +718,10 @@ class ShardHandle(Handle):
             return
         self._show_gathered()
         self._release()
+        self._keeps = torch.is_grad_enabled()  # with create_graph: it may be reversed in turn
+        for group in self._living_groups():
+            group.reshard_after_backward = not self._keeps
+        self._accumulates = None
         cast("Any", type(state))._register_root_post_backward_final_callback(state)
         cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._leave_backward)
 
@@ -730,13 +737,28 @@ class ShardHandle(Handle):
             whole = getattr(record, "_unsharded_param", None)
             if whole is None or whole.grad is not None or record.unsharded_accumulated_grad is not None:
                 continue
-            if record.sharded_param.requires_grad:
+            if record.sharded_param.requires_grad and self._sets_gradients():
                 whole.grad = torch.zeros_like(whole).neg_()
                 self._unused.append(record)
         cast("Any", type(group)).post_backward(group, *unused)
 
+    def _sets_gradients(self) -> bool:
+        """Return whether the backward pass sets gradients of parameters, unlike ``torch.autograd.grad``."""
+        if self._accumulates is None:
+            wholes = [
+                record._unsharded_param
+                for group in self._living_groups()
+                for record in group.fsdp_params
+                if record.sharded_param.requires_grad and hasattr(record, "_unsharded_param")
+            ]
+            nodes = (torch.autograd.graph.get_gradient_edge(whole).node for whole in wholes)
+            self._accumulates = any(cast("Any", torch)._C._will_engine_execute_node(node) for node in nodes)
+        return self._accumulates
+
     def _leave_backward(self) -> None:
         """Run after a backward pass."""
+        if self._keeps:
+            self._show_shards()
         for record in self._unused:
             shard = record.sharded_param
             if _is_minus_zero(local_of(shard.grad)):
