@@ -299,7 +299,7 @@ class StageRun:
             raise ConfigurationError(
                 f"{name} is on stage {stage}, but the model calls it after the first block of stage "
                 f"{self.index}. Each block must be called once, in order. If {name} is only called after the "
-                "blocks, name it in plan_stages(..., last=...)."
+                "blocks, name it in PipelineParallelConfig(last=...)."
             )
         before = reversed(self.outlines[: self.index])
         found = next((one.results for one in before if call in one.results), None)
@@ -636,10 +636,10 @@ def _staged(model: nn.Module) -> StagedForward:
     """Return the StagedForward of a model, or of the model inside a wrapper."""
     for module in cast("Iterable[nn.Module]", model.modules()):
         forward: object = vars(module).get("forward")
-        while isinstance(forward, WrappedForward):
+        while forward is not None:
             if isinstance(forward, StagedForward):
                 return forward
-            forward = forward.__wrapped__
+            forward = getattr(forward, "__wrapped__", None)
     raise ConfigurationError(
         f"run_stage: {type(model).__name__} isn't split into stages. Call apply_stages first."
     )

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 import accelfn as af
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
-from tests.parallel.tensor_models import GPT, make_batch, summed_loss
+from accelfn.tree import local_of
+from tests.parallel.tensor_models import GPT, PLAN, VOCABULARY, make_batch, summed_loss
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 # Others are in test_layouts.
@@ -210,6 +211,33 @@ def test_a_model_recomputes_its_own_blocks_where_none_is_on_two_stages() -> None
         assert all(torch.allclose(one, expected[name], atol=1e-4) for name, one in found.items())
         assert "blocks.2 is the first block of stage 1, and the model calls it without gradients" in said[0]
         assert "recomputes modules of several stages of the pipeline at once" in said[1]
+
+
+class Scaled(GPT):
+    """A model with a parameter of its own, around the layers that ranks share."""
+
+    tp_plan = PLAN
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.scale = nn.Parameter(torch.full((VOCABULARY,), 0.5))
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(ids, positions) * self.scale
+
+
+@pytest.mark.slow
+def test_a_parameter_of_the_model_itself_is_in_stages_whose_layers_ranks_share() -> None:
+    def work(ctx: af.Context) -> tuple[float, Any]:
+        model: Any = af.prepare(ctx, Scaled())
+        return run(ctx, model, make_batch(0)).item(), local_of(model.scale.grad)
+
+    model = Scaled()
+    total, _ = summed_loss(model, make_batch(0))
+    total.backward()
+    for loss, gradient in run_ranks(work, 4, "processes", parallelism_config=stages(tp=2)):
+        assert loss == pytest.approx(total.item())
+        assert torch.allclose(gradient, cast("torch.Tensor", model.scale.grad), atol=1e-4)
 
 
 def test_what_is_beside_a_step_is_as_without_stages() -> None:
