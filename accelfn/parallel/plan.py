@@ -194,7 +194,8 @@ def plan_model(
     Args:
         ctx: The mesh and the options.
         model: Not prepared yet; its parameters may be on the meta device. Or its facts.
-        engine: "ddp" keeps the full model on every rank, "shard" shards it; None for the context's choice:
+        engine: "ddp" keeps the full model on every rank, such as a small one beside one that ranks along "tp"
+            share; "shard" shards it; None for the context's choice:
             sharded with an ``fsdp_plugin``, ``dp_shard_size``, ``tp_size`` or ``pp_size``, else replicated.
 
     Raises:
@@ -279,7 +280,7 @@ def plan_outline(
     experts = None
     if chosen == "shard" and mesh.size("ep") > 1:
         experts = _plan_experts(ctx, outline, mesh)
-    if mesh.size("tp") > 1 and tensor is None:
+    if mesh.size("tp") > 1 and tensor is None and chosen != "ddp":
         handler = None if parallelism is None else parallelism.tp_handler
         tensor = plan_tensor(handler or TorchTensorParallelConfig(), outline, mesh.size("tp"))
     plugin = ctx.strategy.fsdp
@@ -430,10 +431,10 @@ def _choose_engine(ctx: Context, mesh: MeshPlan, engine: Literal["ddp", "shard"]
     is_sharded = ctx.strategy.fsdp is not None or mesh.size("dp_shard") > 1
     is_apart = mesh.size("tp", "pp") > 1
     chosen = engine or ("shard" if is_sharded or is_apart else "ddp")
-    if chosen == "ddp" and is_apart:
+    if chosen == "ddp" and mesh.size("pp") > 1:
         raise ConfigurationError(
-            'plan_model: engine="ddp" keeps the full model on every rank, but ranks along tp and pp have '
-            "parts of it. Leave engine out, or prepare a model that isn't trained with evaluation_mode=True."
+            'plan_model: engine="ddp" keeps the full model on every rank, but ranks along pp have parts of '
+            "it. Leave engine out, or prepare a model that isn't trained with evaluation_mode=True."
         )
     if chosen == "shard" and ctx.reduction is not None:
         raise ConfigurationError(
@@ -441,7 +442,8 @@ def _choose_engine(ctx: Context, mesh: MeshPlan, engine: Literal["ddp", "shard"]
             "number. Leave fsdp_plugin, dp_shard_size and tp_size out, or "
             'use reduction="mean".'
         )
-    return "none" if mesh.size("loss") == 1 else chosen
+    # Ranks along "tp" have the same gradients of a full model: their mean is these, and keeps them equal.
+    return "none" if mesh.size("loss") == 1 and chosen == "shard" else chosen
 
 
 def _refuse_alone(plugin: FullyShardedDataParallelPlugin | None) -> None:

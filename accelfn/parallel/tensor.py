@@ -251,7 +251,12 @@ def _match(
                     f"{styles[name]!r}. Keep one."
                 )
             chosen_by.setdefault(name, pattern)
-    if not matched and not is_users:
+    if not matched and is_users:
+        problems.append(
+            "If it is the plan of another model, and this one stays whole on each rank: "
+            'prepare_model(ctx, model, plan=plan_model(ctx, model, engine="ddp")).'
+        )
+    elif not matched:
         problems.append(f"none of its patterns matches a module: {', '.join(patterns)}.")
     return styles, problems
 

@@ -152,7 +152,7 @@ SHARDED = ParallelismConfig(dp_shard_size=4)
             {"dynamo_backend": "eager"},
             "separately, .* that is compiled",
         ),
-        (stages("gpipe", tp_size=2), "ddp", {}, 'engine="ddp" keeps the full .* along tp and pp have parts'),
+        (stages("gpipe", tp_size=2), "ddp", {}, 'engine="ddp" keeps the full .* along pp have parts'),
         (None, "shard", {"reduction": "canonical"}, "needs the full model on every rank"),
         (SHARDED, None, {"auto_wrap_policy": wraps_all}, "auto_wrap_policy needs the model's modules"),
         (SHARDED, None, {"ignored_modules": "out"}, "ignored_modules needs the model's modules"),

@@ -138,3 +138,31 @@ def test_a_penalty_on_parameters_that_ranks_share_is_added_as_a_plain_tensor() -
     handler = TorchTensorParallelConfig(plan=PLAN)
     config = af.ParallelismConfig(tp_size=2, tp_handler=handler)
     assert max(run_ranks(train, 2, "processes", parallelism_config=config)) < 2e-5
+
+
+def test_a_second_model_is_trained_whole_beside_one_that_ranks_share() -> None:
+    def train(ctx: Context) -> tuple[float, list[torch.Tensor]]:
+        model: Any = GPT()
+        critic: Any = nn.Sequential(nn.Linear(VOCABULARY, 1), nn.Tanh())
+        for parameter in critic.parameters():
+            nn.init.ones_(parameter)
+        optimizer = torch.optim.SGD([*critic.parameters()], lr=0.5)
+        model = af.prepare_model(ctx, model)
+        if ctx.num_processes > 1:
+            whole_plan = af.plan_model(ctx, critic, engine="ddp")
+            with pytest.raises(ConfigurationError, match=r'engine="ddp"'):
+                af.prepare_model(ctx, critic)
+            critic = af.prepare_model(ctx, critic, plan=whole_plan)
+        optimizer = af.prepare(ctx, optimizer)
+        scaler = af.backward(ctx, critic(model(make_batch(1)[0])).square().mean(), af.init_scaler(ctx))
+        norm = float(af.clip_grad_norm_(ctx, critic.parameters(), 1e9, scaler_state=scaler))
+        af.optimizer_step(ctx, optimizer, scaler)
+        return norm, [one.detach() for one in critic.parameters()]
+
+    handler = TorchTensorParallelConfig(plan=PLAN)
+    norm, expected = train(Context())
+    for own, found in run_ranks(
+        train, 2, "processes", parallelism_config=af.ParallelismConfig(tp_size=2, tp_handler=handler)
+    ):
+        assert own == pytest.approx(norm)
+        assert all(map(torch.allclose, found, expected))
