@@ -69,6 +69,36 @@ def source_path(module: str) -> pathlib.Path:
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
 
+# --- devices -------------------------------------------------------------------------------------
+
+# Functions of torch that use the program's default device where none is passed.
+CONSTRUCTORS = frozenset(
+    ("arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "logspace", "ones", "rand")
+) | frozenset(("randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"))
+
+
+def tensors_on_the_default_device(source: str) -> list[int]:
+    """Return the lines that make a tensor without saying where."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CONSTRUCTORS
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and not any(keyword.arg in ("device", "out") for keyword in node.keywords)
+    ]
+
+
+@pytest.mark.parametrize("package", ["tree", "context", "comm", "data", "training"])
+def test_no_operation_uses_the_programs_default_device(package: str) -> None:
+    files = (ROOT / "accelfn" / package).rglob("*.py")
+    found = {path.name: tensors_on_the_default_device(path.read_text("utf-8")) for path in files}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert tensors_on_the_default_device("torch.tensor([1])") == [1]
+
+
 # --- floors --------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ ALIGNMENT = 16
 def as_tensor(data: bytes) -> torch.Tensor:
     """Copy ``data`` into a uint8 tensor on the CPU."""
     if not data:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

@@ -104,7 +104,7 @@ def gather_bytes(ctx: Context, call: Call, blob: bytes, error: Exception | None 
     rest = max(lengths) - first
     if rest <= 0:
         return heads
-    padded = torch.zeros(rest, dtype=torch.uint8)
+    padded = torch.zeros(rest, dtype=torch.uint8, device="cpu")
     tail = as_tensor(blob[first:])
     padded[: tail.numel()] = tail
     joined = ctx.collectives.all_gather(padded).view(len(rows), rest)
@@ -123,8 +123,9 @@ def broadcast_bytes(
     rows = agree(ctx, call, as_tensor(_LENGTH.pack(len(blob)) + blob[:first]) if sends else None, error)
     row = rows[source]
     length = _LENGTH.unpack(as_bytes(row, _LENGTH.size))[0]
+    head = as_bytes(row[_LENGTH.size :])  # copied now, since the broadcast may overwrite the row
     if length <= first:
-        return as_bytes(row[_LENGTH.size :])
-    tail = as_tensor(blob[first:]) if sends else torch.empty(length - first, dtype=torch.uint8)
+        return head
+    tail = as_tensor(blob[first:]) if sends else torch.empty(length - first, dtype=torch.uint8, device="cpu")
     ctx.collectives.broadcast(tail, source)
-    return blob if sends else as_bytes(row[_LENGTH.size :]) + as_bytes(tail)
+    return blob if sends else head + as_bytes(tail)

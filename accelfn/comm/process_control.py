@@ -257,7 +257,7 @@ def check_trigger(ctx: Context, state: TriggerState) -> tuple[TriggerState, bool
     (False, True)
     """
     check_context("check_trigger", ctx)
-    rows = [torch.tensor([state.is_set], dtype=torch.uint8)]
+    rows = [torch.tensor([state.is_set], dtype=torch.uint8, device="cpu")]
     if ctx.world.size > 1:
         rows = agree(ctx, Call("check_trigger"), rows[0])
     fired = any(bool(row[0]) for row in rows)

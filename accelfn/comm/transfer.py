@@ -85,7 +85,7 @@ def fits(ctx: Context, prepared: PackedTree) -> bool:
 
 def payload_of(prepared: PackedTree) -> torch.Tensor:
     """Return the bytes of all buffers of a tree."""
-    payload = torch.empty(_payload_bytes(prepared.layout), dtype=torch.uint8)
+    payload = torch.empty(_payload_bytes(prepared.layout), dtype=torch.uint8, device="cpu")
     write_groups(payload, prepared.layout.groups, prepared.leaves)
     return payload
 

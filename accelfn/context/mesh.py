@@ -359,7 +359,7 @@ class Mesh:
         kind = groups.world.device.type
         if len(names) == 1:
             return DeviceMesh.from_group(members[0], kind, mesh_dim_names=names)
-        order = torch.tensor(dist.get_process_group_ranks(world_group))
+        order = torch.tensor(dist.get_process_group_ranks(world_group), device="cpu")
         sizes = [groups.plan.size(part) for part in _PARTS]
         # The parts of a joined axis needn't be adjacent: "ep" is between those of "eshard".
         parts = [index for name in names for index, part in enumerate(_PARTS) if part in _expand((name,))]
@@ -460,7 +460,7 @@ def _nodes(ctx: Context) -> list[int]:
     """Return the node of every rank."""
     if ctx.world.num_nodes == 1:
         return [0] * ctx.world.size
-    message = torch.tensor([ctx.world.node_rank]).view(torch.uint8)
+    message = torch.tensor([ctx.world.node_rank], device="cpu").view(torch.uint8)
     rows = ctx.collectives.all_gather_bytes(message)
     return [int(row[: message.numel()].clone().view(torch.int64)) for row in rows]
 

@@ -216,7 +216,7 @@ def process_group_collectives(
 
     def barrier() -> None:
         # On the control group, which is the same for every backend and device.
-        all_gather_bytes(torch.empty(0, dtype=torch.uint8))
+        all_gather_bytes(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     numbers = itertools.count()
 
@@ -282,8 +282,8 @@ def _exchange_by_socket(
     references: tuple[weakref.ref[dist.ProcessGroup], ...],
 ) -> Callable[[torch.Tensor], StartedAllGather]:
     # Allocated once, since every operation begins with an exchange.
-    outgoing = torch.zeros(chunk, dtype=torch.uint8)
-    incoming = torch.zeros(size * chunk, dtype=torch.uint8)
+    outgoing = torch.zeros(chunk, dtype=torch.uint8, device="cpu")
+    incoming = torch.zeros(size * chunk, dtype=torch.uint8, device="cpu")
     rows = incoming.view(size, chunk).unbind()
     first = bindings.GatherOptions()
     first.rootRank = 0
@@ -369,7 +369,7 @@ def level_group_counts(all_gather_bytes: Callable[[torch.Tensor], Sequence[torch
     Ranks: every rank of ``all_gather_bytes``.
     """
     count = len(cast("Any", dist.distributed_c10d)._world.pg_names)
-    rows = all_gather_bytes(torch.tensor([count]).view(torch.uint8))
+    rows = all_gather_bytes(torch.tensor([count], device="cpu").view(torch.uint8))
     most = max(int(row[:8].clone().view(torch.int64)) for row in rows)
     make = cast("Callable[..., dist.ProcessGroup]", dist.new_group)  # pyright: ignore[reportUnknownMemberType]
     for _ in range(most - count):
@@ -433,7 +433,7 @@ def close_gloo_connections() -> None:
 
 def _let_time_out(group: Any, other: int) -> None:
     with contextlib.suppress(RuntimeError):  # it times out, or the connection is closed
-        group.recv([torch.empty(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        group.recv([torch.empty(1, device="cpu")], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 @contextmanager

@@ -219,7 +219,7 @@ def broadcast_chunks(exchange: Exchange, chunk: int, rank: int, buffer: torch.Te
         source: The rank that sends.
     """
     data = buffer.view(torch.uint8)
-    nothing = torch.empty(0, dtype=torch.uint8)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     for start in range(0, data.numel(), chunk):
         piece = data[start : start + chunk]
         rows = exchange(piece if rank == source else nothing)
@@ -249,7 +249,7 @@ def scatter_chunks(
         buffer: ``(size * n,)`` on rank ``source``.
         source: The rank that sends.
     """
-    received, nothing = output.view(torch.uint8), torch.empty(0, dtype=torch.uint8)
+    received, nothing = output.view(torch.uint8), torch.empty(0, dtype=torch.uint8, device="cpu")
     receivers = [other for other in range(size) if other != source]
     length = chunk // len(receivers)  # bytes per receiver in one exchange
     parts = None if buffer is None or rank != source else buffer.view(torch.uint8).view(size, -1)

@@ -134,7 +134,9 @@ class XlaModule:
     def get_rng_state(self, device: object = None) -> torch.Tensor:
         """Return the generator's state: one number, as bytes."""
         del device  # a process has one
-        return torch.tensor([int(self._model.get_rng_state())], dtype=torch.int64).view(torch.uint8)
+        return torch.tensor([int(self._model.get_rng_state())], dtype=torch.int64, device="cpu").view(
+            torch.uint8
+        )
 
     def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
         """Restore a state from :meth:`get_rng_state`."""

@@ -248,7 +248,7 @@ class BatchScatter:
         sizes = {key: max((part.num_bytes[key] for part in encoded), default=0) for key in (False, True)}
         inline = padded_size(_STEP.size + len(message))
         if not sizes[True] and inline + len(encoded) * sizes[False] <= capacity(self._ctx):
-            payload = torch.empty(inline + len(encoded) * sizes[False], dtype=torch.uint8)
+            payload = torch.empty(inline + len(encoded) * sizes[False], dtype=torch.uint8, device="cpu")
             head = as_tensor(_STEP.pack(len(message), sizes[False], 0, True) + message)
             payload[: head.numel()] = head
             for index, part in enumerate(encoded):
@@ -285,7 +285,7 @@ class BatchScatter:
         head = _STEP.size + length
         message = as_bytes(row[_STEP.size :], min(length, row.numel() - _STEP.size))
         if head > row.numel():
-            remainder = torch.empty(head - row.numel(), dtype=torch.uint8)
+            remainder = torch.empty(head - row.numel(), dtype=torch.uint8, device="cpu")
             ctx.collectives.broadcast(remainder, 0)
             message += as_bytes(remainder)
         facts, num_parts, pickles = pickle.loads(message)

@@ -294,7 +294,9 @@ def _begin_unprepared(ctx: Context, loader: Iterable[T], uneven: Uneven) -> tupl
     Such data has no epochs, so the name is drawn from the program's generator, as torch's DataLoader draws a
     seed for each pass. All ranks draw, so that their generators advance alike, and use rank 0's name.
     """
-    name = "" if ctx.reduction is None else str(int(torch.empty((), dtype=torch.int64).random_()))
+    name = (
+        "" if ctx.reduction is None else str(int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
+    )
     length = length_of(loader)
     batches = ((batch, BatchInfo(num_rows=rows_of(batch))) for batch in loader)
     compares_nothing = ctx.guard.mode == GuardMode.OFF and uneven == "error" and ctx.reduction is None

@@ -284,8 +284,12 @@ def _shifts(keys: tuple[int, ...], width: int, height: int) -> torch.Tensor:
     Returns:
         ``(rounds, width)`` int32; in even rows, only the first ``height`` values are used.
     """
-    bounds = torch.tensor([height if index % 2 else width for index in range(len(keys))])
-    return _hashed(torch.arange(width), torch.tensor(keys)[:, None]).remainder_(bounds[:, None]).int()
+    bounds = torch.tensor([height if index % 2 else width for index in range(len(keys))], device="cpu")
+    return (
+        _hashed(torch.arange(width, device="cpu"), torch.tensor(keys, device="cpu")[:, None])
+        .remainder_(bounds[:, None])
+        .int()
+    )
 
 
 def _look_up_rounds(shifts: torch.Tensor, width: int, height: int, numbers: torch.Tensor) -> torch.Tensor:
@@ -293,7 +297,7 @@ def _look_up_rounds(shifts: torch.Tensor, width: int, height: int, numbers: torc
     rows = torch.div(numbers, width, rounding_mode="floor")
     left, right = (numbers - rows * width).int(), rows.int()
     # The sum of two numbers below a bound: looking up its remainder is much cheaper than a division.
-    sums = torch.arange(2 * width, dtype=torch.int32)
+    sums = torch.arange(2 * width, dtype=torch.int32, device="cpu")
     wrap_left, wrap_right = sums % width, sums % height
     moved = torch.empty_like(left)
     for index, shift in enumerate(shifts.unbind()):

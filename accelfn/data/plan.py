@@ -121,8 +121,10 @@ class EpochPlan:
         Returns:
             ``(n,)`` int64: ``rank_batch`` positions per step and rank, fewer in an uneven last step.
         """
-        starts = torch.arange(first, last) * self.global_batch + (self.start + ranks.start * self.rank_batch)
-        positions = (starts[:, None] + torch.arange(len(ranks) * self.rank_batch)).reshape(-1)
+        starts = torch.arange(first, last, device="cpu") * self.global_batch + (
+            self.start + ranks.start * self.rank_batch
+        )
+        positions = (starts[:, None] + torch.arange(len(ranks) * self.rank_batch, device="cpu")).reshape(-1)
         if self.start + (last - 1) * self.global_batch + ranks.stop * self.rank_batch <= self.num_samples:
             return positions
         if self.even:

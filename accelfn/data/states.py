@@ -132,7 +132,7 @@ def restore_sampler(sampler: Any, state: State) -> None:
             thing.load_state_dict(copy.deepcopy(state[name]))
         generator, numbers = getattr(thing, "generator", None), state.get(f"{name}.generator")
         if numbers is not None and isinstance(generator, torch.Generator):
-            generator.set_state(torch.tensor(list(bytes.fromhex(numbers)), dtype=torch.uint8))
+            generator.set_state(torch.tensor(list(bytes.fromhex(numbers)), dtype=torch.uint8, device="cpu"))
 
 
 def _parts_of(sampler: Any) -> list[tuple[str, Any]]:

@@ -234,7 +234,7 @@ class StreamReader(_Stream[T]):
                 ctx.axis_size("dp") if is_rank_local else plan.size
             )
         # In shared memory for persistent workers, which read the next pass's epoch and start from it.
-        self._position = torch.zeros(3, dtype=torch.int64)
+        self._position = torch.zeros(3, dtype=torch.int64, device="cpu")
         if source.persistent_workers:
             self._position.share_memory_()
         # Weak: a pass that was left early, and its workers, must end when the loop drops its iterator.
@@ -258,7 +258,7 @@ class StreamReader(_Stream[T]):
         """Begin a pass."""
         self._states.tracked.rewind()
         set_epoch_of(self._dataset, epoch)  # shards are another object than the loader's dataset
-        self._position.copy_(torch.tensor([self.seed, epoch, start]))
+        self._position.copy_(torch.tensor([self.seed, epoch, start], device="cpu"))
         self.length: int | None = self._length()
         plan = self.plan(start)
         user_state, at = self._pop_restored()

@@ -142,7 +142,9 @@ def join_losses(parts: Sequence[Loss]) -> Loss:
                 "one microbatch and not for another. Return the same for each."
             )
         for column, leaf in zip(columns, part_leaves, strict=True):
-            column.append(leaf.detach() if isinstance(leaf, torch.Tensor) else torch.tensor(leaf))
+            column.append(
+                leaf.detach() if isinstance(leaf, torch.Tensor) else torch.tensor(leaf, device="cpu")
+            )
     device = parts[0].value.device
     sums = [torch.stack([leaf.to(device) for leaf in column]).sum(0) for column in columns]
     if parts[0].weight is None:

@@ -2,13 +2,19 @@ import dataclasses
 from typing import Any, NoReturn
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
-from accelfn.comm import broadcast_object_list, gather_object
+import accelfn as af
+from accelfn.comm import broadcast_object_list, gather_object, wait_for_everyone
 from accelfn.context import Context
+from accelfn.context.config import DataLoaderConfiguration
+from accelfn.data import Order, next_plan
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
+from accelfn.tree import flatten
 from tests.comm.seam import failure
 
 KINDS: tuple[Where, ...] = ("memory", "processes")
@@ -29,6 +35,39 @@ def objects() -> st.SearchStrategy[Any]:
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
         max_leaves=4,
     )
+
+
+def every_operation(ctx: Context) -> list[Any]:
+    """Communicate by all means, under another default device."""
+    data, many = torch.full((2,), ctx.rank + 1.0), ["x" * 2_000_000 if ctx.is_main_process else "y"]
+    source: Any = DataLoader(torch.arange(6000), batch_size=1000, shuffle=True)
+    dispatching = ctx.replace(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loaders: list[Any] = [af.prepare(each, source) for each in (ctx, dispatching)]
+    plan: Any = next_plan(loaders[0])
+    # torch's own loaders need the CPU for their random numbers.
+    batches: list[Any] = [next(iter(af.microbatches(ctx, loader))) for loader in loaders]
+    with torch.device("meta"):
+        tree: Any = {"a": data, "b": data.int()}
+        found: list[Any] = [
+            *(af.gather(ctx, tree), af.reduce(ctx, tree), af.broadcast(ctx, tree), af.scatter(ctx, tree)),
+            af.pad_across_processes(ctx, data[: ctx.rank + 1]),
+            *(af.gather_for_metrics(ctx, batch.sum(), micro) for batch, micro in batches),
+            plan.block(0, 1, range(2)),
+        ]
+        assert {leaf.device.type for leaf in flatten(found)[0]} == {"cpu"}
+        objects = [len(text) for text in gather_object(ctx, many)]
+        objects += [len(text) for text in broadcast_object_list(ctx, list(many))]
+        _, fired = af.check_trigger(ctx, af.set_trigger(af.TriggerState()))
+        af.synchronize_rng_states(ctx, ["torch"])
+        wait_for_everyone(ctx)
+        order: Any = Order(kind="shuffled", num_samples=9, num_items=9).at(0, torch.arange(9, device="cpu"))
+    return [found[0]["a"].tolist(), objects, fired, sorted(order.tolist())]
+
+
+@pytest.mark.parametrize("where", KINDS)
+def test_no_operation_minds_the_programs_default_device(where: Where) -> None:
+    expected = [[1.0, 1.0, 2.0, 2.0], [2_000_000, 1, 2_000_000], True, list(range(9))]
+    assert run_ranks(every_operation, 2, where) == [expected] * 2
 
 
 @given(st.lists(st.lists(objects(), max_size=3) | objects(), min_size=1, max_size=5), st.booleans())
@@ -65,10 +104,10 @@ def test_broadcast_sends_the_list_of_a_rank(said: list[list[Any]], split: bool, 
 @pytest.mark.parametrize("on", KINDS)
 def test_all_worlds_carry_objects(on: Where) -> None:
     def work(ctx: Context) -> Any:
-        long = "x" * (100_000 * ctx.rank)
+        long = "x" * (1_000_000 * ctx.rank)
         return gather_object(ctx, {ctx.rank: long}), broadcast_object_list(ctx, [long], 1)
 
-    expected = ([{0: ""}, {1: "x" * 100_000}], ["x" * 100_000])
+    expected = ([{0: ""}, {1: "x" * 1_000_000}], ["x" * 1_000_000])
     assert run_ranks(work, 2, on) == [expected] * 2
 
 
