@@ -40,12 +40,14 @@ def objects() -> st.SearchStrategy[Any]:
 def every_operation(ctx: Context) -> list[Any]:
     """Communicate by all means, under another default device."""
     data, many = torch.full((2,), ctx.rank + 1.0), ["x" * 2_000_000 if ctx.is_main_process else "y"]
-    source: Any = DataLoader(torch.arange(6000), batch_size=1000, shuffle=True)
+    rows: Any = torch.arange(6000)
+    source: Any = DataLoader(rows, batch_size=1000, shuffle=True)
     dispatching = ctx.replace(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     loaders: list[Any] = [af.prepare(each, source) for each in (ctx, dispatching)]
     plan: Any = next_plan(loaders[0])
     # torch's own loaders need the CPU for their random numbers.
-    batches: list[Any] = [next(iter(af.microbatches(ctx, loader))) for loader in loaders]
+    read: Any = af.microbatches
+    batches = [next(read(ctx, loader)) for loader in loaders]
     with torch.device("meta"):
         tree: Any = {"a": data, "b": data.int()}
         found: list[Any] = [
