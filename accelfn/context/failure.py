@@ -161,12 +161,15 @@ def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
     board.post_once(_END, json.dumps(departure))
 
 
-def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
-    """Return the error that makes the current operation impossible, if a rank has posted one."""
+def news(board: MessageBoard, call_log: CallLog, rank: int, *, with_ends: bool = True) -> Exception | None:
+    """Return the error that makes the current operation impossible, if a rank has posted one.
+
+    With ``with_ends``, ranks that have ended without one are seen too.
+    """
     text = board.read(FAILURE)
     if text:
         return as_error(text)
-    text = board.read(_END)
+    text = board.read(_END) if with_ends else None
     if text:
         departure = Departure(*json.loads(text))
         # A rank that left after this operation has taken part in it.

@@ -91,6 +91,11 @@ def _stacks(shown: int | None) -> str:
 
 # A rank that waits longer than this starts to monitor its peers.
 _POLL_S = 0.2
+# Who has waited for a second asks the board less and less often, since all ranks of a world ask one server:
+# at last for errors each second, and then and now for ends and where two other ranks wait.
+_NEWS_S = 1.0
+_PLACES_S = 4.0
+_PLACES_AT_FIRST = 8
 # Waiting peers answer within two polls, so after this time the other ranks are known to be missing.
 _ROLL_CALL_S = 0.6
 _JOIN_S = 1.0
@@ -151,6 +156,7 @@ class PeerMonitor:
                     break
                 if arrived(min(_POLL_S, left_s)):
                     return
+            _run_within(_BOARD_S, lambda: [self._look_at(rank, state) for rank in self._peers()])
             missing = [rank for rank in self._peers() if not self._has_arrived(state, rank)]
             error = late_error(self.call_log, self.rank, patience_s, missing, state.positions)
             _run_within(_BOARD_S, lambda: print_all_stacks(self.board, self.rank, self.size))
@@ -206,6 +212,15 @@ class PeerMonitor:
         position = state.positions.get(rank)
         return position is not None and position.number >= self.call_log.number
 
+    def _look_at(self, peer: int, state: _Observed) -> _Position | None:
+        """Read where another rank waits, if it does."""
+        text = self.board.read(f"at/{peer}")
+        if not text:
+            state.positions.pop(peer, None)
+            return None
+        state.positions[peer] = position = _Position(*json.loads(text))
+        return position
+
     @contextmanager
     def _observing(self) -> Generator[_Observed]:
         """Observe the board in a thread, so that a board that doesn't answer can't block this rank."""
@@ -225,19 +240,26 @@ class PeerMonitor:
             entry.number, entry.operation, entry.site, entry.chain.hex(), self.call_log.reductions
         )
         self.board.post(f"at/{self.rank}", json.dumps(own))
-        # Eight peers per poll, so that the load on the board doesn't depend on the number of ranks.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         first = 0
         ended: list[int] = []
-        since = time.monotonic()
+        start = since = time.monotonic()
+        places_at = start  # when to look where other ranks wait
         while not state.done.is_set():
-            state.error = news(self.board, self.call_log, self.rank)
-            for peer in {peers[(first + step) % len(peers)] for step in range(8 if peers else 0)}:
-                text = self.board.read(f"at/{peer}")
-                if not text:
-                    state.positions.pop(peer, None)
+            waited_s = time.monotonic() - start
+            looks = start + waited_s >= places_at
+            state.error = news(self.board, self.call_log, self.rank, with_ends=looks)
+            looked_at: set[int] = set()
+            if peers and looks:
+                number = _PLACES_AT_FIRST if waited_s < 5 * _POLL_S else 1
+                # The next rank always: so each is looked at by another one, however many there are.
+                looked_at = {peers[0], *[peers[(first + step) % len(peers)] for step in range(number)]}
+                first += number
+                places_at = start + waited_s + min(max(_POLL_S, waited_s / 4), _PLACES_S)
+            for peer in looked_at:
+                position = self._look_at(peer, state)
+                if position is None:
                     continue
-                state.positions[peer] = position = _Position(*json.loads(text))
                 same_call = self.call_log.find(position.number)
                 if state.error is None and same_call is not None and same_call.chain.hex() != position.chain:
                     state.error = self._mismatch(same_call, peer, position)
@@ -251,8 +273,7 @@ class PeerMonitor:
                     state.error = self.explain_loss(text, ended_now)
             elif ended_now != ended:
                 ended, since = ended_now, time.monotonic()
-            first += 8
-            state.done.wait(_POLL_S)
+            state.done.wait(min(max(_POLL_S, waited_s / 4), _NEWS_S))
         self.board.post(f"at/{self.rank}", "")
 
     def _has_skipped(self, own: _Position, other: _Position) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import re
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 from accelfn.comm import all_gather, gather_object, permute, wait_for_everyone
 from accelfn.context import CallLog, Context, MessageBoard, PeerMonitor, late_error, peer_monitor
 from accelfn.context.config import Guard
-from accelfn.errors import CollectiveTimeoutError
+from accelfn.errors import CollectiveTimeoutError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from tests.comm.seam import failure, same_mismatch
 
@@ -72,6 +73,34 @@ def test_a_rank_that_was_seen_in_a_forward_pass_may_wait_in_its_backward_pass() 
     after_forward = str(late_error(call_log_of("forward", "gather"), 0, 1.5, [1]))
     assert "may be in its backward pass, waiting for ranks that skip theirs" in after_forward
     assert "backward" not in str(late_error(call_log_of("gather", "forward"), 0, 1.5, [1]))
+
+
+def test_who_waits_long_asks_seldom_and_hears_of_errors_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_POLL_S", "_NEWS_S", "_PLACES_S"):
+        monkeypatch.setattr(peer_monitor, name, getattr(peer_monitor, name) / 50)
+    notes, asked = dict[str, str](), list[float]()
+
+    def read(key: str) -> str | None:
+        asked.append(time.monotonic())
+        return notes.get(key)
+
+    def await_error(seconds: float) -> bool:
+        if not notes.get("failure") and time.monotonic() - start > 1.0:
+            notes["failure"] = json.dumps(
+                {"rank": 5, "cause": "KeyError", "message": "x", "doing": "", "traceback": "", "details": []}
+            )
+        return never(seconds)
+
+    board = MessageBoard(read=read, post=lambda key, text: None)
+    monitor = PeerMonitor(board=board, call_log=call_log_of("gather", patience_s=9.0), rank=0, size=1000)
+    start = time.monotonic()
+    with pytest.raises(RemoteRankError, match="rank 5 failed: KeyError: x"):
+        monitor.wait(await_error)
+    assert time.monotonic() - start < 1.5
+    late = [at for at in asked if 0.5 < at - start < 1.0]
+    assert len(late) < 3 * 25  # 25 times a second, each of which stands for one
 
 
 @pytest.mark.parametrize("blocked", ["post", "read", "post_once"])
