@@ -223,7 +223,6 @@ class FullyShardedDataParallelPlugin(MutableRecord):
     """Options of FSDP; see :class:`accelfn.FullyShardedDataParallelPlugin`."""
 
     record: ClassVar[Any] = config.FullyShardedDataParallelPlugin
-    ignored: ClassVar[tuple[str, ...]] = ("activation_checkpointing_offload",)
     order: ClassVar[tuple[str, ...]] = (
         *("fsdp_version", "sharding_strategy", "reshard_after_forward", "backward_prefetch"),
         *("mixed_precision_policy", "auto_wrap_policy", "cpu_offload", "ignored_modules"),

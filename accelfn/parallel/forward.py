@@ -10,15 +10,15 @@ import copy
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, save_on_cpu
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage] -- what dropouts share
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import Self
@@ -288,10 +288,13 @@ class RecomputedForward(WrappedForward):
     parameters when the backward pass recomputes it. Buffers are changed by the first time alone.
     """
 
-    def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
-        """Wrap the ``forward`` of a module."""
+    def __init__(
+        self, forward: Callable[..., Any], module: nn.Module, offload_from: torch.device | None = None
+    ) -> None:
+        """Wrap the ``forward`` of a module, whose inputs are kept in host memory if a device is given."""
         super().__init__(forward)
         self._module = module
+        self._offload_from = offload_from
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped forward; the backward pass calls it again, with the same random numbers."""
@@ -300,39 +303,70 @@ class RecomputedForward(WrappedForward):
         for name in _CACHES:
             if kwargs.get(name) is not None:
                 kwargs[name] = _empty(name, kwargs[name])
-        if not torch.compiler.is_compiling():  # the compiler doesn't repeat changes of buffers
-            before = self._copied_buffers()
-            if before:
-                kwargs["context_fn"] = lambda: (nullcontext(), _with_buffers(before))
-        # By this name torch.compile knows it.
-        return cast("Any", checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs))
-
-    def _copied_buffers(self) -> list[tuple[_Buffers, _Buffers]]:
-        """Return the module's buffers that training may change, as they are and copied."""
-        modules = [module for module in self._module.modules() if module.training]
-        owners = [cast("_Buffers", vars(module)["_buffers"]) for module in modules]
-        return [
-            (owner, {name: None if one is None else one.clone() for name, one in owner.items()})
-            for owner in owners
-            if owner
-        ]
+        if torch.compiler.is_compiling():  # the compiler doesn't repeat changes of buffers
+            # By this name torch.compile knows it.
+            return cast("Any", checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs))
+        changed = _copies_of_buffers(self._module)
+        if changed:
+            kwargs["context_fn"] = lambda: (nullcontext(), _Restored(changed))
+        keeping = nullcontext()
+        if self._offload_from is not None:
+            keeping = save_on_cpu(pin_memory=self._offload_from.type == "cuda")
+        with keeping:
+            output = cast("Any", checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs))
+        changed[:] = filter(_Copied.may_have_changed, changed)
+        return output
 
 
-# The buffers of a module, by their names in it.
-_Buffers = dict[str, torch.Tensor | None]
+class _Copied(NamedTuple):
+    """A buffer as it was, and its copy from then."""
+
+    owner: dict[str, torch.Tensor | None]  # the buffers of its module
+    name: str
+    tensor: torch.Tensor | None
+    version: int
+    copy: torch.Tensor | None
+
+    def may_have_changed(self) -> bool:
+        """Return whether it has changed since; torch doesn't count changes of statistics."""
+        if self.owner.get(self.name) is not self.tensor or self.name in ("running_mean", "running_var"):
+            return True
+        return _version_of(self.tensor) != self.version
 
 
-@contextmanager
-def _with_buffers(then: list[tuple[_Buffers, _Buffers]]) -> Generator[None, None, None]:
-    """Compute with buffers as they were at another time; changes inside are lost."""
-    now = [(owner, dict(owner)) for owner, _ in then]
-    for owner, values in then:
-        owner.update(values)
-    try:
-        yield
-    finally:
-        for owner, values in now:
-            owner.update(values)
+def _version_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _copies_of_buffers(module: nn.Module) -> list[_Copied]:
+    """Copy the buffers of the modules in training, which may change them."""
+    owners = [
+        cast("dict[str, torch.Tensor | None]", vars(one)["_buffers"])
+        for one in module.modules()
+        if one.training
+    ]
+    return [
+        _Copied(owner, name, one, _version_of(one), None if one is None else one.clone())
+        for owner in owners
+        for name, one in owner.items()
+    ]
+
+
+class _Restored:
+    """Computes with buffers as they were; changes inside are lost. May be entered again."""
+
+    def __init__(self, copied: Sequence[_Copied]) -> None:
+        self._copied = copied
+        self._now: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self._now = [one.owner.get(one.name) for one in self._copied]
+        for one in self._copied:
+            one.owner[one.name] = None if one.copy is None else one.copy.clone()
+
+    def __exit__(self, *error: object) -> None:
+        for one, tensor in zip(self._copied, self._now, strict=True):
+            one.owner[one.name] = tensor
 
 
 def _empty(name: str, cache: Any) -> None:
@@ -350,18 +384,21 @@ def _empty(name: str, cache: Any) -> None:
         )
 
 
-def recompute(model: nn.Module, names: Iterable[str]) -> None:
+def recompute(ctx: Context, model: nn.Module, names: Iterable[str]) -> None:
     """Recompute modules of a model in the backward pass. Writes into the modules; names don't change.
 
     Ranks: local.
 
     Args:
+        ctx: Whose plugin says where their inputs are kept.
         model: Neither compiled by accelfn nor sharded yet.
         names: Names of the modules, from :func:`plan_recompute`.
     """
+    plugin = ctx.strategy.fsdp
+    offloads = plugin is not None and plugin.activation_checkpointing_offload
     for name in names:
         module = model.get_submodule(name)
-        module.forward = RecomputedForward(module.forward, module)
+        module.forward = RecomputedForward(module.forward, module, ctx.device if offloads else None)
 
 
 # Attribute of a model: the place in the data of its current forward passes.

@@ -286,6 +286,11 @@ def plan_outline(
     plugin = ctx.strategy.fsdp
     if plugin is not None and plugin.activation_checkpointing and real is not None:
         refuse_own_recomputation(real)
+        if plugin.activation_checkpointing_offload and ctx.strategy.dynamo.backend != DynamoBackend.NO:
+            raise ConfigurationError(
+                "fsdp_plugin: activation_checkpointing_offload moves tensors between operations that "
+                f"dynamo_backend={str(ctx.strategy.dynamo.backend)!r} compiles into one. Leave one out."
+            )
     ignored: tuple[str, ...] = ()
     if chosen == "shard" and plugin is not None and plugin.ignored_modules is not None:
         ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), outline)
@@ -524,7 +529,7 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
     if not plan.is_spread:
         share_attention(ctx, model, plan.attention)
         apply_fp8(model, plan.fp8)
-        recompute(model, plan.recomputed)
+        recompute(ctx, model, plan.recomputed)
         compile_(model, ctx.strategy.dynamo, plan.compiled)
         if plan.xla is not None:
             apply_xla(ctx, model, plan.xla)
@@ -568,7 +573,7 @@ def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str
         retie(before, model)
     share_attention(ctx, model, plan.attention)
     apply_fp8(model, plan.fp8)
-    recompute(model, plan.recomputed)
+    recompute(ctx, model, plan.recomputed)
     compile_(model, ctx.strategy.dynamo, plan.compiled)
     run_in_fp8(model, plan.fp8)
     units: list[nn.Module] = []

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +24,7 @@ from tests.parallel import tensor_models as tm
 
 PLAIN = FullyShardedDataParallelPlugin(fsdp_version=2)
 RECOMPUTED = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
+OFFLOADED = replace(RECOMPUTED, activation_checkpointing_offload=True)
 
 
 class Step(NamedTuple):
@@ -68,9 +70,14 @@ def step(ctx: Context, plugin: FullyShardedDataParallelPlugin) -> Step:
 
 def test_gradients_and_names_are_the_same_with_dropout_and_less_is_kept() -> None:
     config = ParallelismConfig(dp_shard_size=2)
-    for plain, again in run_ranks(
-        lambda ctx: (step(ctx, PLAIN), step(ctx, RECOMPUTED)), 2, "processes", parallelism_config=config
+    plugins = (PLAIN, RECOMPUTED, OFFLOADED)
+    for plain, again, offloaded in run_ranks(
+        lambda ctx: [step(ctx, plugin) for plugin in plugins], 2, "processes", parallelism_config=config
     ):
+        # The hooks that offload take the inputs of blocks before those that count here.
+        assert offloaded.saved < again.saved
+        assert all(torch.equal(one, offloaded.gradients[name]) for name, one in plain.gradients.items())
+        assert offloaded.calls == 2
         assert all(torch.equal(one, again.gradients[name]) for name, one in plain.gradients.items())
         assert again.names == plain.names
         assert (plain.calls, again.calls) == (1, 2)
@@ -124,3 +131,17 @@ def test_outer_units_are_recomputed_and_a_single_one_is_refused() -> None:
     own.first.gradient_checkpointing = True  # as models of transformers say it
     with pytest.raises(ConfigurationError, match="first has its own gradient_checkpointing on"):
         refuse_own_recomputation(own)
+
+
+def test_offloading_needs_recomputation_and_no_compiler() -> None:
+    for version, checkpointing in ((2, False), (1, True)):
+        with pytest.raises(ConfigurationError, match=r"activation_checkpointing=True and fsdp_version=2"):
+            FullyShardedDataParallelPlugin(
+                fsdp_version=version,
+                activation_checkpointing=checkpointing,
+                activation_checkpointing_offload=True,
+            )
+    compiled = af.TorchDynamoPlugin(backend="eager")
+    with af.init_context(fsdp_plugin=OFFLOADED, dynamo_plugin=compiled) as ctx:
+        with pytest.raises(ConfigurationError, match=r"compiles into one. Leave one out"):
+            af.prepare_model(ctx, tm.GPT())

@@ -80,6 +80,8 @@ class FullyShardedDataParallelPlugin(Record):
             None.
         activation_checkpointing: Whether units keep their inputs alone, and compute the rest again in the
             backward. Default False.
+        activation_checkpointing_offload: Version 2: whether those inputs are kept in host memory. Needs
+            ``activation_checkpointing``. Default False.
         cpu_ram_efficient_loading: Whether only rank 0 holds real weights while the model is loaded. Default
             False. With either, models are prepared whose parameters are on the meta device on other ranks,
             or on all.
@@ -107,6 +109,7 @@ class FullyShardedDataParallelPlugin(Record):
     sync_module_states: bool | None = None
     forward_prefetch: bool | None = None
     activation_checkpointing: bool = False
+    activation_checkpointing_offload: bool = False
     cpu_ram_efficient_loading: bool = False
 
     def __post_init__(self) -> None:
@@ -134,6 +137,14 @@ class FullyShardedDataParallelPlugin(Record):
         offload = unchecked(self, "cpu_offload")
         if not isinstance(offload, bool) and "Offload" not in type(offload).__name__:
             raise wrong_type(self, "cpu_offload", "True, False or torch's CPUOffload or policy")
+        if self.activation_checkpointing_offload and not (
+            self.fsdp_version == 2 and self.activation_checkpointing
+        ):
+            raise ConfigurationError(
+                f"{where(self, 'activation_checkpointing_offload')} keeps in host memory what FSDP version 2 "
+                "keeps to recompute units. Pass activation_checkpointing=True and fsdp_version=2 too, or "
+                "leave it out."
+            )
         self._settle_precision()
         if self.fsdp_version == 2:
             self._refuse_options_of_version_1()

@@ -214,8 +214,8 @@ _FSDP = _rows(
     FullyShardedDataParallelPlugin,
     """fsdp_version=VERSION auto_wrap_policy transformer_cls_names_to_wrap=TRANSFORMER_CLS_TO_WRAP
     min_num_params cpu_offload=OFFLOAD_PARAMS ignored_modules state_dict_type activation_checkpointing
-    cpu_ram_efficient_loading sharding_strategy backward_prefetch use_orig_params sync_module_states
-    forward_prefetch reshard_after_forward""",
+    activation_checkpointing_offload cpu_ram_efficient_loading sharding_strategy backward_prefetch
+    use_orig_params sync_module_states forward_prefetch reshard_after_forward""",
     "ACCELFN_FSDP_",
     "FSDP_",
 )
