@@ -23,9 +23,10 @@ from accelfn.accelerator.proxies import AccumulateBlock, is_loader_of
 from accelfn.accelerator.registry import WeakRegistry
 from accelfn.compat.current import current
 from accelfn.compat.handlers import Handlers
+from accelfn.compat.helpers import parse_flag_from_env
 from accelfn.compat.loaders import BatchSamplerShard, DataLoaderShard, prepare_loader
 from accelfn.compat.operations import gather_object
-from accelfn.compat.records import ParallelismConfig, ProjectConfiguration, freeze
+from accelfn.compat.records import DeepSpeedPlugin, ParallelismConfig, ProjectConfiguration, freeze
 from accelfn.compat.saving import LocalSaving
 from accelfn.compat.scaler import ScalerView
 from accelfn.compat.states import AcceleratorState, GradientState
@@ -98,6 +99,8 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
             parallelism_config = parallelism_config or ParallelismConfig(tp_size=torch_tp_plugin.tp_size)
         if isinstance(project_config, ProjectConfiguration) and project_config.project_dir is None:
             project_config.set_directories(project_dir)
+        if deepspeed_plugin is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+            deepspeed_plugin = DeepSpeedPlugin()
         arguments = locals()
         options: dict[str, Any] = {
             name: freeze(arguments[name])
@@ -107,6 +110,10 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
         steps = gradient_accumulation_steps
         if steps == 1:
             options.pop("gradient_accumulation_steps")  # the variable's, or the plugin's
+        window = options.get("gradient_accumulation_plugin")
+        self._own_window: int | None = window and window.num_steps
+        if isinstance(deepspeed_plugin, DeepSpeedPlugin):
+            options["deepspeed_plugin"] = deepspeed_plugin.frozen_for(self._own_window)
         options["cpu"] = cpu or None
         options["log_with"] = registered(log_with)
         context = current().begin(cast("ContextOptions", options))
@@ -193,6 +200,12 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
         return [*self._registered.values()]
 
     # --- prepare ---------------------------------------------------------------------------------
+
+    def _prepare_with_engine(self, items: list[Any], device_placement: Sequence[bool] | None) -> None:
+        plugin = self.plugins["deepspeed_plugin"]
+        if isinstance(plugin, DeepSpeedPlugin):  # the program may have filled its configuration meanwhile
+            self.context = self.context.replace(deepspeed_plugin=plugin.frozen_for(self._own_window))
+        super()._prepare_with_engine(items, device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any, ClassVar, cast
 
 import accelfn.context.config as config
 from accelfn.bigmodel import BnbQuantizationConfig as FrozenBnbQuantizationConfig
+from accelfn.compat.engines import HfDeepSpeedConfig
+from accelfn.parallel.engines.deepspeed_plan import generated_config
 
 
 class KwargsHandler:
@@ -103,7 +107,9 @@ class MutableRecord(KwargsHandler):
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = {item.name for item in fields(self)}
-        if name not in known:  # it would have no effect
+        if name not in known and not isinstance(
+            vars(type(self)).get(name), property
+        ):  # it would have no effect
             raise AttributeError(
                 f"{type(self).__name__} has no field {name!r}. Its fields are {', '.join(sorted(known))}."
             )
@@ -234,9 +240,77 @@ class FullyShardedDataParallelPlugin(MutableRecord):
 
 
 class DeepSpeedPlugin(MutableRecord):
-    """Options of DeepSpeed; see :class:`accelfn.DeepSpeedPlugin`."""
+    """Options of DeepSpeed; see :class:`accelfn.DeepSpeedPlugin`.
+
+    Without a configuration it reads the launcher's variables. The configuration may be changed until
+    ``prepare``: transformers' ``Trainer`` fills its "auto" late.
+
+    Attributes:
+        hf_ds_config: Always an object with the configuration as ``config``.
+        deepspeed_config: This configuration.
+    """
 
     record: ClassVar[Any] = config.DeepSpeedPlugin
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        """Set fields, by position or by name."""
+        super().__init__(*args, **values)
+        if self._given() is None:
+            read = config.read_settings(dict(os.environ)).deepspeed_plugin
+            for item in fields(self) if read is not None else ():
+                if getattr(self, item.name) == _default_of(item):
+                    setattr(self, item.name, getattr(read, item.name))
+        given = self._given()
+        if given is None:
+            frozen = config.DeepSpeedPlugin(**{item.name: getattr(self, item.name) for item in fields(self)})
+            given = {
+                **generated_config(frozen),
+                "gradient_accumulation_steps": frozen.gradient_accumulation_steps,
+                "gradient_clipping": frozen.gradient_clipping,
+            }
+        self.hf_ds_config: Any = given if hasattr(given, "config") else HfDeepSpeedConfig(given)
+        stage: Any = self.deepspeed_config.get("zero_optimization", {}).get("stage", "auto")
+        if stage != "auto":
+            self.zero_stage: int = stage
+
+    def _given(self) -> Any:
+        return None if self.hf_ds_config == "none" else self.hf_ds_config
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration."""
+        return self.hf_ds_config.config
+
+    @deepspeed_config.setter
+    def deepspeed_config(self, changed: Mapping[str, Any]) -> None:
+        if self.hf_ds_config.config is not changed:
+            self.hf_ds_config = HfDeepSpeedConfig(dict(changed))
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Fill "auto" of the sections "fp16" and "bf16"."""
+        for name in ("fp16", "bf16"):
+            section: Any = self.deepspeed_config.get(name) or {}
+            if section.get("enabled") == "auto":
+                section["enabled"] = mixed_precision == name
+
+    def set_deepspeed_weakref(self) -> None:
+        """Let transformers know the configuration, so that it loads models in shards at stage 3."""
+        if self.hf_ds_config.is_zero3() and self.zero3_init_flag is not False:
+            integration: Any = importlib.import_module("transformers.integrations.deepspeed")
+            self.hf_ds_config = integration.HfDeepSpeedConfig(self.deepspeed_config)
+
+    def frozen_for(self, num_steps: int | None) -> Any:
+        """Return accelfn's record, for a program that asks for windows of ``num_steps``; None: of the plugin.
+
+        A program with windows of 1 counts by itself, as a ``Trainer`` does, whatever the configuration says.
+        """
+        frozen = self.freeze()
+        if num_steps != 1:
+            return frozen
+        counted = {"gradient_accumulation_steps": "auto", "train_batch_size": "auto"}
+        return dataclasses.replace(
+            frozen, hf_ds_config={**frozen.config, **counted}, gradient_accumulation_steps="auto"
+        )
 
 
 class MegatronLMPlugin(MutableRecord):

@@ -9,6 +9,7 @@ import accelfn as af
 from accelfn.compat import records
 from accelfn.compat.records import (
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     KwargsHandler,
     MutableRecord,
@@ -111,3 +112,23 @@ def test_records_say_what_they_hold() -> None:
         _ = records.AutocastKwargs().colour
     with pytest.raises(TypeError, match="unhashable"):
         hash(records.AutocastKwargs())
+
+
+def test_a_plugin_of_deepspeed_has_a_configuration_that_is_filled_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plugin: Any = DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=2, gradient_clipping=0.5)
+    assert (plugin.hf_ds_config.get_value("zero_optimization.stage"), plugin.freeze().accumulation) == (1, 2)
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 3
+    assert plugin.freeze().config["train_micro_batch_size_per_gpu"] == 3
+    given = {"_comment": "mine", "zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2}
+    plugin = DeepSpeedPlugin(hf_ds_config={**given, "train_batch_size": 16, "bf16": {"enabled": "auto"}})
+    plugin.set_mixed_precision("bf16")
+    frozen = plugin.frozen_for(None)
+    assert (plugin.zero_stage, frozen.mixed_precision, frozen.accumulation) == (3, "bf16", 2)
+    assert "_comment" not in frozen.config
+    alone = plugin.frozen_for(1)  # a Trainer counts by itself
+    assert (alone.accumulation, alone.config["train_batch_size"]) == (None, "auto")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    assert DeepSpeedPlugin().hf_ds_config.get_value("zero_optimization.stage") == 1

@@ -174,13 +174,24 @@ def read_deepspeed_config(plugin: DeepSpeedPlugin) -> Mapping[str, Any] | None:
         found = _parsed(place, os.fspath(cast("str | os.PathLike[str]", found)))
     if not isinstance(found, Mapping):
         raise wrong_type(plugin, "hf_ds_config", "a mapping, the path of a JSON file, or JSON")
-    config = copy.deepcopy(dict(cast("Mapping[str, Any]", found)))
+    config = _without_comments(cast("Mapping[str, Any]", found))
     if not isinstance(config.get("zero_optimization"), Mapping):
         raise ConfigurationError(
             f"{place} has no section 'zero_optimization', which says what is sharded. Add "
             '"zero_optimization": {"stage": 2}; stage 0 shards nothing.'
         )
     return FrozenOptions(config)
+
+
+def _without_comments(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a section without keys such as ``_comment``."""
+    return {
+        key: _without_comments(cast("Mapping[str, Any]", value))
+        if isinstance(value, Mapping)
+        else copy.deepcopy(value)
+        for key, value in section.items()
+        if not str(key).startswith("_")
+    }
 
 
 def _parsed(place: str, text: str) -> Any:

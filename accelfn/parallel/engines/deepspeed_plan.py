@@ -164,10 +164,12 @@ def plan_deepspeed(plugin: DeepSpeedPlugin, facts: DeepSpeedFacts) -> DeepSpeedP
     """
     given = plugin.config
     _check_keys(given or {}, facts)
-    config = given if given is not None else _generated(plugin)
+    config = given if given is not None else generated_config(plugin)
     zero: dict[str, Any] = dict(config["zero_optimization"])
     config["zero_optimization"] = zero
     stage = plugin.stage
+    if stage < 2 and zero.get("overlap_comm"):
+        zero["overlap_comm"] = False  # DeepSpeed overlaps only where it counts the micro-batches itself
     _settle_precision(config, stage, facts.mixed_precision)
     optimizer, scheduler = _check_optimizer(config, facts)
     _fill(config, zero, plugin, facts)
@@ -209,7 +211,8 @@ def plan_deepspeed(plugin: DeepSpeedPlugin, facts: DeepSpeedFacts) -> DeepSpeedP
     )
 
 
-def _generated(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+def generated_config(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """Return the configuration of a plugin that has none. Pure."""
     zero: dict[str, Any] = {"stage": plugin.zero_stage}
     for what in ("optimizer", "param"):
         device = str(getattr(plugin, f"offload_{what}_device"))
@@ -368,7 +371,7 @@ def _fill(
                     params,
                     warmup_min_lr=0.0,
                     warmup_max_lr=facts.lr,
-                    warmup_num_steps=facts.warmup_num_steps,
+                    warmup_num_steps=max(1, facts.warmup_num_steps),  # DeepSpeed refuses 0
                     total_num_steps=facts.total_num_steps,
                 )
             config[name] = {**filled, "params": params}

@@ -61,7 +61,7 @@ def test_auto_is_filled() -> None:
         "optimizer.params.weight_decay": 0.25,
         "scheduler.params.warmup_min_lr": 0.0,
         "scheduler.params.warmup_max_lr": 0.5,
-        "scheduler.params.warmup_num_steps": 0,
+        "scheduler.params.warmup_num_steps": 1,
         "scheduler.params.total_num_steps": 100,
     }
     section = "zero_optimization."
@@ -266,3 +266,15 @@ def test_the_dummies_stand_for_what_prepare_makes() -> None:
     assert optimizer.defaults["lr"] == 0.5
     with pytest.raises(ConfigurationError, match="Use the optimizer that prepare returns"):
         optimizer.step()
+
+
+def test_what_deepspeed_would_refuse_is_set_as_it_must_be() -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    zero = {"stage": 1, "overlap_comm": True, "_comment": "fast"}
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={"_comment": "mine", "zero_optimization": zero, "scheduler": schedule}
+    )
+    facts = DeepSpeedFacts(scheduler="dummy", known_keys=KNOWN_KEYS | {"zero_optimization", "scheduler"})
+    config = plan_deepspeed(plugin, facts).config
+    assert config["zero_optimization"] == {"stage": 1, "overlap_comm": False}
+    assert config["scheduler"]["params"]["warmup_num_steps"] == 1
