@@ -617,6 +617,7 @@ class ShardHandle(Handle):
         for unit in cast("Sequence[Any]", units):
             # There are no public functions; a test checks these names.
             state = unit._get_fsdp_state()
+            vars(unit)["__deepcopy__"] = _refuse_copy  # in place of FSDP's, which is an assertion
             state._register_root_post_backward_final_callback = partial(self._enter_backward, state)
             for group in _groups_of(state):
                 group.post_backward = partial(self._leave_unit, group)
@@ -859,6 +860,14 @@ class _MonitoredAllGather:
                 call_log.inside = ""
 
 
+def _refuse_copy(memo: Any) -> Any:
+    del memo
+    raise ConfigurationError(
+        "deepcopy: torch can't copy a model that FSDP has sharded. Copy it before prepare, and prepare both: "
+        "they are sharded alike, so that an average of the weights is computed shard by shard."
+    )
+
+
 def _is_minus_zero(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) & torch.signbit(tensor)).all())
 
@@ -892,7 +901,10 @@ def _refusal_of(name: str) -> Callable[[torch.Tensor], None]:
         raise ConfigurationError(
             f"backward: the loss used {name}, a shard, outside of its model's forward pass, so the parameter "
             "wasn't gathered and its gradient would not be averaged over the ranks. Compute the loss in the "
-            "model's forward, or in a method registered by register_forward_method(model, name)."
+            "model's forward, or in a method registered by register_forward_method(model, name). For a "
+            "penalty on the weights use the optimizer's weight_decay, or add its gradient after the backward "
+            "pass: parameter.grad.add_(parameter.detach(), alpha=2 * factor) for factor * "
+            "parameter.square().sum()."
         )
 
     return refuse

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import time
@@ -221,8 +222,11 @@ def test_a_loss_over_bare_shards_is_refused_by_name() -> None:
     def on_rank(ctx: Context) -> None:
         model, _ = prepared(ctx)
         penalty = model.blocks[1].up.weight.square().sum().full_tensor()
-        with pytest.raises(ConfigurationError, match=r"the loss used blocks\.1\.up\.weight, a shard"):
+        with pytest.raises(ConfigurationError, match=r"the loss used blocks\.1\.up\.weight, a shard.*decay"):
             af.backward(ctx, penalty, af.init_scaler(ctx))
+        for one in (model, model.blocks[1]):
+            with pytest.raises(ConfigurationError, match="Copy it before prepare, and prepare both"):
+                copy.deepcopy(one)
 
     sharded(on_rank)
 
