@@ -119,6 +119,11 @@ def read_stepping(optimizer: Optimizer) -> Stepping:
             "torchao 0.18 fails on shards of parameters that aren't float32. Keep them in float32, and "
             'compute in bfloat16: mixed_precision="bf16"'
         )
+    elif ("torch", "Muon") in classes:
+        why = (
+            "it orthogonalises whole matrices, and from shards its steps would be some percent off. Use "
+            "AdamW, or leave out the fsdp_plugin and the mesh"
+        )
     elif classes & _NOT_ON_SHARDS:
         why = "torch 2.13 can't compute its step on DTensors. Use AdamW or RMSprop"
     elif classes & _NOT_FUSED_ON_SHARDS and any(group.get("fused") for group in optimizer.param_groups):
