@@ -376,7 +376,12 @@ class _RoutedForward(_ExpertForward):
                 f"{tuple(index.shape)} and {tuple(weights.shape)}."
             )
         experts = index.flatten()
-        route = self._route(experts.bincount(minlength=self.count + 1)[: self.count])
+        # Not bincount, which waits for the device. The last one counts rows of no expert.
+        counts = experts.new_zeros(self.count + 1, dtype=torch.int64)
+        counts.scatter_add_(
+            0, experts.long().clamp(max=self.count), torch.ones_like(experts, dtype=torch.int64)
+        )
+        route = self._route(counts[: self.count])
         order = experts.argsort(stable=True)[: sum(route.send)]  # rows of no expert are last
         output = self._send(flat[order // index.shape[1]], route)
         each = output.new_zeros(len(experts), *output.shape[1:]).index_copy(0, order, output)

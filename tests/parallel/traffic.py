@@ -35,7 +35,7 @@ class Traffic(TorchDispatchMode):
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # and come back with what is in it
         space, name = str(func._schema.name).split("::")
-        if name in ("_local_scalar_dense", "is_nonzero"):
+        if name in ("_local_scalar_dense", "is_nonzero", "bincount"):  # its length is a value
             self.syncs += 1
         if "c10d" in space and "wait" not in name and "wrap" not in name:
             name = name.strip("_").removesuffix("_base")
