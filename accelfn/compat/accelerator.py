@@ -118,9 +118,11 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
         options["log_with"] = registered(log_with)
         context = current().begin(cast("ContextOptions", options))
         if split_batches is not None and split_batches != context.loading.split_batches:
-            raise ConfigurationError(
-                "Accelerator: split_batches is an option of the loaders. Pass "
-                f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches})."
+            warnings.warn(
+                "Accelerator: split_batches is an option of the loaders, and has no effect here, as in "
+                "Accelerate 1.15. Pass "
+                f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches}).",
+                stacklevel=2,
             )
         super().__init__(context=context)
         self.compat = "accelerate"

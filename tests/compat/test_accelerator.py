@@ -26,7 +26,6 @@ from accelfn.compat.records import (
 from accelfn.compat.states import PartialState
 from accelfn.compat.trackers import register_tracker_class
 from accelfn.context.config import LoggerType
-from accelfn.errors import ConfigurationError
 from accelfn.tracking import JSONLTracker
 from tests.launch.forked import Job, run_jobs
 
@@ -224,9 +223,9 @@ def test_an_attribute_that_isnt_there_names_a_near_one(name: str, hint: str) -> 
         getattr(Accelerator(cpu=True), name)
 
 
-def test_options_that_moved_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"DataLoaderConfiguration\(split_batches=True\)"):
-        Accelerator(cpu=True, split_batches=True)
+def test_options_that_moved_are_named() -> None:
+    with pytest.warns(UserWarning, match=r"no effect .*DataLoaderConfiguration\(split_batches=True\)"):
+        assert not Accelerator(cpu=True, split_batches=True).split_batches
 
 
 def test_a_registered_tracker_has_a_name(tmp_path: pathlib.Path) -> None:
