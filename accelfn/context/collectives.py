@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from accelfn.context.call_log import CallLog
 from accelfn.context.failure import MessageBoard
 from accelfn.context.threads import Threads
 from accelfn.context.world import GroupOwner
+from accelfn.errors import NotAvailableError
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -138,6 +139,34 @@ class Collectives:
     chunk: int = MAX_CHUNK_BYTES
     board: MessageBoard = field(default_factory=MessageBoard)
     call_log: CallLog = field(default_factory=CallLog, compare=False)
+
+
+def _refuse(*arguments: object) -> NoReturn:
+    del arguments
+    raise NotAvailableError(
+        "this context is a copy that was pickled, such as for a worker of a loader: it has the rank and the "
+        "number of ranks, but no connection to the other ranks. Communicate in the process of the rank, and "
+        "pass on what you get."
+    )
+
+
+def disconnected(size: int) -> Collectives:
+    """Return the communication of a pickled context of ``size`` ranks: refused if there are others."""
+    if size == 1:
+        return Collectives()
+    return Collectives(
+        all_gather_bytes=_refuse,
+        all_gather=_refuse,
+        all_reduce=_refuse,
+        reduce_scatter=_refuse,
+        broadcast=_refuse,
+        scatter=_refuse,
+        all_to_all=_refuse,
+        permute=_refuse,
+        barrier=_refuse,
+        finish=_refuse,
+        split=_refuse,
+    )
 
 
 class Part(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self, Unpack
 
-from accelfn.context.collectives import Collectives
+from accelfn.context.collectives import Collectives, disconnected
 from accelfn.context.config import (
     CanonicalReduction,
     DataLoaderConfiguration,
@@ -110,11 +110,11 @@ class Context:
         return self
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Context], tuple[dict[str, Any]]]:
-        """Pickle the options without the world: unpickling gives a context of one process on the CPU.
+        """Pickle the options and the rank: unpickling gives a context on the CPU, which can't communicate.
 
         Only the names in ``log_with`` are kept, since a tracker may hold an open file.
         """
-        excluded = ("world", "collectives", "log_with", "mesh", "_along")
+        excluded = ("collectives", "log_with", "_along")
         names = [item.name for item in dataclasses.fields(self) if item.name not in excluded]
         trackers = tuple(tracker for tracker in self.log_with if isinstance(tracker, str))
         return _from_options, ({**{name: getattr(self, name) for name in names}, "log_with": trackers},)
@@ -382,7 +382,7 @@ def with_mesh(ctx: Context) -> Context:
 
 
 def _from_options(options: dict[str, Any]) -> Context:
-    return Context(**options)
+    return Context(**options, collectives=disconnected(options["world"].size))
 
 
 def check_context(function: str, ctx: object) -> None:

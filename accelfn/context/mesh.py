@@ -6,18 +6,18 @@ The plan is pure; :func:`build_mesh` creates its groups once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accelfn.context.collectives import Collectives, Part
+from accelfn.context.collectives import Collectives, Part, disconnected
 from accelfn.context.config import ParallelismConfig
 from accelfn.context.failure import announce_end
 from accelfn.context.process_group import is_registered
@@ -312,6 +312,12 @@ class Mesh:
     plan: MeshPlan
     _groups: _Groups
 
+    def __reduce__(self) -> tuple[Callable[..., Mesh], tuple[Any, ...]]:
+        """Pickle the coordinates, without the groups."""
+        groups = self._groups
+        worlds = {axes: world for axes, (world, _) in groups.parts.items()}
+        return _without_groups, (self.plan, groups.plan, groups.world, worlds)
+
     def device_mesh(self, *dims: str) -> DeviceMesh:
         """Return torch's mesh with these dimensions, whose groups are those of :meth:`Context.along`.
 
@@ -397,6 +403,13 @@ class Mesh:
             group = world.group
             if group is not None and is_registered(group):
                 dist.destroy_process_group(group)
+
+
+def _without_groups(
+    plan: MeshPlan, whole: MeshPlan, world: World, worlds: dict[tuple[str, ...], World]
+) -> Mesh:
+    parts = {axes: (part, Part(disconnected(part.size))) for axes, part in worlds.items()}
+    return Mesh(plan, _Groups(whole, world, parts))
 
 
 def build_mesh(ctx: Context, plan: MeshPlan, adopted: DeviceMesh | None = None) -> Mesh:

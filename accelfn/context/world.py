@@ -98,6 +98,18 @@ class Owned:
     end_watch: Callable[[], None] | None = None
 
 
+def _from_numbers(*numbers: int) -> World:
+    rank, size, local_rank, local_size, node_rank, num_nodes = numbers
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """The world, as this process sees it. The default is a world of one on the CPU.
@@ -143,3 +155,8 @@ class World:
     def __post_init__(self) -> None:
         """Check that the ranks and nodes are consistent."""
         check_place(self)
+
+    def __reduce__(self) -> tuple[Callable[..., World], tuple[int, ...]]:
+        """Pickle the numbers: a copy in another process is on the CPU, and has no group."""
+        numbers = self.rank, self.size, self.local_rank, self.local_size, self.node_rank, self.num_nodes
+        return _from_numbers, numbers

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import pickle
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 import accelfn as af
 from accelfn.context import Context, Owned
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 
 
@@ -135,3 +137,25 @@ def test_closing_a_context_that_made_nothing_does_nothing_any_number_of_times() 
 def test_an_impossible_place_is_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         af.World(**fields)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("where", ["memory", "processes"])
+def test_a_pickled_context_knows_its_rank_and_refuses_to_communicate(where: Any) -> None:
+    def run(ctx: Context) -> tuple[int, ...]:
+        copy = pickle.loads(pickle.dumps(ctx))
+        assert copy.mixed_precision == "bf16"
+        for operation in (af.gather, af.gather_object, af.reduce, af.broadcast):
+            with pytest.raises(NotAvailableError, match="a copy that was pickled"):
+                operation(copy, torch.ones(1))
+        part = copy.along("dp")
+        with pytest.raises(NotAvailableError, match="a copy that was pickled"):
+            af.wait_for_everyone(part)
+        assert len(af.gather(copy.along("pp"), torch.ones(1))) == 1
+        numbers = copy.rank, copy.num_processes, copy.local_rank, copy.coordinate("tp"), part.rank
+        assert copy.is_main_process == ctx.is_main_process
+        assert numbers == (ctx.rank, 4, ctx.local_rank, ctx.coordinate("tp"), ctx.along("dp").rank)
+        return numbers
+
+    mesh = af.ParallelismConfig(dp_replicate_size=2, tp_size=2)
+    found = run_ranks(run, 4, where, parallelism_config=mesh, mixed_precision="bf16")
+    assert [(rank, tp, dp) for rank, _, _, tp, dp in found] == [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
