@@ -101,9 +101,10 @@ class DeepSpeedPlugin(Record):
                     f"{where(self, f'offload_{what}_nvme_path')} is the directory for "
                     f"offload_{what}_device='nvme': set both or none."
                 )
-        if self.enable_msamp and self.zero_stage == 3:
+        if self.enable_msamp:
             raise ConfigurationError(
-                f"{where(self, 'enable_msamp')} works up to zero_stage=2, got 3. Leave one of the two out."
+                f"{where(self, 'enable_msamp')} isn't supported. Leave it out; without DeepSpeed, MS-AMP is "
+                'mixed_precision="fp8" with MSAMPRecipeKwargs.'
             )
 
     @property

@@ -497,7 +497,9 @@ _TABLE: tuple[Section | Option, ...] = (
     Option("parallelism_config_sp_backend", choice("torch", "deepspeed"), "torch", "backend of sp"),
     Option("parallelism_config_sp_seq_length", COUNT, None, "sequence length for sp"),
     Option("parallelism_config_sp_seq_length_is_variable", BOOL, True, "allow different sequence lengths"),
-    Option("parallelism_config_sp_attn_implementation", TEXT, "sdpa", "attention implementation for sp"),
+    Option(
+        "parallelism_config_sp_attn_implementation", choice("sdpa"), "sdpa", "attention implementation for sp"
+    ),
     Section("torch.compile", "dynamo", "dynamo_", "dynamo_backend", None, "ACCELERATE_DYNAMO_"),
     Option("dynamo_backend", choice(*_DYNAMO_BACKENDS), None, "torch.compile backend for models"),
     Option("dynamo_mode", choice(*_DYNAMO_MODES), "default", "torch.compile mode"),

@@ -176,7 +176,7 @@ def test_classes_of_experts_must_exist() -> None:
         {"offload_optimizer_device": "cpu", "zero_stage": 0},
         {"offload_optimizer_device": "nvme", "zero_stage": 3},
         {"offload_param_nvme_path": "/fast", "zero_stage": 3},
-        {"enable_msamp": True, "zero_stage": 3},
+        {"enable_msamp": True},
         {"gradient_accumulation_steps": 0},
         {"hf_ds_config": {"bf16": {"enabled": True}}},
         {"hf_ds_config": "no such file"},

@@ -134,6 +134,8 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"context_parallel_size": 2}, NotAvailableError, r"needs TransformerEngine.*ParallelismConfig\(cp_size"),
     ({"optimizer_cpu_offload": True}, NotAvailableError, "use_distributed_optimizer"),
     ({"pipeline_model_parallel_split_rank": 1}, NotAvailableError, "no longer in megatron-core"),
+    ({"encoder_seq_length": 8}, NotAvailableError, "which aren't supported. Use seq_length"),
+    ({"decoder_seq_length": 8}, NotAvailableError, "which aren't supported. Use seq_length"),
     ({"tensorboard_dir": "logs"}, NotAvailableError, "log_with"),
     ({"precision": "fp8"}, NotAvailableError, "needs TransformerEngine"),
 )

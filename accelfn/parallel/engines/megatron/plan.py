@@ -275,6 +275,7 @@ def _divisors(number: int) -> str:
     return ", ".join(str(one) for one in range(1, number + 1) if number % one == 0)
 
 
+_ONLY_DECODERS = "is of models with an encoder and a decoder, which aren't supported. Use seq_length"
 _IN_YOUR_LOOP = "accelfn runs no training loop of Megatron: use your own, and log_with for trackers"
 _NEEDS_TE = "needs TransformerEngine, whose layers and optimizers accelfn doesn't build"
 
@@ -322,6 +323,8 @@ def _refuse_unavailable(plugin: MegatronLMPlugin) -> None:
             plugin.eod_mask_loss,
             "isn't used: set it in the GPTDatasetConfig of your datasets' provider",
         ),
+        ("encoder_seq_length", plugin.encoder_seq_length is not None, _ONLY_DECODERS),
+        ("decoder_seq_length", plugin.decoder_seq_length is not None, _ONLY_DECODERS),
         ("tensorboard_dir", plugin.tensorboard_dir is not None, _IN_YOUR_LOOP),
         ("set_all_logging_options", plugin.set_all_logging_options, _IN_YOUR_LOOP),
     ):
