@@ -94,6 +94,8 @@ class Alias(DistributionFinder):
                 return found
         mirror = _MIRROR + fullname.removeprefix(_ALIAS)
         found = find_spec(mirror)
+        if found is None and _is_asked():
+            return None
         if found is None:
             hint = next((text for prefix, text in _INSTEAD if f"{fullname}.".startswith(prefix)), _ELSEWHERE)
             raise ModuleNotFoundError(
@@ -117,6 +119,16 @@ class Alias(DistributionFinder):
         name = None if context is None else context.name
         if name is None or name.lower() == _ALIAS:
             yield _Distribution()
+
+
+def _is_asked() -> bool:
+    """Return whether a program asks for a module by ``importlib.util.find_spec``, and doesn't import it."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        if frame.f_globals.get("__name__") == "importlib.util":
+            return True
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
 
 
 def is_installed() -> bool:

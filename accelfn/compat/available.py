@@ -192,6 +192,12 @@ def check_cuda_fp8_capability() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
+def check_cuda_p2p_ib_support() -> bool:
+    """Return whether GPUs reach each other without host memory: not those of NVIDIA's RTX 40 series."""
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return not any(re.search(r"RTX 40\d\d", name) for name in names)
+
+
 def get_current_device_type() -> tuple[str, str]:
     """Return the kind of the current device, and the name of its distributed type."""
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

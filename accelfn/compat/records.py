@@ -383,6 +383,15 @@ class ParallelismConfig(MutableRecord):
         return self.dp_replicate_size * self.dp_shard_size
 
 
+@dataclasses.dataclass
+class DeepSpeedSequenceParallelConfig:
+    """What DeepSpeed's sequence parallelism asks for; accelfn's own, with ``sp_size``, needs none of it."""
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+
 class BnbQuantizationConfig(MutableRecord):
     """Options of bitsandbytes; see :class:`accelfn.BnbQuantizationConfig`."""
 

@@ -58,6 +58,11 @@ _STARTED_BY: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
+# Flags that scripts don't have.
+_LAUNCHERS_ALONE = (
+    *("--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port"),
+    *("--multi_gpu", "--gpu_ids", "--use_fsdp", "--use_deepspeed"),
+)
 # argparse's messages, as sentences.
 _MESSAGES = (
     (r"invalid int value: (.+)", r"it must be an integer, got \1."),
@@ -136,6 +141,16 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
         script=rest[0] if rest else None,
         script_args=tuple(rest[1:]),
     )
+
+
+def late_flags(parsed: Parsed) -> list[str]:
+    """List flags behind the script that only a launcher has. Pure.
+
+    >>> late_flags(parse_flags(["train.py", "--lr", "0.1", "--num-processes=2"]))
+    ['--num-processes']
+    """
+    names = [token.partition("=")[0] for token in parsed.script_args]
+    return [name for name in names if normalize_flag(name) in _LAUNCHERS_ALONE]
 
 
 def _split_flag(token: str) -> tuple[str, str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.command_line import CommandParser, Parsed, launch_parser, parse_flags
+from accelfn.launch.command_line import CommandParser, Parsed, late_flags, launch_parser, parse_flags
 from accelfn.launch.config.accelerate import read_any_config
 from accelfn.launch.config.files import ConfigFile, find_config_file
 from accelfn.launch.config.options import FILE, OPTIONS, Option, read_value
@@ -82,6 +82,12 @@ def run(parsed: Parsed) -> int:
     if parsed.script is None:
         raise ConfigurationError("no script given. Run: accelfn launch [flags] train.py")
     script = Script(parsed.script, parsed.script_args)
+    for flag in late_flags(parsed):
+        print(
+            f"accelfn launch: {flag} follows the script, so the script gets it. For the launch, "
+            f"write it before {parsed.script}.",
+            file=sys.stderr,
+        )
     config = resolved.config
     check_files(script, resolved)
     if config.compute_environment == "AMAZON_SAGEMAKER":

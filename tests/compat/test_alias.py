@@ -85,6 +85,12 @@ for name, error in (("import accelerate.nothing", "accelerate.nothing"),
     else:
         raise AssertionError(name)
 assert not hasattr(accelerate, "nothing")
+assert importlib.util.find_spec("accelerate.nothing") is None
+assert importlib.util.find_spec("accelerate.utils") is not None
+from accelerate.data_loader import DataLoader
+from accelerate.utils import DeepSpeedSequenceParallelConfig
+from accelerate.utils.environment import check_cuda_p2p_ib_support
+assert check_cuda_p2p_ib_support() in (True, False)
 accelfn.compat.uninstall()
 assert not [name for name in sys.modules if name.partition(".")[0] == "accelerate"]
 assert {name: module for name, module in sys.modules.items() if name in before} == before
@@ -113,7 +119,12 @@ from accelfn.compat.alias import child_variables
 assert child_variables(os.environ) == {}
 accelfn.compat.install()
 program = "import sys, accelfn.compat as a; print(a.is_installed(), 'torch' in sys.modules)"
-subprocess.run([sys.executable, "-c", program], env={**os.environ, **child_variables(os.environ)}, check=True)
+child = {**os.environ, **child_variables(os.environ)}
+subprocess.run([sys.executable, "-c", program], env=child, check=True)
+# Another Python, without accelfn.
+folder = child["PYTHONPATH"].split(os.pathsep)[0]
+program = f"import sys; sys.path.insert(0, {folder!r}); import sitecustomize"
+subprocess.run([sys.executable, "-I", "-S", "-c", program], env=child, check=True)
 """
     said = run(code, "-u", path=str(tmp_path)).stdout.splitlines()
     assert said == ["the environment's own", "the environment's own", "True False"]

@@ -85,6 +85,13 @@ def test_a_configuration_file_counts_and_is_named(dry_run: DryRun, command: Comm
     assert "--nproc-per-node=2" in output
 
 
+def test_a_flag_of_the_launcher_behind_the_script_is_said(command: Command) -> None:
+    Path("t.py").write_text("")
+    status, _, stderr = command("launch --dry-run t.py --num_processes 2 --lr 1")
+    assert (status, "--num_processes follows the script, so the script gets it" in stderr) == (0, True)
+    assert "--lr" not in stderr
+
+
 OF_ACCELERATE = """
 {compute_environment: LOCAL_MACHINE, distributed_type: MULTI_CPU, downcast_bf16: 'no', use_xpu: true,
 machine_rank: 0, main_training_function: main, mixed_precision: bf16, num_machines: 1, num_processes: 2,

@@ -3,6 +3,8 @@
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 import typing as _typing
 
+from torch.utils.data import DataLoader as DataLoader
+
 from accelfn.compat.loaders import (
     BatchSamplerShard as BatchSamplerShard,
     DataLoaderDispatcher as DataLoaderDispatcher,

@@ -21,9 +21,13 @@ def _run() -> None:
             raise
         if own is not None:
             sys.modules["sitecustomize"] = own
-    from accelfn.compat import install
-
-    install()
+    try:
+        from accelfn.compat import install
+    except ModuleNotFoundError as error:  # another Python, without accelfn or its packages
+        if error.name not in ("accelfn", "torch"):
+            raise
+    else:
+        install()
 
 
 if _VARIABLE in os.environ:

@@ -10,7 +10,7 @@ from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values, replace
+from accelfn.launch.config.record import LaunchConfig, changed_values, is_active, replace
 from accelfn.launch.plan.machine import Machine
 
 LOOPBACK = "127.0.0.1"
@@ -211,7 +211,10 @@ def plan_pod(config: LaunchConfig, script: Script) -> LaunchPlan:
     flags = [
         f"--{name}={OPTIONS[name].kind.write(value)}"
         for name, value in changed_values(config).items()
-        if OPTIONS[name].section.name != "tpu_options" and name != "num_machines" and value is not None
+        if OPTIONS[name].section.name != "tpu_options"
+        and name != "num_machines"
+        and value is not None
+        and is_active(config, OPTIONS[name])
     ]
     inner = shlex.join(("accelfn", "launch", *flags, script.name, *script.args))
     prefix = " ".join(

@@ -56,6 +56,7 @@ def test_tpus() -> None:
     pod = plan_of(
         "--tpu --tpu_cluster --tpu_name=t --tpu_zone=z --tpu_use_sudo --vm=0 --vm=1 --mixed_precision=no",
         *("--env", "A=b c", "t.py", "-x"),
+        file="fsdp: {version: 2}",  # without use_fsdp
     )
     assert pod.argv[:8] == ("gcloud", "compute", "tpus", "tpu-vm", "ssh", "t", "--zone", "z")
     assert pod.argv[9] == (

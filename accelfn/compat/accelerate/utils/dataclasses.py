@@ -9,6 +9,7 @@ from accelfn.compat.records import (
     BnbQuantizationConfig as BnbQuantizationConfig,
     DataLoaderConfiguration as DataLoaderConfiguration,
     DeepSpeedPlugin as DeepSpeedPlugin,
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     FP8RecipeKwargs as FP8RecipeKwargs,
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,

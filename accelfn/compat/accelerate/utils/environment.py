@@ -13,6 +13,7 @@ from accelfn.compat.helpers import (
 )
 from accelfn.compat.available import (
     check_cuda_fp8_capability as check_cuda_fp8_capability,
+    check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
     get_current_device_type as get_current_device_type,
 )
 from accelfn.compat.missing import refuse as _refuse
