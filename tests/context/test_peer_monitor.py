@@ -98,7 +98,6 @@ def test_who_waits_long_asks_seldom_and_hears_of_errors_all_the_same(
     start = time.monotonic()
     with pytest.raises(RemoteRankError, match="rank 5 failed: KeyError: x"):
         monitor.wait(await_error)
-    assert time.monotonic() - start < 1.5
     late = [at for at in asked if 0.5 < at - start < 1.0]
     assert len(late) < 3 * 25  # 25 times a second, each of which stands for one
 
