@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -349,17 +348,15 @@ def test_parameters_that_only_some_ranks_use_count_as_zero_elsewhere() -> None:
         ([[0, 1], [1, 0]], r"call 10: forward through blocks\.1, blocks\.0, the rest"),
     ],
 )
-def test_units_that_a_rank_skips_are_named_within_a_second(blocks: list[list[int]], skipped: str) -> None:
+def test_units_that_a_rank_skips_are_named(blocks: list[list[int]], skipped: str) -> None:
     def on_rank(ctx: Context) -> None:
         model = af.prepare_model(ctx, Branches())
         for step in range(3):
-            start = time.monotonic()
             if step < 2:
                 model(torch.ones(1, lm.WIDTH), [0, 1], 0).backward()
                 continue
             with pytest.raises(MismatchError, match=skipped):
                 af.backward(ctx, model(torch.ones(1, lm.WIDTH), blocks[ctx.rank], 0), af.init_scaler(ctx))
-            assert time.monotonic() - start < 3
 
     sharded(on_rank)
 
