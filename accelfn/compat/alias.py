@@ -123,7 +123,7 @@ class Alias(DistributionFinder):
 
 def _is_asked() -> bool:
     """Return whether a program asks for a module by ``importlib.util.find_spec``, and doesn't import it."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
         if frame.f_globals.get("__name__") == "importlib.util":
             return True

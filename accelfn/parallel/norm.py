@@ -28,7 +28,7 @@ class _Part(NamedTuple):
     """This rank's part of a gradient.
 
     Attributes:
-        gradient: Dense; clipping writes into it.
+        gradient: Dense, of a sparse one its entries; clipping writes into it.
         holders: Number of ranks that hold the same elements, including this one.
     """
 
@@ -63,7 +63,11 @@ def clip_norm_(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     num_stages = 1 if ctx.mesh is None else ctx.axis_size("pp")
     if num_stages == 1 and _PLAIN.issuperset(map(type, (*parameters, *gradients))):
-        return clip_tensors_(gradients, max_norm, norm_type)
+        try:
+            return clip_tensors_(gradients, max_norm, norm_type)
+        except NotImplementedError:  # torch has no norm of sparse gradients
+            entries = [part.gradient for part in _parts(parameters, 1)]
+            return clip_tensors_(entries, max_norm, norm_type)
     parts = _parts(parameters, ctx.world.size // num_stages)
     gradients = [part.gradient for part in parts]
     # Decided by the parameters, which all ranks agree on.
@@ -168,6 +172,9 @@ def _parts(parameters: Iterable[torch.Tensor], num_ranks: int) -> list[_Part]:
         if is_dtensor(gradient):
             gradient = parameter.grad = aligned(gradient, parameter)
             holders = max(1, num_ranks // _num_shards(gradient))
+        elif gradient.is_sparse:
+            parameter.grad = gradient.coalesce()  # so that each element is in one entry
+            gradient = parameter.grad._values()
         parts.append(_Part(local_of(gradient), holders * getattr(parameter, _STAGES, 1)))
     return parts
 

@@ -212,12 +212,12 @@ def check_plan(operation: str, steppings: Iterable[Stepping], *, has_shards: boo
 
 
 def check_can_step(operation: str, optimizers: Iterable[Optimizer]) -> None:
-    """Refuse a step of a schedule-free optimizer in evaluation mode, and of one that steps in backward.
+    """Refuse a step of an optimizer in evaluation mode, with a closure, or that steps in backward.
 
     Ranks: local.
 
     Raises:
-        ConfigurationError: One is or does.
+        ConfigurationError: One is, has or does.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -228,6 +228,12 @@ def check_can_step(operation: str, optimizers: Iterable[Optimizer]) -> None:
                     "before the forward pass, and after loading a checkpoint that was saved in evaluation "
                     "mode."
                 )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(
+                f"{operation}: LBFGS needs a closure, which computes the loss several times a step. Call its "
+                "own step(closure), where the closure clears the gradients, runs forward and backward of a "
+                "complete window, and returns the loss averaged over the ranks."
+            )
         if steps_in_backward(optimizer):
             raise ConfigurationError(
                 f"{operation}: {type(optimizer).__name__} steps inside of lomo_backward. Call that, and "

@@ -40,7 +40,7 @@ from accelfn.parallel.optimizers import steps_in_backward
 from accelfn.parallel.pipeline import PipelineHandle
 from accelfn.training.prepare import is_averaged
 from accelfn.training.scaler import ScalerState, check_scaler, parameters_in
-from accelfn.tree import flatten, is_dtensor
+from accelfn.tree import flatten
 
 
 class Loss(NamedTuple):
@@ -245,6 +245,33 @@ def backward(
     return _next_state("backward", scaler_state, weight, micro)
 
 
+# What an engine's error means, by a part of its text.
+_ADVICE = (
+    (
+        "mark a variable ready only once",
+        (
+            "a parameter got its gradient twice in one backward pass, and DistributedDataParallel averages "
+            "only one. Where the model checkpoints a layer that it calls several times, pass "
+            "use_reentrant=False to torch.utils.checkpoint. Otherwise, if each step uses the same "
+            "parameters, prepare the model with DistributedDataParallelKwargs(static_graph=True)."
+        ),
+    ),
+    (
+        "fsdp::chunk_cat",
+        "a gradient is sparse, and FSDP reduces dense ones alone. Make the embedding with sparse=False.",
+    ),
+    (
+        "mixed torch.Tensor and DTensor",
+        (
+            "the loss is a sum of a plain tensor, as a model returns it, and of one computed from parameters "
+            "that ranks along tp share (DTensor), which torch can't differentiate together. Make the second "
+            "one plain before they are added: penalty.full_tensor(), such as "
+            "sum(one.square().sum().full_tensor() for one in model.parameters())."
+        ),
+    ),
+)
+
+
 def _window_error(operation: str, ctx: Context) -> ConfigurationError:
     """Return the error for a loss without its place in a window of several batches."""
     return ConfigurationError(
@@ -266,13 +293,9 @@ def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
                 value.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
     except Exception as error:
         note_failure(ctx.collectives.call_log, ctx.rank, error, "backward")
-        if is_dtensor(value) and "mixed torch.Tensor and DTensor" in str(error):
-            raise ConfigurationError(
-                "backward: the loss is a sum of a plain tensor, as a model returns it, and of one computed "
-                "from parameters that ranks along tp share (DTensor), which torch can't differentiate "
-                "together. Make the second one plain before they are added: penalty.full_tensor(), such as "
-                "sum(one.square().sum().full_tensor() for one in model.parameters())."
-            ) from error
+        for text, advice in _ADVICE if isinstance(error, RuntimeError) else ():
+            if text in str(error):
+                raise ConfigurationError(f"backward: {advice}") from error
         if isinstance(error, RuntimeError):
             raise_explained(error, ctx.collectives.translate_error)
         raise

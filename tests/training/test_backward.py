@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 import accelfn as af
 from accelfn import Accelerator, Context
@@ -108,3 +109,48 @@ def test_a_loss_of_gathered_outputs_says_what_has_gradients() -> None:
         ValueError, match=r"from what gather, .* returned \(all_gather and reduce_scatter have"
     ):
         af.backward(ctx, loss, af.init_scaler(ctx))
+
+
+class _Repeated(nn.Module):
+    """Calls a layer twice, and checkpoints it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.layer, self.reentrant = nn.Linear(2, 2), nn.Linear(2, 2), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = cast("Any", checkpoint).checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def test_what_an_engine_cant_reduce_is_named_with_what_to_do() -> None:
+    def said(ctx: Context, model: nn.Module, inputs: torch.Tensor) -> str:
+        model = af.prepare_model(ctx, model)
+        try:
+            af.backward(ctx, model(inputs).sum(), af.init_scaler(ctx))
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+    def replicated(ctx: Context) -> list[str]:
+        return [said(ctx, _Repeated(reentrant), torch.ones(1, 2)) for reentrant in (False, True)]
+
+    def sharded(ctx: Context) -> str:
+        return said(ctx, nn.Embedding(4, 2, sparse=True), torch.tensor([1]))
+
+    (well, twice), _ = run_ranks(replicated, 2, "processes")
+    assert not well
+    assert "got its gradient twice in one backward pass" in twice
+    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2)
+    sparse, _ = run_ranks(sharded, 2, "processes", fsdp_plugin=plugin)
+    assert "FSDP reduces dense ones alone. Make the embedding with sparse=False" in sparse
+
+
+def test_an_optimizer_with_a_closure_is_refused_before_it_steps() -> None:
+    ctx, model = Context(), make_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    state = af.backward(ctx, mean(model, torch.ones(1, 2)), af.init_scaler(ctx))
+    with pytest.raises(ConfigurationError, match=r"optimizer_step: LBFGS needs a closure"):
+        af.optimizer_step(ctx, optimizer, state)

@@ -65,3 +65,17 @@ def test_gradients_that_are_not_ready_are_refused(clip: Callable[..., Any]) -> N
         clip(ctx, parameter, 1.0, scaler_state=opened)
     clip(ctx, parameter, 1.0, scaler_state=closed)
     torch.testing.assert_close(parameter.grad, torch.ones(1))
+
+
+def test_sparse_gradients_are_clipped_as_dense_ones() -> None:
+    grads = dict[bool, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]()
+    for sparse in (False, True):
+        model = torch.nn.Embedding(4, 2, sparse=sparse)
+        torch.nn.init.ones_(model.weight)
+        model(torch.tensor([1, 2, 2])).square().sum().backward()
+        norm = af.clip_grad_norm_(Context(), model.parameters(), 1.0, scaler_state=NEWEST)
+        assert model.weight.grad is not None
+        by_norm = model.weight.grad.to_dense().clone()
+        af.clip_grad_value_(Context(), model.parameters(), 0.25, scaler_state=NEWEST)
+        grads[sparse] = norm, by_norm, model.weight.grad.to_dense()
+    torch.testing.assert_close(grads[True], grads[False])
