@@ -219,12 +219,17 @@ class ThreadDDP(Handle):
             engine.queue_callback(self._average)
 
     def _average(self) -> None:
-        grads = {name: item.grad for name, item in self._parameters.items() if item.grad is not None}
+        items = [*self._parameters.values()]
         with torch.no_grad():
-            for name, grad in reduce(self._ctx, grads, "mean").items():
-                current = self._parameters[name].grad
-                assert current is not None
-                current.copy_(grad)
+            # Ranks may use other parameters: the zeros of one without a gradient count in the mean.
+            grads = [torch.zeros_like(item) if item.grad is None else item.grad for item in items]
+            is_used = torch.tensor([item.grad is not None for item in items]).to(items[0])
+            means, used = reduce(self._ctx, (grads, is_used), "mean")
+            for index, (item, mean) in enumerate(zip(items, means, strict=True)):
+                if item.grad is not None:
+                    item.grad.copy_(mean)
+                elif used[index] > 0:
+                    item.grad = mean.clone()
         self._unreduced = None
 
     def communicates(self) -> Communication:

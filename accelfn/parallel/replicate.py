@@ -25,10 +25,13 @@ from accelfn.parallel.buffers import IGNORED, sync_buffers
 from accelfn.parallel.exact import ExactReplica, ThreadDDP
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import WITHOUT_TENSORS, check_each_forward
-from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle
+from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle
 from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.parameters import is_made_of_others, send_values
 from accelfn.tree import is_dtensor
+
+# Runs backward passes, and callbacks after them.
+_ENGINE: Any = cast("Any", torch.autograd.Variable)._execution_engine
 
 
 class ImmediateReplica(ThreadDDP):
@@ -56,9 +59,10 @@ class Reductions:
     the backward pass. For tensors on the CPU: accelerators wait on their streams.
     """
 
-    def __init__(self, ctx: Context) -> None:
-        """Reduce in the world of ``ctx``, which has a process group."""
+    def __init__(self, ctx: Context, model: nn.Module) -> None:
+        """Reduce gradients of ``model`` in the world of ``ctx``, which has a process group."""
         self._ctx = ctx
+        self._model = weakref.ref(model)
         self._backward = -1  # torch's id of the backward pass that they belong to
         self._begun: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
 
@@ -79,15 +83,20 @@ class Reductions:
             self._ctx.collectives.finish(work, buffer.device)
             future.set_result(buffer)
             return future
-        if number != self._backward:  # drop the reductions of a failed backward pass
-            self._backward, self._begun = number, []
+        if number != self._backward:
+            handle = getattr(self._model(), HANDLE, None)
+            if not (isinstance(handle, DDPHandle) and handle.completes):
+                self._begun = []  # those of a failed backward pass
+            self._backward = number
             # Runs before torch's callback that waits for these futures, which comes with the last bucket.
-            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._finish)
+            _ENGINE.queue_callback(self._finish)
         self._begun.append((work, buffer, future))
         return future
 
     def _finish(self) -> None:
         begun, self._begun = self._begun, []
+        if not begun:  # awaited when the pass was completed
+            return
         call_log = self._ctx.collectives.call_log
         call_log.inside = "the backward pass of"
         try:
@@ -176,7 +185,7 @@ def register_comm_hook(ctx: Context, model: DistributedDataParallel, comm_hook: 
     if comm_hook is None:
         # With a static graph torch waits for the first reductions before any callback runs.
         if ctx.guard.mode != GuardMode.OFF and ctx.device.type == "cpu" and not options.static_graph:
-            cast("Any", model).register_comm_hook(Reductions(ctx), Reductions.begin)
+            cast("Any", model).register_comm_hook(Reductions(ctx, model), Reductions.begin)
         return
     try:
         cast("Any", model).register_comm_hook(comm_hook.state, comm_hook.hook)
@@ -194,6 +203,8 @@ class DDPHandle(Handle):
     from another method, from a function over the inner model, or it is the second one after a forward pass),
     the first parameter that gets a gradient prepares torch's reducer.
     """
+
+    completes = False  # inside of `_add_zeros`
 
     def __init__(self, model: DistributedDataParallel) -> None:
         """Hook the parameters that ``model`` averages."""
@@ -213,6 +224,7 @@ class DDPHandle(Handle):
     def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = {name: weakref.ref(one) for name, one in parameters.items()}
         self._backward = -1  # torch's id of the latest one
+        self._got: set[int] = set()  # parameters with a gradient from that pass
         self._is_announced = False  # by a forward pass, whose backward pass is to come
         for parameter in parameters.values():
             cast("Any", parameter).register_post_accumulate_grad_hook(self._on_gradient)
@@ -224,7 +236,7 @@ class DDPHandle(Handle):
         Raises:
             ConfigurationError: DistributedDataParallel has a static graph.
         """
-        ddp = cast("Any", self._model())
+        ddp: Any = self._model()
         if ddp.static_graph and torch.is_grad_enabled():
             raise ConfigurationError(
                 "no_sync: torch 2.13 fails in a backward pass without averaging when static_graph=True. "
@@ -240,7 +252,7 @@ class DDPHandle(Handle):
         Raises:
             ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph.
         """
-        ddp = cast("Any", self._model())
+        ddp: Any = self._model()
         if ddp.find_unused_parameters or ddp.static_graph:
             option = "static_graph" if ddp.static_graph else "find_unused_parameters"
             raise ConfigurationError(
@@ -256,16 +268,17 @@ class DDPHandle(Handle):
 
     def torch_sends_buffers(self) -> bool:
         """Return whether torch sends buffers before a forward pass: for ranks that join, and for copies."""
-        ddp = cast("Any", self._model())
+        ddp: Any = self._model()
         if ddp is None or (self.buffers is not None and not self.is_joined):
             return False
         return bool(cast("Any", DistributedDataParallel).will_sync_module_buffers(ddp))
 
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""
-        ddp = cast("Any", self._model())
+        ddp: Any = self._model()
         ours = self.buffers
-        buffers = bool(ddp.will_sync_module_buffers()) if ours is None else ours.is_due()
+        sent_by_torch = ours is None and bool(ddp.modules_buffers) and bool(ddp.will_sync_module_buffers())
+        buffers = sent_by_torch if ours is None else ours.is_due()
         # Torch may broadcast its order of gradients in the next forward pass, once.
         may_rebuild = not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
         gradients = bool(ddp.require_backward_grad_sync) and torch.is_grad_enabled()
@@ -275,7 +288,7 @@ class DDPHandle(Handle):
     @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     def after_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
         """Hook after a forward pass: torch now expects its backward pass, if it averages."""
-        ddp = cast("Any", model)
+        ddp: Any = model
         if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self._is_announced = True
             if ddp.static_graph:
@@ -283,16 +296,18 @@ class DDPHandle(Handle):
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Hook after a gradient was added to ``.grad``, before torch's own hook that averages it."""
-        del parameter
         number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        if number != self._backward:
-            self._backward = number
+        if number != self._backward and not self.completes:
+            self._backward, self._got = number, set()
             self._begin()
+        self._got.add(id(parameter))
 
     def _begin(self) -> None:
-        ddp = cast("Any", self._model())
+        ddp: Any = self._model()
         if ddp is None:
             return
+        if not ddp.find_unused_parameters and not ddp.static_graph:
+            _ENGINE.queue_callback(self._complete)
         # With a static graph, checkpointed blocks have nested backward passes.
         is_announced, self._is_announced = self._is_announced, self._is_announced and ddp.static_graph
         if not is_announced and not ddp.require_backward_grad_sync:
@@ -313,9 +328,40 @@ class DDPHandle(Handle):
                     ddp._has_rebuilt_buckets = True
                 ddp.reducer.prepare_for_backward([])
 
+    def _complete(self) -> None:
+        """After a backward pass: take part in the averages that torch has not begun on this rank."""
+        ddp: Any = self._model()
+        if ddp is None or self._unreduced is not None:
+            return
+        try:
+            ddp.reducer._check_reducer_finalized()
+        except RuntimeError:  # it waits for gradients
+            self._add_zeros()
+
+    def _add_zeros(self) -> None:
+        """Run a backward pass that adds minus zero, which changes no sum, to the gradients that are missing.
+
+        A parameter that no rank has used gets minus zero as its average, and keeps no gradient.
+        """
+        left = [one for one in self._watched().values() if id(one) not in self._got]
+        frozen = [one for one in left if not one.requires_grad]
+        without = [one for one in left if one.grad is None]
+        self.completes = True
+        try:
+            for one in frozen:
+                one.requires_grad_(True)
+            torch.autograd.backward(left, [torch.full_like(one, -0.0) for one in left])
+        finally:
+            self.completes = False
+            for one in frozen:
+                one.requires_grad_(False)
+        for one in without:
+            if one.grad is not None and bool(((one.grad == 0) & one.grad.signbit()).all()):
+                one.grad = None
+
     def why_unreduced(self) -> str | None:
         """Return why the current gradients are only this rank's own; None where they are averaged."""
-        ddp = cast("Any", self._model())
+        ddp: Any = self._model()
         if ddp is None or self._unreduced is not None:
             return self._unreduced
         if ddp.static_graph:

@@ -214,15 +214,46 @@ def test_what_a_backward_pass_that_failed_has_left_is_refused(on: Where) -> None
     assert all("not averaged" in text for text in run_ranks(run, 2, on))
 
 
-def test_parameters_without_a_gradient_are_refused_where_torch_would_wait_for_them() -> None:
-    def run(ctx: Context) -> str:
-        model = af.prepare_model(ctx, Net())
-        cast("Any", model).body(rows(ctx.rank, 0)).sum().backward()
-        return refusal(ctx, sgd(model))
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_ranks_may_use_other_parameters(on: Where) -> None:
+    """In several buckets; one that nobody uses gets no gradient, and one may be frozen in between."""
+    size = 520  # so that each layer fills a bucket
+    used = [(0, 1, 2), (0, 2)]
 
-    for text in run_ranks(run, 2, "processes"):
-        assert "not all parameters of the model got a gradient" in text
-        assert "did not receive grad" in text
+    def gradients(ctx: Context, model: nn.Module, rank: int, *, frozen: bool) -> None:
+        layers = cast("Any", af.unwrap_model(model))
+        layers[0].weight.requires_grad_(not frozen)
+        x = torch.full((1, size), rank + 1.0)
+        chosen = [layers[index] for index in used[rank]]
+        cast("torch.Tensor", sum(layer(x).sum() for layer in chosen)).backward()
+        layers[0].weight.requires_grad_(True)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(size, size) for _ in range(4)))
+
+    def found_in(model: nn.Module) -> list[float | None]:
+        return [None if one.grad is None else float(one.grad.mean()) for one in model.parameters()]
+
+    def run(ctx: Context) -> list[list[float | None]]:
+        model, found = af.prepare_model(ctx, make()), list[list[float | None]]()
+        for frozen in (False, True, False):
+            model.zero_grad()
+            gradients(ctx, model, ctx.rank, frozen=frozen)
+            found.append(found_in(model))
+            assert not refusal(ctx, sgd(model))
+        return found
+
+    def alone(frozen: bool) -> list[float | None]:
+        model = make()
+        for rank in range(2):
+            gradients(Context(), model, rank, frozen=frozen)
+        return [None if one is None else one / 2 for one in found_in(model)]
+
+    expected = [alone(frozen) for frozen in (False, True, False)]
+    assert expected[1][0] is None
+    options = [DistributedDataParallelKwargs(bucket_cap_mb=1)]
+    for found in run_ranks(run, 2, on, kwargs_handlers=options):
+        assert found == expected
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
