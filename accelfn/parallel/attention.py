@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -477,7 +478,8 @@ class _Sharing:
             raise self.refusal(
                 f"a mask of {rows} by {columns} doesn't cover keys on other ranks; the sequence has {total} "
                 f"tokens, {length} of them on this rank",
-                "Pass a mask over the keys of the complete sequence, or of keys only (one row).",
+                "Pass a mask over the keys of the complete sequence, or of keys only (one row). A model that "
+                "makes masks or biases of distances itself, such as T5, can't share sequences.",
             )
         return mask
 
@@ -583,7 +585,8 @@ class SequenceForward(WrappedForward):
                     "ignore padding in the labels; or pass four dimensions: this rank's tokens by all keys.",
                 )
             return None
-        if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
+        # A plan computes with tensors without values.
+        if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or type(positions) is FakeTensor:
             return None
         is_start = sharing.gathered(positions, 1).diff(dim=1) != 1
         if not is_start.any():

@@ -185,7 +185,11 @@ def test_documents_that_are_packed_in_a_row_attend_to_themselves(axis: str) -> N
         gradients = [af.reduce(ctx, one.grad) for one in model.parameters() if one.grad is not None]
         return [af.gather_sequence(ctx, logits.detach(), 1), *gradients]
 
-    make_llama()
+    def planned(model: Any, batch: Any) -> torch.Tensor:
+        return model(batch, position_ids=torch.zeros_like(batch)).logits.sum()
+
+    # A plan has no values, which say where documents begin.
+    assert af.plan_memory(af.plan_context(2, **options(axis)), make_llama(), batch=ids, loss_fn=planned)
     expected = run_ranks(work, 1)[0]
     for found in run_ranks(work, 2, on="processes", **options(axis)):
         torch.testing.assert_close(found[0], expected[0])
