@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
+from accelfn.devices import device_type
 from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.exact import scale_open_sums
 from accelfn.parallel.handle import follow_optimizers
@@ -218,8 +219,9 @@ def divide_(
             for (device, _), grads in by_kind.items() if share is not None else ():
                 torch._foreach_mul_(grads, cast("torch.Tensor", share).to(device))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             return scaler_state
-        scale = scaler_state.scale.double()
-        factor = ((1.0 if share is None else share.double()) / scale).float()
+        # In float64 if the device has it.
+        wide = torch.float64 if device_type(scaler_state.scale.device.type).has_float64 else torch.float32
+        factor = ((1.0 if share is None else share.to(wide)) / scaler_state.scale.to(wide)).float()
         found_inf = torch.zeros_like(scaler_state.found_inf)
         for (device, _), grads in by_kind.items():
             found_here = torch.zeros((), dtype=torch.float32, device=device)

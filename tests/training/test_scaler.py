@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn import Context, GradScalerKwargs
+from accelfn.devices import device_type
 from accelfn.testing import run_ranks
 from accelfn.training import ScalerState, init_scaler, step_was_skipped
 from tests.training.models import one_weight, sgd
@@ -194,3 +195,16 @@ def test_a_weight_goes_with_the_step_of_all_optimizers(function: str) -> None:
         getattr(af, function)(ctx, second, scaler)
     scaler = af.backward(ctx, models[1](torch.ones(4, 1)).sum(), scaler, weight=4)
     af.optimizer_step(ctx, second, scaler)
+
+
+def test_a_device_without_float64_unscales(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("accelfn.training.scaler.device_type", lambda name: device_type("mps"))
+    monkeypatch.setattr(torch.Tensor, "double", None)
+    ctx = af.Context().replace(mixed_precision="fp16")
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 8.0)
+    scaler = af.init_scaler(ctx)._replace(scale=torch.tensor(4.0))
+    af.unscale_gradients(ctx, torch.optim.SGD([parameter]), scaler)
+    assert parameter.grad.tolist() == [2.0, 2.0]
