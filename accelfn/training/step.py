@@ -334,7 +334,8 @@ def _step_engines(
         )
     if ctx.num_processes > 1:
         count_call(ctx, Call("optimizer_step"))
-    divisor = float(scaler_state.scale)
+    # Read only where it counts: reading from a device waits for it.
+    divisor = float(scaler_state.scale) if ctx.precision.scales_loss else 1.0
     if scaler_state.weight is not None:
         share = float(share_of_weight(ctx, scaler_state.weight))
         divisor = divisor / share if share else math.inf  # without any weight there is nothing to learn from

@@ -134,11 +134,12 @@ def module_step(
         weight = 1 if rows is None else rows  # of a mean of this rank
         # A copy: a step that fails leaves the state that it got usable.
         scaler, parts = state.scaler._replace(), list[Terms]()
+        number_of_step = int(state.num_steps) if is_exact else 0  # read once: it waits for the device
         for index, piece in enumerate(pieces):
             micro = full[index] if len(pieces) == num_pieces else _place(index, len(pieces))
             if is_exact:
                 number = ctx.rank * num_pieces + index
-                micro = micro._replace(draws=Draws(f"microbatch {number} of step {int(state.num_steps)}"))
+                micro = micro._replace(draws=Draws(f"microbatch {number} of step {number_of_step}"))
                 block = accumulate_block(ctx, micro, models, is_held=True)
             else:
                 block = accumulate(ctx, micro, *models)
