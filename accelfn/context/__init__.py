@@ -2,6 +2,7 @@
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 from accelfn.context.call_log import (
+    BackwardPass as BackwardPass,
     CallLog as CallLog,
     Entry as Entry,
     OpenPass as OpenPass,

@@ -85,6 +85,16 @@ class OpenPass:
         self.has_ended: bool = False
 
 
+class BackwardPass(list[Callable[[], None]]):
+    """What prepared models do when a backward pass of ``accelfn.backward``, and any within it, has ended.
+
+    Attributes:
+        is_exact: Whether its context sums gradients in exact mode.
+    """
+
+    is_exact: bool = False
+
+
 class OpenRead:
     """A loop over a prepared loader that has begun.
 
@@ -136,8 +146,7 @@ class CallLog:
         unsettled: The agreement that must finish before the next operation, if there is one.
         failure: What this rank's latest computation failed with, as on the message board; "" after the next
             operation has begun.
-        after_backward: Callbacks for the end of the current backward pass; None outside of
-            ``accelfn.backward``.
+        backward: The backward pass that runs; None outside of ``accelfn.backward``.
     """
 
     def __init__(self) -> None:
@@ -154,7 +163,7 @@ class CallLog:
         self.inside = ""
         self.unsettled: Unsettled | None = None
         self.failure = ""
-        self.after_backward: list[Callable[[], None]] | None = None
+        self.backward: BackwardPass | None = None
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._first_sites: dict[int, str] = {}  # by form of call
         self._places: WeakSet[LoaderPlace] = WeakSet()

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.comm import Call, broadcast, catch, check, gather_bytes, reduce
-from accelfn.context import Context
+from accelfn.context import BackwardPass, Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.buffers import BufferWatch
 from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle
@@ -268,7 +268,7 @@ class ExactReplica(ThreadDDP):
         self._parameters = parameters
         self._items = list(parameters.values())
         self._sum = OrderedSum(self._ctx, self._items)  # of the open window
-        self._pass: list[Callable[[], None]] | None = None  # identifies the backward pass
+        self._pass: BackwardPass | None = None
         self._got: set[int] = set()  # parameters with a gradient from that pass
         self._kept: dict[int, torch.Tensor] = {}  # their .grad before that pass
         self._batch: object = None  # the current batch
@@ -350,12 +350,12 @@ class ExactReplica(ThreadDDP):
     def _before_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Hook before a gradient is added to ``.grad``: set the current value aside."""
         del gradient
-        pending = self._ctx.collectives.call_log.after_backward
-        if pending is None:  # torch.autograd.grad, which doesn't accumulate
+        running = self._ctx.collectives.call_log.backward
+        if running is None or not running.is_exact:  # torch.autograd.grad, which doesn't accumulate
             return
-        if pending is not self._pass:  # also drops what a failed pass left
-            self._pass, self._got, self._kept = pending, set(), {}
-            pending.append(self._finish_pass)
+        if running is not self._pass:  # also drops what a failed pass left
+            self._pass, self._got, self._kept = running, set(), {}
+            running.append(self._finish_pass)
         item = self._items[index]
         if item.grad is not None and index not in self._got:
             self._kept[index], item.grad = item.grad, None
@@ -363,7 +363,8 @@ class ExactReplica(ThreadDDP):
     def _after_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Hook after a gradient was added to ``.grad``."""
         del parameter
-        if self._ctx.collectives.call_log.after_backward is None:
+        running = self._ctx.collectives.call_log.backward
+        if running is None or not running.is_exact:
             raise ConfigurationError(
                 'with reduction="canonical", call accelfn.backward(ctx, loss, scaler, micro) instead of '
                 "loss.backward(): it divides the loss by the number of microbatches, and sums their "
@@ -451,26 +452,6 @@ def scale_open_sums(parameters: Sequence[torch.Tensor], factor: torch.Tensor) ->
     for replica in replicas.values():
         if isinstance(replica, ExactReplica):
             replica.scale_sums(parameters, factor)
-
-
-@contextmanager
-def exact_backward(ctx: Context) -> Generator[None, None, None]:
-    """Let models in exact mode sum the gradients of the backward pass inside, after it ends.
-
-    Ranks: every rank of ``ctx``, where the gradients of a prepared model are computed inside.
-
-    Raises:
-        ConfigurationError: A parameter got a second gradient from one batch, or one that can't be summed.
-    """
-    call_log = ctx.collectives.call_log
-    after: list[Callable[[], None]] = []
-    before, call_log.after_backward = call_log.after_backward, after
-    try:
-        yield
-    finally:
-        call_log.after_backward = before
-    for finish in after:
-        finish()
 
 
 def exact_batch(

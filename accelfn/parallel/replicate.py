@@ -25,7 +25,7 @@ from accelfn.parallel.buffers import IGNORED, sync_buffers
 from accelfn.parallel.exact import ExactReplica, ThreadDDP
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import WITHOUT_TENSORS, check_each_forward
-from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle
+from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle
 from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.parameters import is_made_of_others, send_values
 from accelfn.tree import is_dtensor
@@ -59,10 +59,9 @@ class Reductions:
     the backward pass. For tensors on the CPU: accelerators wait on their streams.
     """
 
-    def __init__(self, ctx: Context, model: nn.Module) -> None:
-        """Reduce gradients of ``model`` in the world of ``ctx``, which has a process group."""
+    def __init__(self, ctx: Context) -> None:
+        """Reduce in the world of ``ctx``, which has a process group."""
         self._ctx = ctx
-        self._model = weakref.ref(model)
         self._backward = -1  # torch's id of the backward pass that they belong to
         self._begun: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
 
@@ -83,11 +82,8 @@ class Reductions:
             self._ctx.collectives.finish(work, buffer.device)
             future.set_result(buffer)
             return future
-        if number != self._backward:
-            handle = getattr(self._model(), HANDLE, None)
-            if not (isinstance(handle, DDPHandle) and handle.completes):
-                self._begun = []  # those of a failed backward pass
-            self._backward = number
+        if number != self._backward:  # drop the reductions of a failed backward pass
+            self._backward, self._begun = number, []
             # Runs before torch's callback that waits for these futures, which comes with the last bucket.
             _ENGINE.queue_callback(self._finish)
         self._begun.append((work, buffer, future))
@@ -95,8 +91,6 @@ class Reductions:
 
     def _finish(self) -> None:
         begun, self._begun = self._begun, []
-        if not begun:  # awaited when the pass was completed
-            return
         call_log = self._ctx.collectives.call_log
         call_log.inside = "the backward pass of"
         try:
@@ -185,7 +179,7 @@ def register_comm_hook(ctx: Context, model: DistributedDataParallel, comm_hook: 
     if comm_hook is None:
         # With a static graph torch waits for the first reductions before any callback runs.
         if ctx.guard.mode != GuardMode.OFF and ctx.device.type == "cpu" and not options.static_graph:
-            cast("Any", model).register_comm_hook(Reductions(ctx, model), Reductions.begin)
+            cast("Any", model).register_comm_hook(Reductions(ctx), Reductions.begin)
         return
     try:
         cast("Any", model).register_comm_hook(comm_hook.state, comm_hook.hook)
@@ -201,13 +195,13 @@ class DDPHandle(Handle):
 
     Torch averages only after a forward pass of the wrapper. Before any other backward pass (the loss came
     from another method, from a function over the inner model, or it is the second one after a forward pass),
-    the first parameter that gets a gradient prepares torch's reducer.
+    the first parameter that gets a gradient prepares torch's reducer. And it averages only where all
+    parameters get a gradient: at the end of :func:`accelfn.backward`, others get zeros that change no sum.
     """
 
-    completes = False  # inside of `_add_zeros`
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        """Hook the parameters that ``model`` averages."""
+    def __init__(self, ctx: Context, model: DistributedDataParallel) -> None:
+        """Hook the parameters that ``model`` averages over the ranks of ``ctx``."""
+        self._call_log = ctx.collectives.call_log
         ignored: set[str] = cast("Any", model).parameters_to_ignore
         module = cast("nn.Module", cast("Any", model).module)
         named = module.named_parameters()
@@ -224,7 +218,8 @@ class DDPHandle(Handle):
     def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = {name: weakref.ref(one) for name, one in parameters.items()}
         self._backward = -1  # torch's id of the latest one
-        self._got: set[int] = set()  # parameters with a gradient from that pass
+        self._got: set[int] = set()  # parameters with a gradient from that pass, and those it is nested in
+        self._reductions = 0  # of the ranks before it
         self._is_announced = False  # by a forward pass, whose backward pass is to come
         for parameter in parameters.values():
             cast("Any", parameter).register_post_accumulate_grad_hook(self._on_gradient)
@@ -297,8 +292,8 @@ class DDPHandle(Handle):
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Hook after a gradient was added to ``.grad``, before torch's own hook that averages it."""
         number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        if number != self._backward and not self.completes:
-            self._backward, self._got = number, set()
+        if number != self._backward:
+            self._backward = number
             self._begin()
         self._got.add(id(parameter))
 
@@ -306,8 +301,11 @@ class DDPHandle(Handle):
         ddp: Any = self._model()
         if ddp is None:
             return
-        if not ddp.find_unused_parameters and not ddp.static_graph:
-            _ENGINE.queue_callback(self._complete)
+        call_log, is_nested = self._call_log, _unfinished(ddp) is not None
+        if not is_nested:
+            self._got, self._reductions = set(), call_log.reductions
+            if call_log.backward is not None and not (ddp.find_unused_parameters or ddp.static_graph):
+                call_log.backward.append(self._complete)
         # With a static graph, checkpointed blocks have nested backward passes.
         is_announced, self._is_announced = self._is_announced, self._is_announced and ddp.static_graph
         if not is_announced and not ddp.require_backward_grad_sync:
@@ -323,7 +321,7 @@ class DDPHandle(Handle):
             )
         else:
             self._unreduced = None
-            if _unfinished(ddp) is None:  # else this backward pass is nested in another one
+            if not is_nested:
                 if ddp.reducer._rebuild_buckets():  # once, as before a forward pass
                     ddp._has_rebuilt_buckets = True
                 ddp.reducer.prepare_for_backward([])
@@ -333,10 +331,9 @@ class DDPHandle(Handle):
         ddp: Any = self._model()
         if ddp is None or self._unreduced is not None:
             return
-        try:
-            ddp.reducer._check_reducer_finalized()
-        except RuntimeError:  # it waits for gradients
+        if _unfinished(ddp) is not None:
             self._add_zeros()
+        self._call_log.reductions = self._reductions + 1  # however many passes it took
 
     def _add_zeros(self) -> None:
         """Run a backward pass that adds minus zero, which changes no sum, to the gradients that are missing.
@@ -346,13 +343,11 @@ class DDPHandle(Handle):
         left = [one for one in self._watched().values() if id(one) not in self._got]
         frozen = [one for one in left if not one.requires_grad]
         without = [one for one in left if one.grad is None]
-        self.completes = True
         try:
             for one in frozen:
                 one.requires_grad_(True)
             torch.autograd.backward(left, [torch.full_like(one, -0.0) for one in left])
         finally:
-            self.completes = False
             for one in frozen:
                 one.requires_grad_(False)
         for one in without:
@@ -371,8 +366,8 @@ class DDPHandle(Handle):
             return None
         return (
             "not all parameters of the model got a gradient in the latest backward pass, so torch averaged "
-            "none. Make the loss depend on all of them, freeze the others before prepare, or use "
-            f"DistributedDataParallelKwargs(find_unused_parameters=True). Torch reports: {unfinished}"
+            "none. Call accelfn.backward, which lets the others count as zeros, in place of loss.backward(). "
+            f"Torch reports: {unfinished}"
         )
 
 
@@ -563,7 +558,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
 
 def _watched(ctx: Context, model: DistributedDataParallel) -> DistributedDataParallel:
-    handle = DDPHandle(model)
+    handle = DDPHandle(ctx, model)
     check_each_forward(ctx, model)
     if cast("Any", model).broadcast_buffers:
         sync_buffers(ctx, cast("nn.Module", cast("Any", model).module), handle)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelfn.context import (
+    BackwardPass,
     Context,
     check_context,
     device_module,
@@ -25,7 +26,7 @@ from accelfn.data.microbatch import Draws, check_micro
 from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import owner_of_step
-from accelfn.parallel.exact import exact_backward, exact_batch
+from accelfn.parallel.exact import exact_batch
 from accelfn.parallel.forward import at_place
 from accelfn.parallel.handle import (
     BatchRun,
@@ -285,14 +286,19 @@ def _window_error(operation: str, ctx: Context) -> ConfigurationError:
 
 def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
     """Add the gradients of ``value`` to the parameters' own, with options of ``torch.Tensor.backward``."""
+    call_log = ctx.collectives.call_log
+    running = BackwardPass()
+    running.is_exact = ctx.reduction is not None
+    before, call_log.backward = call_log.backward, running
     try:
-        if ctx.reduction is None:
+        try:
             value.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
-        else:
-            with exact_backward(ctx):
-                value.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
+        finally:
+            call_log.backward = before
+        for finish in running:
+            finish()
     except Exception as error:
-        note_failure(ctx.collectives.call_log, ctx.rank, error, "backward")
+        note_failure(call_log, ctx.rank, error, "backward")
         for text, advice in _ADVICE if isinstance(error, RuntimeError) else ():
             if text in str(error):
                 raise ConfigurationError(f"backward: {advice}") from error

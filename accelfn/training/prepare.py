@@ -338,7 +338,12 @@ def check_together(objects: Sequence[object]) -> None:
     models = [item for item in objects if isinstance(item, nn.Module)]
     # Not parameters(), which a model may override.
     modules = [module for model in models for module in model.modules()]
-    known = {id(newest(one)) for module in modules for one in module._parameters.values() if one is not None}
+    known = {
+        id(newest(one))
+        for module in modules
+        for one in vars(module)["_parameters"].values()
+        if one is not None
+    }
     for index, item in enumerate(objects):
         if known and isinstance(item, Optimizer) and not (known & parameters_of(item) or _is_known(item)):
             raise ConfigurationError(

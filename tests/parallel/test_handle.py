@@ -225,7 +225,8 @@ def test_ranks_may_use_other_parameters(on: Where) -> None:
         layers[0].weight.requires_grad_(not frozen)
         x = torch.full((1, size), rank + 1.0)
         chosen = [layers[index] for index in used[rank]]
-        cast("torch.Tensor", sum(layer(x).sum() for layer in chosen)).backward()
+        loss = cast("torch.Tensor", sum(layer(x).sum() for layer in chosen))
+        af.backward(ctx, loss, af.init_scaler(ctx))
         layers[0].weight.requires_grad_(True)
 
     def make() -> nn.Module:
