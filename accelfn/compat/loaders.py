@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 import accelfn.comm as comm
 import accelfn.data as data
@@ -85,13 +85,22 @@ class BatchSamplerShard(BatchSampler):
         )
 
     def __len__(self) -> int:
+        return self._counts()[self.process_index]
+
+    def _counts(self) -> tuple[int, ...]:
         number = len(self.batch_sampler)
         if self.split_batches:
-            return number
+            return (number,) * self.num_processes
         plan = plan_epoch(
             number, 1, self.num_processes, even_batches=self.even_batches, drop_last=self.drop_last
         )
-        return plan.num_batches(self.process_index)
+        return plan.counts
+
+    @property
+    def counts_by_rank(self) -> tuple[int, ...] | None:
+        """Batches of each rank, where each rank knows them: all read one fixed order. None elsewhere."""
+        is_fixed = type(self.batch_sampler) is BatchSampler and type(self.sampler) is SequentialSampler
+        return self._counts() if is_fixed else None
 
     def __iter__(self) -> Iterator[list[Any]]:
         drawn = [list(batch) for batch in cast("Any", self.batch_sampler)]
@@ -179,8 +188,10 @@ class DataLoaderShard(AcceleratedDataLoader[T]):
         try:
             uneven = "error" if accelerator is None else accelerator.uneven
             shard = batch_sampler_of(passes.source)
-            if isinstance(shard, BatchSamplerShard) and not shard.even_batches:
-                uneven = "join"  # the program has asked for it, and counts on each rank reading its own
+            if isinstance(shard, BatchSamplerShard) and (shard.counts_by_rank or not shard.even_batches):
+                # Nothing is compared: a rank may loop alone over a fixed order, and a program that asks for
+                # uneven batches counts on each rank reading its own.
+                uneven = "join"
             batches = data.microbatches(passes.context, cast("data.PreparedDataLoader[T]", self), uneven)
             has_state = passes.context.loading.use_stateful_dataloader
             latest = next(batches, None)

@@ -19,7 +19,7 @@ from accelfn.data.dispatch import SliceFunction, check_slicing
 from accelfn.data.order import make_keys
 from accelfn.data.passes import Passes
 from accelfn.data.plan import EpochPlan
-from accelfn.data.presharded import PreshardedReader
+from accelfn.data.presharded import PreshardedReader, known_counts
 from accelfn.data.reader import Reader
 from accelfn.data.rebuild import Proxy, import_stateful, sampler_of, twin_of
 from accelfn.data.resume import LoaderState, read_state
@@ -256,6 +256,7 @@ def prepare_data_loader(
     agree = partial(_agree_on_seed, ctx, source, place)
     reader = _choose_reader(ctx, source, sharding, slice_fn, agree)
     passes = Passes(ctx, source, reader, agree)
+    passes.position.has_seed |= sharding == "already_sharded"  # which draws as the loader does
     return PreparedDataLoader(passes, cast("object", loader))
 
 
@@ -284,7 +285,9 @@ def _choose_reader(
             "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
         )
     if sharding == "already_sharded":
-        return PreshardedReader(ctx, loader, agree("already sharded"))
+        known = known_counts(loader)  # never compared later
+        batches = "" if known is None else f": {sum(known)} batches"
+        return PreshardedReader(ctx, loader, agree(f"already sharded{batches}"))
     if isinstance(loader.dataset, IterableDataset):
         return read_stream(ctx, loader, sharding == "by_source", slice_fn, agree)
     if sharding == "by_source":

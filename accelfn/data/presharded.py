@@ -17,9 +17,14 @@ from accelfn.data.rebuild import Proxy, batch_sampler_of, follow_epochs, remake,
 from accelfn.data.states import State, TrackedStream, iterate_once, restore_sampler, sampler_state
 from accelfn.data.workers import begin_reading
 
-__all__ = ("PreshardedReader",)
+__all__ = ("PreshardedReader", "known_counts")
 
 T = TypeVar("T")
+
+
+def known_counts(loader: DataLoader[Any]) -> tuple[int, ...] | None:
+    """Return each rank's number of batches, if the batch sampler has it as ``counts_by_rank``."""
+    return getattr(batch_sampler_of(loader), "counts_by_rank", None)
 
 
 class PreshardedReader(Reader[T]):
@@ -76,12 +81,7 @@ class PreshardedReader(Reader[T]):
         if self._tracked_dataset is not None:
             self._tracked_dataset.tracked.rewind()
             set_epoch_of(self._tracked_dataset, epoch)
-        number = self._number()
-        message = b"" if number is None else str(max(0, number - start)).encode()
-        messages = [message]
-        if self._ctx.num_processes > 1:
-            messages = gather_bytes(self._ctx, Call("a pass over data"), message)
-        counts = tuple(int(message) for message in messages) if all(messages) else None
+        counts = self._counts(start)
         restored, at = self._pop_restored()
         if self._sampler is not None and restored.sampler is not None:
             restore_sampler(self._sampler, restored.sampler)
@@ -90,6 +90,18 @@ class PreshardedReader(Reader[T]):
             restored.stream if restored.stream is not None and self.can_restore(restored.stream) else None
         )
         return EpochPass(counts, self._read(start, stream, at), sampler=before, is_rank_local=True)
+
+    def _counts(self, start: int) -> tuple[int, ...] | None:
+        """Return each rank's number of batches from ``start`` on; exchanged, unless the sampler knows it."""
+        number = self._number()
+        known = known_counts(self._source)
+        if known is not None and known[self._ctx.rank] == number:
+            return tuple(max(0, count - start) for count in known)
+        message = b"" if number is None else str(max(0, number - start)).encode()
+        messages = [message]
+        if self._ctx.num_processes > 1:
+            messages = gather_bytes(self._ctx, Call("a pass over data"), message)
+        return tuple(int(message) for message in messages) if all(messages) else None
 
     def _read(self, start: int, stream: State | None, at: int) -> Iterator[tuple[T, BatchInfo]]:
         if self._tracked_dataset is not None:

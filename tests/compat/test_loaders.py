@@ -15,10 +15,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import accelfn as af
 from accelfn.compat.accelerator import Accelerator
-from accelfn.compat.loaders import BatchSamplerShard, SeedableRandomSampler, prepare_data_loader
+from accelfn.compat.loaders import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    prepare_data_loader,
+    prepare_loader,
+)
 from accelfn.compat.records import DataLoaderConfiguration
 from accelfn.compat.states import GradientState
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, MismatchError
 
 Loader: Any = DataLoader  # of lists, which torch reads and its types refuse
 
@@ -205,3 +210,26 @@ def test_ranks_read_their_own_numbers_of_batches_where_a_program_asks_for_it() -
     assert (first.pop("asked"), second.pop("asked")) == ([[0, 1], [4]], [[2, 3]])
     assert (first.pop("joined"), second.pop("joined")) == ([0, 2], [1])
     assert first == second == {"even": (True, True), "warned": ["join_uneven_inputs"]}
+
+
+def test_a_rank_loops_alone_over_a_fixed_order() -> None:
+    def run(ctx: af.Context) -> list[list[list[int]]]:
+        loader = prepare_loader(None, ctx, Loader(list(range(7)), batch_size=2))
+        read = [[batch.tolist() for batch in loader]] if ctx.rank == 0 else []
+        for batch in loader if ctx.rank == 0 else ():
+            read.append([batch.tolist()])
+            break
+        af.wait_for_everyone(ctx)
+        return [*read, [batch.tolist() for batch in loader]]
+
+    first, second = af.testing.run_ranks(run, 2)
+    assert first == [[[0, 1], [4, 5]], [[0, 1]], [[0, 1], [4, 5]]]
+    assert second == [[[2, 3], [6, 0]]]
+
+
+def test_ranks_whose_fixed_orders_differ_are_told_when_they_prepare() -> None:
+    def run(ctx: af.Context) -> None:
+        with pytest.raises(MismatchError, match=r"8 batches"):
+            prepare_loader(None, ctx, Loader(list(range(8 + 2 * ctx.rank))))
+
+    af.testing.run_ranks(run, 2)
