@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence, Sized
+from itertools import chain, cycle, islice
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -51,8 +52,8 @@ class SeedableRandomSampler(RandomSampler):
 class BatchSamplerShard(BatchSampler):
     """The batches of one rank, of those that a batch sampler draws on every rank.
 
-    The batch sampler is drawn from when the first batch is read, as torch does. An incomplete last round is
-    completed from the start of the order, unless ``even_batches`` is False.
+    The batch sampler is drawn from as batches are read, and may have no end. An incomplete last round is
+    completed from the first one, unless ``even_batches`` is False.
     """
 
     def __init__(
@@ -103,23 +104,41 @@ class BatchSamplerShard(BatchSampler):
         return self._counts() if is_fixed else None
 
     def __iter__(self) -> Iterator[list[Any]]:
-        drawn = [list(batch) for batch in cast("Any", self.batch_sampler)]
-        rows, rank = self.batch_size, self.process_index
-        if rows and all(len(batch) == rows for batch in drawn[:-1]) and len((drawn or [[]])[-1]) <= rows:
-            samples = [index for batch in drawn for index in batch]
-            plan = self._plan(len(samples), rows)
-            for step in range(plan.num_batches(rank)):
-                yield [samples[position] for position in plan.positions(step, rank)]
-        else:  # batches of different sizes aren't taken apart
-            plan = self._plan(len(drawn), 1)
-            for step in range(plan.num_batches(rank)):
-                yield drawn[plan.positions(step, rank)[0]]
+        rows, rank, size = self.batch_size or 0, self.process_index, self.num_processes
+        batches = map(list[Any], cast("Any", self.batch_sampler))
+        number = 1 if self.split_batches else size  # batches in a round, in which each rank reads one
+        joins, own = rows > 0, rows * number // size
+        start: list[list[Any]] = []  # the first round, which completes the last one
+        while drawn := list(islice(batches, number)):
+            start = start or drawn
+            if joins and any(len(batch) != rows for batch in drawn):
+                (*full, last), following = drawn, list(islice(batches, 1))
+                batches = chain(following, batches)
+                # Only the last batch of all may be short.
+                joins = not following and len(last) < rows and all(len(batch) == rows for batch in full)
+            if not joins:  # batches of different sizes aren't taken apart
+                self._plan(1, 1)  # raises if they should be
+                own = 1
+            items = _joined(drawn) if joins else drawn
+            if len(items) < own * size:
+                if not items or (self.drop_last and size > 1):
+                    return
+                if self.even_batches and size > 1:
+                    first = cycle(_joined(start) if joins else start)
+                    items = list(islice(chain(items, first), own * size))
+            mine = items[rank * own : (rank + 1) * own]
+            if mine:
+                yield mine if joins else mine[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on."""
         for thing in (self.batch_sampler, self.sampler):
             if hasattr(thing, "set_epoch"):
                 cast("Any", thing).set_epoch(epoch)
+
+
+def _joined(batches: list[list[Any]]) -> list[Any]:
+    return [index for batch in batches for index in batch]
 
 
 def get_sampler(dataloader: Any) -> Any:

@@ -50,7 +50,8 @@ class PreshardedReader(Reader[T]):
                 batching = {"batch_size": source.batch_size, "drop_last": source.drop_last}
                 self._source = remake(source, followed, stateful=True, **batching)
         else:
-            self._sampler = batch_sampler_of(source) or cast("Any", source).sampler
+            batching = batch_sampler_of(source)  # may have no length, so its truth value isn't asked for
+            self._sampler = cast("Any", source).sampler if batching is None else batching
         num_workers = None if self._states is None else source.num_workers
         self.settings: ReadSettings = ReadSettings(
             num_workers=num_workers, num_processes=ctx.num_processes, rank=ctx.rank

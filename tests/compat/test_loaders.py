@@ -3,6 +3,7 @@
 # torch leaves these partly untyped.
 # pyright: reportUnknownMemberType=false
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 import accelfn as af
 from accelfn.compat.accelerator import Accelerator
@@ -63,6 +71,23 @@ def test_batches_of_different_sizes_arent_lost() -> None:
 
     read = [[*BatchSamplerShard(Ragged(), 2, rank, even_batches=False)] for rank in range(2)]
     assert read == [[[0, 1, 2], [5, 6, 7], [9, 10]], [[3, 4], [8]]]
+
+
+class Endless(Sampler[list[int]]):
+    batch_size = 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([number % 20, number % 20 + 1] for number in itertools.count(step=2))
+
+
+def test_a_batch_sampler_may_have_no_end() -> None:
+    def run(ctx: af.Context) -> list[list[int]]:
+        loader = prepare_loader(None, ctx, Loader(torch.arange(20), batch_sampler=Endless()))
+        return [batch.tolist() for batch in itertools.islice(loader, 2)]
+
+    assert af.testing.run_ranks(run, 2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    shard = BatchSamplerShard(Endless(), 2, 1, split_batches=True)  # pyright: ignore[reportArgumentType]
+    assert [*itertools.islice(shard, 2)] == [[1], [3]]
 
 
 @pytest.mark.slow
