@@ -110,7 +110,8 @@ def plan_torchrun(config: LaunchConfig, script: Script, machine: Machine) -> Lau
     assert config.num_processes is not None
     rendezvous, hosts_port = _plan_rendezvous(config)
     flags = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in elastic_options(config)]
-    run = () if config.no_python else (WORKER, *(("-m",) if config.module else ()))
+    # Torch's --no-python would start a program that nobody can hand signals to.
+    run = (WORKER, "--exec") if config.no_python else (WORKER, *(("-m",) if config.module else ()))
     argv = (
         machine.python,
         AGENT,
@@ -120,7 +121,6 @@ def plan_torchrun(config: LaunchConfig, script: Script, machine: Machine) -> Lau
         *rendezvous,
         *flags,
         *(("--numa-binding=node",) if config.enable_cpu_affinity else ()),
-        *(("--no-python",) if config.no_python else ()),
         # Without `--`, torchrun parses the script's arguments: it rejects `train.py --m 3` as an ambiguous
         # abbreviation, and drops a leading `--`.
         "--",

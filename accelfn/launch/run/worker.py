@@ -1,7 +1,8 @@
 """Run a script as Python does, and record its exception for the report.
 
 Usage: ``python worker.py [-m] script arguments``. Before the script runs, this file is removed from
-``sys.path``, ``sys.argv`` and ``__main__``.
+``sys.path``, ``sys.argv`` and ``__main__``. With ``--exec`` in place of ``-m``, the script is any program,
+which takes the place of this process.
 """
 
 # Import nothing else here: this directory is first on sys.path. These modules are loaded already or built in.
@@ -32,7 +33,9 @@ def main() -> None:
     _write({"pid": pid}, "started")
     atexit.register(_wait_for_threads)  # first, so that it runs last
     try:
-        if is_module:
+        if script == "--exec":
+            _become(sys.argv[2:])
+        elif is_module:
             _run_module(script)
         else:
             _run_file(script)
@@ -79,6 +82,14 @@ def _new_main() -> ModuleType:
     vars(fresh).update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = fresh
     return fresh
+
+
+def _become(command: list[str]) -> None:
+    import signal
+
+    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.execvp(command[0], command)
 
 
 def _run_file(script: str) -> None:

@@ -106,13 +106,12 @@ def test_elastic_agents_read_torchruns_options(flags: str, expected: dict[str, o
 
 
 @pytest.mark.parametrize(
-    ("flag", "script", "rest"),
-    [("-m", WORKER, ["-m", "train", "-x"]), ("--no_python", "train", ["-x"])],
+    ("flag", "rest"),
+    [("-m", ["-m", "train", "-x"]), ("--no_python", ["--exec", "train", "-x"])],
 )
-def test_modules_and_programs(flag: str, script: str, rest: list[str]) -> None:
+def test_modules_and_programs(flag: str, rest: list[str]) -> None:
     read = read_with_torchrun(plan_of(f"--num_processes=2 {flag} train -x"))
-    assert (read["training_script"], read["training_script_args"]) == (script, rest)
-    assert read["no_python"] == (flag == "--no_python")
+    assert (read["training_script"], read["training_script_args"]) == (WORKER, rest)
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,15 @@ def test_signals_are_handed_on_and_named_in_the_status(
     assert finish(process)[0] == status
 
 
+def test_a_program_that_isnt_python_gets_signals(launch: Launch, tmp_path: Path) -> None:
+    program = "trap 'touch $RANK.got; exit' USR1; echo $$ > $RANK.pid; while :; do sleep 0.02; done"
+    process = launch(*TWO, "--no_python", "sh", "-c", program, real=False)
+    pids(tmp_path, process)
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process)[0] == 0
+    assert {path.name for path in tmp_path.glob("*.got")} == {"0.got", "1.got"}
+
+
 def test_a_launch_by_nohup_outlives_the_terminal(launch: Launch, script: Write, tmp_path: Path) -> None:
     script(
         "import os, pathlib, time\npathlib.Path(f\"{os.environ['RANK']}.pid\").write_text(str(os.getpid()))\n"

@@ -27,14 +27,13 @@ def run(options: SimpleNamespace) -> None:
 
     for name in options.signals_to_handle.split(","):
         signal.signal(getattr(signal, name), stop)
-    python = [] if hasattr(options, "no_python") else [sys.executable, "-u"]
     workers: list[subprocess.Popen[bytes]] = []
     failed_s = 0.0
     for attempt in range(options.max_restarts + 1):
         size = int(options.nproc_per_node)
         workers = [
             subprocess.Popen(
-                [*python, *options.command],
+                [sys.executable, "-u", *options.command],
                 env={
                     **os.environ,
                     **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
