@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -92,8 +93,10 @@ def join_machines(
                 f"machine 0 could not be reached at {host}:{port} within {timeout_s:g} seconds. Check "
                 "--main_process_ip, --main_process_port and the firewall, and that accelfn launch runs there."
             )
-        index = store.add("accelfn/joined", 1) - 1
-        store.set(f"accelfn/machine/{index}", json.dumps(this))
+        # One operation takes a place and writes the record: a launcher may be killed at any time.
+        index, record = 0, json.dumps({**this, "id": uuid.uuid4().hex})
+        while store.compare_set(f"accelfn/machine/{index}", "", record).decode() != record:
+            index += 1
         if server is not None:
             mismatch = _compare(server, num_machines, until_s, f"{host}:{port} within {timeout_s:g} seconds")
         else:
@@ -121,8 +124,8 @@ def _compare(store: TCPStore, num_machines: int, until_s: float, where: str) -> 
     """Wait for all machines or a mismatch, and send the result to all. Return the mismatch, or ""."""
     machines: list[Mapping[str, Any]] = []
     while True:
-        joined = range(len(machines), store.add("accelfn/joined", 0))
-        machines += [json.loads(store.get(f"accelfn/machine/{index}")) for index in joined]
+        while store.check([key := f"accelfn/machine/{len(machines)}"]):
+            machines.append(json.loads(store.get(key)))
         mismatch = find_mismatch(machines)
         if mismatch or len(machines) >= num_machines:
             break

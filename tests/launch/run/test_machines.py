@@ -76,6 +76,24 @@ def test_missing_machines_are_an_error(ranks: Any, changes: Any, message: str) -
     assert re.search(message, reported), reported
 
 
+def test_a_launcher_that_is_killed_while_it_joins_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killing(name: str) -> Callable[..., Any]:
+        plain: Callable[..., Any] = getattr(module.TCPStore, name)
+
+        def write(store: Any, key: str, *values: str) -> Any:
+            if '"machine_rank": 1' in values[-1]:
+                raise ConfigurationError("killed")
+            return plain(store, key, *values)
+
+        return write
+
+    for name in ("set", "compare_set"):
+        monkeypatch.setattr(module.TCPStore, name, killing(name))
+    first, second = meet(0, 1, timeout_s=0.5)
+    assert first.startswith("1 of 2 machines did not connect to 127.0.0.1:")
+    assert second == "killed"
+
+
 def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CONNECT_S", 0.5)
     with socket.socket() as listener:
