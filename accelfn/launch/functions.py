@@ -35,7 +35,7 @@ from accelfn.launch.function_ranks import (
     write_job,
 )
 from accelfn.launch.plan.commands import Script, plan_torchrun
-from accelfn.launch.plan.machine import Machine
+from accelfn.launch.plan.machine import Machine, count_cores, crowding_notes
 from accelfn.testing.part import Outcome, conclude
 
 __all__ = ("debug_launcher", "launch_processes", "notebook_launcher")
@@ -300,10 +300,15 @@ def _is_tpu(env: Mapping[str, str]) -> bool:
 
 
 def _threads(num_processes: int) -> dict[str, str]:
-    """Return OMP_NUM_THREADS for each rank, so that they share the cores, unless it is set."""
+    """Return OMP_NUM_THREADS for each rank, so that they share the cores, unless it is set.
+
+    Effect: prints a note if they are too many to share them.
+    """
+    cores = count_cores()
+    for note in crowding_notes(num_processes, cores):
+        print(f"accelfn: {note}", file=sys.stderr)
     if "OMP_NUM_THREADS" in os.environ:
         return {}
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // num_processes))}
 
 

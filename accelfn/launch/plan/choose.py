@@ -22,7 +22,7 @@ from accelfn.launch.plan.commands import (
     plan_xla,
     under_compat,
 )
-from accelfn.launch.plan.machine import Machine
+from accelfn.launch.plan.machine import Machine, crowding_notes
 
 # Sections exported with their defaults, which differ from those of the records that read them.
 _EXPORTED_SECTIONS = ("fsdp", "megatron_lm", "sagemaker")
@@ -77,7 +77,8 @@ def plan_launch(
     _check_devices(config, machine, environment, local_size)
     _check_streams(config, local_size)
     _check_rendezvous(config.rdzv_conf)
-    assumed = config.num_processes is None and total > config.num_machines
+    is_assumed = config.num_processes is None and total > config.num_machines
+    assumed = (f"{local_size} processes on this machine, one per accelerator",) if is_assumed else ()
     config = replace(config, num_processes=total)
     resolved = dataclasses.replace(resolved, config=config)
     variables = plan_variables(resolved, machine, environment, local_size)
@@ -96,7 +97,7 @@ def plan_launch(
         plan,
         env_changes=tuple(sorted(variables.items())),
         local_size=local_size,
-        notes=(f"{local_size} processes on this machine, one per accelerator",) if assumed else (),
+        notes=(*assumed, *crowding_notes(local_size, machine.cores)),
     )
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from accelfn.devices import DEVICE_TYPES, has_false_peers
 
+_CROWD = 4  # processes per core that are still usual, such as in tests
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -34,6 +36,23 @@ class Machine:
     python: str = "python"
 
 
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def crowding_notes(local_size: int, cores: int) -> tuple[str, ...]:
+    """Return a note for more processes than a machine's cores can serve; none for a few on each core. Pure.
+
+    >>> crowding_notes(8, 2)
+    ()
+    """
+    if local_size <= _CROWD * cores:
+        return ()
+    shared = "one CPU core" if cores == 1 else f"{cores} CPU cores"
+    return (f"{local_size} processes share {shared} on this machine, which is slow. Start fewer",)
+
+
 def read_machine(environment: Mapping[str, str], *, root: str = "/") -> Machine:
     """Inspect this machine. Effect: reads /dev and /sys, and may run ``nvidia-smi``.
 
@@ -41,11 +60,10 @@ def read_machine(environment: Mapping[str, str], *, root: str = "/") -> Machine:
         environment: Variables, for those that select accelerators.
         root: Root directory of /dev and /sys.
     """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     devices = _read_devices(root)
     variable = "CUDA_VISIBLE_DEVICES" if devices else _device_variable(root)
     return Machine(
-        cores=cores,
+        cores=count_cores(),
         devices=count_devices(devices, environment),
         device_variable=variable,
         has_false_peers=has_false_peers(root),
