@@ -26,7 +26,13 @@ from accelfn.compat.handlers import Handlers
 from accelfn.compat.helpers import parse_flag_from_env
 from accelfn.compat.loaders import BatchSamplerShard, DataLoaderShard, prepare_loader
 from accelfn.compat.operations import gather_object
-from accelfn.compat.records import DeepSpeedPlugin, ParallelismConfig, ProjectConfiguration, freeze
+from accelfn.compat.records import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    ProjectConfiguration,
+    freeze,
+)
 from accelfn.compat.saving import LocalSaving
 from accelfn.compat.scaler import ScalerView
 from accelfn.compat.states import AcceleratorState, GradientState
@@ -101,6 +107,8 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
             project_config.set_directories(project_dir)
         if deepspeed_plugin is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             deepspeed_plugin = DeepSpeedPlugin()
+        if fsdp_plugin is None:
+            fsdp_plugin = FullyShardedDataParallelPlugin.launched()
         arguments = locals()
         options: dict[str, Any] = {
             name: freeze(arguments[name])

@@ -238,6 +238,12 @@ class FullyShardedDataParallelPlugin(MutableRecord):
         *("transformer_cls_names_to_wrap", "min_num_params"),
     )
 
+    @classmethod
+    def launched(cls) -> FullyShardedDataParallelPlugin | None:
+        """Return the plugin of the launcher's variables; None if they don't ask for FSDP."""
+        read = config.read_settings(dict(os.environ)).fsdp_plugin
+        return None if read is None else cls(**{item.name: getattr(read, item.name) for item in fields(read)})
+
 
 class DeepSpeedPlugin(MutableRecord):
     """Options of DeepSpeed; see :class:`accelfn.DeepSpeedPlugin`.

@@ -50,6 +50,19 @@ def test_options_need_an_accelerator() -> None:
     assert PartialState._shared_state == {}
 
 
+def test_the_launchers_fsdp_is_the_states_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Trainer gathers what it saves if the state has a plugin, and peft sets its ``auto_wrap_policy``."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
+    accelerator = Accelerator(cpu=True)
+    plugin = accelerator.state.fsdp_plugin
+    assert (plugin.fsdp_version, str(plugin.state_dict_type)) == (2, "FULL_STATE_DICT")
+    assert plugin.freeze() == accelerator.context.strategy.fsdp
+    plugin.auto_wrap_policy = "TRANSFORMER_BASED_WRAP"
+
+
 def test_the_newest_accelerator_is_current_and_isnt_kept_alive() -> None:
     first = Accelerator(cpu=True, gradient_accumulation_steps=3)
     second = Accelerator(cpu=True)
