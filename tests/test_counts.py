@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import accelfn as af
 from accelfn import Context
 from accelfn.bigmodel import infer_auto_device_map, load_checkpoint_in_model
+from accelfn.checkpoint.plan import Box, Held, plan_save
 from accelfn.context.peer_monitor import PeerMonitor
 from accelfn.testing import run_ranks
 from tests.bench import pipeline
@@ -400,6 +401,24 @@ def test_calls_of_a_device_map_grow_with_the_layers(make: Callable[[int], list[n
     print(f"{make.__name__}: {small} calls for 200 layers, {large} for 400, {large / 400:.0f} a layer")
     assert large <= 2.05 * small
     assert large <= 120 * 400
+
+
+# --- the plan of a save ---------------------------------------------------------------------------
+
+
+def calls_of_a_plan(num_tensors: int, size: int) -> int:
+    def held_by(rank: int) -> dict[str, Held]:
+        part = Held("float32", (size, 4), 4, (Box((rank, 0), (1, 4)),))
+        return {f"layer.{number}.weight": part for number in range(num_tensors)}
+
+    held = [held_by(rank) for rank in range(size)]
+    return calls_of(lambda: plan_save(held))
+
+
+def test_calls_of_a_plan_for_a_tensor_do_not_grow_with_the_ranks() -> None:
+    small, large = (calls_of_a_plan(300, size) - calls_of_a_plan(100, size) for size in (8, 64))
+    print(f"a plan: {small / 200:.0f} calls for each tensor on 8 ranks, {large / 200:.0f} on 64")
+    assert large <= small <= 8 * 200
 
 
 # --- a load --------------------------------------------------------------------------------------

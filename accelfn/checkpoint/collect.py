@@ -175,7 +175,10 @@ def _samples(tensor: torch.Tensor) -> torch.Tensor:
 
 def parse_held(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
     """Return what JSON has of :func:`held_of`. Pure."""
-    return {
-        name: Held(dtype, tuple(shape), itemsize, None if boxes is None else boxes_from(boxes), content)
-        for name, (dtype, shape, itemsize, boxes, content) in held.items()
-    }
+    return {name: held_from(values) for name, values in held.items()}
+
+
+def held_from(values: Sequence[Any]) -> Held:
+    """Return what JSON has of a :class:`Held`. Pure."""
+    dtype, shape, itemsize, boxes, content = values
+    return Held(dtype, tuple(shape), itemsize, None if boxes is None else boxes_from(boxes), content)

@@ -48,18 +48,25 @@ class Held(NamedTuple):
     content: str = ""
 
 
-class Write(NamedTuple):
-    """A box that a rank writes.
+Write = tuple[str, str, Box | None]
+"""What a rank writes: the name in the checkpoint, the name on the rank, and the part; None for all of it.
+
+A plain tuple, because a plan has one for each tensor and rank.
+"""
+
+
+class Version(NamedTuple):
+    """The values of a tensor on some ranks, where other ranks may have other values under its name.
 
     Attributes:
-        stored: Name in the checkpoint.
-        name: Name on the rank.
-        box: The part; None for all of it.
+        name: Its name on the ranks.
+        tensor: The complete tensor.
+        holders: The ranks that hold each part, in order; the part is None for all of it.
     """
 
-    stored: str
     name: str
-    box: Box | None
+    tensor: Held
+    holders: Mapping[Box | None, Sequence[int]]
 
 
 class SavePlan(NamedTuple):
@@ -68,10 +75,12 @@ class SavePlan(NamedTuple):
     Attributes:
         writes: By rank.
         names: By rank: the stored name of each tensor whose values differ from those of the plain name.
+        tensors: The complete tensors, by stored name.
     """
 
-    writes: tuple[tuple[Write, ...], ...]
-    names: tuple[Mapping[str, str], ...]
+    writes: Sequence[Sequence[Write]]
+    names: Sequence[Mapping[str, str]]
+    tensors: Mapping[str, Held]
 
 
 def plan_save(held: Sequence[Mapping[str, Held]]) -> SavePlan:
@@ -89,52 +98,80 @@ def plan_save(held: Sequence[Mapping[str, Held]]) -> SavePlan:
 
     >>> one = Held("float32", (2,), 4)
     >>> plan_save([{"a": one, "b": one}, {"a": one, "b": one}]).writes
-    ((Write(stored='a', name='a', box=None),), (Write(stored='b', name='b', box=None),))
+    ((('a', 'a', None),), (('b', 'b', None),))
     """
-    holders, names = find_holders(held)
-    return SavePlan(_deal(held, holders), names)
+    versions, names = find_holders(held)
+    tensors = {stored: version.tensor for stored, version in versions.items()}
+    return SavePlan(_deal(len(held), versions), names, tensors)
 
 
 def find_holders(
     held: Sequence[Mapping[str, Held]],
-) -> tuple[dict[Write, list[int]], tuple[dict[str, str], ...]]:
+) -> tuple[dict[str, Version], tuple[dict[str, str], ...]]:
     """List the ranks that hold each tensor, or each box of it. Pure.
 
     If values of a tensor differ, each version has a name with the lowest rank that has it, and the first one
-    the plain name.
+    the plain name. Tensors that have the same layouts share their mapping of holders.
 
     Args:
         held: What each rank holds, by rank.
 
     Returns:
-        The ranks, by what one of them would write; and by rank the stored name of each tensor that isn't the
+        The versions of all tensors, by stored name; and by rank the stored name of each tensor that isn't the
         plain one.
 
     Raises:
         CheckpointError: Ranks hold shards of tensors of different dtypes or shapes, or a shard and all of it.
     """
-    holders: dict[Write, list[int]] = {}
+    versions: dict[str, Version] = {}
     names: list[dict[str, str]] = [{} for _ in held]
-    versions: dict[str, dict[Held, str]] = {}
-    taken = {name for tensors in held for name in tensors}
+    layouts: dict[str, list[Held | None]] = {}
     for rank, tensors in enumerate(held):
-        for name, own in tensors.items():
-            known = versions.setdefault(name, {})
-            whole = own._replace(boxes=None)
-            stored = known.get(whole)
-            if stored is None:
-                if known and (own.boxes is not None or any(other.content == "" for other in known)):
-                    _refuse(name, rank, own, next(iter(known)))
-                stored = f"{name}@{rank}" if known else name
-                while stored != name and stored in taken:
-                    stored += "'"
-                taken.add(stored)
-                known[whole] = stored
-            if stored != name:
+        for name, one in tensors.items():
+            if name not in layouts:
+                layouts[name] = [None] * len(held)
+            layouts[name][rank] = one
+    known: dict[tuple[Held | None, ...], list[tuple[list[int], Version]]] = {}
+    for name, by_rank in layouts.items():
+        layout = tuple(by_rank)
+        found = known.get(layout)
+        if found is None:
+            found = known[layout] = _versions_of(name, layout)
+        for number, (ranks, version) in enumerate(found):
+            stored = f"{name}@{ranks[0]}" if number else name
+            while number and stored in layouts:
+                stored += "'"
+            versions[stored] = version._replace(name=name)
+            for rank in ranks if number else ():
                 names[rank][name] = stored
-            for box in own.boxes if own.boxes is not None else (None,):
-                holders.setdefault(Write(stored, name, box), []).append(rank)
-    return holders, tuple(names)
+    return versions, tuple(names)
+
+
+def _versions_of(name: str, layout: Sequence[Held | None]) -> list[tuple[list[int], Version]]:
+    """Return the versions of a tensor, and the ranks that have each, from what each rank holds."""
+    alike: dict[Held, list[int]] = {}
+    for rank, one in enumerate(layout):
+        if one is not None:
+            alike.setdefault(one, []).append(rank)
+    found: dict[Held, tuple[list[int], dict[Box | None, list[int]]]] = {}
+    for one, ranks in alike.items():
+        whole = one._replace(boxes=None)
+        if whole not in found:
+            if found and (one.boxes is not None or any(other.content == "" for other in found)):
+                _refuse(name, ranks[0], one, next(iter(found)))
+            found[whole] = ([], {})
+        found[whole][0].extend(ranks)
+        for box in one.boxes if one.boxes is not None else (None,):
+            found[whole][1].setdefault(box, []).extend(ranks)
+    versions: list[tuple[list[int], Version]] = []
+    for whole, (ranks, holders) in found.items():
+        in_order = {box: sorted(holders[box]) for box in sorted(holders, key=_order)}
+        versions.append((sorted(ranks), Version(name, whole, in_order)))
+    return versions
+
+
+def _order(box: Box | None) -> Box:
+    return box or Box((), ())
 
 
 def _refuse(name: str, rank: int, one: Held, other: Held) -> None:
@@ -144,28 +181,50 @@ def _refuse(name: str, rank: int, one: Held, other: Held) -> None:
     )
 
 
-def _deal(
-    held: Sequence[Mapping[str, Held]], holders: Mapping[Write, Sequence[int]]
-) -> tuple[tuple[Write, ...], ...]:
-    num_ranks = len(held)
-    written: list[list[Write]] = [[] for _ in held]
+def _deal(num_ranks: int, versions: Mapping[str, Version]) -> tuple[tuple[Write, ...], ...]:
+    """Choose the rank that writes each part, and list what each rank writes, in order of the names."""
+    by_size: dict[int, list[tuple[str, list[Box | None]]]] = {}
+    # Tensors of one layout and one size of an element have the same sizes.
+    known: dict[tuple[int, tuple[int, ...], int], dict[int, list[Box | None]]] = {}
+    in_order = sorted(versions)
+    for stored in in_order:
+        _, tensor, holders = versions[stored]
+        key = (id(holders), tensor.shape, tensor.itemsize)
+        if key not in known:
+            known[key] = {}
+            for box in holders:
+                size = math.prod(tensor.shape if box is None else box.shape) * tensor.itemsize
+                known[key].setdefault(size, []).append(box)
+        for size, boxes in known[key].items():
+            by_size.setdefault(size, []).append((stored, boxes))
+
     loads = [0] * num_ranks
     heap = [(0, rank) for rank in range(num_ranks)]  # for tensors that all ranks hold; may lag behind `loads`
-    sizes: dict[Write, int] = {}
-    for write, ranks in holders.items():
-        tensor = held[ranks[0]][write.name]
-        sizes[write] = math.prod(tensor.shape if write.box is None else write.box.shape) * tensor.itemsize
-    for write in sorted(holders, key=lambda write: (-sizes[write], write.stored, write.box or Box((), ()))):
-        ranks = holders[write]
-        if len(ranks) == num_ranks:
-            while heap[0][0] != loads[heap[0][1]]:
-                heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
-            writer = heap[0][1]
-        else:
-            writer = min(ranks, key=lambda rank: (loads[rank], rank))
-        loads[writer] += sizes[write]
-        written[writer].append(write)
-    return tuple(tuple(sorted(own, key=lambda one: (one.stored, one.box or Box((), ())))) for own in written)
+    chosen: dict[tuple[str, Box | None], int] = {}
+    for size in sorted(by_size, reverse=True):
+        for stored, boxes in by_size[size]:
+            holders = versions[stored].holders
+            for box in boxes:
+                ranks = holders[box]
+                if len(ranks) == 1:
+                    loads[ranks[0]] += size
+                    continue
+                if len(ranks) == num_ranks:
+                    while heap[0][0] != loads[heap[0][1]]:
+                        heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+                    writer = heap[0][1]
+                else:
+                    writer = min(ranks, key=loads.__getitem__)
+                loads[writer] += size
+                chosen[stored, box] = writer
+
+    written: list[list[Write]] = [[] for _ in range(num_ranks)]
+    for stored in in_order:
+        name, _, holders = versions[stored]
+        for box, ranks in holders.items():
+            writer = ranks[0] if len(ranks) == 1 else chosen[stored, box]
+            written[writer].append((stored, name, box))
+    return tuple(map(tuple, written))
 
 
 def boxes_of(tensor: torch.Tensor) -> tuple[Box, ...] | None:

@@ -26,6 +26,7 @@ from accelfn.checkpoint.by_rank import join_documents, renamed
 from accelfn.checkpoint.collect import (
     collect_state,
     contents,
+    held_from,
     held_of,
     parse_held,
     random_names,
@@ -39,11 +40,10 @@ from accelfn.checkpoint.manifest import (
     leaf_path,
 )
 from accelfn.checkpoint.plan import (
+    Box,
     Held,
     SavePlan,
-    Write,
     all_of,
-    boxes_from,
     boxes_of,
     find_drift,
     has_copies,
@@ -323,18 +323,17 @@ def _write_alone(
     step: int | None = None,
 ) -> Path:
     described = held_of(encoded.tensors, {})
-    writes = tuple(Write(name, name, None) for name in described)
+    writes = tuple((name, name, None) for name in described)
     target = Path(os.path.abspath(os.fspath(path)))
     check_target(REAL_DISK, str(target))
     job = Job(
         directory=target,
         tree=encoded.document,
         random=random,
-        described=described,
-        plan=SavePlan((writes, *[()] * (size - 1)), ({},) * size),
+        plan=SavePlan((writes, *[()] * (size - 1)), ({},) * size, described),
         step=step,
         size=size,
-        entries=tuple((write.stored, encoded.tensors[write.name], None) for write in writes),
+        entries=tuple((name, encoded.tensors[name], None) for name in described),
         threads=os.cpu_count() or 1,
     )
     return write_job(job, _Alone(size), REAL_DISK)
@@ -419,18 +418,18 @@ def _agree_on(
         held = [parse_held(part["held"]) for part in parsed]
         if not options.allow_drift and ctx.guard.check_replicas_before_saving:
             _refuse_drift(ctx, own, held, [part["replicated"] for part in parsed])
-    # Only one copy of a shard that several ranks hold will be saved.
-    _raise_drift([summary["copies"] for summary in ranks], [summary["boxes"] for summary in ranks])
     for rank, summary in enumerate(ranks):
-        boxes = {name: boxes_from(lists) for name, lists in summary["boxes"].items()}
-        sharded = {name: held[rank][name]._replace(boxes=found) for name, found in boxes.items()}
-        held[rank] = {**held[rank], **sharded, **parse_held(summary["random_held"])}
+        values, numbers = cast("tuple[list[Any], list[int]]", summary["shards"])
+        different = [held_from(one) for one in values]
+        names = [name for name, one in held[rank].items() if one.boxes is not None]
+        shards = dict(zip(names, [different[number] for number in numbers], strict=True))
+        held[rank] = {**held[rank], **shards, **parse_held(summary["random_held"])}
+    # Only one copy of a shard that several ranks hold will be saved.
+    copies = [summary["copies"] for summary in ranks]
+    _raise_drift(
+        copies, [{name: of[name].boxes or () for name in some} for some, of in zip(copies, held, strict=True)]
+    )
     plan = plan_save(held)
-    described = {
-        plan.names[rank].get(name, name): tensor
-        for rank, tensors in enumerate(held)
-        for name, tensor in tensors.items()
-    }
     trees = [renamed(document, names) for document, names in zip(documents, plan.names, strict=True)]
     if own.staged and ctx.mesh is not None:
         mesh = ctx.mesh.plan
@@ -448,13 +447,12 @@ def _agree_on(
         size=world.size,
         tree=join_documents(trees),
         random=join_documents(randoms),
-        described=described,
         plan=plan,
         files=files,
         any_files=any(summary["files"] for summary in ranks),
         entries=tuple(
-            (entry_key(write, described), local_of(own.tensors[write.name]), own.sums.get(write.name))
-            for write in plan.writes[world.rank]
+            (entry_key(stored, box, plan.tensors), local_of(own.tensors[name]), own.sums.get(name))
+            for stored, name, box in plan.writes[world.rank]
         ),
     )
 
@@ -487,24 +485,24 @@ def _refuse_drift(
     )
 
 
-def _raise_drift(copies: Sequence[Mapping[str, str]], boxes: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-    """Raise if copies differ between ranks; as :func:`find_drift`, with boxes as JSON has them."""
-    rows = find_drift(
-        copies,
-        [{name: boxes_from(found[name]) for name in of} for of, found in zip(copies, boxes, strict=True)],
-    )
+def _raise_drift(copies: Sequence[Mapping[str, str]], boxes: Sequence[Mapping[str, Sequence[Box]]]) -> None:
+    """Raise if copies differ between ranks, see :func:`find_drift`."""
+    rows = find_drift(copies, boxes)
     if rows:
         raise ReplicaDriftError("save_state", rows)
 
 
 def _summarise(own: _RankState) -> tuple[dict[str, Any], str]:
     """Return what the other ranks always need, and what they need only if ranks differ."""
-    boxes = {name: one.boxes for name, one in own.held.items() if one.boxes is not None}
-    plain = {name: one._replace(boxes=()) if name in boxes else one for name, one in own.held.items()}
+    # Most shards are like others but for their names, which the details have, in this order.
+    different: dict[Held, int] = {}
+    shards = [one for one in own.held.values() if one.boxes is not None]
+    numbers = [different.setdefault(one, len(different)) for one in shards]
+    plain = {name: one if one.boxes is None else one._replace(boxes=()) for name, one in own.held.items()}
     details = json.dumps({"tree": own.tree, "held": plain, "replicated": sorted(own.replicated)})
     summary = {
         "details": hashlib.sha256(details.encode()).hexdigest(),
-        "boxes": boxes,
+        "shards": [[*different], numbers],
         "random": own.random,
         "random_held": own.random_held,
         "copies": own.copies,

@@ -37,9 +37,9 @@ from accelfn.checkpoint.manifest import (
     StoredTensor,
 )
 from accelfn.checkpoint.plan import (
+    Box,
     Held,
     SavePlan,
-    Write,
     all_of,
 )
 from accelfn.comm import catch
@@ -58,7 +58,6 @@ class Job(NamedTuple):
 
     directory: Path
     tree: Json
-    described: Mapping[str, Held]  # by stored name
     plan: SavePlan
     entries: tuple[_Entry, ...]
     threads: int  # so that the ranks of a machine together use its cores
@@ -84,12 +83,12 @@ class Begun(NamedTuple):
     suffix: str
 
 
-def entry_key(write: Write, described: Mapping[str, Held]) -> str:
+def entry_key(stored: str, box: Box | None, tensors: Mapping[str, Held]) -> str:
     """Return the key of an entry: the tensor's name, with the offset of its box if it is sharded."""
-    if write.box is None:
-        return write.stored
-    key = f"{write.stored}@{','.join(map(str, write.box.offset))}"
-    while key in described:  # a tensor that has this name
+    if box is None:
+        return stored
+    key = f"{stored}@{','.join(map(str, box.offset))}"
+    while key in tensors:  # a tensor that has this name
         key += "'"
     return key
 
@@ -233,19 +232,20 @@ def _manifest(job: Job, results: Sequence[str]) -> Manifest:
     ranks: list[Any] = [json.loads(text) for text in results]
     files: dict[str, StoredFile] = {}
     pieces: dict[str, list[Piece]] = {}
+    tensors = job.plan.tensors
     for (written, _), writes in zip(ranks, job.plan.writes, strict=True):
         entries = {key: (name, sums) for name, _, _, by_key in written for key, sums in by_key.items()}
-        for write in writes:
-            offset, shape = write.box or all_of(job.described[write.stored].shape)
-            key = entry_key(write, job.described)
+        for stored, _, box in writes:
+            offset, shape = box or all_of(tensors[stored].shape)
+            key = entry_key(stored, box, tensors)
             file, sums = entries[key]
-            pieces.setdefault(write.stored, []).append(Piece(file, key, offset, shape, tuple(sums)))
+            pieces.setdefault(stored, []).append(Piece(file, key, offset, shape, tuple(sums)))
         files.update({name: StoredFile(size, header_crc32) for name, size, header_crc32, _ in written})
     attached = ranks[0][1]
     return Manifest(
         tree=job.tree,
         tensors={
-            name: StoredTensor(job.described[name].dtype, job.described[name].shape, tuple(boxes))
+            name: StoredTensor(tensors[name].dtype, tensors[name].shape, tuple(boxes))
             for name, boxes in pieces.items()
         },
         files=files,

@@ -183,15 +183,7 @@ def _choose_holders(ranks: Sequence[Sequence[Any]]) -> list[_Holder]:
 
 def _manifest(ctx: Context, state: Any, key: Key, holders: Sequence[_Holder]) -> Manifest:
     """Return the manifest of the snapshot: each rank's share is a file, by its number among ``holders``."""
-    holders_of, names_of = find_holders([holder.held for holder in holders])
-    pieces: dict[str, dict[Box, list[Piece]]] = {}
-    described: dict[str, Held] = {}
-    for (stored, name, part), numbers in holders_of.items():
-        tensor = described.setdefault(stored, holders[numbers[0]].held[name])
-        box = part or all_of(tensor.shape)
-        pieces.setdefault(stored, {}).setdefault(box, []).extend(
-            Piece(str(number), name, box.offset, box.shape, ()) for number in numbers
-        )
+    versions, names_of = find_holders([holder.held for holder in holders])
     trees = [renamed(holder.tree, names) for holder, names in zip(holders, names_of, strict=True)]
     groups = sorted({holder.stages for holder in holders})
     if len(groups[0]) > 1:
@@ -200,14 +192,14 @@ def _manifest(ctx: Context, state: Any, key: Key, holders: Sequence[_Holder]) ->
         numbers = [[places[owner] for owner in group] for group in groups]
         join_stages(trees, numbers, found.staged, found.order)
     turns = itertools.count()
-    tensors = {
-        name: StoredTensor(
-            described[name].dtype,
-            described[name].shape,
-            tuple(_nearest(given, holders, ctx.rank, next(turns)) for given in boxes.values()),
-        )
-        for name, boxes in pieces.items()
-    }
+    tensors: dict[str, StoredTensor] = {}
+    for stored, (name, tensor, holders_of) in versions.items():
+        pieces: list[Piece] = []
+        for part, having in holders_of.items():
+            offset, shape = part or all_of(tensor.shape)
+            number = _nearest(having, holders, ctx.rank, next(turns))
+            pieces.append(Piece(str(number), name, offset, shape, ()))
+        tensors[stored] = StoredTensor(tensor.dtype, tensor.shape, tuple(pieces))
     randoms = [renamed(holder.random, names) for holder, names in zip(holders, names_of, strict=True)]
     return Manifest(
         tree=join_documents(trees),
@@ -219,10 +211,10 @@ def _manifest(ctx: Context, state: Any, key: Key, holders: Sequence[_Holder]) ->
     )
 
 
-def _nearest(given: Sequence[Piece], holders: Sequence[_Holder], rank: int, turn: int) -> Piece:
+def _nearest(numbers: Sequence[int], holders: Sequence[_Holder], rank: int, turn: int) -> int:
     """Choose from whom to get a part: from this rank itself, otherwise from its holders in turn."""
-    own = [piece for piece in given if holders[int(piece.file)].rank == rank]
-    return own[0] if own else given[turn % len(given)]
+    own = [number for number in numbers if holders[number].rank == rank]
+    return own[0] if own else numbers[turn % len(numbers)]
 
 
 # --- fetching from other ranks ---------------------------------------------------------------------
