@@ -127,9 +127,10 @@ class BufferSync:
         self._handle = weakref.ref(handle)
         self.is_announced = False  # by the agreement on a forward pass
         handle.buffers = self
-        model.register_forward_pre_hook(self._before)
+        hooks = [model.register_forward_pre_hook(self._before)]
         if self._seq.world.size > 1:
-            model.register_forward_hook(self._after)
+            hooks.append(model.register_forward_hook(self._after))
+        handle.hold(hooks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BufferSync:
         """Return this object, which does nothing in passes of a copy."""

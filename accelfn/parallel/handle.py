@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, N
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from accelfn.comm import Call
 from accelfn.context import Context
@@ -154,6 +155,10 @@ class Handle(ABC):
     def _watch(self, parameters: Mapping[str, torch.Tensor]) -> None:  # noqa: B027 -- some have no hooks
         """Hook the parameters that are reduced."""
 
+    def hold(self, hooks: Sequence[RemovableHandle]) -> None:
+        """Remove hooks when the model is gone: a wrapper may be, while what is inside is prepared again."""
+        weakref.finalize(self._model(), _remove, hooks).atexit = False
+
     @property
     def is_alive(self) -> bool:
         """Whether the model still exists; False for a handle from a pickle."""
@@ -270,6 +275,11 @@ def uncompiled(model: nn.Module) -> nn.Module:
     """Return the model inside of ``torch.compile(model)``, or the model itself."""
     modules: dict[str, nn.Module] = vars(model).get("_modules", {})
     return modules.get("_orig_mod", model)
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def register(handle: Handle, parameters: Iterable[torch.Tensor], *, instead_of: Handle | None = None) -> None:

@@ -221,8 +221,8 @@ class DDPHandle(Handle):
         self._got: set[int] = set()  # parameters with a gradient from that pass, and those it is nested in
         self._reductions = 0  # of the ranks before it
         self._is_announced = False  # by a forward pass, whose backward pass is to come
-        for parameter in parameters.values():
-            cast("Any", parameter).register_post_accumulate_grad_hook(self._on_gradient)
+        watched: list[Any] = [*parameters.values()]
+        self.hold([one.register_post_accumulate_grad_hook(self._on_gradient) for one in watched])
 
     @contextmanager
     def without_sync(self) -> Generator[None, None, None]:

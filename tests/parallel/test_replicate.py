@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import gc
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -193,3 +194,20 @@ def test_a_compression_that_cannot_be_had_is_refused_by_name() -> None:
         lambda ctx: refused(ctx, NotAvailableError, "ranks that are threads don't send", comm_hook="fp16"),
         2,
     )
+
+
+def prepare_again(ctx: Context) -> list[int]:
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    for _ in range(5):
+        prepared = af.prepare_model(ctx, model)
+        prepared(torch.ones(4, 2)).sum().backward()
+        del prepared
+        gc.collect()
+    hooks = [getattr(one, "_post_accumulate_grad_hooks", None) or () for one in model.parameters()]
+    state = vars(model)
+    return [len(found) for found in (*hooks, state["_forward_hooks"], state["_forward_pre_hooks"])]
+
+
+@pytest.mark.slow
+def test_a_wrapper_takes_its_hooks_along() -> None:
+    assert run_ranks(prepare_again, 2, "processes", cpu=True) == [[0] * 6] * 2
