@@ -30,9 +30,6 @@ from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.parameters import is_made_of_others, send_values
 from accelfn.tree import is_dtensor
 
-# Runs backward passes, and callbacks after them.
-_ENGINE: Any = cast("Any", torch.autograd.Variable)._execution_engine
-
 
 class ImmediateReplica(ThreadDDP):
     """Averages each gradient of one model as soon as a backward pass has computed it.
@@ -85,7 +82,7 @@ class Reductions:
         if number != self._backward:  # drop the reductions of a failed backward pass
             self._backward, self._begun = number, []
             # Runs before torch's callback that waits for these futures, which comes with the last bucket.
-            _ENGINE.queue_callback(self._finish)
+            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._finish)
         self._begun.append((work, buffer, future))
         return future
 

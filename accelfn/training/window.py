@@ -136,7 +136,9 @@ def splitter(ctx: Context) -> Callable[[Any, int], tuple[list[Piece], float | No
             check(ctx, Call("make_train_step"), error)  # other ranks raise in their next communication
         rows = rows_in_common(batch)
         if not largest:
-            largest = max(int(reduce(ctx.tagged("make_train_step"), torch.tensor(rows), "max")), 1)
+            largest = max(
+                int(reduce(ctx.tagged("make_train_step"), torch.tensor(rows, device="cpu"), "max")), 1
+            )
         return rows / largest
 
     def split(batch: Any, number: int) -> tuple[list[Piece], float | None]:

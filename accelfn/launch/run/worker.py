@@ -88,7 +88,8 @@ def _become(command: list[str]) -> None:
     import signal
 
     for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     os.execvp(command[0], command)
 
 
