@@ -121,7 +121,7 @@ def gather_valid(
     known = [*earlier] if micro is None else [micro, *earlier]
     have_no_padding = all(other.pass_is_full for other in known) or all(length is None for length in lengths)
     if have_no_padding and all(is_tensor):  # on all ranks alike
-        _note_multiples(micro, lengths)
+        _note_multiples(micro, lengths, known)
         return _gather(ctx, tree, micro)
     report = _RankReport(
         batch=(None, None) if micro is None else (micro.num_rows, micro.own_valid),
@@ -132,7 +132,7 @@ def gather_valid(
     )
     reports = _exchange_reports(ctx, structure, report, as_objects)
     valid = _valid_rows_by_leaf(reports)
-    _note_multiples(micro, lengths)
+    _note_multiples(micro, lengths, known)
     if any(is_tensor):
         longest = [max(report.lengths[index] or 0 for report in reports) for index in range(len(leaves))]
         padded = [
@@ -168,13 +168,15 @@ class _RankReport(NamedTuple):
     multiples: list[int]
 
 
-def _note_multiples(micro: MicroBatch | None, lengths: Sequence[int | None]) -> None:
-    """Note how many rows per sample leaves have, where several, and where they can't be those of the pass."""
+def _note_multiples(
+    micro: MicroBatch | None, lengths: Sequence[int | None], known: Sequence[MicroBatch]
+) -> None:
+    """Note how many rows per sample leaves have, where several, and where they can't be those of a pass."""
     if micro is None or micro.multiples is None or not micro.num_rows or micro.num_rows in lengths:
         return
     for length in lengths:
         times, rest = divmod(length or 0, micro.num_rows)
-        if times > 1 and not rest and length != micro.pass_rows:
+        if times > 1 and not rest and all(length != one.pass_rows for one in known):
             micro.multiples.seen.add(times)
 
 
