@@ -42,9 +42,8 @@ STORED_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAM
 """torch dtypes by their name in safetensors files."""
 
 _RECORD = "_accelfn_mapped_from"  # an attribute of the storage, which a Parameter of the tensor shares
-# Missing in Python's mmap. Without the first, Linux refuses private mappings larger than its memory.
+# Missing in Python's mmap. Without it, Linux refuses private mappings larger than its memory.
 _MAP_NORESERVE = 0x4000
-_MAP_FIXED = 0x10
 _POPULATE_READ = 22  # of madvise on Linux, since 5.14
 # Flags of a page in /proc/self/pagemap: bit 61 for file pages, 62 for swapped ones, 63 for present ones.
 _FLAGS_SHIFT, _NOT_PRESENT, _CLEAN = 61, 0b000, 0b101
@@ -194,19 +193,12 @@ def map_stored(some: Sequence[Stored], file_ids: Mapping[Path, FileId] | None = 
 def _map(file: BinaryIO) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    # A mapping of Python before 3.13 keeps its file open, and folders may have more files than a process may
-    # have open. So Python maps memory without a file, and the file is mapped over that.
-    size = os.fstat(file.fileno()).st_size
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    flags = mmap.MAP_PRIVATE | (_MAP_NORESERVE if sys.platform == "linux" else 0)
-    mapping = mmap.mmap(-1, size, flags=flags | mmap.MAP_ANONYMOUS, prot=protection)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    call = ctypes.CDLL(None, use_errno=True).mmap
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
-    call.restype = ctypes.c_void_p
-    if call(address, size, protection, flags | _MAP_FIXED, file.fileno(), 0) != address:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), file.name)
-    return mapping
+    options: dict[str, Any] = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+    if sys.platform == "linux":
+        options["flags"] |= _MAP_NORESERVE
+    if sys.version_info >= (3, 13):
+        options["trackfd"] = False  # mappings of hundreds of files shouldn't keep them open
+    return mmap.mmap(file.fileno(), 0, **options)
 
 
 def _view(mapping: mmap.mmap | None, stored: Stored) -> torch.Tensor:
