@@ -381,8 +381,9 @@ def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None =
             "ranks that share sequences must be processes with an initialised torch.distributed; these are "
             'threads. In a test, use run_ranks(..., on="processes").'
         )
-    # A stage of a pipeline ends the model's forward early.
-    find_mixing = None if ctx.axis_size("pp") > 1 else partial(find_mixing_module, ctx)
+    # A stage of a pipeline ends the model's forward early; scales of 8 bits are those of all positions.
+    is_tried = ctx.axis_size("pp") == 1 and ctx.precision.mode != "fp8"
+    find_mixing = partial(find_mixing_module, ctx) if is_tried else None
     apply_attention(model, plan, group, find_mixing=find_mixing)
 
 

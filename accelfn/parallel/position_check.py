@@ -48,11 +48,13 @@ class _Trial(NamedTuple):
     Attributes:
         leaves: Of the arguments.
         dims: The dimension of positions, by place in ``leaves``.
+        rows: Number of rows.
         size: Number of positions.
     """
 
     leaves: list[Any]
     dims: dict[int, int]
+    rows: int
     size: int
 
     def moved(self) -> list[Any]:
@@ -102,7 +104,7 @@ def find_mixing_module(
     if not all(gather_bytes(ctx, _CALL, b"" if trial is None else b"1")) or trial is None:
         return None
     outputs: list[dict[str, torch.Tensor]] = []
-    with _undone(ctx, model) as is_drawing, _recorded(model, trial.size) as recorded:
+    with _undone(ctx, model) as is_drawing, _recorded(model, trial) as recorded:
         for tried in (trial.leaves, trial.moved()):
             recorded.clear()
             few_args, few_kwargs = structure.unflatten(tried)
@@ -131,11 +133,11 @@ def _shorten(ctx: Context, model: nn.Module, leaves: Sequence[Any]) -> _Trial | 
         for number, place in enumerate(places)
         if len({blob[number * size : (number + 1) * size] for blob in by_rank}) > 1
     }
-    length = next(
-        (leaves[place].shape[1] for place in places if place in shared and leaves[place].dim() > 1), 0
-    )
-    tensors = [*model.parameters(), *model.buffers(), *dense]
-    taken = {extent for tensor in tensors for extent in tensor.shape if extent != length}
+    found = [leaves[place].shape for place in places if place in shared and leaves[place].dim() > 1]
+    rows, length = found[0][:2] if found else (0, 0)
+    # A number that no other dimension has shows which dimension of an output is that of positions.
+    taken = {extent for tensor in (*model.parameters(), *model.buffers()) for extent in tensor.shape}
+    taken |= {extent for tensor in dense for extent in tensor.shape if extent != length}
     count = next((count for count in range(min(length, _POSITIONS), 2, -1) if count not in taken), 0)
     if not is_plain or not count:
         return None
@@ -145,7 +147,7 @@ def _shorten(ctx: Context, model: nn.Module, leaves: Sequence[Any]) -> _Trial | 
         if shape.count(length) == 1 and (place in shared or not leaves[place].is_floating_point()):
             dims[place] = shape.index(length)
             shortened[place] = leaves[place].detach().narrow(dims[place], 0, count)
-    return _Trial(shortened, dims, count)
+    return _Trial(shortened, dims, rows, count)
 
 
 @contextmanager
@@ -181,16 +183,17 @@ def _undone(ctx: Context, model: nn.Module) -> Generator[Callable[[], bool]]:
 
 
 @contextmanager
-def _recorded(model: nn.Module, count: int) -> Generator[dict[str, torch.Tensor]]:
-    """Yield what modules return for each of ``count`` positions, by the module's name, in order."""
+def _recorded(model: nn.Module, trial: _Trial) -> Generator[dict[str, torch.Tensor]]:
+    """Yield what modules return for each position of the rows, by the module's name, in order."""
     found: dict[str, torch.Tensor] = {}
 
     def record(name: str, output: Any) -> None:
         for leaf in flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not is_dtensor(leaf):
-                shape = list(leaf.shape)
-                if shape.count(count) == 1:
-                    found.setdefault(name, leaf.detach().movedim(shape.index(count), 0).flatten(1).double())
+                dims = [dim for dim, extent in enumerate(leaf.shape) if extent == trial.size]
+                # Not those without rows: experts may get as many tokens as there are positions.
+                if len(dims) == 1 and leaf.shape[0] == trial.rows:
+                    found.setdefault(name, leaf.detach().movedim(dims[0], 0).flatten(1).double())
 
     with ExitStack() as stack:
         for name, module in modules_of(model).items():
