@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from accelfn.comm import Call
 from accelfn.context import Context, MeshPlan, Precision
@@ -516,7 +517,23 @@ def apply_shard(
         in_order = [module for module in model.modules() if any(module is unit for unit in units)][1:]
         for unit, following in pairwise(in_order):
             cast("Any", unit).set_modules_to_forward_prefetch([following])
+    if plan.autocasts and device.type == "cpu":
+        # Autocast knows fewer operations there: a norm or a recurrent layer would get two dtypes.
+        for name, module in modules_of(model).items():
+            has_own = next(module.parameters(recurse=False), None) is not None
+            if has_own and name not in plan.in_full and type(module).__module__.startswith("torch.nn."):
+                module.register_forward_pre_hook(_in_own_dtype)
     return units
+
+
+def _in_own_dtype(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hook before the forward of a layer: cast floating inputs to the dtype of its parameters."""
+    dtype = next(module.parameters(recurse=False)).dtype
+    return cast("tuple[Any, ...]", tree_map(partial(_cast, dtype), args))
+
+
+def _cast(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def register_forward_method(model: nn.Module, *names: str) -> None:

@@ -75,14 +75,15 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.down, self.norm, self.up = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 4)
+        self.first, self.down = nn.LayerNorm(4), nn.Linear(4, 3)
+        self.norm, self.up = nn.BatchNorm1d(3), nn.Linear(3, 4)
         self.register_buffer("scale", torch.full((3,), 1.001))
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"y": self.up(self.norm(self.down(x)) * self.scale), "time": time * 1.0}
+        return {"y": self.up(self.norm(self.down(self.first(x))) * self.scale), "time": time * 1.0}
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(self.norm(self.down(x)))
+        return self.up(self.norm(self.down(self.first(x))))
 
 
 def test_mixed_precision_is_that_of_layouts_without_shards() -> None:
