@@ -27,7 +27,8 @@ class LocalSaving(shim.Accelerator):
     """The methods that save, of which the main process may call each alone if models are replicated.
 
     Then it writes without the other ranks, which go on. They add their random states if they call
-    ``save_state`` too. Where ranks hold parts of a model, and for automatic names, all ranks have to call.
+    ``save_state`` too. Where ranks hold parts of a model or stateful loaders, and for automatic names, all
+    ranks have to call.
     """
 
     @property
@@ -47,7 +48,10 @@ class LocalSaving(shim.Accelerator):
         Ranks: with replicated models and ``output_dir`` any; it doesn't wait. Otherwise every rank.
         """
         ctx = self.context
-        if not self._is_replicated or output_dir is None or save_model_func_kwargs:
+        is_alone = (
+            self._is_replicated and not ctx.loading.use_stateful_dataloader
+        )  # of which each rank has one
+        if not is_alone or output_dir is None or save_model_func_kwargs:
             options: dict[str, Any] = save_model_func_kwargs
             return cast("Any", super()).save_state(output_dir, safe_serialization, **options)
         with comm.failing_together(ctx, "save_state"):

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
+from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
 from accelfn.context.environment import EnvironmentPlan
@@ -81,21 +82,34 @@ def join_store(
     Raises:
         RuntimeError: Rank 0 can't be reached, or other ranks did not connect in time.
     """
-    rank, size, where = place.rank, place.size, address_of(place, init_method)
     end = time.monotonic() + patience.total_seconds()
-    if where == f"tcp://{_host_and_port(place)}":
-        # Without waiting for the other ranks, which are counted below.
-        with _announce_if_slow(f"rank 0 of {size} ranks at {_host_and_port(place)}, as rank {rank}"):
-            host, port = place.master_addr or "127.0.0.1", place.master_port or 0
-            store: Store
-            if rank == 0:
-                store = serve_store(host, port, patience, multi_tenant=True)
-            else:
-                store = TCPStore(host, port, None, False, patience, wait_for_workers=False)
-    else:
+    while True:
+        store = _connect(place, patience, init_method)
+        store.set_timeout(timeout)
+        try:
+            return _meet(place, store, end, patience, address_of(place, init_method))
+        except DistNetworkError:
+            if place.rank == 0 or time.monotonic() >= end:
+                raise
+            time.sleep(0.05)  # it was the store of the world before this one, which rank 0 has just ended
+
+
+def _connect(place: EnvironmentPlan, patience: timedelta, init_method: str | None) -> Store:
+    """Connect to the store, without waiting for other ranks than the one that serves it."""
+    rank, size, where = place.rank, place.size, address_of(place, init_method)
+    if where != f"tcp://{_host_and_port(place)}":
         with _announce_if_slow(f"other ranks of {size} at {where}, as rank {rank}"):
-            store = next(rendezvous(where, rank, size, timeout=patience))[0]
-    store.set_timeout(timeout)
+            return next(rendezvous(where, rank, size, timeout=patience))[0]
+    with _announce_if_slow(f"rank 0 of {size} ranks at {_host_and_port(place)}, as rank {rank}"):
+        host, port = place.master_addr or "127.0.0.1", place.master_port or 0
+        if rank == 0:
+            return serve_store(host, port, patience, multi_tenant=True)
+        return TCPStore(host, port, None, False, patience, wait_for_workers=False)
+
+
+def _meet(place: EnvironmentPlan, store: Store, end: float, patience: timedelta, where: str) -> Store:
+    """Wait until all ranks have connected, and return the store for this world."""
+    rank, size = place.rank, place.size
     part = PrefixStore(f"accelfn/world/{store.add(f'accelfn/joined/{rank}', 1)}", store)
     if part.add("number here", 1) == size:
         part.set("all here", "")

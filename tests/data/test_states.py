@@ -491,8 +491,13 @@ def test_torchdatas_loader_restores_workers(num_workers: int, sharding: Any, wor
 
     def run(ctx: Context) -> None:
         def make() -> af.PreparedDataLoader[Any]:
-            return af.prepare_data_loader(ctx, stream(kind, num_workers=num_workers)(11), sharding)
+            loader = af.prepare_data_loader(ctx, stream(kind, num_workers=num_workers)(11), sharding)
+            if begun:
+                loader.load_state_dict(begun[0])  # the seed of the first, though others are there
+            return loader
 
+        begun: list[Any] = []
+        begun.append(through_json(af.loader_state(make())))
         whole = [batch.tolist() for batch in make()]
         for stop in (1, 2):
             stopped = make()
