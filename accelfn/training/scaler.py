@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
-from accelfn.devices import device_type
+from accelfn.devices import DEVICE_TYPES
 from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.exact import scale_open_sums
 from accelfn.parallel.handle import follow_optimizers
@@ -33,6 +33,9 @@ class _Fields(NamedTuple):
     unscaled: tuple[int, ...] = ()
     weight: torch.Tensor | None = None
     is_open: Literal[True] | None = None
+
+
+_WITHOUT_FLOAT64 = frozenset(name for name, row in DEVICE_TYPES.items() if not row.has_float64)
 
 
 class ScalerState(_Fields):
@@ -220,7 +223,7 @@ def divide_(
                 torch._foreach_mul_(grads, cast("torch.Tensor", share).to(device))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             return scaler_state
         # In float64 if the device has it.
-        wide = torch.float64 if device_type(scaler_state.scale.device.type).has_float64 else torch.float32
+        wide = torch.float32 if scaler_state.scale.device.type in _WITHOUT_FLOAT64 else torch.float64
         factor = ((1.0 if share is None else share.to(wide)) / scaler_state.scale.to(wide)).float()
         found_inf = torch.zeros_like(scaler_state.found_inf)
         for (device, _), grads in by_kind.items():
