@@ -384,7 +384,8 @@ def _check_static(parameters: Mapping[str, torch.Tensor], output: Any) -> None:
         )
     leaves = tree_leaves(output)
     strange = next((one for one in leaves if not isinstance(one, (torch.Tensor, *WITHOUT_TENSORS))), None)
-    if strange is not None:
+    has_found = any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaves)
+    if strange is not None and not has_found:  # beside what it finds there may be a cache
         raise ConfigurationError(
             f"forward: with static_graph=True torch looks for tensors in the model's output, but can't look "
             f"into a {type(strange).__name__}. Return a tensor, tuple or dict, or use static_graph=False."
