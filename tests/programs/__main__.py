@@ -34,7 +34,7 @@ def main() -> None:
         records.write_failed(programs, check_programs(programs))
     elif options.sample:
         rng = random.Random(options.seed)
-        chosen = cover(GRAMMAR, rng, avoid=records.findings(), first=records.read_sample())
+        chosen = cover(GRAMMAR, rng, avoid=records.findings(mended=True), first=records.read_sample())
         records.SAMPLE.write_text("".join(f"{program}\n" for program in chosen))
         covered = needs(*chosen)
         print(f"{len(chosen)} programs with {sum(len(one) == 2 for one in covered)} pairs of features")
