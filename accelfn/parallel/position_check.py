@@ -191,8 +191,8 @@ def _recorded(model: nn.Module, trial: _Trial) -> Generator[dict[str, torch.Tens
         for leaf in flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not is_dtensor(leaf):
                 dims = [dim for dim, extent in enumerate(leaf.shape) if extent == trial.size]
-                # Not those without rows: experts may get as many tokens as there are positions.
-                if len(dims) == 1 and leaf.shape[0] == trial.rows:
+                # Not lists of tokens: experts may get as many as there are rows or positions.
+                if len(dims) == 1 and leaf.dim() > 2 and leaf.shape[0] == trial.rows:
                     found.setdefault(name, leaf.detach().movedim(dims[0], 0).flatten(1).double())
 
     with ExitStack() as stack:
