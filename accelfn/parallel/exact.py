@@ -223,7 +223,7 @@ class ThreadDDP(Handle):
         with torch.no_grad():
             # Ranks may use other parameters: the zeros of one without a gradient count in the mean.
             grads = [torch.zeros_like(item) if item.grad is None else item.grad for item in items]
-            is_used = torch.tensor([item.grad is not None for item in items]).to(items[0])
+            is_used = torch.tensor([item.grad is not None for item in items], device="cpu").to(items[0])
             means, used = reduce(self._ctx, (grads, is_used), "mean")
             for index, (item, mean) in enumerate(zip(items, means, strict=True)):
                 if item.grad is not None:
