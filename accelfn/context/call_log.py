@@ -155,14 +155,14 @@ class CallLog:
         self.checked: int = 0
         self.chain: bytes = bytes(_CHAIN_BYTES)
         self.patience_s: float = _PATIENCE_S
-        self.over = ""
-        self.closed = False
+        self.over: str = ""
+        self.closed: bool = False
         self.open_passes: list[OpenPass] = []
         self.open_reads: list[OpenRead] = []
-        self.reductions = 0
-        self.inside = ""
+        self.reductions: int = 0
+        self.inside: str = ""
         self.unsettled: Unsettled | None = None
-        self.failure = ""
+        self.failure: str = ""
         self.backward: BackwardPass | None = None
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._first_sites: dict[int, str] = {}  # by form of call
