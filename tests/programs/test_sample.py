@@ -11,8 +11,8 @@ from accelfn.testing.programs import Program, check_programs, draw, needs, scrip
 from tests.programs import records
 from tests.programs.grammar import GRAMMAR
 
-# Programs of a test: they share a world of ranks where they can.
-_SIZE = 16
+# Programs of a test, and of one in the quick suite: they share a world of ranks where they can.
+_SIZE, _QUICK_SIZE = 16, 6
 _QUICK = ("", "dp=2", "dp=2 world=memory", "dp=3 world=memory", "shard=2", "tp=2", "dp=2 pp=2", "dp=2 cp=2")
 
 
@@ -30,10 +30,11 @@ def parameters_of(programs: list[Program]) -> list[object]:
 
     for (layout, slow), group in itertools.groupby(sorted(programs, key=place), place):
         waiting = [*group]
-        for number, start in enumerate(range(0, len(waiting), _SIZE)):
+        starts = [0, *range(_SIZE if slow else _QUICK_SIZE, len(waiting), _SIZE)]
+        for number, (start, end) in enumerate(itertools.pairwise([*starts, len(waiting)])):
             marks = pytest.mark.slow if slow or number else ()
             name = f"{layout or 'one rank'}{', slow' if slow and layout in _QUICK else ''} {number}"
-            parameters.append(pytest.param(waiting[start : start + _SIZE], marks=marks, id=name))
+            parameters.append(pytest.param(waiting[start:end], marks=marks, id=name))
     return parameters
 
 
