@@ -52,7 +52,7 @@ from accelfn.context.config import (
     TorchDynamoPlugin,
 )
 from accelfn.data import MicroBatch, Uneven, plan_microbatch
-from accelfn.data.metrics import gather_valid
+from accelfn.data.metrics import batch_or_pass, gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.fp8 import with_msamp
 from accelfn.parallel.optimizers import steps_in_backward
@@ -98,7 +98,7 @@ class Accelerator(Extras, Saving):
     Attributes:
         context: The frozen Context, for use with the functions.
         loops: The current batch of each loop over a prepared loader, innermost last.
-        ended: The last batch of each of the latest passes that ended or were left.
+        ended: The last batch of each pass that has ended or was left since a loop yielded a batch.
         window: The batch of the open ``accumulate`` block; None outside of one.
         sync_gradients: Whether the current batch closes its window, so that optimizers step. Can be set.
         last_micro: The current batch; or, after a loop ended or was left, its last batch.
@@ -505,30 +505,37 @@ class Accelerator(Extras, Saving):
         return comm.gather(self.context, tensor)
 
     def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False, *, micro: MicroBatch | None = None
+        self,
+        input_data: Any,
+        use_gather_object: bool = False,
+        *,
+        micro: MicroBatch | None = None,
+        of: Literal["batch", "pass"] | None = None,
     ) -> Any:
         """Gather from all ranks, without rows that are padding; see :func:`accelfn.gather_for_metrics`.
 
-        In a loop over a prepared loader, trees with as many rows as the current batch, or as the pass so far,
-        belong to it. Outside of one, and in a loop around a pass until its next batch, trees with as many
-        rows as all batches of a recent pass belong to that pass: ``gather_for_metrics(torch.cat(rows))``
-        after a loop. Other trees keep all rows. If several of these match and differ in their padding, an
-        error asks for ``micro``.
+        In a loop over a prepared loader, rows belong to the current batch of the innermost loop; after one,
+        to the pass that just ended: ``gather_for_metrics(torch.cat(rows))``. After a loop inside of another
+        one, until its next batch, they may belong to either: to what has exactly as many, else to what they
+        are a multiple of. With no loop, or any other number of rows, all are kept.
 
         Args:
             input_data: Any tree, as for the function.
             use_gather_object: Gather Python objects: a list with one for each row, or one for each rank.
             micro: The batch that it was computed from, such as an earlier ``accelerator.micro``; then no
                 other batch is considered.
+            of: What of ``micro`` the rows belong to, as for the function; ``micro`` is ``last_micro`` if only
+                this is given.
 
         Raises:
-            ValueError: The batch of the rows is ambiguous.
+            ValueError: The rows match several passes or batches, whose padding differs; or in a loop, only
+                its pass.
         """
-        earlier: list[MicroBatch] = []
-        if micro is None:
-            micro = self.micro
-            earlier = self.ended[next(reversed(self.loops)).num_before :] if self.loops else self.ended
-        return gather_valid(self.context, input_data, micro, earlier, use_gather_object)
+        if micro is None and of is None:
+            batch, passes = self.micro, self.ended
+        else:
+            batch, passes = batch_or_pass("gather_for_metrics", micro or self.last_micro, of or "batch")
+        return gather_valid(self.context, input_data, batch, passes, use_gather_object)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Combine tensors of all ranks; see :func:`accelfn.reduce`."""

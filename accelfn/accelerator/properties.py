@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Self
 
 import accelfn.comm as comm
-from accelfn.accelerator.proxies import AcceleratedDataLoader, Loop
+from accelfn.accelerator.proxies import AcceleratedDataLoader
 from accelfn.accelerator.registry import WeakRegistry
 from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context
@@ -180,7 +180,7 @@ class Holdings(ContextProperties):
     def __init__(self, context: Context) -> None:
         """Start with ``context``, and no prepared objects."""
         self.context = context
-        self.loops: dict[Loop, MicroBatch] = {}
+        self.loops: dict[object, MicroBatch] = {}
         self.ended: list[MicroBatch] = []
         self.last_micro: MicroBatch | None = None
         self.models: WeakRegistry[nn.Module] = WeakRegistry()

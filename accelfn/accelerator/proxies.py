@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Finished passes whose rows can still be gathered.
-_REMEMBERED_PASSES = 8
-
 
 class AcceleratedOptimizer(OptimizerProxy):
     """An optimizer whose ``step`` and ``zero_grad`` act only where an accumulation window closes."""
@@ -173,20 +170,6 @@ class AccumulateBlock:
         return self._inner.__exit__(kind, error, trace)
 
 
-class Loop:
-    """One loop over a prepared loader.
-
-    Attributes:
-        num_before: Number of remembered passes when it began.
-    """
-
-    __slots__ = ("num_before",)
-
-    def __init__(self, num_before: int) -> None:
-        """Start with the number of remembered passes."""
-        self.num_before: int = num_before
-
-
 class AcceleratedDataLoader(PreparedDataLoader[T]):
     """A prepared loader that sets its accelerator's current batch."""
 
@@ -205,12 +188,10 @@ class AcceleratedDataLoader(PreparedDataLoader[T]):
 
     def __iter__(self) -> Iterator[T]:
         accelerator = self._accelerator
-        if not accelerator.loops:
-            del accelerator.ended[:-_REMEMBERED_PASSES]
-        loop = Loop(len(accelerator.ended))
+        loop = object()
         try:
             for batch, micro in microbatches(accelerator.context, self, accelerator.uneven):
-                del accelerator.ended[loop.num_before :]
+                accelerator.ended.clear()
                 accelerator.last_micro = accelerator.loops[loop] = micro
                 yield batch
         finally:  # also after a break: a nested evaluation must not change the outer loop's batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -15,30 +15,26 @@ from accelfn.data.microbatch import MicroBatch, check_micro
 from accelfn.errors import MismatchError
 from accelfn.tree import TreeSpec, find_device, flatten
 
-__all__ = ("gather_for_metrics", "gather_objects_for_metrics", "gather_valid")
+__all__ = ("batch_or_pass", "gather_for_metrics", "gather_objects_for_metrics", "gather_valid")
 
 T = TypeVar("T")
 
 
-def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
+def gather_for_metrics(
+    ctx: Context, tree: T, micro: MicroBatch, *, of: Literal["batch", "pass"] = "batch"
+) -> T:
     """Gather what was computed from data over all ranks, without the padding rows.
 
     If every batch is gathered, the results of an epoch have exactly one row per sample, in the order of the
     epoch. Or collect the rows of a pass and gather them once, with the ``micro`` of the last batch, even
-    after a ``break``: ``gather_for_metrics(ctx, torch.cat(rows), micro)`` returns one row for each sample
-    that was read in this pass, first all rows of rank 0, then all of rank 1, and so on.
+    after a ``break``: ``gather_for_metrics(ctx, torch.cat(rows), micro, of="pass")`` returns one row for each
+    sample that was read in this pass, first all rows of rank 0, then all of rank 1, and so on.
 
-    The number of rows of a leaf, on all ranks together, determines what its rows are:
-
-    - as many as the batch has: one row for each sample of the batch;
-    - as many as all batches of the pass have up to this one: one row for each sample of the pass;
-    - ``k`` times as many as the batch has: ``k`` consecutive rows for each sample. With the ``k``-th batch of
-      a pass, these may also be the rows of the pass: they are those of the batch if earlier batches of the
-      pass were gathered with ``k`` rows per sample, or beside a leaf that has one row per sample. If earlier
-      batches were gathered with several other numbers, it is an error;
-    - any other number, and 0-d tensors: unknown, so all rows are kept. To weight a batch's loss by samples,
-      repeat it ``micro.num_rows`` times, not as many times as a full batch has samples; or gather the loss
-      and its weight.
+    A leaf that has on every rank ``k`` times as many rows as the batch, or with ``of="pass"`` as all batches
+    of the pass up to this one, has ``k`` consecutive rows for each sample; usually ``k`` is 1. Any other
+    number of rows, and 0-d tensors, are unknown, so all rows are kept. To weight a batch's loss by samples,
+    repeat it ``micro.num_rows`` times, not as many times as a full batch has samples; or gather the loss and
+    its weight.
 
     On a mesh, rows are joined along ``"dp"``: ranks that share a batch have the same rows. To gather values
     that aren't rows, use :func:`accelfn.gather`.
@@ -52,6 +48,7 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
             leaf with an object per row. Any other object, such as a number or a string, is one value per
             rank; ``None`` stays ``None``.
         micro: The MicroBatch of the batch that ``tree`` was computed from, or of the last batch of the pass.
+        of: What the rows belong to: ``"batch"``, or ``"pass"`` for all batches of the pass up to this one.
 
     Returns:
         The same tree on every rank; for one value per rank, a list of the values.
@@ -61,7 +58,7 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
             ranks).
         MismatchError: The trees differ between ranks, for example because a ``collate_fn`` dropped samples on
             one of them.
-        ValueError: A leaf may have the rows of the batch or those of the pass, whose padding differs.
+        ValueError: A leaf has the rows of the pass, some of which are padding, and ``of`` is ``"batch"``.
 
     >>> from accelfn.data import microbatches
     >>> ((batch, micro),) = microbatches(Context(), [torch.ones(2)])
@@ -69,11 +66,12 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
     {'x': tensor([1., 1.]), 'name': ['a', 'b'], 'loss': tensor([2.])}
     """
     check_context("gather_for_metrics", ctx)
-    check_micro("gather_for_metrics", micro)
-    return gather_valid(ctx, tree, micro)
+    return gather_valid(ctx, tree, *batch_or_pass("gather_for_metrics", micro, of))
 
 
-def gather_objects_for_metrics(ctx: Context, obj: Any, micro: MicroBatch | None) -> list[Any]:
+def gather_objects_for_metrics(
+    ctx: Context, obj: Any, micro: MicroBatch | None, *, of: Literal["batch", "pass"] = "batch"
+) -> list[Any]:
     """Gather Python objects from all ranks; from a list with one object per row, without those of padding.
 
     As :func:`accelfn.gather_for_metrics`, but the objects may contain tensors.
@@ -84,62 +82,75 @@ def gather_objects_for_metrics(ctx: Context, obj: Any, micro: MicroBatch | None)
         ctx: The world.
         obj: A list is concatenated with the lists of the other ranks; anything else is one item.
         micro: The MicroBatch that the objects were computed from; None keeps all objects.
+        of: As for :func:`accelfn.gather_for_metrics`.
 
     Returns:
         One list, the same on every rank.
     """
     check_context("gather_objects_for_metrics", ctx)
-    check_micro("gather_objects_for_metrics", micro)
-    return gather_valid(ctx, obj, micro, as_objects=True)
+    batch, passes = batch_or_pass("gather_objects_for_metrics", micro, of)
+    return gather_valid(ctx, obj, batch, passes, as_objects=True)
+
+
+def batch_or_pass(
+    function: str, micro: MicroBatch | None, of: Literal["batch", "pass"]
+) -> tuple[MicroBatch | None, list[MicroBatch]]:
+    """Return the batch and the passes that rows may belong to, as :func:`gather_valid` takes them."""
+    check_micro(function, micro)
+    if of not in ("batch", "pass"):
+        raise ValueError(f'{function}: of must be "batch" or "pass", got {of!r}.')
+    return (micro, []) if of == "batch" or micro is None else (None, [micro])
 
 
 def gather_valid(
     ctx: Context,
     tree: Any,
-    micro: MicroBatch | None,
-    earlier: Sequence[MicroBatch] = (),
+    batch: MicroBatch | None,
+    passes: Sequence[MicroBatch] = (),
     as_objects: bool = False,
 ) -> Any:
-    """Gather as :func:`gather_for_metrics` does, with the micro-batches of several passes.
+    """Gather as :func:`gather_for_metrics` does, what belongs to a batch or to one of several passes.
+
+    Rows belong to what has exactly as many; if there is none, to what has the ``k``-th part of them.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
         tree: As for :func:`gather_for_metrics`.
-        micro: The current micro-batch, if there is one.
-        earlier: The last micro-batches of other passes, whose rows ``tree`` may hold.
+        batch: The batch, if there is one.
+        passes: The last micro-batch of each pass.
         as_objects: The tree is one list of objects, or one object.
 
     Raises:
-        ValueError: The rows of a leaf match several micro-batches, which differ in their padding.
+        ValueError: The rows of a leaf match several of these, whose padding differs; or only the pass that
+            ``batch`` is in.
     """
     ctx = ctx.along("dp")  # the ranks along other axes have the same rows
     leaves, structure = flatten(tree, _is_any if as_objects else _is_object_list)
     is_tensor = [isinstance(leaf, torch.Tensor) and not as_objects for leaf in leaves]
     lengths = [_length(leaf, as_objects) for leaf in leaves]
-    known = [*earlier] if micro is None else [micro, *earlier]
+    known = [*passes] if batch is None else [batch, *passes]
     have_no_padding = all(other.pass_is_full for other in known) or all(length is None for length in lengths)
     if have_no_padding and all(is_tensor):  # on all ranks alike
-        _note_multiples(micro, lengths, known)
-        return _gather(ctx, tree, micro)
+        return _gather(ctx, tree, batch)
     report = _RankReport(
-        batch=(None, None) if micro is None else (micro.num_rows, micro.own_valid),
-        passes=[(other.pass_rows, other.pass_valid) for other in known],
+        batch=(None, None) if batch is None else (batch.num_rows, batch.own_valid),
+        passes=[(other.pass_rows, other.pass_valid) for other in passes],
+        around=(None, None) if batch is None else (batch.pass_rows, batch.pass_valid),
         lengths=lengths,
         objects=[None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)],
-        multiples=sorted(micro.multiples.seen) if micro is not None and micro.multiples is not None else [],
     )
     reports = _exchange_reports(ctx, structure, report, as_objects)
-    valid = _valid_rows_by_leaf(reports)
-    _note_multiples(micro, lengths, known)
+    by_leaf = zip(*(report.lengths for report in reports), strict=True)
+    valid = [_valid_rows(list(lengths), reports) for lengths in by_leaf]
     if any(is_tensor):
         longest = [max(report.lengths[index] or 0 for report in reports) for index in range(len(leaves))]
         padded = [
             (leaf if counts is None else _pad_rows(leaf, most)) if tensor else None
             for leaf, tensor, counts, most in zip(leaves, is_tensor, valid, longest, strict=True)
         ]
-        gathered = iter(flatten(_gather(ctx, structure.unflatten(padded), micro))[0])
+        gathered = iter(flatten(_gather(ctx, structure.unflatten(padded), batch))[0])
         leaves = [next(gathered) if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)]
     return structure.unflatten(
         [
@@ -156,28 +167,16 @@ class _RankReport(NamedTuple):
         batch: Rows of its batch (None if unknown), and how many of the first rows aren't padding (None for
             all).
         passes: The same for each pass whose rows may have been collected.
+        around: The same for the pass of the batch, up to it.
         lengths: Number of rows of each leaf; None for a leaf without rows.
         objects: The leaves that aren't tensors.
-        multiples: The numbers of rows per sample in earlier batches of the pass, where several.
     """
 
     batch: tuple[int | None, int | None]
     passes: list[tuple[int | None, int | None]]
+    around: tuple[int | None, int | None]
     lengths: list[int | None]
     objects: list[Any]
-    multiples: list[int]
-
-
-def _note_multiples(
-    micro: MicroBatch | None, lengths: Sequence[int | None], known: Sequence[MicroBatch]
-) -> None:
-    """Note how many rows per sample leaves have, where several, and where they can't be those of a pass."""
-    if micro is None or micro.multiples is None or not micro.num_rows or micro.num_rows in lengths:
-        return
-    for length in lengths:
-        times, rest = divmod(length or 0, micro.num_rows)
-        if times > 1 and not rest and all(length != one.pass_rows for one in known):
-            micro.multiples.seen.add(times)
 
 
 def _is_object_list(node: Any) -> bool:
@@ -230,87 +229,63 @@ def _describe(leaf: Any) -> str:
     return f"a {type(leaf).__name__} of objects" if type(leaf) in (list, tuple) else "an object"
 
 
-def _valid_rows_by_leaf(reports: Sequence[_RankReport]) -> list[list[int] | None]:
-    """Return for each leaf how many of the first rows of each rank aren't padding; None keeps all rows. Pure.
+def _valid_rows(lengths: list[int | None], reports: Sequence[_RankReport]) -> list[int] | None:
+    """Return how many of the first rows of each rank aren't padding, in one leaf; None keeps all. Pure.
 
     All ranks get the same result, since all have the same reports.
     """
-    by_leaf = [list(lengths) for lengths in zip(*(report.lengths for report in reports), strict=True)]
-    batches = [report.batch[0] for report in reports]
-    has_batch_leaf = None not in batches and batches in by_leaf
-    return [_valid_rows(lengths, reports, has_batch_leaf) for lengths in by_leaf]
-
-
-def _valid_rows(
-    lengths: list[int | None], reports: Sequence[_RankReport], has_batch_leaf: bool
-) -> list[int] | None:
-    """Return it for one leaf; ``has_batch_leaf``: some leaf has exactly the rows of the batch."""
     if None in lengths:
         return None
     rows = cast("list[int]", lengths)
-    batches = [report.batch[0] for report in reports]
-    may_be_pass = rows == batches or not has_batch_leaf
-    passes = zip(*(report.passes for report in reports), strict=False) if may_be_pass else ()
-    matches = [
-        [cast("int", valid) for _, valid in by_rank]
-        for by_rank in passes
-        if rows == [number for number, _ in by_rank]
-    ]
-    if matches and rows == batches:
-        matches.append(
-            [_valid_of_batch(report, number) for report, number in zip(reports, rows, strict=True)]
-        )
+    batches = [report.batch for report in reports]
+    parts = [batches, *zip(*(report.passes for report in reports), strict=False)]
+    found = [match for part in parts if (match := _match(rows, part)) is not None]
+    matches = [valid for times, valid in found if times <= 1] or [valid for _, valid in found]
     if any(match != matches[0] for match in matches):
         raise ValueError(
             f"gather_for_metrics: {rows} rows by rank match several passes or batches, whose padding "
-            "differs. Pass micro=, the MicroBatch of the last batch that the rows were computed from: "
-            "accelerator.last_micro at the end of its loop."
+            "differs. Pass micro=, the MicroBatch of the batch that they were computed from; for the rows of "
+            'a pass, that of its last batch (accelerator.last_micro at the end of its loop) and of="pass".'
         )
-    of_batch = None if None in batches else _repeated(rows, cast("list[int]", batches), reports)
-    if matches and of_batch not in (None, matches[0]):  # several rows per sample, or those of the pass
-        seen, times = reports[0].multiples, max(rows) // max(cast("list[int]", batches))
-        if times in seen:
-            return of_batch
-        if len(seen) > 1:
-            raise ValueError(
-                f"gather_for_metrics: {rows} rows by rank may be {times} for each sample of the batch, or "
-                "one for each sample of the pass, and earlier batches had "
-                f"{' and '.join(map(str, seen))} for each. Gather them beside a tensor that has one row "
-                f"for each sample of the batch, or with shape (samples, {times}, ...)."
-            )
     if matches:
         return matches[0]
-    if None in batches:
-        is_padding = [report.batch[1] == 0 for report in reports]
-        if not any(is_padding) or any(number is not None for number in batches):
-            return None
-        # A repeated batch counts for nothing, although its number of rows is unknown.
-        return [0 if padding else number for padding, number in zip(is_padding, rows, strict=True)]
-    return of_batch
-
-
-def _repeated(rows: list[int], batches: list[int], reports: Sequence[_RankReport]) -> list[int] | None:
-    """Return it for equally many rows for each sample of the batches; None if there are other numbers."""
-    times = max(rows) // max(1, *batches)
-    if rows != [times * number for number in batches]:
+    around = _match(rows, [report.around for report in reports])
+    if around is not None and around[0] == 1 and around[1] != rows:
+        raise ValueError(
+            f"gather_for_metrics: {rows} rows by rank are those of the pass, some of them padding, and no "
+            'multiple of those of the batch. To gather what was collected over the pass, use of="pass"; for '
+            "values that aren't rows, use gather."
+        )
+    if any(number is not None for number, _ in batches) or all(valid != 0 for _, valid in batches):
         return None
-    return [times * _valid_of_batch(report, number) for report, number in zip(reports, batches, strict=True)]
+    # A repeated batch counts for nothing, although its number of rows is unknown.
+    return [0 if valid == 0 else number for (_, valid), number in zip(batches, rows, strict=True)]
 
 
-def _valid_of_batch(report: _RankReport, rows: int) -> int:
-    return rows if report.batch[1] is None else report.batch[1]
+def _match(rows: list[int], parts: Sequence[tuple[int | None, int | None]]) -> tuple[int, list[int]] | None:
+    """Return how many rows a leaf has for each of the ranks' ``parts``, and how many of them aren't padding.
+
+    None if its rows aren't the same multiple on all ranks.
+    """
+    numbers = [number for number, _ in parts]
+    if None in numbers:
+        return None
+    times = max(rows) // max(1, *cast("list[int]", numbers))
+    wanted = [(number or 0) * times for number in numbers]
+    valid = [times * ((number or 0) if of_it is None else of_it) for number, of_it in parts]
+    return (times, valid) if rows == wanted else None
 
 
-def _gather(ctx: Context, tree: T, micro: MicroBatch | None) -> T:
+def _gather(ctx: Context, tree: T, batch: MicroBatch | None) -> T:
     """Gather; if the trees differ, add the planned number of rows to the error."""
     try:
         return gather(ctx, tree)
     except MismatchError as error:
-        if micro is None or micro.max_rows is None or not all(row.path for row in error.rows):
+        if batch is None or batch.max_rows is None or not all(row.path for row in error.rows):
             raise  # the rows weren't planned, or the ranks called different operations
         hint = (
             f"{error.hint} According to the plan of the data, the longest batch of this step has "
-            f"{micro.max_rows} row{'' if micro.max_rows == 1 else 's'}. If collate_fn drops samples, filter "
+            f"{batch.max_rows} row{'' if batch.max_rows == 1 else 's'}. If collate_fn drops samples, filter "
             "the dataset instead, or keep their rows, mark them, and drop them after gathering."
         )
         raise MismatchError(error.operation, error.rows, hint, error.callers) from None

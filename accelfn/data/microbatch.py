@@ -23,7 +23,6 @@ from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 __all__ = (
     "Draws",
     "MicroBatch",
-    "RowsPerSample",
     "Uneven",
     "check_micro",
     "microbatches",
@@ -58,33 +57,6 @@ class Draws:
         return f"Draws({self.name!r})"
 
 
-class RowsPerSample:
-    """The numbers of rows per sample with which results were gathered in a pass, where several.
-
-    All micro-batches of a pass share it.
-
-    Attributes:
-        seen: Those numbers.
-    """
-
-    __slots__ = ("seen",)
-
-    def __init__(self) -> None:
-        """Start with none."""
-        self.seen: set[int] = set()
-
-    def __eq__(self, other: object) -> bool:
-        """Return True: the batches of two passes may be equal, whatever was gathered."""
-        return isinstance(other, RowsPerSample)
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __repr__(self) -> str:
-        """Show the numbers."""
-        return f"RowsPerSample({sorted(self.seen)})"
-
-
 class MicroBatch(NamedTuple):
     """The position of one batch in its epoch and in its accumulation window, and its numbers of rows.
 
@@ -111,7 +83,6 @@ class MicroBatch(NamedTuple):
         pass_is_full: In each step of the pass up to this one, all ranks had equally many rows, without
             padding. The same on all ranks; False if unknown.
         draws: In exact mode, names the random numbers of the batch.
-        multiples: What :func:`accelfn.gather_for_metrics` knows from earlier batches of the pass.
     """
 
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] -- of tuples; nobody looks a value up here
@@ -130,7 +101,6 @@ class MicroBatch(NamedTuple):
     pass_valid: int | None = None
     pass_is_full: bool = False
     draws: Draws | None = None
-    multiples: RowsPerSample | None = None
 
 
 def plan_microbatch(
@@ -246,7 +216,6 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     make = cast("Callable[..., MicroBatch]", cast("Any", tuple).__new__)
     rows: int | None = 0
     valid: int | None = 0
-    multiples = RowsPerSample()
     is_full = uneven != "join"  # where a planned step isn't necessarily one that all ranks carry out
     reading = nullcontext() if passes is None else passes.reading()
     with reading, world_ctx.collectives.call_log.open_pass() as now:
@@ -271,7 +240,7 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             now.batches = index
             if shard is not None:
                 batch = shard(batch)
-            yield batch, make(MicroBatch, (*known, *of_step, rows, valid, is_full, draws, multiples))
+            yield batch, make(MicroBatch, (*known, *of_step, rows, valid, is_full, draws))
         # Detects a source that yielded fewer batches than its length.
         if world_ctx.num_processes > 1 and uneven != "join":
             now.has_ended = True

@@ -162,11 +162,12 @@ def test_an_evaluation_inside_of_training_is_gathered_by_batch_and_at_its_end() 
             for held in held_out:
                 rows.append(held)
                 by_batch += accelerator.gather_for_metrics(held).tolist()
-            # 56 rows on each rank: also 7 for each one of a batch of the training.
+            # 56 rows on each rank, exactly as many as the evaluation has: also 7 for each one of the batch.
             once = accelerator.gather_for_metrics(torch.cat(rows)).tolist()
             assert sorted(once) == sorted(by_batch) == list(range(97))
             found.append(accelerator.gather_for_metrics(batch).tolist())
-            found.append(accelerator.gather_for_metrics((batch, batch.repeat_interleave(7)))[1][::7].tolist())
+            several = batch.repeat_interleave(7)
+            found.append(accelerator.gather_for_metrics(several, micro=accelerator.micro)[::7].tolist())
             trained.append(batch)
         assert accelerator.gather_for_metrics(torch.cat(trained)).shape == (33,)
         return found
@@ -187,10 +188,10 @@ def test_an_evaluation_inside_of_training_is_gathered_by_batch_and_at_its_end() 
 def test_metrics_are_those_of_the_functions(
     num: int, batch_size: int, world: int, drop_last: bool, even: bool, dispatched: bool, stop: int
 ) -> None:
-    def trees(batch: torch.Tensor, rows: list[torch.Tensor]) -> list[Any]:
-        """Everything that a program may gather beside a batch; ``rows`` are all before it."""
+    def trees(batch: torch.Tensor) -> list[Any]:
+        """Everything that a program may gather beside a batch."""
         names = [f"{one}" for one in batch.tolist()]
-        return [batch, batch.sum(), torch.cat(rows), names, {"x": batch, "name": names}]
+        return [batch, batch.sum(), batch.repeat(2), names, {"x": batch, "name": names}]
 
     def run(ctx: Context) -> None:
         accelerator = Accelerator(context=ctx)
@@ -204,7 +205,7 @@ def test_metrics_are_those_of_the_functions(
         rows: list[torch.Tensor] = []
         for number, batch in enumerate(loader):
             rows.append(batch)
-            by_shim += [accelerator.gather_for_metrics(one) for one in trees(batch, rows)]
+            by_shim += [accelerator.gather_for_metrics(one) for one in trees(batch)]
             if number == stop:
                 break
         assert accelerator.micro is None
@@ -215,15 +216,16 @@ def test_metrics_are_those_of_the_functions(
         once, rows = torch.empty(0), []
         for batch, micro in af.microbatches(ctx, af.prepare_data_loader(ctx, source), "stop_first"):
             rows.append(batch)
-            by_function += [af.gather_for_metrics(ctx, one, micro) for one in trees(batch, rows)]
-            once = af.gather_for_metrics(ctx, torch.cat(rows), micro)
+            by_function += [af.gather_for_metrics(ctx, one, micro) for one in trees(batch)]
+            once = af.gather_for_metrics(ctx, torch.cat(rows), micro, of="pass")
             if micro.index == stop:
                 break
         assert str(by_shim) == str(by_function)
         assert after.tolist() == once.tolist()
         assert sorted(after.tolist()) == sorted(row for batch in by_shim[::5] for row in batch.tolist())
-        objects = accelerator.gather_for_metrics([ctx.rank] * 100, use_gather_object=True)
-        assert len(objects) == 100 * world  # behind the loop, and not one for each row of it
+        objects = accelerator.gather_for_metrics([ctx.rank] * 97, use_gather_object=True)
+        # Behind the loop, and not as many for each row of it.
+        assert len(objects) == 97 * world or len(torch.cat(rows)) == 1
 
     config = DataLoaderConfiguration(even_batches=even, dispatch_batches=dispatched)
     run_ranks(run, world, dataloader_config=config)
@@ -354,25 +356,46 @@ def test_a_moving_scale_reaches_gradients_of_optimizers_that_have_not_stepped(ov
     assert (p.item(), q.item()) == (0.5, 0.5)
 
 
-@pytest.mark.parametrize("on", ["memory", "processes"])
-def test_passes_that_cannot_be_told_apart_are_not_guessed(on: Any) -> None:
-    def run(ctx: Context) -> tuple[int, int, str, str]:
+def test_rows_belong_to_the_innermost_loop_or_to_the_pass_that_just_ended() -> None:
+    def run(ctx: Context) -> tuple[list[int], list[int], str, str]:
         accelerator = Accelerator(context=ctx)
         long, short, evaluated = (accelerator.prepare(rows_up_to(number, 4)) for number in (15, 13, 7))
+
+        def count(rows: torch.Tensor, **options: Any) -> int:
+            return len(accelerator.gather_for_metrics(rows, **options))
+
         rows, last = torch.cat(list(long)), accelerator.last_micro
-        both = [len(accelerator.gather_for_metrics(rows)), len(torch.cat(list(short)))]
-        with pytest.raises(ValueError, match="several passes or batches") as told:
-            accelerator.gather_for_metrics(rows)
-        named = len(accelerator.gather_for_metrics(rows, micro=last))
+        after = [count(rows), count(torch.cat(list(short))), count(rows, micro=last, of="pass")]
+        after.append(count(rows.repeat_interleave(3), micro=last, of="pass"))
+        within = [count(batch.repeat_interleave(2)) for batch in short]  # 8 rows, as the pass has
+        assert len(list(zip(long, short, strict=True))) == 2
+        with pytest.raises(ValueError, match="match several passes") as zipped:
+            count(rows)
         training = iter(long)
         next(training)
         rows = torch.cat(list(evaluated))
-        with pytest.raises(ValueError, match=r"Pass micro=") as nested:
-            accelerator.gather_for_metrics(rows)
-        assert len(accelerator.gather_for_metrics(rows, micro=accelerator.last_micro)) == 7
-        assert both == [15, 8]
-        return both[0], named, str(told.value), str(nested.value)
+        with pytest.raises(ValueError, match=r"Pass micro=.* of=\"pass\"") as nested:
+            count(rows)
+        after += [count(rows, of="pass"), count(rows, micro=accelerator.micro)]
+        return after, within, str(zipped.value), str(nested.value)
 
-    first, second = run_ranks(run, 2, on)
+    first, second = run_ranks(run, 2)
     assert first == second
-    assert first[:2] == (15, 15)
+    assert first[:2] == ([15, 13, 15, 45, 7, 8], [16, 10])
+
+
+def test_what_was_collected_within_a_loop_is_told_to_be_of_its_pass() -> None:
+    def run(ctx: Context) -> int:
+        accelerator = Accelerator(context=ctx)
+        accelerator.uneven = "pad"
+        rows: list[torch.Tensor] = []
+        number = 0
+        for batch in accelerator.prepare(rows_up_to(9)):
+            rows.append(batch)
+            if len(rows) == 3:
+                with pytest.raises(ValueError, match=r"those of the pass, .* use of=\"pass\""):
+                    accelerator.gather_for_metrics(torch.cat(rows))
+                number = len(accelerator.gather_for_metrics(torch.cat(rows), of="pass"))
+        return number
+
+    assert run_ranks(run, 2, dataloader_config=DataLoaderConfiguration(even_batches=False)) == [9, 9]

@@ -59,15 +59,14 @@ def test_what_was_collected_over_a_pass_is_gathered_once(case: Case, uneven: Any
             expected = [row for own in by_rank for row in own]
             # A list is joined as a tensor is, and both know what the other ranks have.
             collected: dict[str, Any] = {"x": torch.cat(rows), "names": names, "scalar": batch.sum()}
-            once = af.gather_for_metrics(ctx, collected, micro)
+            collected["several"] = collected["x"].repeat_interleave(times)
+            once = af.gather_for_metrics(ctx, collected, micro, of="pass")
             assert once["x"].tolist() == expected
             assert once["names"] == [str(row) for row in expected]
             assert once["scalar"].shape == (world,)
-            # More rows than any pass has; beside the batch, any multiple.
-            many = af.gather_for_metrics(ctx, batch.repeat_interleave(97), micro)
-            several = af.gather_for_metrics(ctx, (batch, batch.repeat_interleave(times)), micro)
-            assert many.tolist() == found["x"].repeat_interleave(97).tolist()
-            assert several[1].tolist() == several[0].repeat_interleave(times).tolist()
+            assert once["several"].tolist() == once["x"].repeat_interleave(times).tolist()
+            several = af.gather_for_metrics(ctx, batch.repeat_interleave(times), micro)
+            assert several.tolist() == found["x"].repeat_interleave(times).tolist()
         assert len(set(by_batch)) == len(by_batch)
 
     try:
@@ -94,16 +93,42 @@ def test_several_rows_for_each_sample_are_those_of_the_batch_with_any_batch() ->
     assert run_ranks(run, 2) == [expected] * 2
 
 
-def test_other_numbers_of_rows_for_each_sample_are_refused_where_they_may_be_those_of_the_pass() -> None:
-    def run(ctx: Context) -> list[int]:
-        loader = af.prepare_data_loader(ctx, numbers(13))
-        return [
-            len(af.gather_for_metrics(ctx, batch.repeat_interleave((2, 3, 2, 4)[micro.index]), micro))
-            for batch, micro in af.microbatches(ctx, loader)
-        ]
+@pytest.mark.parametrize("before", [(), (2, 3, 2)])
+def test_rows_of_a_batch_do_not_depend_on_earlier_calls(before: tuple[int, ...]) -> None:
+    def run(ctx: Context) -> list[list[int]]:
+        rows, micros = zip(*af.microbatches(ctx, af.prepare_data_loader(ctx, numbers(13))), strict=True)
+        for batch, micro, times in zip(rows, micros, before, strict=False):
+            af.gather_for_metrics(ctx, batch.repeat_interleave(times), micro)
+        several = af.gather_for_metrics(ctx, rows[3].repeat_interleave(4), micros[3])
+        return [several.tolist(), af.gather_for_metrics(ctx, torch.cat(rows), micros[3], of="pass").tolist()]
 
-    with pytest.raises(ValueError, match=r"may be 4 for each sample .* earlier batches had 2 and 3 for each"):
-        run_ranks(run, 2)
+    collected = [0, 1, 4, 5, 8, 9, 12, 2, 3, 6, 7, 10, 11]
+    assert run_ranks(run, 2) == [[[12] * 4, collected]] * 2
+
+
+def test_rows_of_a_pass_are_told_to_be_gathered_so() -> None:
+    def run(ctx: Context) -> str:
+        loader = af.prepare_data_loader(ctx, numbers(9, 2))
+        rows, micros = zip(*af.microbatches(ctx, loader, "pad"), strict=True)
+        held = {"x": torch.cat(rows), "other": torch.zeros(7)}
+        assert len(held["x"]) == 5 + ctx.rank
+        with pytest.raises(ValueError, match=r"\[5, 6\] rows .* use of=\"pass\"") as told:
+            af.gather_for_metrics(ctx, held, micros[-1])
+        found = af.gather_for_metrics(ctx, held, micros[-1], of="pass")
+        assert found["x"].tolist() == [0, 1, 4, 5, 8, 2, 3, 6, 7]
+        assert len(found["other"]) == 14
+        return str(told.value)
+
+    config = af.DataLoaderConfiguration(even_batches=False)
+    first, second = run_ranks(run, 2, dataloader_config=config)
+    assert first == second
+
+
+def test_rows_belong_to_a_batch_or_to_a_pass() -> None:
+    ((batch, micro),) = list(af.microbatches(Context(), [torch.zeros(3)]))
+    for function in (af.gather_for_metrics, af.gather_objects_for_metrics):
+        with pytest.raises(ValueError, match=r'of must be "batch" or "pass", got \'epoch\''):
+            cast("Any", function)(Context(), batch, micro, of="epoch")
 
 
 def test_a_pass_that_goes_on_in_an_epoch_counts_its_own_rows() -> None:
@@ -113,7 +138,7 @@ def test_a_pass_that_goes_on_in_an_epoch_counts_its_own_rows() -> None:
         af.restore_loader(again, af.loader_state(loader))
         rows, micros = zip(*af.microbatches(ctx, again), strict=True)
         assert micros[-1].consumed == 21
-        return sorted(af.gather_for_metrics(ctx, torch.cat(rows), micros[-1]).tolist())
+        return sorted(af.gather_for_metrics(ctx, torch.cat(rows), micros[-1], of="pass").tolist())
 
     assert run_ranks(run, 2) == [list(range(4, 21))] * 2
 
@@ -123,7 +148,7 @@ def test_ranks_that_have_joined_unevenly_gather_their_passes() -> None:
         loader = af.prepare_data_loader(ctx, numbers(9, 2))
         rows, micros = zip(*af.microbatches(ctx, loader, "join"), strict=True)
         assert len(rows) == 3 - ctx.rank
-        return af.gather_for_metrics(ctx, torch.cat(rows), micros[-1]).tolist()
+        return af.gather_for_metrics(ctx, torch.cat(rows), micros[-1], of="pass").tolist()
 
     config = af.DataLoaderConfiguration(even_batches=False)
     assert run_ranks(run, 2, dataloader_config=config) == [[0, 1, 4, 5, 8, 2, 3, 6, 7]] * 2
@@ -268,7 +293,7 @@ def test_data_of_their_own_is_gathered_as_the_ranks_have_it(
             assert found["loss"].shape == (len(batches),)
             names += af.gather_for_metrics(ctx, [str(int(row)) for row in batch], micro)
             collected.append(batch)
-            once = af.gather_for_metrics(ctx, torch.cat(collected), micro)
+            once = af.gather_for_metrics(ctx, torch.cat(collected), micro, of="pass")
             assert sorted(once.tolist()) == sorted(rows)
             meant = plan_microbatch(index, 0, number, steps)
             assert micro[:5] == meant[:5]
