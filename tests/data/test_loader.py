@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from accelfn import Accelerator, Context, DataLoaderConfiguration, gather
 from accelfn.context.world import World
 from accelfn.data import (
+    LoaderState,
     loader_state,
     microbatches,
     next_plan,
@@ -136,6 +137,24 @@ def test_a_loader_is_seeded_alike_in_each_run_and_by_its_own_generator() -> None
     assert read_two(ctx, "program", "functions") == read_two(ctx, "program", "functions")
     first, second = read_two(ctx, "own", "functions")
     assert first == second
+
+
+def test_a_loader_that_is_made_for_each_evaluation_is_read_alike_after_a_resumption() -> None:
+    def read(first: int, state: LoaderState | None = None) -> list[tuple[LoaderState, str, str]]:
+        ctx, found = Context(), []
+        torch.manual_seed(3)
+        training = prepare_data_loader(ctx, numbers(12, 4, shuffle=True))
+        if state is not None:
+            restore_loader(training, state)
+        for _ in range(first, 3):
+            trained = str(list(training))
+            held_out = prepare_data_loader(ctx, DataLoader(Augmented(), shuffle=True))
+            found.append((loader_state(training), trained, str(list(held_out))))
+            del held_out
+        return found
+
+    whole = read(0)
+    assert read(1, whole[0][0]) == whole[1:]
 
 
 NAMES = (
