@@ -528,14 +528,21 @@ class Accelerator(Extras, Saving):
                 this is given.
 
         Raises:
-            ValueError: The rows match several passes or batches, whose padding differs; or in a loop, only
-                its pass.
+            ValueError: The rows match several passes or batches, whose padding differs; or in a loop, they
+                may be those of its pass.
         """
         if micro is None and of is None:
             batch, passes = self.micro, self.ended
         else:
-            batch, passes = batch_or_pass("gather_for_metrics", micro or self.last_micro, of or "batch")
-        return gather_valid(self.context, input_data, batch, passes, use_gather_object)
+            batch, passes = batch_or_pass("gather_for_metrics", micro or self.last_micro, of)
+        return gather_valid(
+            self.context,
+            input_data,
+            batch,
+            passes,
+            is_sure=of is not None,
+            as_objects=use_gather_object,
+        )
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Combine tensors of all ranks; see :func:`accelfn.reduce`."""

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def gather_for_metrics(
-    ctx: Context, tree: T, micro: MicroBatch, *, of: Literal["batch", "pass"] = "batch"
+    ctx: Context, tree: T, micro: MicroBatch, *, of: Literal["batch", "pass"] | None = None
 ) -> T:
     """Gather what was computed from data over all ranks, without the padding rows.
 
@@ -49,6 +49,7 @@ def gather_for_metrics(
             rank; ``None`` stays ``None``.
         micro: The MicroBatch of the batch that ``tree`` was computed from, or of the last batch of the pass.
         of: What the rows belong to: ``"batch"``, or ``"pass"`` for all batches of the pass up to this one.
+            None means the batch too, but refuses rows that may be those of the pass.
 
     Returns:
         The same tree on every rank; for one value per rank, a list of the values.
@@ -58,7 +59,7 @@ def gather_for_metrics(
             ranks).
         MismatchError: The trees differ between ranks, for example because a ``collate_fn`` dropped samples on
             one of them.
-        ValueError: A leaf has the rows of the pass, some of which are padding, and ``of`` is ``"batch"``.
+        ValueError: A leaf has as many rows as the pass, whose padding differs, and ``of`` is None.
 
     >>> from accelfn.data import microbatches
     >>> ((batch, micro),) = microbatches(Context(), [torch.ones(2)])
@@ -66,11 +67,12 @@ def gather_for_metrics(
     {'x': tensor([1., 1.]), 'name': ['a', 'b'], 'loss': tensor([2.])}
     """
     check_context("gather_for_metrics", ctx)
-    return gather_valid(ctx, tree, *batch_or_pass("gather_for_metrics", micro, of))
+    batch, passes = batch_or_pass("gather_for_metrics", micro, of)
+    return gather_valid(ctx, tree, batch, passes, is_sure=of is not None)
 
 
 def gather_objects_for_metrics(
-    ctx: Context, obj: Any, micro: MicroBatch | None, *, of: Literal["batch", "pass"] = "batch"
+    ctx: Context, obj: Any, micro: MicroBatch | None, *, of: Literal["batch", "pass"] | None = None
 ) -> list[Any]:
     """Gather Python objects from all ranks; from a list with one object per row, without those of padding.
 
@@ -89,17 +91,17 @@ def gather_objects_for_metrics(
     """
     check_context("gather_objects_for_metrics", ctx)
     batch, passes = batch_or_pass("gather_objects_for_metrics", micro, of)
-    return gather_valid(ctx, obj, batch, passes, as_objects=True)
+    return gather_valid(ctx, obj, batch, passes, is_sure=of is not None, as_objects=True)
 
 
 def batch_or_pass(
-    function: str, micro: MicroBatch | None, of: Literal["batch", "pass"]
+    function: str, micro: MicroBatch | None, of: Literal["batch", "pass"] | None
 ) -> tuple[MicroBatch | None, list[MicroBatch]]:
     """Return the batch and the passes that rows may belong to, as :func:`gather_valid` takes them."""
     check_micro(function, micro)
-    if of not in ("batch", "pass"):
+    if of not in ("batch", "pass", None):
         raise ValueError(f'{function}: of must be "batch" or "pass", got {of!r}.')
-    return (micro, []) if of == "batch" or micro is None else (None, [micro])
+    return (None, [micro]) if of == "pass" and micro is not None else (micro, [])
 
 
 def gather_valid(
@@ -107,6 +109,8 @@ def gather_valid(
     tree: Any,
     batch: MicroBatch | None,
     passes: Sequence[MicroBatch] = (),
+    *,
+    is_sure: bool = False,
     as_objects: bool = False,
 ) -> Any:
     """Gather as :func:`gather_for_metrics` does, what belongs to a batch or to one of several passes.
@@ -120,11 +124,12 @@ def gather_valid(
         tree: As for :func:`gather_for_metrics`.
         batch: The batch, if there is one.
         passes: The last micro-batch of each pass.
+        is_sure: They don't belong to the pass that ``batch`` is in.
         as_objects: The tree is one list of objects, or one object.
 
     Raises:
-        ValueError: The rows of a leaf match several of these, whose padding differs; or only the pass that
-            ``batch`` is in.
+        ValueError: The rows of a leaf match several of these, whose padding differs; or may be those of the
+            pass that ``batch`` is in.
     """
     ctx = ctx.along("dp")  # the ranks along other axes have the same rows
     leaves, structure = flatten(tree, _is_any if as_objects else _is_object_list)
@@ -137,7 +142,7 @@ def gather_valid(
     report = _RankReport(
         batch=(None, None) if batch is None else (batch.num_rows, batch.own_valid),
         passes=[(other.pass_rows, other.pass_valid) for other in passes],
-        around=(None, None) if batch is None else (batch.pass_rows, batch.pass_valid),
+        around=(None, None) if batch is None or is_sure else (batch.pass_rows, batch.pass_valid),
         lengths=lengths,
         objects=[None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)],
     )
@@ -167,7 +172,7 @@ class _RankReport(NamedTuple):
         batch: Rows of its batch (None if unknown), and how many of the first rows aren't padding (None for
             all).
         passes: The same for each pass whose rows may have been collected.
-        around: The same for the pass of the batch, up to it.
+        around: The same for the pass of the batch, up to it, if they may be its rows.
         lengths: Number of rows of each leaf; None for a leaf without rows.
         objects: The leaves that aren't tensors.
     """
@@ -247,15 +252,16 @@ def _valid_rows(lengths: list[int | None], reports: Sequence[_RankReport]) -> li
             "differs. Pass micro=, the MicroBatch of the batch that they were computed from; for the rows of "
             'a pass, that of its last batch (accelerator.last_micro at the end of its loop) and of="pass".'
         )
+    around = _match(rows, [report.around for report in reports])
+    is_exact = any(times <= 1 for times, _ in found)
+    if not is_exact and around is not None and around[0] == 1 and [around[1]] != (matches[:1] or [rows]):
+        raise ValueError(
+            f"gather_for_metrics: the batches of this pass have {rows} rows by rank so far, some of them "
+            'padding. To gather what was collected over the pass, use of="pass"; what belongs to the batch, '
+            'of="batch"; for values that aren\'t rows, gather.'
+        )
     if matches:
         return matches[0]
-    around = _match(rows, [report.around for report in reports])
-    if around is not None and around[0] == 1 and around[1] != rows:
-        raise ValueError(
-            f"gather_for_metrics: {rows} rows by rank are those of the pass, some of them padding, and no "
-            'multiple of those of the batch. To gather what was collected over the pass, use of="pass"; for '
-            "values that aren't rows, use gather."
-        )
     if any(number is not None for number, _ in batches) or all(valid != 0 for _, valid in batches):
         return None
     # A repeated batch counts for nothing, although its number of rows is unknown.

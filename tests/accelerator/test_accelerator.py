@@ -189,9 +189,9 @@ def test_metrics_are_those_of_the_functions(
     num: int, batch_size: int, world: int, drop_last: bool, even: bool, dispatched: bool, stop: int
 ) -> None:
     def trees(batch: torch.Tensor) -> list[Any]:
-        """Everything that a program may gather beside a batch."""
+        """Everything that a program may gather beside a batch; the pass never has as many as 41 times."""
         names = [f"{one}" for one in batch.tolist()]
-        return [batch, batch.sum(), batch.repeat(2), names, {"x": batch, "name": names}]
+        return [batch, batch.sum(), batch.repeat(41), names, {"x": batch, "name": names}]
 
     def run(ctx: Context) -> None:
         accelerator = Accelerator(context=ctx)
@@ -367,7 +367,8 @@ def test_rows_belong_to_the_innermost_loop_or_to_the_pass_that_just_ended() -> N
         rows, last = torch.cat(list(long)), accelerator.last_micro
         after = [count(rows), count(torch.cat(list(short))), count(rows, micro=last, of="pass")]
         after.append(count(rows.repeat_interleave(3), micro=last, of="pass"))
-        within = [count(batch.repeat_interleave(2)) for batch in short]  # 8 rows, as the pass has
+        # The second has 8 rows, as the pass has.
+        within = [count(batch.repeat_interleave(2), of="batch") for batch in short]
         assert len(list(zip(long, short, strict=True))) == 2
         with pytest.raises(ValueError, match="match several passes") as zipped:
             count(rows)
@@ -393,7 +394,7 @@ def test_what_was_collected_within_a_loop_is_told_to_be_of_its_pass() -> None:
         for batch in accelerator.prepare(rows_up_to(9)):
             rows.append(batch)
             if len(rows) == 3:
-                with pytest.raises(ValueError, match=r"those of the pass, .* use of=\"pass\""):
+                with pytest.raises(ValueError, match=r"collected over the pass, use of=\"pass\""):
                     accelerator.gather_for_metrics(torch.cat(rows))
                 number = len(accelerator.gather_for_metrics(torch.cat(rows), of="pass"))
         return number

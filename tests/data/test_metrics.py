@@ -65,7 +65,7 @@ def test_what_was_collected_over_a_pass_is_gathered_once(case: Case, uneven: Any
             assert once["names"] == [str(row) for row in expected]
             assert once["scalar"].shape == (world,)
             assert once["several"].tolist() == once["x"].repeat_interleave(times).tolist()
-            several = af.gather_for_metrics(ctx, batch.repeat_interleave(times), micro)
+            several = af.gather_for_metrics(ctx, batch.repeat_interleave(times), micro, of="batch")
             assert several.tolist() == found["x"].repeat_interleave(times).tolist()
         assert len(set(by_batch)) == len(by_batch)
 
@@ -83,9 +83,10 @@ def test_several_rows_for_each_sample_are_those_of_the_batch_with_any_batch() ->
         names: list[str] = []
         lengths: list[int] = []
         for batch, micro in af.microbatches(ctx, loader):
-            flat += (found := af.gather_for_metrics(ctx, batch.repeat_interleave(4), micro)).tolist()
+            several = batch.repeat_interleave(4)
+            flat += (found := af.gather_for_metrics(ctx, several, micro, of="batch")).tolist()
             lengths.append(len(found))
-            names += af.gather_for_metrics(ctx, [str(int(row)) for row in batch.repeat_interleave(4)], micro)
+            names += af.gather_for_metrics(ctx, [str(int(row)) for row in several], micro, of="batch")
         assert names == [str(row) for row in flat]
         return [lengths, flat]
 
@@ -99,8 +100,12 @@ def test_rows_of_a_batch_do_not_depend_on_earlier_calls(before: tuple[int, ...])
         rows, micros = zip(*af.microbatches(ctx, af.prepare_data_loader(ctx, numbers(13))), strict=True)
         for batch, micro, times in zip(rows, micros, before, strict=False):
             af.gather_for_metrics(ctx, batch.repeat_interleave(times), micro)
-        several = af.gather_for_metrics(ctx, rows[3].repeat_interleave(4), micros[3])
-        return [several.tolist(), af.gather_for_metrics(ctx, torch.cat(rows), micros[3], of="pass").tolist()]
+        several = rows[3].repeat_interleave(4)  # as many as the pass has
+        for ambiguous in (several, torch.cat(rows)):
+            with pytest.raises(ValueError, match=r'collected over the pass, use of="pass"; .* of="batch"'):
+                af.gather_for_metrics(ctx, ambiguous, micros[3])
+        named = af.gather_for_metrics(ctx, several, micros[3], of="batch")
+        return [named.tolist(), af.gather_for_metrics(ctx, torch.cat(rows), micros[3], of="pass").tolist()]
 
     collected = [0, 1, 4, 5, 8, 9, 12, 2, 3, 6, 7, 10, 11]
     assert run_ranks(run, 2) == [[[12] * 4, collected]] * 2
