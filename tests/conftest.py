@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_finish() -> None:
-    """Leave the half a million objects of collected tests out of garbage collections, also in forked ranks."""
+    """Leave the half a million objects of collected tests out of garbage collections, in forked ranks too."""
     gc.collect()
     gc.freeze()
 
