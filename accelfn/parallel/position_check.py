@@ -137,15 +137,16 @@ def _shorten(ctx: Context, model: nn.Module, leaves: Sequence[Any]) -> _Trial | 
     rows, length = found[0][:2] if found else (0, 0)
     # A number that no other dimension has shows which dimension of an output is that of positions.
     taken = {extent for tensor in (*model.parameters(), *model.buffers()) for extent in tensor.shape}
-    taken |= {extent for tensor in dense for extent in tensor.shape if extent != length}
+    taken |= {rows, *(extent for tensor in dense for extent in tensor.shape if extent != length)}
     count = next((count for count in range(min(length, _POSITIONS), 2, -1) if count not in taken), 0)
     if not is_plain or not count:
         return None
     shortened, dims = list(leaves), dict[int, int]()
+    first = int(rows == length)  # then the first dimension is that of rows
     for place in places:
-        shape = list(leaves[place].shape)
+        shape = list(leaves[place].shape)[first:]
         if shape.count(length) == 1 and (place in shared or not leaves[place].is_floating_point()):
-            dims[place] = shape.index(length)
+            dims[place] = first + shape.index(length)
             shortened[place] = leaves[place].detach().narrow(dims[place], 0, count)
     return _Trial(shortened, dims, rows, count)
 

@@ -38,12 +38,13 @@ class Alone(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.line, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.5)
-        self.expert = nn.Linear(WIDTH, 1)
+        self.expert, self.latents = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
         self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.expert(x.flatten(0, 1)[: x.shape[1]])  # of the tokens of all rows, as many as positions
+        self.latents(x.mean(1, keepdim=True).expand(-1, 3, -1))  # as many of each row, however many positions
         return x + self.drop(self.line(self.norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]))).relu()
 
 
@@ -91,12 +92,12 @@ class Net(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def first_pass(ctx: af.Context, other: nn.Module) -> str:
+def first_pass(ctx: af.Context, other: nn.Module, rows: int = 2) -> str:
     """Return with what words a first pass is refused; "" if it isn't, and leaves no trace."""
     random = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, WORDS, (2, LENGTH), generator=random)
+    ids = torch.randint(0, WORDS, (rows, LENGTH), generator=random)
     # An input that every rank has, and as many numbers as a rank has positions.
-    extra = {"row": torch.randn(2, LENGTH // 2, generator=random), "more": None}
+    extra = {"row": torch.randn(rows, LENGTH // 2, generator=random), "more": None}
     ids, labels = af.shard_sequence(ctx, (ids, ids.roll(1, 1)), {0: 1, 1: 1})
     model = cast("Any", af.prepare_model(ctx, Net(other)))
     before = torch.get_rng_state()
@@ -118,6 +119,8 @@ def test_modules_that_need_other_positions_are_named(axis: str) -> None:
     def work(ctx: af.Context) -> list[str]:
         others = [Alone(), Noise(), Cumulated(), Mean(), Shifted(), Counted()]
         found = [first_pass(ctx, other) for other in others]
+        # As many rows as positions on a rank.
+        found += [first_pass(ctx, other, LENGTH // 2) for other in (Alone(), Mean())]
         ids = torch.randint(0, WORDS, (2, LENGTH // 2), generator=torch.Generator().manual_seed(ctx.rank))
         with pytest.raises(ConfigurationError) as caught:  # positions of its own
             af.prepare_model(ctx, GPT())(ids)
@@ -125,7 +128,7 @@ def test_modules_that_need_other_positions_are_named(axis: str) -> None:
 
     sizes: Any = {f"{axis}_size": 2}
     for found in run_ranks(work, 2, on="processes", parallelism_config=af.ParallelismConfig(**sizes)):
-        assert found[:2] == ["", ""]
-        for message in found[2:6]:
+        assert [*found[:2], found[6]] == [""] * 3
+        for message in (*found[2:6], found[7]):
             assert "what other returns for a position depends on other positions" in message
-        assert "what blocks.0.norm1 returns" in found[6]
+        assert "what blocks.0.norm1 returns" in found[8]
