@@ -15,7 +15,7 @@ from accelfn.checkpoint.weights_index import tied_by
 from accelfn.comm import Call, agree, broadcast, catch, gather_object
 from accelfn.context import Context, check_context
 from accelfn.parallel.engines import with_plain_objects
-from accelfn.parallel.parameters import check_filled, whole_of
+from accelfn.parallel.parameters import check_filled, gathered, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
 
@@ -242,18 +242,8 @@ def gathered_tensors(
             torch.empty(value.shape, dtype=value.dtype, device=value.device)
             agree_on(f"gather {name}")
         if is_dtensor(value):
-            value = _gather(value)
+            value = gathered(value)
         yield value if stages is None else stages.send(name, value)
-
-
-def _gather(tensor: Any) -> torch.Tensor:
-    """Return a ``DTensor`` as a complete tensor. Ranks: every rank of its mesh."""
-    from torch.distributed.tensor import Replicate
-
-    # If fully_shard shards a dim that tensor parallelism has sharded, torch calls the placement
-    # _StridedShard. No single collective undoes both, and torch warns about it, so this one is undone first.
-    placements = [Replicate() if type(one).__name__ == "_StridedShard" else one for one in tensor.placements]
-    return tensor.redistribute(placements=placements).full_tensor()
 
 
 def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:

@@ -315,6 +315,16 @@ def release(ctx: Context, model: nn.Module) -> Values:
     return Values(tensors, missing, tuple(tuple(group) for group in names.values() if len(group) > 1))
 
 
+def gathered(tensor: Any) -> torch.Tensor:
+    """Return a ``DTensor`` as a complete tensor. Ranks: every rank of its mesh."""
+    from torch.distributed.tensor import Replicate
+
+    # If fully_shard shards a dim that tensor parallelism has sharded, torch calls the placement
+    # _StridedShard. No single collective undoes both, and torch warns about it, so this one is undone first.
+    placements = [Replicate() if type(one).__name__ == "_StridedShard" else one for one in tensor.placements]
+    return tensor.redistribute(placements=placements).full_tensor()
+
+
 def names_on_meta(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters and buffers on the meta device."""
     return tuple(
