@@ -56,6 +56,7 @@ from accelfn.data.metrics import batch_or_pass, gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.fp8 import with_msamp
 from accelfn.parallel.optimizers import steps_in_backward
+from accelfn.training.backward import add_gradients
 from accelfn.training.prepare import check_together
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,7 +85,8 @@ def _check_compat(compat: object) -> None:
             'compat="accelerate": for each step of an optimizer its scheduler steps once per rank (unless '
             "split_batches is set), and the loss in a short last window is divided by the number of batches "
             "of a full one. On 4 ranks a schedule ends after a quarter of its steps; with windows of 4, a "
-            "last window of one batch has a quarter of its gradient.",
+            "last window of one batch has a quarter of its gradient. Ranks that share sequences have equal "
+            "weights, whatever their numbers of labels.",
             stacklevel=3,
         )
 
@@ -379,11 +381,13 @@ class Accelerator(Extras, Saving):
             self.lomo_backward(loss, **kwargs)
             return
         state = self._scaling.begin_loss(self.context)
-        micro = self.window
-        if self.compat is not None:  # a short last window is divided by the length of a full one
+        if self.compat is None:
+            state = training.backward(self.context, loss, state, self.window, weight, **kwargs)
+        else:  # a short last window is divided by the length of a full one, and ranks count equally
             steps = self.gradient_accumulation_steps
             micro = plan_microbatch(0, 0, steps, steps)
-        self._scaling.end_loss(training.backward(self.context, loss, state, micro, weight, **kwargs))
+            state = add_gradients(self.context, loss, state, micro, weight, **kwargs)
+        self._scaling.end_loss(state)
 
     def forward_backward(
         self, model: Any, loss_fn: Callable[[Any, Any], torch.Tensor | training.Loss], batch: Any

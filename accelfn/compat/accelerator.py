@@ -56,7 +56,11 @@ _INSTEAD = MappingProxyType(
 _ARITHMETIC = (
     "accelfn.compat: this program has Accelerate's arithmetic: for each step of an optimizer its scheduler "
     "steps once per rank (unless split_batches is set), and the loss in a short last window is divided by "
-    "the length of a full one. accelfn.Accelerator has neither."
+    "the length of a full one{sequences}. accelfn.Accelerator has no such rules."
+)
+_SEQUENCES = (
+    "; and the losses of ranks that share sequences are averaged, whatever their numbers of labels: "
+    "divide a sum by the labels of all ranks times the number of ranks, as transformers' Trainer does"
 )
 
 
@@ -142,7 +146,9 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
 
     def _say_arithmetic(self) -> None:
         if "arithmetic" not in current().notes and self.is_main_process:
-            warnings.warn(_ARITHMETIC, stacklevel=3)  # at the line that makes the Accelerator
+            shared = self.context.axis_size("cp") * self.context.axis_size("sp") > 1
+            text = _ARITHMETIC.format(sequences=_SEQUENCES if shared else "")
+            warnings.warn(text, stacklevel=3)  # at the line that makes the Accelerator
         current().notes |= {"arithmetic"}
 
     # --- views -----------------------------------------------------------------------------------

@@ -88,14 +88,14 @@ def read_loss(ctx: Context, operation: str, result: object, *, needs_gradient: b
     """
     loss = result if isinstance(result, Loss) else Loss(cast("torch.Tensor", result))
     value, weight, aux = loss
-    check_loss(ctx, operation, value, weight, needs_gradient=needs_gradient)
+    check_loss(operation, value, weight, needs_gradient=needs_gradient)
+    if weight is None and ctx.mesh is not None:
+        check_means(ctx, operation)
     return Loss(value.reshape(()), weight, aux) if value.dim() else loss
 
 
-def check_loss(
-    ctx: Context, operation: str, value: object, weight: object, *, needs_gradient: bool = True
-) -> None:
-    """Check a loss and its weight; errors as in :func:`read_loss`."""
+def check_loss(operation: str, value: object, weight: object, *, needs_gradient: bool = True) -> None:
+    """Check a loss and its weight by themselves; errors as in :func:`read_loss`."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{operation}: the loss must be a tensor, got {type(value).__name__}. Pass the mean of a batch. "
@@ -104,13 +104,10 @@ def check_loss(
         )
     if value.numel() != 1:
         raise _not_one_number(operation, "loss", value)
-    if weight is None:
-        if ctx.mesh is not None:
-            check_means(ctx, operation)
-    elif isinstance(weight, torch.Tensor):
+    if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise _not_one_number(operation, "weight", weight)
-    elif not cast("float", weight) >= 0:
+    elif weight is not None and not cast("float", weight) >= 0:
         raise ValueError(f"{operation}: the weight must be at least 0, got {weight}.")
     if needs_gradient and not value.requires_grad:
         raise ValueError(
@@ -236,11 +233,26 @@ def backward(
             parameter got a second gradient from one batch, or a sparse one.
     """
     check_context("backward", ctx)
-    check_micro("backward", micro)
+    if not isinstance(micro, MicroBatch):
+        check_micro("backward", micro)
+        if ctx.accumulation.num_steps > 1:
+            raise _window_error("backward", ctx)
+    if weight is None and ctx.mesh is not None:
+        check_means(ctx, "backward")
+    return add_gradients(ctx, loss, scaler_state, micro, weight, **kwargs)
+
+
+def add_gradients(
+    ctx: Context,
+    loss: torch.Tensor,
+    scaler_state: ScalerState,
+    micro: MicroBatch | None,
+    weight: torch.Tensor | float | None,
+    **kwargs: Any,
+) -> ScalerState:
+    """Run :func:`backward` with the mean over ranks of their losses, also where they share sequences."""
     check_scaler("backward", scaler_state)
-    check_loss(ctx, "backward", loss, weight)
-    if micro is None and ctx.accumulation.num_steps > 1:
-        raise _window_error("backward", ctx)
+    check_loss("backward", loss, weight)
     value = loss.reshape(()) if loss.dim() else loss
     differentiate(ctx, _to_differentiate(ctx, value, weight, scaler_state, micro), **kwargs)
     return _next_state("backward", scaler_state, weight, micro)

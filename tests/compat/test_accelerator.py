@@ -26,6 +26,8 @@ from accelfn.compat.records import (
 from accelfn.compat.states import PartialState
 from accelfn.compat.trackers import register_tracker_class
 from accelfn.context.config import LoggerType
+from accelfn.errors import ConfigurationError
+from accelfn.testing import run_ranks
 from accelfn.tracking import JSONLTracker
 from tests.launch.forked import Job, run_jobs
 
@@ -86,6 +88,20 @@ def test_arithmetic_is_said_once(recwarn: pytest.WarningsRecorder) -> None:
     recwarn.clear()
     Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert not recwarn
+
+
+def test_losses_of_ranks_that_share_sequences_are_averaged_as_there() -> None:
+    def run(ctx: af.Context) -> float:
+        weight = torch.ones((), requires_grad=True)
+        af.Accelerator(context=ctx, compat="accelerate").backward(weight * 3)
+        with pytest.raises(ConfigurationError, match="ranks along cp share sequences"):
+            af.Accelerator(context=ctx).backward(weight * 3)
+        assert weight.grad is not None
+        return weight.grad.item()
+
+    with pytest.warns(UserWarning, match="Ranks that share sequences have equal weights"):
+        found = run_ranks(run, 2, parallelism_config=af.ParallelismConfig(cp_size=2))
+    assert found == [3.0, 3.0]
 
 
 def test_checkpoints_take_objects_in_order_and_leave_loaders_alone(tmp_path: pathlib.Path) -> None:

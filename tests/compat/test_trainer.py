@@ -83,6 +83,6 @@ def test_a_sharded_trainer_has_the_losses_of_replicas(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["fsdp parameters"] == ["DTensor"]
     assert found["fsdp"] == pytest.approx(found["plain"], rel=1e-5)
-    for name in ("deepspeed", "deepspeed, stage 1"):
+    for name in ("cp", "deepspeed", "deepspeed, stage 1"):
         assert found[name] == pytest.approx(found["plain"], rel=1e-5)
     assert found["resumed"] == found["fsdp"]  # the first three are the checkpoint's
