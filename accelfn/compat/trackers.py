@@ -10,11 +10,11 @@ from typing import Any, TypeVar, cast
 import accelfn.tracking as tracking
 from accelfn.compat.current import current
 from accelfn.errors import ConfigurationError
-from accelfn.tracking import GeneralTracker
+from accelfn.tracking import BuiltInTracker, GeneralTracker
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LOGGER_TYPE_TO_CLASS: Mapping[str, type[GeneralTracker]] = MappingProxyType(
+LOGGER_TYPE_TO_CLASS: Mapping[str, type[BuiltInTracker]] = MappingProxyType(
     {
         cls.name: cls
         for cls in (
@@ -46,16 +46,24 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     current().trackers[name] = tracker_class
 
 
-def registered(log_with: Any) -> Any:
-    """Return ``log_with`` with the classes that the program has registered, in place of their names."""
-    if isinstance(log_with, (list, tuple)):
-        return [registered(item) for item in cast("Iterable[Any]", log_with)]
-    return current().trackers.get(str(log_with), log_with) if isinstance(log_with, str) else log_with
+def registered(log_with: Any) -> list[Any]:
+    """Return the trackers that ``log_with`` asks for as a list.
+
+    Names of classes that the program has registered become the classes; ``"all"`` becomes the installed
+    trackers that Accelerate knows, except those with the name of a listed instance.
+    """
+    given = [*cast("Iterable[Any]", log_with)] if isinstance(log_with, (list, tuple)) else [log_with]
+    is_all = [isinstance(item, str) and item.lower() == "all" for item in given]
+    asked = [item for item, all_ in zip(given, is_all, strict=True) if not (all_ or item is None)]
+    if any(is_all):
+        taken = [getattr(item, "name", None) for item in asked if not isinstance(item, str)]
+        asked += [name for name in get_available_trackers() if name not in taken]
+    return [current().trackers.get(str(item), item) if isinstance(item, str) else item for item in asked]
 
 
 def get_available_trackers() -> list[str]:
     """Return the names of the built-in trackers whose packages are installed."""
-    return [*tracking.plan_trackers("all", ".").names]
+    return [name for name, cls in LOGGER_TYPE_TO_CLASS.items() if cls.is_installed()]
 
 
 def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:

@@ -24,7 +24,7 @@ from accelfn.compat.records import (
     ProjectConfiguration,
 )
 from accelfn.compat.states import PartialState
-from accelfn.compat.trackers import register_tracker_class
+from accelfn.compat.trackers import get_available_trackers, register_tracker_class
 from accelfn.context.config import LoggerType
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
@@ -253,6 +253,16 @@ def test_a_registered_tracker_has_a_name(tmp_path: pathlib.Path) -> None:
     assert '"values": {"loss": 1.0}' in events.read_text()
     with pytest.raises(TypeError, match="takes a subclass of GeneralTracker"):
         register_tracker_class(int)  # pyright: ignore[reportArgumentType]
+
+
+def test_all_trackers_are_those_that_accelerate_knows() -> None:
+    known = get_available_trackers()
+    assert "jsonl" not in known
+    accelerator = Accelerator(cpu=True, log_with=["all", *known[:1]], project_dir="x")
+    assert [str(one) for one in accelerator.log_with] == known
+    mine = type("Mine", (JSONLTracker,), {"name": "mine"})("x")
+    found = Accelerator(cpu=True, log_with=[mine, LoggerType.ALL], project_dir="x").log_with
+    assert found == [mine, *known]
 
 
 def on_two_ranks(ctx: af.Context) -> dict[str, Any]:
