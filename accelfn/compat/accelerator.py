@@ -164,6 +164,11 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
         return GradientState(accelerator=self)
 
     @property
+    def distributed_type(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Kind of world."""
+        return self.state.distributed_type
+
+    @property
     def scaler(self) -> ScalerView | None:
         """The loss scale of fp16; None in other precisions."""
         return ScalerView(self._scaling, self.context) if self.context.precision.scales_loss else None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import Any
+
+import accelfn.context.config as config
 from accelfn.context.config import AutoWrapPolicy, BackwardPrefetch, ShardingStrategy, StringEnum
 
 MODEL_NAME = "pytorch_model"
@@ -39,14 +43,27 @@ XPU_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0"
 ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
 
 
-class ComputeEnvironment(StringEnum):
+class QualifiedEnum(StringEnum):
+    """Base of the enums of which ``str`` and f-strings give ``Name.MEMBER``."""
+
+    __str__ = Enum.__str__
+
+
+DistributedType: Any = QualifiedEnum(
+    "DistributedType",
+    {member.name: member.value for member in config.DistributedType},
+    module="accelerate.utils.dataclasses",
+)
+
+
+class ComputeEnvironment(QualifiedEnum):
     """Where a launch runs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
-class SageMakerDistributedType(StringEnum):
+class SageMakerDistributedType(QualifiedEnum):
     """How a launch on SageMaker is distributed."""
 
     NO = "NO"
@@ -54,7 +71,7 @@ class SageMakerDistributedType(StringEnum):
     MODEL_PARALLEL = "MODEL_PARALLEL"
 
 
-class FP8BackendType(StringEnum):
+class FP8BackendType(QualifiedEnum):
     """Engine of 8-bit matrix products."""
 
     NO = "NO"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import torch
 
 import accelfn.comm as comm
+from accelfn.compat.constants import DistributedType
 from accelfn.compat.current import current
 from accelfn.context import Context
-from accelfn.context.config import DistributedType, InitProcessGroupKwargs
+from accelfn.context.config import InitProcessGroupKwargs
 from accelfn.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -135,9 +136,9 @@ class PartialState:
         current().debug = debug
 
     @property
-    def distributed_type(self) -> DistributedType:
+    def distributed_type(self) -> Any:
         """Kind of world."""
-        return self._context.distributed_type
+        return DistributedType(self._context.distributed_type.value)
 
     @property
     def fork_launched(self) -> bool:
@@ -235,7 +236,7 @@ class PartialState:
     def __repr__(self) -> str:
         backend = "" if self.backend is None else f"  Backend: {self.backend}"
         return (
-            f"Distributed environment: DistributedType.{self.distributed_type}{backend}\n"
+            f"Distributed environment: {self.distributed_type!s}{backend}\n"
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )

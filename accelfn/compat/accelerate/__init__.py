@@ -4,6 +4,9 @@
 import typing as _typing
 
 import accelfn.compat.alias as _alias
+from accelfn.compat.constants import (
+    DistributedType as DistributedType,
+)
 from accelfn.compat.accelerator import (
     Accelerator as Accelerator,
 )
@@ -23,7 +26,6 @@ from accelfn.compat.records import (
 )
 from accelfn.context.config import (
     DDPCommunicationHookType as DDPCommunicationHookType,
-    DistributedType as DistributedType,
 )
 from accelfn.bigmodel import (
     cpu_offload as cpu_offload,

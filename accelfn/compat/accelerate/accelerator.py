@@ -3,6 +3,9 @@
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 import typing as _typing
 
+from accelfn.compat.constants import (
+    DistributedType as DistributedType,
+)
 from accelfn.compat.accelerator import (
     Accelerator as Accelerator,
 )
@@ -36,7 +39,6 @@ from accelfn.compat.states import (
     PartialState as PartialState,
 )
 from accelfn.context.config import (
-    DistributedType as DistributedType,
     DynamoBackend as DynamoBackend,
     LoggerType as LoggerType,
     PrecisionType as PrecisionType,

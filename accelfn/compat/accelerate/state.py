@@ -3,15 +3,15 @@
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 import typing as _typing
 
+from accelfn.compat.constants import (
+    DistributedType as DistributedType,
+)
 from accelfn.compat.states import (
     AcceleratorState as AcceleratorState,
     GradientState as GradientState,
     PartialState as PartialState,
     do_nothing as do_nothing,
     is_initialized as is_initialized,
-)
-from accelfn.context.config import (
-    DistributedType as DistributedType,
 )
 from accelfn.compat.missing import refuse as _refuse
 

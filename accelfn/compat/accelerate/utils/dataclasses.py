@@ -28,7 +28,6 @@ from accelfn.compat.records import (
 )
 from accelfn.context.config import (
     DDPCommunicationHookType as DDPCommunicationHookType,
-    DistributedType as DistributedType,
     DynamoBackend as DynamoBackend,
     LoggerType as LoggerType,
     PrecisionType as PrecisionType,
@@ -44,6 +43,7 @@ from accelfn.compat.helpers import (
     get_module_class_from_name as get_module_class_from_name,
 )
 from accelfn.compat.constants import (
+    DistributedType as DistributedType,
     ComputeEnvironment as ComputeEnvironment,
     FP8BackendType as FP8BackendType,
     SageMakerDistributedType as SageMakerDistributedType,

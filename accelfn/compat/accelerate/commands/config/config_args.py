@@ -8,11 +8,9 @@ from accelfn.compat.commands import (
     load_config_from_file as load_config_from_file,
 )
 from accelfn.compat.constants import (
+    DistributedType as DistributedType,
     ComputeEnvironment as ComputeEnvironment,
     SageMakerDistributedType as SageMakerDistributedType,
-)
-from accelfn.context.config import (
-    DistributedType as DistributedType,
 )
 from accelfn.compat.missing import refuse as _refuse
 
