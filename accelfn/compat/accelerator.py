@@ -112,7 +112,9 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
         if deepspeed_plugin is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             deepspeed_plugin = DeepSpeedPlugin()
         if fsdp_plugin is None:
-            fsdp_plugin = FullyShardedDataParallelPlugin.launched()
+            fsdp_plugin = FullyShardedDataParallelPlugin.launched("fsdp_plugin")
+        if parallelism_config is None:
+            parallelism_config = ParallelismConfig.launched("parallelism_config")
         arguments = locals()
         options: dict[str, Any] = {
             name: freeze(arguments[name])
@@ -232,6 +234,9 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Place, cast and replicate a model; see :func:`accelfn.prepare_model`."""
+        plugin = freeze(self.plugins["fsdp_plugin"])
+        if plugin != self.context.strategy.fsdp:  # the program has changed it meanwhile, as for peft
+            self.context = self.context.replace(fsdp_plugin=plugin)
         return self._numbered(
             "model", self.models, super().prepare_model(model, device_placement, evaluation_mode)
         )

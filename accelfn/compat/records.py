@@ -8,12 +8,20 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
+
+import torch
 
 import accelfn.context.config as config
 from accelfn.bigmodel import BnbQuantizationConfig as FrozenBnbQuantizationConfig
 from accelfn.compat.engines import HfDeepSpeedConfig
+from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines.deepspeed_plan import generated_config
+
+_DTYPES = MappingProxyType(
+    {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+)
 
 
 class KwargsHandler:
@@ -78,6 +86,16 @@ class MutableRecord(KwargsHandler):
         for name, value in {**given, **values}.items():
             if value is not None or name in kind.ignored:
                 setattr(self, name, value)
+
+    @classmethod
+    def launched(cls, name: str) -> Any:
+        """Return the record of the launcher's variables; None if they don't ask for it.
+
+        Args:
+            name: The argument of ``Accelerator``.
+        """
+        read = getattr(config.read_settings(dict(os.environ)), name)
+        return None if read is None else cls(**{item.name: getattr(read, item.name) for item in fields(read)})
 
     def freeze(self) -> Any:
         """Return accelfn's record of these values; None means the default.
@@ -238,11 +256,28 @@ class FullyShardedDataParallelPlugin(MutableRecord):
         *("transformer_cls_names_to_wrap", "min_num_params"),
     )
 
-    @classmethod
-    def launched(cls) -> FullyShardedDataParallelPlugin | None:
-        """Return the plugin of the launcher's variables; None if they don't ask for FSDP."""
-        read = config.read_settings(dict(os.environ)).fsdp_plugin
-        return None if read is None else cls(**{item.name: getattr(read, item.name) for item in fields(read)})
+    def set_mixed_precision(
+        self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Set the policy to one dtype, or its name. A policy that is there stays, unless ``override`` is set.
+
+        Raises:
+            ConfigurationError: The name is unknown.
+        """
+        if self.mixed_precision_policy is not None and not override:
+            return
+        dtype: Any = _DTYPES.get(mixed_precision, mixed_precision)
+        if isinstance(dtype, str):
+            raise ConfigurationError(
+                f"set_mixed_precision doesn't know {dtype!r}. Use one of {', '.join(_DTYPES)}, or a dtype."
+            )
+        fsdp: Any = importlib.import_module("torch.distributed.fsdp")
+        both = {"param_dtype": dtype, "reduce_dtype": dtype}
+        self.mixed_precision_policy: Any = (
+            fsdp.MixedPrecisionPolicy(**both, output_dtype=dtype)
+            if self.fsdp_version == 2
+            else fsdp.MixedPrecision(**both, buffer_dtype=torch.float32 if buffer_autocast else dtype)
+        )
 
 
 class DeepSpeedPlugin(MutableRecord):

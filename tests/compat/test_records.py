@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 import accelfn as af
 from accelfn.compat import records
@@ -11,12 +12,14 @@ from accelfn.compat.records import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
     KwargsHandler,
     MutableRecord,
     ParallelismConfig,
     ProjectConfiguration,
     freeze,
 )
+from accelfn.errors import ConfigurationError
 
 RECORDS = [one for one in vars(records).values() if isinstance(one, type) and issubclass(one, MutableRecord)]
 RECORDS.remove(MutableRecord)
@@ -52,6 +55,23 @@ def test_a_record_is_replaced_and_can_be_inherited_from() -> None:
 
     mine: Any = Mine
     assert dataclasses.asdict(mine(data_seed=3))["data_seed"] == 3
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_policy_of_one_dtype_stays_unless_it_is_overridden(version: int) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    third = "output_dtype" if version == 2 else "buffer_dtype"
+    for name, override, dtype in (
+        ("fp8", False, torch.bfloat16),
+        ("fp16", False, torch.bfloat16),
+        (torch.float16, True, torch.float16),
+    ):
+        plugin.set_mixed_precision(name, override=override)
+        policy = plugin.mixed_precision_policy
+        assert {policy.param_dtype, policy.reduce_dtype, getattr(policy, third)} == {dtype}
+    assert plugin.freeze().mixed_precision_policy is plugin.mixed_precision_policy
+    with pytest.raises(ConfigurationError, match="set_mixed_precision doesn't know 'no'"):
+        FullyShardedDataParallelPlugin(fsdp_version=version).set_mixed_precision("no")
 
 
 def test_none_is_the_default_and_fields_can_be_set_afterwards() -> None:

@@ -3,9 +3,13 @@
 # Programs use these names.
 # pyright: reportPrivateUsage=false
 
+from enum import Enum
+
 import pytest
 import torch
+from torch import nn
 
+from accelfn.compat import constants
 from accelfn.compat.accelerator import Accelerator
 from accelfn.compat.current import current
 from accelfn.compat.records import TorchDynamoPlugin
@@ -60,7 +64,27 @@ def test_the_launchers_fsdp_is_the_states_plugin(monkeypatch: pytest.MonkeyPatch
     plugin = accelerator.state.fsdp_plugin
     assert (plugin.fsdp_version, str(plugin.state_dict_type)) == (2, "FULL_STATE_DICT")
     assert plugin.freeze() == accelerator.context.strategy.fsdp
-    plugin.auto_wrap_policy = "TRANSFORMER_BASED_WRAP"
+    plugin.auto_wrap_policy = "NO_WRAP"
+    accelerator.prepare(nn.Linear(1, 1))
+    assert plugin.freeze() == accelerator.context.strategy.fsdp, "also what is set before prepare"
+
+
+def test_the_launchers_mesh_is_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "1")
+    sizes = Accelerator(cpu=True).state.parallelism_config
+    assert (sizes.tp_size, sizes.cp_enabled, sizes.total_size) == (1, False, 1)
+
+
+def test_a_kind_of_world_is_printed_with_the_name_of_its_class() -> None:
+    class DistributedType(str, Enum):
+        NO = "NO"
+
+    kind, theirs = Accelerator(cpu=True).distributed_type, DistributedType.NO
+    assert (f"{kind}", str(kind), repr(kind)) == (f"{theirs}", "DistributedType.NO", repr(theirs))
+    assert kind == "NO" == constants.DistributedType.NO
+    assert kind is PartialState().distributed_type
+    assert str(constants.FP8BackendType.TE) == "FP8BackendType.TE"
 
 
 def test_the_newest_accelerator_is_current_and_isnt_kept_alive() -> None:
