@@ -30,7 +30,7 @@ from accelfn.parallel.norm import aligned, count_stages
 from accelfn.parallel.parameters import named, whole_of
 from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
 from accelfn.parallel.shard import ShardHandle
-from accelfn.parallel.stages import Outline, StageRun, has_stand_in, run_stage
+from accelfn.parallel.stages import Form, Outline, StageRun, has_stand_in, resized, run_stage
 from accelfn.tree import (
     concatenate,
     count_rows,
@@ -162,35 +162,32 @@ class _StageModule(nn.Module):
         return self.compute(self.index, received if self.index else (), int(index))
 
 
-def _like(tensors: tuple[torch.Tensor, ...], device: torch.device | str) -> tuple[torch.Tensor, ...]:
-    """Return zeros of the same shapes and dtypes; floating ones require gradients."""
-    return tuple(
-        torch.zeros_like(tensor, device=device, requires_grad=tensor.is_floating_point())
-        for tensor in tensors
-    )
+def _zeros(forms: tuple[Form, ...], device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    """Return zeros of some forms; floating ones require gradients."""
+    return tuple(form.zeros(device).requires_grad_(form.dtype.is_floating_point) for form in forms)
 
 
 def sent_of(
     outlines: Sequence[Outline], plan: PipelinePlan, schedule: SchedulePlan, *, is_trained: bool
-) -> list[tuple[torch.Tensor, ...]]:
-    """Return the tensors that each stage except the last sends, on the meta device.
+) -> list[tuple[Form, ...]]:
+    """Return the forms of the tensors that each stage except the last sends.
 
     Raises:
         ConfigurationError: In training, an integer tensor would be sent, which has no gradient; or several
             tensors, with a schedule that splits the backward pass.
     """
     sent = [stage.sent_to(following) for stage, following in itertools.pairwise(outlines)]
-    for index, tensors in enumerate(sent if is_trained else ()):
+    for index, forms in enumerate(sent if is_trained else ()):
         block, paths = plan.stages[index + 1].blocks[0], outlines[index + 1].receives
-        for path, tensor in zip(paths, tensors, strict=True):
-            if not tensor.is_floating_point():
+        for path, form in zip(paths, forms, strict=True):
+            if not form.dtype.is_floating_point:
                 raise ConfigurationError(
-                    f"stage {index} of a pipeline would send an integer tensor ({tensor.dtype}, shape "
-                    f"{tuple(tensor.shape)}), which has no gradient: {path} in the call of {block}. Compute "
+                    f"stage {index} of a pipeline would send an integer tensor ({form.dtype}, shape "
+                    f"{form.shape}), which has no gradient: {path} in the call of {block}. Compute "
                     "it from the model's arguments, which every stage has, or begin the next stage with "
                     "another block."
                 )
-        if schedule.splits_backward and len(tensors) > 1:
+        if schedule.splits_backward and len(forms) > 1:
             # Torch skips parameters whose gradients don't depend on those of the received tensors.
             raise ConfigurationError(
                 f"schedule={schedule.name!r} computes gradients of inputs and of weights separately, which "
@@ -213,11 +210,12 @@ class BatchSchedule:
         rank: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        boundaries: Sequence[tuple[torch.Tensor, ...]],
+        boundaries: Sequence[tuple[Form, ...]],
         parameters: Callable[[int], Sequence[nn.Parameter]],
         *,
         is_trained: bool,
         stops: bool,
+        is_first: bool,
     ) -> None:
         """Build the schedule.
 
@@ -226,16 +224,17 @@ class BatchSchedule:
             rank: This rank along "pp".
             group: The ranks along "pp".
             device: Device of the tensors that are sent.
-            boundaries: The tensors that each stage except the last sends per microbatch, on the meta device.
+            boundaries: Forms of the tensors that each stage except the last sends per microbatch.
             parameters: Returns the parameters of a stage, by its index.
             is_trained: Whether to run backward passes.
             stops: Whether an error ends the schedule on this rank at once.
+            is_first: Whether no schedule was built for these ranks before.
         """
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         self._device = device
-        self._sent = (*boundaries, (torch.empty((), device="meta"),))
+        self._sent = (*boundaries, (Form((), torch.float32),))
         self._count = plan.num_microbatches
         self._is_trained = is_trained
         self._stops = stops
@@ -250,8 +249,8 @@ class BatchSchedule:
                 device,
                 # Static: torch would otherwise infer them by a forward and a backward pass on uninitialised
                 # tensors.
-                input_args=_like(boundaries[index - 1], "meta") if index else (),
-                output_args=_like(self._sent[index], "meta"),
+                input_args=_zeros(boundaries[index - 1], "meta") if index else (),
+                output_args=_zeros(self._sent[index], "meta"),
                 group=group,
             )
             stage.backward_maybe_with_nosync = partial(self._backward, stage.backward_maybe_with_nosync)
@@ -265,6 +264,8 @@ class BatchSchedule:
         )
         if plan.is_v_shaped and not is_trained:
             _leave_out_backward(self._schedule, plan)
+        if not is_first:
+            _leave_out_warmup(self._schedule, self._stages)
 
     def run(
         self,
@@ -312,7 +313,7 @@ class BatchSchedule:
 
     def _forward(self, stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
         result = self._attempt(cast("Any", self._compute), stage, received, index)
-        return _like(self._sent[stage], self._device) if result is None else result
+        return _zeros(self._sent[stage], self._device) if result is None else result
 
     def _backward(
         self, backward: Callable[..., Any], kind: str, values: dict[str, Any], last_backward: bool = False
@@ -353,6 +354,22 @@ def _leave_out_backward(schedule: Any, plan: SchedulePlan) -> None:
     schedule.pipeline_order_with_comms = torchs._add_send_recv(passes, plan.rank_of, plan.num_stages)
 
 
+def _leave_out_warmup(schedule: Any, stages: Sequence[Any]) -> None:
+    """Spare a schedule torch's warm-up, which connects the ranks and lets them vote on what is given here.
+
+    Torch before 2.13 has no vote, and connects the ranks anew.
+    """
+    from torch.distributed.pipelining import stage as torchs
+
+    def nothing(*_: object) -> None: ...
+
+    mode: Any = getattr(torchs, "InferenceMode", None)
+    if mode is not None and hasattr(schedule, "_warmup_p2p"):
+        schedule._warmup_p2p = nothing
+        for stage in stages:
+            stage._inference_mode = mode.STATIC
+
+
 def _first(loss: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return the last stage's result as the loss."""
     del index
@@ -362,6 +379,7 @@ def _first(loss: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 _HEADER = struct.Struct("<q16s")  # number of rows, and a digest of the rest of the batch's shape
 _SMALL_BYTES = 4096  # CPU tensors up to this size travel in the agreement
 _NUM_KEPT = 4  # batch shapes whose schedules and buffers are kept
+_TRUST = 4  # wrong guesses of outlines, beyond the right ones, after which none is made any more
 
 
 class _Shape(NamedTuple):
@@ -381,8 +399,9 @@ class _Shape(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """What is known about batches of one shape: outlines of all stages, and the schedule."""
+    """What is known about batches of one shape: sizes, outlines of all stages, and the schedule."""
 
+    sizes: list[int]
     outlines: list[Outline]
     schedule: BatchSchedule
 
@@ -433,6 +452,8 @@ class PipelineEngine:
         self._call = StageCall(model, around)
         # By rank and shape, latest last. All ranks have the same keys, but each measures only its own shapes.
         self._known: dict[tuple[int, _Shape], _Measured | None] = {}
+        self._is_connected = False  # whether a schedule was built; equal on all ranks
+        self._trust = _TRUST  # in guesses; equal on all ranks
 
     def outlines_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Outline] | None:
         """Return the stages' outlines for a microbatch; None if no batch of its shape was run lately."""
@@ -483,7 +504,7 @@ class PipelineEngine:
         shapes = [_Shape(schedule, _divided(rows, count), digest, is_trained) for rows, digest in forms]
         rows, size = forms[self._ctx.rank][0], shapes[self._ctx.rank].rows
         pieces = [_take(batch, rows, index * size, size) for index in range(count)]
-        measured = self._measured(operation, shapes, lambda: compute(pieces[0]))
+        measured = self._measured(operation, shapes, pieces[0], compute)
         parts: dict[int, L] = {}
 
         def compute_stage(stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
@@ -541,7 +562,9 @@ class PipelineEngine:
             return schedule.fit(math.gcd(*rows))
         return schedule.fit(max(_divided(count, _divided(count, most)) for count in rows))
 
-    def _measured(self, operation: str, shapes: Sequence[_Shape], compute: Callable[[], Any]) -> _Measured:
+    def _measured(
+        self, operation: str, shapes: Sequence[_Shape], piece: Any, compute: Callable[[Any], Any]
+    ) -> _Measured:
         """Return the outlines and schedule for this rank's shape; forget shapes of long ago.
 
         A shape that is new on any rank is measured on all ranks: stages may wait for their replicas.
@@ -550,7 +573,7 @@ class PipelineEngine:
         key = self._ctx.rank, shapes[self._ctx.rank]
         measured = self._known.get(key)
         if measured is None or any(other not in self._known for other in latest):
-            measured = self._measure(operation, key[1], compute)
+            measured = self._measure(operation, shapes, piece, partial(compute, piece))
         for other in latest:
             self._known.pop(other, None)
             self._known[other] = measured if other == key else None
@@ -558,38 +581,76 @@ class PipelineEngine:
             del self._known[next(iter(self._known))]
         return measured
 
-    def _measure(self, operation: str, shape: _Shape, compute: Callable[[], Any]) -> _Measured:
+    def _measure(
+        self, operation: str, shapes: Sequence[_Shape], piece: Any, compute: Callable[[], Any]
+    ) -> _Measured:
         """Outline the stages for batches of one shape, and build their schedule.
 
-        Runs one microbatch stage by stage, without gradients; random states and buffers are restored.
+        A stage needs the outlines of those before it. So the first time, one runs after the other; later on
+        all run at once, on what they expect after another shape, and the outlines count where every rank
+        found what it had expected.
         """
-        device = self._ctx.device
+        shape = shapes[self._ctx.rank]
+        sizes = [shape.rows, *_sizes_of(piece)]
+        own = self._schedule.stages_of(self.rank)
+        is_first, self._is_connected = not self._is_connected, True
         outlines: list[Outline] = []
-        for stage in range(self._schedule.num_stages):
-            owner = self._schedule.rank_of(stage)
 
-            def measure(stage: int = stage) -> bytes:
-                run = StageRun(self._plan, stage, outlines, (), device)
-                with torch.no_grad(), self._restoring(is_trained=shape.is_trained):
-                    self._call.run(run, compute)
-                return pickle.dumps(run.outline)
+        def outline(stage: int, before: Sequence[Outline]) -> Outline:
+            return self._outline(stage, before, compute, is_trained=shape.is_trained)
 
-            blob, error = catch(measure) if owner == self.rank else (b"", None)
-            call = Call(operation, f"first microbatch of its shape, stage {stage}", takes_long=True)
-            outlines.append(
-                pickle.loads(gather_bytes(self._ctx, call, blob or b"", error)[self._peers[owner]])
+        if self._known and self._trust:
+            expected = self._expected(shapes, sizes)
+            # Not an error yet, if it isn't: it may be for what was expected.
+            is_right = bool(expected) and all(
+                catch(partial(outline, stage, expected[:stage])) == (expected[stage], None) for stage in own
             )
+            call = Call(operation, "first microbatch of its shape", takes_long=True)
+            is_right = not any(gather_bytes(self._ctx, call, b"" if is_right else b"differs", None))
+            outlines = expected if is_right else []
+            self._trust = min(self._trust + 1, _TRUST) if is_right else self._trust - 1
+        for stage in range(len(outlines), self._schedule.num_stages):
+            blob, error = b"", None
+            if stage in own:
+                blob, error = catch(lambda: pickle.dumps(outline(stage, outlines)))  # noqa: B023 -- called here
+            call = Call(operation, f"first microbatch of its shape, stage {stage}", takes_long=True)
+            owner = self._peers[self._schedule.rank_of(stage)]
+            outlines.append(pickle.loads(gather_bytes(self._ctx, call, blob or b"", error)[owner]))
         schedule = BatchSchedule(
             shape.schedule,
             self.rank,
             self.group,
-            device,
+            self._ctx.device,
             sent_of(outlines, self._plan, shape.schedule, is_trained=shape.is_trained),
             self._parameters_of,
             is_trained=shape.is_trained,
             stops=self._waits_inside,
+            is_first=is_first,
         )
-        return _Measured(outlines, schedule)
+        return _Measured(sizes, outlines, schedule)
+
+    def _expected(self, shapes: Sequence[_Shape], sizes: Sequence[int]) -> list[Outline]:
+        """Return what the outlines should be after those of the latest shape; empty if none is like this one.
+
+        Where stages wait for their replicas, these must expect the same.
+        """
+        ranks = range(len(shapes)) if self._waits_inside else (self._ctx.rank,)
+        if len({shapes[rank] for rank in ranks}) == 1:
+            for _, shape in reversed(self._known):
+                if all((rank, shape) in self._known for rank in ranks):
+                    known = self._known[self._ctx.rank, shape]
+                    if known is not None and len(known.sizes) == len(sizes):
+                        return resized(known.outlines, known.sizes, sizes)
+        return []
+
+    def _outline(
+        self, stage: int, before: Sequence[Outline], compute: Callable[[], Any], *, is_trained: bool
+    ) -> Outline:
+        """Outline a stage by one microbatch, without gradients; random states and buffers are restored."""
+        run = StageRun(self._plan, stage, before, (), self._ctx.device)
+        with torch.no_grad(), self._restoring(is_trained=is_trained):
+            self._call.run(run, compute)
+        return run.outline
 
     @contextmanager
     def _restoring(self, *, is_trained: bool) -> Generator[None, None, None]:
@@ -698,6 +759,12 @@ def _announced(tensor: torch.Tensor) -> torch.Tensor:
     """Return what the agreement carries of a tensor: a small one itself, otherwise its shape and dtype."""
     is_small = tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES
     return tensor if is_small else torch.empty_like(tensor, device="meta")
+
+
+def _sizes_of(batch: Any) -> list[int]:
+    """Return the sizes of a batch's tensors, except for their rows."""
+    tensors = (leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor))
+    return [size for tensor in tensors for size in tensor.shape[1:]]
 
 
 def _divided(rows: int, parts: int) -> int:

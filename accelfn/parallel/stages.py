@@ -7,7 +7,8 @@ stage before has the values at the same paths of that call. So masks, positions 
 computed by the model itself on each stage. Any other dependency on another stage is an error by name.
 
 The paths, and what modules of earlier stages return, are found once for each shape of batch by running the
-stages one after another (:class:`StageRun`).
+stages (:class:`StageRun`): one after another for the first shape; for others all at once, on sizes that are
+guessed (:func:`resized`) and thereby confirmed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -167,8 +169,20 @@ def _leaves(args: Any, kwargs: Any) -> dict[str, Any]:
 _CALL = "_compiled_call_impl"
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def zeros(self, device: torch.device | str) -> torch.Tensor:
+        """Return a tensor of this form."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
 class Outline(NamedTuple):
-    """What other stages must know about a stage, for batches of one shape. Its tensors are on "meta".
+    """What other stages must know about a stage, for batches of one shape: forms in the place of tensors.
 
     Attributes:
         receives: Paths of the received tensors in the call of its first block, such as ``args[0]`` or
@@ -179,11 +193,33 @@ class Outline(NamedTuple):
 
     receives: tuple[str, ...]
     results: Mapping[tuple[str, int], Any]
-    offers: Mapping[str, torch.Tensor]
+    offers: Mapping[str, Form]
 
-    def sent_to(self, following: Outline) -> tuple[torch.Tensor, ...]:
-        """Return meta tensors like those that this stage sends to ``following``."""
+    def sent_to(self, following: Outline) -> tuple[Form, ...]:
+        """Return the forms of the tensors that this stage sends to ``following``."""
         return tuple(self.offers[path] for path in following.receives)
+
+
+def resized(outlines: Sequence[Outline], before: Sequence[int], now: Sequence[int]) -> list[Outline]:
+    """Return outlines for a batch of other sizes: a guess, by which sizes of the batch they have.
+
+    Args:
+        outlines: Of all stages.
+        before: The rows of the batch that they were found with, and its other sizes.
+        now: The same of the other batch.
+    """
+    rows, sizes = {before[0]: now[0]}, dict(zip(before[1:], now[1:], strict=True))
+    # Modules may also join a batch's rows and positions into one dimension.
+    joined = {before[0] * old: now[0] * new for old, new in sizes.items()}
+    of_first, of_others = {**joined, **sizes, **rows}, {**rows, **sizes}
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Form):
+            return leaf
+        others = [of_others.get(size, size) for size in leaf.shape[1:]]
+        return Form((*(of_first.get(size, size) for size in leaf.shape[:1]), *others), leaf.dtype)
+
+    return _pytree.tree_map(resize, [*outlines])
 
 
 class LeaveError(Exception):
@@ -312,10 +348,10 @@ class StageRun:
         self._skipped[name] = None
 
         def stand_in(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, Form):
                 return leaf
             # Integers may be used as indexes, so they must be in range; other values are never read.
-            make = torch.empty if leaf.is_floating_point() else torch.zeros
+            make = torch.empty if leaf.dtype.is_floating_point else torch.zeros
             return stand_in_for(make(leaf.shape, dtype=leaf.dtype, device=self.device))
 
         return _pytree.tree_map(stand_in, found[call])
@@ -347,11 +383,12 @@ class StageRun:
         sent: list[torch.Tensor] = []
         for path in self.outlines[stage].receives:
             tensor, expected = tensors.get(path), self.outline.offers[path]
-            if tensor is None or (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+            if tensor is None or tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+                form = "none" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
                 raise ConfigurationError(
-                    f"{path} in the call of {name}, which stage {self.index} sends, is {_form(tensor)}; for "
-                    f"the first batch of this shape it was {_form(expected)}. The tensors that stages send "
-                    "must depend on the shape of a batch only."
+                    f"{path} in the call of {name}, which stage {self.index} sends, is {form}; for the first "
+                    f"batch of this shape it was {expected.shape} of {expected.dtype}. The tensors that "
+                    "stages send must depend on the shape of a batch only."
                 )
             sent.append(tensor.contiguous())
         self.sent = tuple(sent)
@@ -381,7 +418,7 @@ class StageRun:
                     "the stage with another block."
                 )
             self.outline = self.outline._replace(receives=receives)
-            self.received = tuple(torch.zeros_like(offers[path], device=self.device) for path in receives)
+            self.received = tuple(offers[path].zeros(self.device) for path in receives)
         elif receives != self.outline.receives:
             raise ConfigurationError(
                 f"stage {self.index} would receive {', '.join(receives)} of the call of {name}; for the "
@@ -453,16 +490,12 @@ class StageRun:
 
 
 def _outline_of(leaf: Any) -> Any:
-    """Return an output of a module as later stages know it: tensors on "meta", plain Python values."""
+    """Return an output of a module as later stages know it: forms of tensors, plain Python values."""
     if isinstance(leaf, torch.Tensor):
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        return Form(tuple(leaf.shape), leaf.dtype)
     # In the place of any other object, later stages have a stand-in that can't be used.
     is_plain = leaf is None or isinstance(leaf, (bool, int, float, str))
-    return leaf if is_plain else torch.empty((), device="meta")
-
-
-def _form(tensor: torch.Tensor | None) -> str:
-    return "none" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+    return leaf if is_plain else Form((), torch.float32)
 
 
 # Arguments of transformers models, and fields of their configs, for outputs that all blocks add to.

@@ -14,15 +14,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import accelfn as af
 from accelfn.errors import ConfigurationError
+from accelfn.parallel import pipeline
 from accelfn.testing import run_ranks
 from accelfn.tree import local_of
-from tests.parallel.tensor_models import GPT, PLAN, VOCABULARY, make_batch, summed_loss
+from tests.parallel.tensor_models import GPT, PLAN, VOCABULARY, WIDTH, make_batch, summed_loss
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 # Others are in test_layouts.
@@ -268,6 +270,35 @@ def test_what_is_beside_a_step_is_as_without_stages() -> None:
         assert drawn[0] == drawn[1] != pytest.approx(total, rel=1e-3)
         assert means == pytest.approx((total / 8, total / 2, 4), rel=1e-5)
         assert 0 < num_parameters < len(list(whole.parameters()))
+
+
+def test_a_new_shape_of_batch_costs_one_exchange_more() -> None:
+    """The first of all costs one for each stage; so does one after a size that something else has, too."""
+
+    def work(ctx: af.Context) -> list[tuple[int, int, float]]:
+        model = af.prepare(ctx, GPT(num_blocks=4, tied=False))
+        found: list[tuple[int, int, float]] = []
+        for rows, length in shapes:
+            with (
+                mock.patch.object(pipeline, "gather_bytes", side_effect=pipeline.gather_bytes) as exchanges,
+                mock.patch.object(dist, "send", side_effect=dist.send) as votes,
+            ):
+                loss = run(ctx, model, [part[:, :length] for part in make_batch(0, rows)]).item()
+            found.append((exchanges.call_count, votes.call_count, loss))
+        return found
+
+    shapes = [(8, 4), (8, 6), (8, 6), (4, 5), (4 * WIDTH, 5), (4, 7), (8, 5)]
+    whole = GPT(num_blocks=4, tied=False)
+    losses = [
+        summed_loss(whole, (ids[:, :n], labels[:, :n]))[0].item()
+        for rows, n in shapes
+        for ids, labels in [make_batch(0, rows)]
+    ]
+    for found in run_ranks(work, 2, "processes", timeout_s=60, parallelism_config=stages("loopedbfs")):
+        exchanges, votes, seen = zip(*found, strict=True)
+        assert seen == pytest.approx(losses, rel=1e-5)
+        assert exchanges == (2 + 4, 2 + 1, 2, 2 + 1, 2 + 1, 2 + 1 + 4, 2 + 1)
+        assert votes[0] > 0 == sum(votes[1:])
 
 
 def test_a_window_of_a_train_step_is_one_call_of_a_schedule() -> None:
