@@ -28,6 +28,7 @@ from accelfn.training.window import (
     add_terms,
     average,
     average_in_order,
+    first_number,
     mean_of_microbatches,
     not_compiled,
     split_into_microbatches,
@@ -216,8 +217,7 @@ def first_pure_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> 
     leaves, structure = flatten(params)
     # Parameters of a module require gradients; the graph of what is computed from them would grow for ever.
     params = structure.unflatten([leaf.detach() for leaf in leaves])
-    counter = torch.zeros((), dtype=torch.int64, device=ctx.device)
-    return PureTrainState(params, optimizer.init(params), init_scaler(ctx), counter)
+    return PureTrainState(params, optimizer.init(params), init_scaler(ctx), first_number(ctx))
 
 
 class _Window(NamedTuple):

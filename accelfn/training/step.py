@@ -133,7 +133,7 @@ def clip_grad_norm_(
     if ctx.strategy.engine is not None:
         owner = owner_of_step("clip_grad_norm_", ready)
         if owner is not None:
-            return owner.clip_at_step(max_norm, norm_type)
+            return owner.clip_at_step(max_norm, norm_type, ready[0].device)
     return clip_norm_(ctx, ready, max_norm, norm_type)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from accelfn.comm import Call, check
 from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch, plan_microbatch
 from accelfn.data.microbatch import Draws
@@ -53,6 +54,7 @@ from accelfn.training.window import (
     add_terms,
     average,
     average_in_order,
+    first_number,
     not_compiled,
     splitter,
     terms_of,
@@ -92,13 +94,19 @@ def module_step(
     _check_trained(ctx, models, optimizers)
 
     is_exact = ctx.reduction is not None
+    has_engine_step = any(isinstance(one, EngineOptimizer) for one in optimizers)
 
-    def finish(scaler: ScalerState, parts: Sequence[Terms]) -> tuple[ScalerState, Terms, torch.Tensor | None]:
+    def finish(
+        scaler: ScalerState, parts: Sequence[Terms], rows: float | None
+    ) -> tuple[ScalerState, Terms, torch.Tensor | None]:
+        if has_engine_step and rows not in (None, 1) and parts[0].weight is None:
+            # Seen here, since the mean over the ranks is on the device; they raise where they average.
+            check(ctx, Call("make_train_step"), _unequal_rows())
         if is_exact:
             terms, _ = average_in_order(ctx, lambda: [(part, ()) for part in parts])
         else:
             terms, _ = average(ctx, add_terms(parts))
-        if terms.divisor is not None and (is_exact or terms.weight is None):
+        if terms.divisor is not None and not has_engine_step and (is_exact or terms.weight is None):
             _divide_gradients(optimizers, terms.divisor)
         norm = None
         if max_norm is not None:
@@ -134,7 +142,7 @@ def module_step(
         weight = 1 if rows is None else rows  # of a mean of this rank
         # A copy: a step that fails leaves the state that it got usable.
         scaler, parts = state.scaler._replace(), list[Terms]()
-        number_of_step = int(state.num_steps) if is_exact else 0  # read once: it waits for the device
+        number_of_step = int(state.num_steps) if is_exact else 0
         for index, piece in enumerate(pieces):
             micro = full[index] if len(pieces) == num_pieces else _place(index, len(pieces))
             if is_exact:
@@ -159,19 +167,21 @@ def module_step(
                     differentiate=add_gradients,
                 )
             parts.append(terms_of(loss, piece, 1 if is_exact else len(pieces), rows))
-        scaler, terms, norm = close(scaler, parts)
+        scaler, terms, norm = close(scaler, parts, rows)
         metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
         return TrainState(scaler, state.num_steps + 1), metrics
 
     return not_compiled(step) if is_exact else step
 
 
+def _unequal_rows() -> ConfigurationError:
+    return ConfigurationError(
+        "make_train_step: ranks or windows have batches of different numbers of rows, and the engine "
+        "averages the means of the ranks. Return the sum and its weight, accelfn.Loss(total, weight=count)."
+    )
+
+
 def _divide_gradients(optimizers: Sequence[Optimizer], weight: torch.Tensor) -> None:
-    if any(isinstance(one, EngineOptimizer) for one in optimizers) and float(weight) != 1.0:
-        raise ConfigurationError(
-            "make_train_step: ranks have batches of different numbers of rows, and the engine averages their "
-            "means over the ranks. Return the sum and its weight, accelfn.Loss(total, weight=count)."
-        )
     factor = inverse_of_weight(weight)
     for parameter in parameters_in(optimizers):
         if parameter.grad is not None:
@@ -256,7 +266,7 @@ def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
                 "init_train_state: got params for a torch optimizer, whose parameters are in their module. "
                 "Leave params out, or pass an optimizer with init and update."
             )
-        return TrainState(init_scaler(ctx), torch.zeros((), dtype=torch.int64, device=ctx.device))
+        return TrainState(init_scaler(ctx), first_number(ctx))
     if params is None:
         raise TypeError(
             "init_train_state: an optimizer with init and update needs parameters in the state. Pass "

@@ -150,6 +150,12 @@ def splitter(ctx: Context) -> Callable[[Any, int], tuple[list[Piece], float | No
     return split
 
 
+def first_number(ctx: Context) -> torch.Tensor:
+    """Return the number of windows before the first; on the host where each window reads it."""
+    is_read = ctx.reduction is not None or ctx.guard.check_replicas_every is not None
+    return torch.zeros((), dtype=torch.int64, device="cpu" if is_read else ctx.device)
+
+
 def terms_of(loss: Loss, piece: Piece, num_pieces: int, rows: float | None = None) -> Terms:
     """Return the terms of a piece in its window, without gradients.
 

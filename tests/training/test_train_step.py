@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 import accelfn as af
 from accelfn import Context, GradScalerKwargs, Guard, Loss
+from accelfn.context import World
 from accelfn.errors import ConfigurationError, NonFiniteGradientError, RemoteRankError
 from accelfn.testing import run_ranks
 from tests.training.models import one_weight, sgd, values, weight_of
@@ -300,3 +301,12 @@ def test_what_doesnt_fit_together_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match=text):
             cast("Any", af.init_train_state)(ctx, given_optimizer, *params)
+
+
+def test_the_number_of_a_window_is_where_it_is_read() -> None:
+    """Elsewhere it would let the host wait for the device in each step."""
+    ctx = Context(world=World(device=torch.device("meta")))
+    guarded = ctx.replace(guard=Guard(check_replicas_every=2))
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    assert af.init_train_state(ctx, optimizer).num_steps.device.type == "meta"
+    assert af.init_train_state(guarded, optimizer).num_steps.device.type == "cpu"

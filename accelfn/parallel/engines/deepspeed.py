@@ -181,8 +181,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             self._engine.step()
         finally:
             zero.clip_grad, zero.loss_scale = 0.0, 1.0
-        norm = self._engine.get_global_grad_norm()
-        return EngineStep(None if norm is None else float(norm), bool(getattr(zero, "overflow", False)))
+        return EngineStep(self._engine.get_global_grad_norm(), bool(getattr(zero, "overflow", False)))
 
     def _step_replicas(self, divisor: float, bound: float) -> EngineStep:
         """Step at stage 0, where each rank has all gradients in the parameters."""
@@ -197,11 +196,11 @@ class DeepSpeedOptimizer(EngineOptimizer):
         if overflowed:
             engine.zero_grad()
             engine.skipped_steps += 1
-            return EngineStep(float(norm), True)
+            return EngineStep(norm, True)
         if bound:
             torch.nn.utils.clip_grads_with_norm_(self.model_parameters, bound, norm)
         engine.step()
-        return EngineStep(float(norm), False)
+        return EngineStep(norm, False)
 
 
 class DeepSpeedParts(NamedTuple):

@@ -28,11 +28,12 @@ class EngineStep(NamedTuple):
     """The result of an engine's step.
 
     Attributes:
-        norm: Norm of the complete gradient before clipping; None if the engine doesn't compute it.
+        norm: Norm of the complete gradient before clipping, as the engine has it: reading a tensor would
+            wait for the device. None if the engine doesn't compute it.
         overflowed: Whether a gradient was not finite, so that nothing was updated.
     """
 
-    norm: float | None
+    norm: torch.Tensor | float | None
     overflowed: bool
 
 
@@ -65,13 +66,13 @@ class EngineHandle(Handle):
         """Return that only the engine's optimizer steps them."""
         return f"{self.name} reduces them in the step of the optimizer that prepare returned. Use that one"
 
-    def clip_at_step(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Make the next step clip; return the tensor that will hold the norm, NaN until then."""
+    def clip_at_step(self, max_norm: float, norm_type: float, device: torch.device) -> torch.Tensor:
+        """Make the next step clip; return a tensor on ``device`` for the norm, NaN until then."""
         if norm_type != 2:
             raise NotAvailableError(
                 f"clip_grad_norm_: {self.name} clips by the L2 norm alone, got norm_type={norm_type}."
             )
-        norm = torch.full((), float("nan"))
+        norm = torch.full((), float("nan"), device=device)
         self._clipping = (max_norm, norm)
         return norm
 
@@ -133,7 +134,7 @@ class EngineOptimizer(OptimizerProxy):
         bound, norm = self.handle.take_clipping(max_norm)
         result = self.step_engine(divisor, bound)
         if norm is not None and result.norm is not None:
-            norm.fill_(result.norm)
+            norm.copy_(torch.as_tensor(result.norm), non_blocking=True)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

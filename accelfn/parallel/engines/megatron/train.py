@@ -256,7 +256,7 @@ class MegatronOptimizer(EngineOptimizer):
             cast("Any", chunk).zero_grad_buffer()
         self.megatron.zero_grad()
         self.num_steps += bool(succeeded)
-        return EngineStep(None if norm is None else float(norm), not succeeded)
+        return EngineStep(norm, not succeeded)
 
     def _write_options(self, max_norm: float) -> None:
         """Write the user's options of each group, which schedulers change, into Megatron's groups."""
