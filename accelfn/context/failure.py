@@ -64,24 +64,30 @@ def store_board(store: Store) -> MessageBoard:
     def read(key: str) -> str | None:
         with contextlib.suppress(RuntimeError):
             for part in held:
-                return part.get(key).decode() if part.check([key]) else None
+                text = part.compare_set(key, _NOTHING, _NOTHING).decode()  # one request, writes nothing
+                return None if text == _NOTHING else text
         return None
 
     return MessageBoard(post=post, post_once=post_once, read=read, close=held.clear)
 
 
-def board_within(board: MessageBoard, world: MessageBoard, key: str) -> MessageBoard:
-    """Return the board of some ranks of a world, which also reads ``key`` of the world's board."""
+def board_within(board: MessageBoard, world: MessageBoard) -> MessageBoard:
+    """Return the board of some ranks of a world, which also has the news and the failure of the world's."""
 
-    def read(name: str) -> str | None:
-        text = board.read(name)
-        return world.read(name) if not text and name == key else text
+    def post(key: str, text: str) -> None:
+        (world if key == NEWS else board).post(key, text)
 
-    return MessageBoard(post=board.post, post_once=board.post_once, read=read, close=board.close)
+    def read(key: str) -> str | None:
+        text = None if key == NEWS else board.read(key)
+        return world.read(key) if not text and key in (NEWS, FAILURE) else text
+
+    return MessageBoard(post=post, post_once=board.post_once, read=read, close=board.close)
 
 
 FAILURE = "failure"  # one key for all ranks: only the first error is stored
+NEWS = "news"  # written after a failure or an end, of some ranks too: without it there is none to read
 _END = "end"
+_NOTHING = "\0"  # no text on a board
 # A store's limit is 8 MiB, and a character may take twelve bytes as JSON.
 _TRACEBACK_CHARS = 20_000
 _MESSAGE_CHARS = 100_000
@@ -132,6 +138,7 @@ def post_failure(board: MessageBoard, rank: int, error: BaseException, doing: st
         doing: As of :func:`publish`.
     """
     board.post_once(FAILURE, _serialize(rank, error, doing))
+    board.post(NEWS, "yes")
 
 
 def note_failure(call_log: CallLog, rank: int, error: Exception, doing: str) -> None:
@@ -159,17 +166,15 @@ def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
         rank, entry.number, entry.operation, entry.site, call_log.reductions, call_log.failure
     )
     board.post_once(_END, json.dumps(departure))
+    board.post(NEWS, "yes")
 
 
-def news(board: MessageBoard, call_log: CallLog, rank: int, *, with_ends: bool = True) -> Exception | None:
-    """Return the error that makes the current operation impossible, if a rank has posted one.
-
-    With ``with_ends``, ranks that have ended without one are seen too.
-    """
+def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
+    """Return the error that makes the current operation impossible: a rank has posted it, or has ended."""
     text = board.read(FAILURE)
     if text:
         return as_error(text)
-    text = board.read(_END) if with_ends else None
+    text = board.read(_END)
     if text:
         departure = Departure(*json.loads(text))
         # A rank that left after this operation has taken part in it.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from accelfn.context.call_log import CallLog, Entry
-from accelfn.context.failure import MessageBoard, news, publish
+from accelfn.context.failure import NEWS, MessageBoard, news, publish
 from accelfn.errors import Caller, CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError
 
 _WATCH_S = 0.5
@@ -92,9 +92,9 @@ def _stacks(shown: int | None) -> str:
 # A rank that waits longer than this starts to monitor its peers.
 _POLL_S = 0.2
 # Who has waited for a second asks the board less and less often, since all ranks of a world ask one server:
-# at last for errors each second, and then and now for ends and where two other ranks wait.
+# at last for news each second, and then and now where two other ranks wait.
 _NEWS_S = 1.0
-_PLACES_S = 4.0
+_PLACES_S = 8.0
 _PLACES_AT_FIRST = 8
 # Waiting peers answer within two polls, so after this time the other ranks are known to be missing.
 _ROLL_CALL_S = 0.6
@@ -247,10 +247,9 @@ class PeerMonitor:
         places_at = start  # when to look where other ranks wait
         while not state.done.is_set():
             waited_s = time.monotonic() - start
-            looks = start + waited_s >= places_at
-            state.error = news(self.board, self.call_log, self.rank, with_ends=looks)
+            state.error = news(self.board, self.call_log, self.rank) if self.board.read(NEWS) else None
             looked_at: set[int] = set()
-            if peers and looks:
+            if peers and start + waited_s >= places_at:
                 number = _PLACES_AT_FIRST if waited_s < 5 * _POLL_S else 1
                 # The next rank always: so each is looked at by another one, however many there are.
                 looked_at = {peers[0], *[peers[(first + step) % len(peers)] for step in range(number)]}

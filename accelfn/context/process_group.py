@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from accelfn.context.call_log import CallLog
 from accelfn.context.collectives import Collectives, Part, ReduceOp, StartedAllGather, chunk_bytes
-from accelfn.context.failure import FAILURE, MessageBoard, board_within, store_board
+from accelfn.context.failure import MessageBoard, board_within, store_board
 from accelfn.context.peer_monitor import PeerMonitor
 from accelfn.context.shared_memory import (
     LostRanksError,
@@ -244,7 +244,7 @@ def process_group_collectives(
                 part_rank,
                 count,
                 control=gloo,
-                board=board_within(store_board(part_store), board, FAILURE),
+                board=board_within(store_board(part_store), board),
                 one_machine=one_machine,
             )
             parts.append(Part(collectives, reference, GroupOwner(gloo)))

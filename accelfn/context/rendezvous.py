@@ -102,6 +102,8 @@ def _connect(place: EnvironmentPlan, patience: timedelta, init_method: str | Non
             return next(rendezvous(where, rank, size, timeout=patience))[0]
     with _announce_if_slow(f"rank 0 of {size} ranks at {_host_and_port(place)}, as rank {rank}"):
         host, port = place.master_addr or "127.0.0.1", place.master_port or 0
+        if place.nodes_known and place.local_size == size and host not in _LOOPBACK:
+            host = "127.0.0.1"  # all ranks are here, whatever name the machine has in its network
         if rank == 0:
             return serve_store(host, port, patience, multi_tenant=True)
         return TCPStore(host, port, None, False, patience, wait_for_workers=False)
@@ -129,11 +131,14 @@ def _meet(place: EnvironmentPlan, store: Store, end: float, patience: timedelta,
 
 def _wait_for_all(part: Store, size: int, end: float) -> bool:
     """Return whether all ranks connect before ``end`` of the monotonic clock."""
-    # Polled, 500 times a second by all ranks together: torch's own wait logs a stack trace when it times out.
+    # Polled, 500 times a second by all ranks together and at last once by each: torch's own wait logs a stack
+    # trace when it times out.
+    start = time.monotonic()
     while not part.check(["all here"]):
-        if time.monotonic() >= end:
+        now = time.monotonic()
+        if now >= end:
             return False
-        time.sleep(min(0.2, size / 500))
+        time.sleep(min(max(min(0.2, size / 500), (now - start) / 10), 1.0, end - now))
     return True
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accelfn.context import Context, EnvironmentPlan, MessageBoard, init, init_context, rendezvous
 from accelfn.context.config import InitProcessGroupKwargs
@@ -103,10 +103,30 @@ def test_a_store_for_one_machine_is_reached_from_there_alone(port: int | None) -
     socket.create_connection(("127.0.0.2", for_all.port), timeout=5).close()
 
 
-def test_the_ranks_of_a_loopback_address_meet_at_such_a_store() -> None:
+@pytest.mark.parametrize("host", ["localhost", "node0.example"])
+def test_the_ranks_of_one_machine_meet_at_such_a_store(host: str) -> None:
     port = int(free_port())
-    place = EnvironmentPlan(launcher="env", master_addr="localhost", master_port=port)
+    place = EnvironmentPlan(launcher="env", master_addr=host, master_port=port)
     store = rendezvous.join_store(place, timedelta(seconds=5), timedelta(seconds=5))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
     store.set("key", "value")
+
+
+def test_who_waits_long_for_others_to_connect_asks_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[float]()
+
+    class Counted(PrefixStore):
+        def check(self, keys: list[str]) -> bool:
+            asked.append(time.monotonic())
+            return super().check(keys)
+
+    monkeypatch.setattr(rendezvous, "PrefixStore", Counted)
+    place = EnvironmentPlan(
+        launcher="env", rank=0, size=2, master_addr="127.0.0.1", master_port=int(free_port())
+    )
+    with pytest.raises(RuntimeError, match=r"1 of 2 ranks did not connect within 2 s"):
+        rendezvous.join_store(place, timedelta(seconds=2), timedelta(seconds=2))
+    assert 5 < sum(at > asked[0] + 1 for at in asked) < 15  # in the last of two seconds; at first hundreds
