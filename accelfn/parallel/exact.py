@@ -25,7 +25,7 @@ from accelfn.context import BackwardPass, Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.buffers import BufferWatch
 from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle
-from accelfn.parallel.parameters import is_made_of_others
+from accelfn.parallel.parameters import WaitingGradients, is_made_of_others
 from accelfn.tree import Buffer, flatten, flatten_tensor, plan_layout
 
 _Microbatch = Sequence[torch.Tensor | None]
@@ -54,9 +54,9 @@ class OrderedSum:
         self.drop()
 
     @property
-    def is_open(self) -> bool:
-        """Whether tensors were added since the last :meth:`close`."""
-        return bool(self._touched)
+    def summed(self) -> frozenset[int]:
+        """Indices of the tensors that have a sum since the last :meth:`close`."""
+        return self._touched
 
     def add(
         self,
@@ -153,16 +153,30 @@ class OrderedSum:
         self._touched: frozenset[int] = frozenset()
         self._parts: list[torch.Tensor | None] = [None] * len(self._groups)
 
+    def forget(self, indices: Iterable[int]) -> None:
+        """Drop the sums of some of the tensors."""
+        gone = frozenset(indices)
+        self._touched -= gone
+        marks = [torch.tensor(float(index in gone)) for index in range(len(self._tensors))]
+        for part, marked in self._beside(marks):
+            part.masked_fill_(marked != 0, -0.0)
+
     def scale(self, tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
         """Multiply the sums of some of the tensors."""
         wanted = {id(tensor) for tensor in tensors}
-        factors = [
-            (factor if id(tensor) in wanted else torch.ones(())).to(tensor).expand(tensor.shape)
-            for tensor in self._tensors
+        one = torch.ones(())
+        factors = [factor if id(tensor) in wanted else one for tensor in self._tensors]
+        for part, own in self._beside(factors):
+            part.mul_(own)
+
+    def _beside(self, values: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the parts of the sums with a value for each tensor, repeated for its elements."""
+        spread = [value.to(one).expand(one.shape) for value, one in zip(values, self._tensors, strict=True)]
+        return [
+            (part, self._pack(group, [spread])[self._ctx.rank, 0])
+            for group, part in zip(self._groups, self._parts, strict=True)
+            if part is not None
         ]
-        for group, part in zip(self._groups, self._parts, strict=True):
-            if part is not None:
-                part.mul_(self._pack(group, [factors])[self._ctx.rank, 0])
 
 
 class ThreadDDP(Handle):
@@ -246,7 +260,7 @@ class ExactReplica(ThreadDDP):
     """Sums the gradients of one model over all microbatches of a window, in one order on any number of ranks.
 
     Works however a gradient arises, as :class:`ThreadDDP` does. While a window is open on several ranks, the
-    sums are here and ``.grad`` of these parameters is None.
+    sums are here, and ``.grad`` of these parameters are zeros: clearing them drops the sums.
     """
 
     holds_gradients: ClassVar[bool] = True
@@ -268,6 +282,7 @@ class ExactReplica(ThreadDDP):
         self._parameters = parameters
         self._items = list(parameters.values())
         self._sum = OrderedSum(self._ctx, self._items)  # of the open window
+        self._waiting = WaitingGradients[int]()  # parameters that have a sum
         self._pass: BackwardPass | None = None
         self._got: set[int] = set()  # parameters with a gradient from that pass
         self._kept: dict[int, torch.Tensor] = {}  # their .grad before that pass
@@ -315,7 +330,7 @@ class ExactReplica(ThreadDDP):
         if batch is not self._batch or window == 1:
             self._batch, self._seen = batch, set()
             if place == 0:
-                self._sum.drop()
+                self.discard()
                 self._held = [] if is_held and self._ctx.num_processes > 1 else None
         elif self._seen is None:
             self._seen = set()
@@ -335,17 +350,32 @@ class ExactReplica(ThreadDDP):
 
     def why_unreduced(self) -> str | None:
         """Return why the current gradients are only this rank's own; None where they are summed, or none."""
-        if self._sum.is_open:
+        if self._waiting:
+            self._release()
+            self._hold()
+        if self._sum.summed:
             return _NOT_CLOSED
         return super().why_unreduced() if any(item.grad is not None for item in self._items) else None
 
     def discard(self) -> None:
         """Drop the sums of an open window."""
+        self._waiting.release()
         self._sum.drop()
 
-    def scale_sums(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    def scale_held(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         """Multiply the open window's sums of ``parameters``."""
+        self._release()
         self._sum.scale(parameters, factor)
+
+    def _hold(self) -> None:
+        """Let whoever clears the gradients of parameters drop their sums."""
+        for index in sorted(self._sum.summed):
+            self._waiting.hold(index, self._items[index])
+
+    def _release(self) -> None:
+        """Undo :meth:`_hold`, and drop the sums of what was cleared."""
+        if cleared := self._waiting.release():
+            self._sum.forget(cleared)
 
     def _before_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Hook before a gradient is added to ``.grad``: set the current value aside."""
@@ -355,7 +385,8 @@ class ExactReplica(ThreadDDP):
             return
         if running is not self._pass:  # also drops what a failed pass left
             self._pass, self._got, self._kept = running, set(), {}
-            running.append(self._finish_pass)
+            running += self._finish_pass, self._hold
+            self._release()
         item = self._items[index]
         if item.grad is not None and index not in self._got:
             self._kept[index], item.grad = item.grad, None
@@ -429,7 +460,7 @@ class ExactReplica(ThreadDDP):
         self, operation: str, microbatches: Sequence[_Microbatch], error: Exception | None = None
     ) -> frozenset[int]:
         """Add gradients to the sums, which start from ``.grad``."""
-        window = f"closes={self._syncs} open={self._sum.is_open}"
+        window = f"closes={self._syncs} sums={len(self._sum.summed)}"
         text = f"{self._digest} {window} {len(microbatches)}"
         call = Call(operation, text, lambda: {"window": window, **self._forms})
         return self._sum.add(call, microbatches, lambda index: self._items[index].grad, error)
@@ -441,17 +472,6 @@ class ExactReplica(ThreadDDP):
             if total is not None:
                 item.grad = total
         self._unreduced = None
-
-
-def scale_open_sums(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply the gradients that ``parameters`` have in open windows, outside of ``.grad``.
-
-    Ranks: all in the same way; doesn't communicate.
-    """
-    replicas = {id(handle): handle for handle in (vars(item).get(HANDLE) for item in parameters)}
-    for replica in replicas.values():
-        if isinstance(replica, ExactReplica):
-            replica.scale_sums(parameters, factor)
 
 
 def exact_batch(

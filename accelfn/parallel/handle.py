@@ -212,6 +212,9 @@ class Handle(ABC):
     def discard(self) -> None:  # noqa: B027 -- most hold none
         """Drop gradients that are held outside of ``.grad``."""
 
+    def scale_held(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:  # noqa: B027
+        """Multiply those of ``parameters`` that are held outside of ``.grad``, before their ``.grad``."""
+
 
 class LocalHandle(Handle):
     """The handle of a model whose gradients need no reduction, since all ranks have the same data.

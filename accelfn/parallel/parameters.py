@@ -517,7 +517,7 @@ class WaitingGradients(Generic[K]):
             elif _count_writes(zeros) == num_writes:
                 parameter.grad = before
             else:  # cleared in place
-                parameter.grad = None if before is None else torch.zeros_like(before)
+                parameter.grad = torch.zeros_like(parameter if before is None else before)
                 cleared.append(key)
         self._held.clear()
         return cleared

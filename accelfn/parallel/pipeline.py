@@ -850,6 +850,10 @@ class PipelineHandle(Handle):
         self._inner.discard()
         self._is_open = False
 
+    def scale_held(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        """Multiply accumulated gradients of ``parameters`` that were not averaged yet."""
+        self._inner.scale_held(parameters, factor)
+
     def run(self, batch: BatchRun[L]) -> L:
         """Run one batch through the schedule; return its loss, without a gradient, on every rank.
 

@@ -843,6 +843,15 @@ class ShardHandle(Handle):
         for record in self._unreduced():
             _drop(record)
 
+    def scale_held(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        """Multiply accumulated gradients of ``parameters`` that were not averaged yet."""
+        self._release()
+        wanted = {id(parameter) for parameter in parameters}
+        for record in self._unreduced():
+            for held in (record.unsharded_accumulated_grad, record._unsharded_param.grad):
+                if held is not None and id(record.sharded_param) in wanted:
+                    held.mul_(factor.to(held))
+
     def _unreduced(self) -> Generator[Any, None, None]:
         """Yield FSDP's records of the parameters with unsharded gradients."""
         for group in self._living_groups():

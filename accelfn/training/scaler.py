@@ -20,8 +20,7 @@ from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
 from accelfn.devices import DEVICE_TYPES
 from accelfn.parallel.engines import EngineOptimizer
-from accelfn.parallel.exact import scale_open_sums
-from accelfn.parallel.handle import follow_optimizers
+from accelfn.parallel.handle import follow_optimizers, handles_of
 from accelfn.tree import local_of
 
 
@@ -331,9 +330,10 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
     parameters = parameters_in(optimizers)
     ratio = after.scale / before.scale
     with torch.no_grad():
+        for handle in {handle for parameter in parameters for handle in handles_of(parameter)}:
+            handle.scale_held(parameters, ratio)
         for grad in [parameter.grad for parameter in parameters if parameter.grad is not None]:
             grad.mul_(ratio.to(grad.device, grad.dtype))
-        scale_open_sums(parameters, ratio)
 
 
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:

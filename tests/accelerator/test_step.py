@@ -107,6 +107,27 @@ def test_two_optimizers_follow_torchs_own_scaler_step_for_step(
             assert [one.get_last_lr() for one in schedules] == [one.get_last_lr() for one in plain[2]]
 
 
+def test_gradients_that_wait_in_a_window_follow_the_scale_that_another_optimizer_has_moved() -> None:
+    def run(ctx: Context) -> tuple[float, float]:
+        accelerator = Accelerator(context=ctx)
+        models: Any = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        optimizers: Any = [torch.optim.SGD(one.parameters(), lr=0.25) for one in models]
+        model, other, *optimizers = accelerator.prepare(*models, *optimizers)
+        with accelerator.no_sync(model):
+            accelerator.backward(model(torch.ones(1, 1)).mean())
+        accelerator.backward(other(torch.ones(1, 1)).mean())
+        optimizers[1].step()
+        accelerator.backward(model(torch.ones(1, 1)).mean())
+        gradient = model.weight.grad.item()
+        accelerator.clip_grad_norm_(model.parameters(), 1e9)
+        return gradient, model.weight.grad.item()
+
+    handlers = [GradScalerKwargs(init_scale=8.0, growth_interval=1)]
+    for reduction in ("mean", "canonical"):
+        found = run_ranks(run, 2, mixed_precision="fp16", kwargs_handlers=handlers, reduction=reduction)
+        assert found == [(32.0, 2.0)] * 2
+
+
 def test_outside_of_its_loop_nobody_knows_where_a_window_ends() -> None:
     accelerator = Accelerator(context=Context().replace(gradient_accumulation_steps=2))
     model = accelerator.prepare(one_weight())

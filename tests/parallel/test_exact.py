@@ -174,23 +174,39 @@ def same_bits(one: Grads, other: Grads) -> bool:
     return bits(one) == bits(other)
 
 
+def clear(model: nn.Module, how: str) -> None:
+    if how == "some":
+        for one in [*model.parameters()][1::2]:
+            one.grad = None
+    elif how == "in place":
+        torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+    elif how:
+        model.zero_grad()
+
+
+CLEARED = st.sampled_from(["", "", "all", "some", "in place"])
+
+
 @given(
     st.sampled_from([1, 2, 3, 4, 6, 12]),
     st.lists(st.lists(st.integers(1, 31), min_size=12, max_size=12), min_size=1, max_size=3),
-    st.lists(st.booleans(), min_size=3, max_size=3),
+    st.lists(CLEARED, min_size=3, max_size=3),
+    st.tuples(CLEARED, st.integers(0, 12)),
     st.booleans(),
 )
 def test_gradients_are_those_that_torch_adds_up_one_by_one(
-    world: int, windows: list[list[int]], cleared: list[bool], each: bool
+    world: int, windows: list[list[int]], cleared: list[str], dropped: tuple[str, int], each: bool
 ) -> None:
+    how, until = dropped[0], dropped[1] // world * world  # in the middle of each window
     model = Parts()
     expected: list[Grads] = []
     for number, window in enumerate(windows):
         for microbatch, used in enumerate(window):
             (model(used, 100 * number + microbatch) / 12).backward()
+            if microbatch + 1 == until < 12:
+                clear(model, how)
         expected.append(grads_of(model))
-        if cleared[number]:
-            model.zero_grad()
+        clear(model, cleared[number])
 
     def run(ctx: Context) -> list[Grads]:
         model = af.prepare_model(ctx, Parts())
@@ -207,8 +223,9 @@ def test_gradients_are_those_that_torch_adds_up_one_by_one(
                 scaler = af.backward(ctx, loss, scaler, micro)
             if micro.sync:
                 found.append(grads_of(model))
-                if cleared[number]:
-                    model.zero_grad()
+                clear(model, cleared[number])
+            elif (micro.place + 1) * world == until:
+                clear(model, how)
         return found
 
     plugin = af.GradientAccumulationPlugin(num_steps=12 // world, sync_each_batch=each)
@@ -303,7 +320,7 @@ def test_ranks_that_close_different_windows_hear_of_it() -> None:
         with af.no_sync(ctx, *([model] if ctx.rank else [])):
             af.backward(ctx, model(31, 0), af.init_scaler(ctx))
 
-    with pytest.raises(MismatchError, match=r"window  closes=False open=False +closes=True open=False"):
+    with pytest.raises(MismatchError, match=r"window  closes=False sums=0 +closes=True sums=0"):
         run_ranks(run, 2, reduction="canonical")
 
 

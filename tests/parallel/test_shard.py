@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 import accelfn as af
-from accelfn import Context, FullyShardedDataParallelPlugin
+from accelfn import Context, FullyShardedDataParallelPlugin, GradScalerKwargs
 from accelfn.errors import ConfigurationError, DistributedError, MismatchError
 from accelfn.parallel import plan_model, register_forward_method
 from accelfn.parallel.facts import read_facts
@@ -245,7 +245,7 @@ CLEAR: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-def test_gradients_that_wait_in_an_open_window_are_dropped_where_gradients_are_cleared() -> None:
+def test_gradients_that_wait_in_an_open_window_are_cleared_and_rescaled_with_those_that_are_shown() -> None:
     def gradients(ctx: Context, way: str, is_late: bool) -> dict[str, torch.Tensor]:
         model, optimizer = prepared(ctx)
         ids, scaler = lm.ids_of(ctx), af.init_scaler(ctx)
@@ -267,14 +267,28 @@ def test_gradients_that_wait_in_an_open_window_are_dropped_where_gradients_are_c
         accelerator.backward(model(lm.ids_of(ctx)).cos().mean())
         return lm.whole(model, "grad")
 
+    def beside_a_step(ctx: Context) -> dict[str, torch.Tensor]:
+        scaler = GradScalerKwargs(init_scale=8.0, growth_interval=1)  # the step doubles the scale
+        accelerator = af.Accelerator(context=ctx.replace(mixed_precision="fp16", kwargs_handlers=[scaler]))
+        pairs = [accelerator.prepare(one, lm.sgd(one.parameters())) for one in (lm.make(), lm.make())]
+        (model, _), (other, optimizer) = pairs
+        with accelerator.no_sync(model):
+            accelerator.backward(model(lm.ids_of(ctx)).sin().mean())
+        accelerator.backward(other(lm.ids_of(ctx)).sin().mean())
+        optimizer.step()
+        accelerator.backward(model(lm.ids_of(ctx)).cos().mean())
+        return lm.whole(model, "grad")
+
     def on_rank(ctx: Context) -> list[dict[str, torch.Tensor]]:
         in_bf16 = ctx.replace(mixed_precision="bf16")  # where FSDP keeps what waits elsewhere
         ways = zip(CLEAR, itertools.cycle((False, True)), strict=False)
-        return [by_the_shim(ctx), gradients(in_bf16, "model", False), *(gradients(ctx, *one) for one in ways)]
+        rest = [gradients(in_bf16, "model", False), *(gradients(ctx, *one) for one in ways)]
+        return [by_the_shim(ctx), beside_a_step(ctx), *rest]
 
-    shim, _, *plain = on_rank(Context())
-    for found_by_shim, in_bf16, *found in sharded(on_rank):
+    shim, rescaled, _, *plain = on_rank(Context())
+    for found_by_shim, found_rescaled, in_bf16, *found in sharded(on_rank):
         assert lm.is_close(found_by_shim, shim)
+        assert all((found_rescaled[name] - one).abs().max() < 0.1 for name, one in rescaled.items())
         assert all(map(lm.is_close, found, plain))
         assert all((in_bf16[name] - one).abs().max() < 0.01 for name, one in plain[0].items())
 

@@ -300,7 +300,7 @@ def _skip(p: Program, draft: Draft) -> None:
 
 @feature("zero", ("", "model", "zeros", "first", "drop"))
 def _zero(p: Program, draft: Draft) -> None:
-    """Where gradients are cleared; with "drop" the first batch of a window is lost on purpose."""
+    """Where gradients are cleared; with "drop" half of a window, or less, is lost on purpose."""
     if p["zero"] in ("model", "zeros", "first"):
         draft.words["kept"] = ", clear_gradients=False"
     if p["zero"] == "model":
@@ -310,7 +310,8 @@ def _zero(p: Program, draft: Draft) -> None:
     elif p["zero"] == "first":
         draft.add("batch", "if micro.place == 0:\n    model.zero_grad()")
     elif p["zero"] == "drop":
-        draft.add("batch_end", "if micro.place == 0 and not micro.sync:\n    optimizer.zero_grad()")
+        last = p["accumulation"] // 2 - 1
+        draft.add("batch_end", f"if micro.place == {last} and not micro.sync:\n    optimizer.zero_grad()")
 
 
 @feature("leave", (False, True))
@@ -373,6 +374,10 @@ RULES: tuple[Rule, ...] = (
     Rule("a list has no options of a loader", together("source=list", "drop_last workers save")),
     Rule("a list has full batches", lambda p: p["source"] == "list" and is_uneven(p)),
     Rule("exact mode has all microbatches", together("exact", "skip leave")),
+    Rule(
+        "exact mode loses the same half of a window on one rank, with longer ones",
+        lambda p: p["exact"] and p["zero"] == "drop" and p["accumulation"] % 2 == 1,
+    ),
     Rule(
         "exact mode has equal microbatches",
         lambda p: p["exact"] and num_rows(p) % (p["batch"] * p["dp"] * p["accumulation"]) > 0,
