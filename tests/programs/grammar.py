@@ -331,6 +331,15 @@ _RULES = (
     ),
     Rule("rows of one task are looked at together", lambda p: bool(p["evaluate"]) and "branch" in _kinds(p)),
     Rule(
+        "microbatches of a batch are of one task",
+        lambda p: (
+            p["pp"] > 1
+            and "branch" in _kinds(p)
+            and loops.num_rows(p) % p["batch"] > 0
+            and (p["dp"] * p["shard"] > 1 or p["source"] == "sampler")
+        ),
+    ),
+    Rule(
         "a stage returns what the loss needs", together("pp", "critic loss=twice|l2|penalty|method|backwards")
     ),
     Rule("parameters of two stages aren't changed by hand", together("pp clamp tied")),
