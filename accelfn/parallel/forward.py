@@ -274,7 +274,8 @@ def plan_recompute(facts: ModelFacts, units: Iterable[str]) -> tuple[str, ...]:
         raise ConfigurationError(
             f"fsdp_plugin: activation_checkpointing recomputes units one by one, and {facts.kinds['']} is a "
             "single unit. Pass transformer_cls_names_to_wrap or another auto_wrap_policy, or leave "
-            "activation_checkpointing out."
+            "activation_checkpointing out; for this model alone with a context of its own: prepare_model("
+            "ctx.replace(fsdp_plugin=dataclasses.replace(plugin, activation_checkpointing=False)), model)."
         )
     return tuple(
         name for name in facts.kinds if name in chosen and owner_of(name.rpartition(".")[0], chosen) is None

@@ -127,6 +127,11 @@ def test_outer_units_are_recomputed_and_a_single_one_is_refused() -> None:
     assert plan_recompute(facts, ("second", "first.1", "first", "")) == ("first", "second")
     with pytest.raises(ConfigurationError, match="Nested is a single unit"):
         plan_recompute(facts, ("",))
+    with af.init_context(fsdp_plugin=RECOMPUTED) as ctx:  # as a critic beside a model
+        with pytest.raises(ConfigurationError, match="for this model alone with a context of its own"):
+            af.prepare_model(ctx, nn.Linear(2, 1))
+        without = replace(RECOMPUTED, activation_checkpointing=False)
+        af.prepare_model(ctx.replace(fsdp_plugin=without), nn.Linear(2, 1))
     own: Any = Nested()
     own.first.gradient_checkpointing = True  # as models of transformers say it
     with pytest.raises(ConfigurationError, match="first has its own gradient_checkpointing on"):
