@@ -37,6 +37,7 @@ from accelfn.parallel.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
 from accelfn.parallel.handle import handles_of, has_engine, uncompiled
 from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
 from accelfn.parallel.parameters import (
+    check_filled,
     materialize,
     names_on_meta,
     newest,
@@ -117,7 +118,7 @@ def check_devices(ctx: Context, model: nn.Module, *, is_spread: bool = False) ->
     Args:
         ctx: The world.
         model: Not prepared yet.
-        is_spread: Whether ranks share it: then parameters may be on the meta device beside real buffers.
+        is_spread: Whether ranks share it.
 
     Raises:
         ConfigurationError: It is on several devices, there are several ranks, and the variable
@@ -127,9 +128,10 @@ def check_devices(ctx: Context, model: nn.Module, *, is_spread: bool = False) ->
     _check_quantised(ctx, model)
     if ctx.num_processes == 1 or ctx.strategy.bypass_device_map:
         return
+    gets_memory = is_spread or not is_placed(model)
     places: dict[str, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not (is_spread and tensor.is_meta):  # these get memory on this rank's device
+        if not (gets_memory and tensor.is_meta):  # on this rank's device
             places.setdefault(str(tensor.device), name)
     if verify_device_map(model):
         found = "a device map has spread it over several"
@@ -405,7 +407,7 @@ def prepare_model(
     Raises:
         ConfigurationError: Another context has prepared it, or it is inside of a prepared wrapper; or it is
             on several devices, and there are several ranks (the variable ``ACCELFN_BYPASS_DEVICE_MAP`` allows
-            it), or on the meta device without being spread over ranks; or it is quantised on another device.
+            it); or it is quantised on another device.
             It was sharded by torch's FSDP, or is a ``DistributedDataParallel`` over other processes.
             Ranks share it, and a parameter has a hook on its gradient.
         NotAvailableError: An optimizer of its parameters, prepared before or in the same call of
@@ -432,14 +434,20 @@ def prepare_model(
         return _marked(ctx, inner, replicate(ctx, model))
     if evaluation_mode:
         check_devices(ctx, model)
-        model = _with_compute(ctx, _placed(ctx, model))
+        model, empty = _placed(ctx, model)
+        refuse_unfilled(model, empty)
+        model = _with_compute(ctx, model)
         setattr(model, _MARK, mark_of(ctx)._replace(is_alone=True))
         return model
     settled = _agreed(ctx, lambda: _planned(ctx, model, plan))
     if not settled.is_spread and was_prepared:
+        _agreed(ctx, lambda: check_filled("prepare_model", model))
         return _marked(ctx, model, replicate(ctx, model))
+    empty: tuple[str, ...] = ()
     if not settled.is_spread:
-        model = _placed(ctx, model)
+        model, empty = _placed(ctx, model)
+    if empty and ctx.num_processes > 1:  # what none of them has can't be sent by rank 0
+        agree(ctx, Call("prepare_model of tensors on the meta device", ", ".join(empty)))
     _reset_forward(model)
     check_packed(ctx, model)
     if settled.is_spread:
@@ -448,6 +456,7 @@ def prepare_model(
             rows = {name: rows[name] for name in ("mesh", "pipeline", "schedule")}
         agree(ctx, Call("prepare_model", repr(rows), lambda: rows))
     result = apply_model(ctx, model, settled)
+    refuse_unfilled(model, empty)  # after replicas have exchanged what is in the memory
     if settled.shard is None or settled.shard.autocasts:
         with_precision(ctx, model)
     return _marked(ctx, model, result)
@@ -470,26 +479,17 @@ def _planned(ctx: Context, model: nn.Module, plan: ModelPlan | None) -> ModelPla
     check_devices(ctx, model, is_spread=settled.is_spread)
     if settled.is_spread:
         refuse_hooks(model)
-    if settled.is_spread or ctx.num_processes == 1 or is_placed(model):
-        return settled
-    empty = names_on_meta(model)
-    if empty:
-        raise ConfigurationError(
-            f"prepare_model: {empty[0]} is on the meta device, but every rank would hold the full model. "
-            "Shard it (fsdp_plugin), so that each rank loads its shards; or load it first."
-        )
     return settled
 
 
-def _placed(ctx: Context, model: M) -> M:
-    if not ctx.device_placement or is_placed(model):
-        return model
+def _placed(ctx: Context, model: M) -> tuple[M, tuple[str, ...]]:
+    """Move a model to this rank's device; return also the names of what had no memory, and has it now."""
+    if is_placed(model):
+        return model, ()
     empty = names_on_meta(model)
     if empty:
         materialize(model, ctx.device)
-    model = model.to(ctx.device)
-    refuse_unfilled(model, empty)
-    return model
+    return model.to(ctx.device) if ctx.device_placement else model, empty
 
 
 def _reset_forward(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelfn.errors import ConfigurationError, RemoteRankError
+from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
 from accelfn.tree import local_of
 from tests.parallel import shard_models as lm
@@ -93,10 +93,37 @@ def check(ctx: Context, folder: Path) -> None:
     # The first rank has what all begin with.
     with pytest.raises(ConfigurationError, match=r"embed\.weight is on the meta device on rank 0, but has v"):
         af.prepare_model(ctx, on_meta() if ctx.rank == 0 else Model())
+    check_replicas(ctx, folder)
+
+
+def check_replicas(ctx: Context, folder: Path) -> None:
+    """Each rank holds all of a model, and reads it."""
+    if ctx.is_main_process:
+        af.save_model(Context(), Model(), folder / "replicas")
+    af.wait_for_everyone(ctx)
+    model = on_meta()
+    model = af.prepare_model(ctx, model, plan=af.plan_model(ctx, model, engine="ddp"))
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=UNFILLED):
+            model(tm.make_batch(seed=1)[0])
+    af.load_model(model, folder / "replicas")
+    assert model.head.weight is model.embed.weight
+    assert is_equal(getattr(model, "module", model), Model())
+    # What no file has isn't there because replicas send it to each other.
     with torch.device("meta"):
-        model = nn.Linear(1, 1)
-    with pytest.raises(ConfigurationError, match=r"every rank would hold the full model"):
-        af.prepare_model(ctx, model, plan=af.plan_model(Context(), model))
+        model = Model()
+    model = af.prepare_model(ctx, model, plan=af.plan_model(ctx, model, engine="ddp"))
+    af.load_model(model, folder / "replicas")
+    with pytest.raises(ConfigurationError, match=r"forward: shift came from the meta device and never got"):
+        model(tm.make_batch(seed=1)[0])
+    model = af.prepare_model(ctx, on_meta(), evaluation_mode=True)
+    if af.plan_model(ctx, model).engine == "ddp":
+        with pytest.raises(ConfigurationError, match=r"prepare_model: embed\.weight, .* never got values"):
+            af.prepare_model(ctx, model)
+    # A rank that has loaded it doesn't fill the others.
+    model = on_meta() if ctx.rank else Model()
+    with pytest.raises(MismatchError, match="rank 1 called prepare_model of tensors on the meta device"):
+        af.prepare_model(ctx, model, plan=af.plan_model(ctx, model, engine="ddp"))
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -111,6 +138,10 @@ def test_ranks_take_their_parts_of_what_rank_0_or_a_file_holds(tp: int, tmp_path
         parallelism_config=config,
         timeout_s=120,
     )
+
+
+def test_replicas_that_are_threads_read_what_a_file_holds(tmp_path: Path) -> None:
+    run_ranks(lambda ctx: check_replicas(ctx, tmp_path), 2)
 
 
 def test_one_rank_gives_memory_too_and_keeps_ties(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accelfn as af
 from accelfn import Accelerator, Context
@@ -34,9 +35,11 @@ def test_a_device_map_counts_where_it_names_several_devices() -> None:
 @pytest.mark.parametrize(("on", "evaluation_mode"), [("memory", True), ("processes", False)])
 def test_several_ranks_refuse_a_model_on_several_devices(on: Where, evaluation_mode: bool) -> None:
     def run(ctx: Context) -> None:
-        on_meta = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+        on_gpu = nn.Linear(1, 1)
+        with FakeTensorMode():  # as if there were one
+            on_gpu.weight = nn.Parameter(torch.empty(1, 1, device="cuda"))
         for model, found in (
-            (on_meta, "0.weight is on cpu, 1.weight is on meta"),
+            (nn.Sequential(nn.Linear(1, 1), on_gpu), "0.weight is on cpu, 1.weight is on cuda:0"),
             (mapped({"a": 0, "b": 1}), "a device map has spread it"),
         ):
             with pytest.raises(ConfigurationError, match=f"of the 2 ranks holds .* several: {found}"):
