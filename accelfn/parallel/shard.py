@@ -755,13 +755,23 @@ class ShardHandle(Handle):
         """
         if group._orig_dtype is None:  # of what was trained in the first forward pass: then nothing was
             group._init_mp_dtypes()
+        has_accumulated, new = False, list[Any]()
         for record in group.fsdp_params if group.reduce_grads else ():
-            whole = getattr(record, "_unsharded_param", None)
-            if whole is None or whole.grad is not None or record.unsharded_accumulated_grad is not None:
+            if record.unsharded_accumulated_grad is not None:
+                has_accumulated = True
                 continue
-            if record.sharded_param.requires_grad and self._sets_gradients():
+            whole = getattr(record, "_unsharded_param", None)
+            if whole is None:
+                continue
+            if whole.grad is None:
+                if not (record.sharded_param.requires_grad and self._sets_gradients()):
+                    continue
                 whole.grad = torch.zeros_like(whole).neg_()
                 self._unused.append(record)
+            new.append(record)
+        # Gradients of earlier batches of a window are in the dtype in which all are reduced.
+        for record in new if has_accumulated else ():
+            record.to_accumulated_grad_if_needed()
         cast("Any", type(group)).post_backward(group, *unused)
 
     def _sets_gradients(self) -> bool:
@@ -783,7 +793,8 @@ class ShardHandle(Handle):
             self._show_shards()
         for record in self._unused:
             shard = record.sharded_param
-            if _is_minus_zero(local_of(shard.grad)):
+            # Twice, where the forward pass has called the unit twice.
+            if shard.grad is not None and _is_minus_zero(local_of(shard.grad)):
                 shard.grad = None
         self._unused.clear()
         if not self._syncs:
