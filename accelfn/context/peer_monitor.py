@@ -273,7 +273,8 @@ class PeerMonitor:
             elif ended_now != ended:
                 ended, since = ended_now, time.monotonic()
             state.done.wait(min(max(_POLL_S, waited_s / 4), _NEWS_S))
-        self.board.post(f"at/{self.rank}", "")
+        if not self.call_log.over:  # else it has waited in vain, and others ask who did
+            self.board.post(f"at/{self.rank}", "")
 
     def _has_skipped(self, own: _Position, other: _Position) -> bool:
         """Return whether another rank has skipped the reduction or gathering in which this one waits."""
