@@ -302,8 +302,9 @@ class Loss(NamedTuple):
 
 
 def announce_loss(board: MessageBoard, loss: Loss) -> None:
-    """Post that a process has ended, or is about to."""
-    append_text(board, "lost", json.dumps(loss))
+    """Post that a process has ended, or is about to: once, for the first reason that is given."""
+    why = board.post_once(f"why/{loss.name}", loss.why)
+    append_text(board, "lost", json.dumps(loss._replace(why=why)))
 
 
 def losses_from(board: MessageBoard, first: int) -> list[Loss]:
@@ -312,7 +313,7 @@ def losses_from(board: MessageBoard, first: int) -> list[Loss]:
 
 
 def append_text(board: MessageBoard, name: str, text: str) -> None:
-    """Append a text, which no other process appends, to a list on the board."""
+    """Append a text to a list on the board, unless it is there."""
     number = 0
     while board.post_once(f"{name}/{number}", text) != text:
         number += 1

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from accelfn.comm import broadcast_object_list, failing_together, wait_for_everyone
 from accelfn.context import Context, MessageBoard, store_board
+from accelfn.context.failure import Loss, announce_loss, losses_from
 from accelfn.errors import (
     Caller,
     ConfigurationError,
@@ -202,3 +203,10 @@ def test_a_board_whose_host_has_ended_is_as_if_it_were_not_there(tmp_path: Path)
     with pytest.raises(MissingRankError):
         run_ranks(work, 2, "processes", timeout_s=20)
     assert (tmp_path / "empty").exists()
+
+
+def test_a_loss_is_announced_once_for_the_first_reason() -> None:
+    board = store_board(HashStore())
+    for name, why in (("0.0", "raised KeyError"), ("1.0", "was killed"), ("0.0", "ended with exit status 1")):
+        announce_loss(board, Loss(name, why))
+    assert losses_from(board, 0) == [Loss("0.0", "raised KeyError"), Loss("1.0", "was killed")]

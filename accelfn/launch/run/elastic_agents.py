@@ -187,14 +187,17 @@ class _Training:
         self._machines = machines
         self._machine_rank, self._size, self._local_size = slots[0].machine_rank, slots[0].size, len(slots)
         self._lost: set[int] = set()
+        self._lock = threading.Lock()  # the agent of each slot polls
 
     def poll(self) -> bool:
         """Read whether the training is over, and declare the processes of lost machines dead."""
         if not self.over_s and self.board.read("over") is not None:
             self.over_s = time.monotonic()
         lost = self._machines.lost() if self._machines and self._machine_rank == 0 else {}
-        for machine_rank in lost.keys() - self._lost:
-            self._lost.add(machine_rank)
+        with self._lock:
+            new = lost.keys() - self._lost
+            self._lost |= new
+        for machine_rank in new:
             first = machine_rank * self._local_size
             for rank in range(first, first + self._local_size):
                 record = self.read(rank)

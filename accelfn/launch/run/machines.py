@@ -93,14 +93,16 @@ def join_machines(
                 f"machine 0 could not be reached at {host}:{port} within {timeout_s:g} seconds. Check "
                 "--main_process_ip, --main_process_port and the firewall, and that accelfn launch runs there."
             )
-        # One operation takes a place and writes the record: a launcher may be killed at any time.
-        index, record = 0, json.dumps({**this, "id": uuid.uuid4().hex})
-        while store.compare_set(f"accelfn/machine/{index}", "", record).decode() != record:
-            index += 1
-        if server is not None:
-            mismatch = _compare(server, num_machines, until_s, f"{host}:{port} within {timeout_s:g} seconds")
-        else:
-            mismatch = _read_result(store, until_s + _CONNECT_S)
+        index = 0
+        try:
+            index = _append(store, "accelfn/machine", json.dumps({**this, "id": uuid.uuid4().hex}))
+            if server is not None:
+                where = f"{host}:{port} within {timeout_s:g} seconds"
+                mismatch = _compare(server, num_machines, until_s, where)
+            else:
+                mismatch = _read_result(store, until_s + _CONNECT_S)
+        except RuntimeError as error:
+            mismatch = f"lost the connection to machine 0: {error}. See its output."
     if mismatch:
         raise ConfigurationError(mismatch)
     return Machines(
@@ -118,6 +120,17 @@ def _open_store(host: str, port: int, timeout_s: float, *, is_host: bool) -> TCP
         wait_for_workers=False,
         multi_tenant=is_host,
     )
+
+
+def _append(store: TCPStore, name: str, text: str, first: int = 0) -> int:
+    """Write a text, which no other launcher writes, to the first free place of a list; return its number.
+
+    In one operation: a launcher may be killed at any time.
+    """
+    number = first
+    while store.compare_set(f"{name}/{number}", "", text).decode() != text:
+        number += 1
+    return number
 
 
 def _compare(store: TCPStore, num_machines: int, until_s: float, where: str) -> str:
@@ -146,15 +159,12 @@ def _compare(store: TCPStore, num_machines: int, until_s: float, where: str) -> 
 
 
 def _read_result(store: TCPStore, until_s: float) -> str:
-    try:
-        while not store.check(["accelfn/result"]):
-            if time.monotonic() > until_s:
-                return "machine 0 did not answer in time. See its output."
-            time.sleep(_POLL_S)
-        mismatch = store.get("accelfn/result").decode()
-        store.add("accelfn/read", 1)
-    except RuntimeError as error:
-        return f"lost the connection to machine 0: {error}. See its output."
+    while not store.check(["accelfn/result"]):
+        if time.monotonic() > until_s:
+            return "machine 0 did not answer in time. See its output."
+        time.sleep(_POLL_S)
+    mismatch = store.get("accelfn/result").decode()
+    store.add("accelfn/read", 1)
     return mismatch
 
 
@@ -264,17 +274,16 @@ class Machines:
     def _post(self, sender: int, machine: Mapping[str, Any], message: Mapping[str, Any]) -> None:
         sent = {"sender": sender, "machine_rank": machine["machine_rank"], "name": _name(machine), **message}
         with contextlib.suppress(RuntimeError):  # the host of the store has ended
-            number = self.store.add("accelfn/messages", 1)
-            self.store.set(f"accelfn/message/{number}", json.dumps(sent))
+            _append(self.store, "accelfn/message", json.dumps(sent), self._num_read)
 
     def poll(self) -> None:
         """Read new messages, and send a heartbeat."""
         try:
             self.store.add(f"accelfn/heartbeat/{self._index}", 1)
             self._disconnected_s = 0.0
-            for number in range(self._num_read + 1, self.store.add("accelfn/messages", 0) + 1):
-                message = json.loads(self.store.get(f"accelfn/message/{number}"))
-                self._num_read = number
+            while self.store.check([key := f"accelfn/message/{self._num_read}"]):
+                message = json.loads(self.store.get(key))
+                self._num_read += 1
                 if message["sender"] != self._index:
                     self._messages[message["sender"]] = {**message, "received_s": time.time()}
             if self._is_host:

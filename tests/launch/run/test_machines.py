@@ -5,9 +5,11 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.launch import is_port_free
@@ -94,6 +96,19 @@ def test_a_launcher_that_is_killed_while_it_joins_is_missing(monkeypatch: pytest
     assert second == "killed"
 
 
+def test_a_launcher_hears_of_the_end_of_machine_0_while_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: Callable[..., Any] = module.TCPStore.compare_set
+
+    def write(store: Any, key: str, *values: str) -> Any:
+        if '"machine_rank": 1' in values[-1]:
+            raise DistNetworkError("Connection reset by peer")
+        return plain(store, key, *values)
+
+    monkeypatch.setattr(module.TCPStore, "compare_set", write)
+    _, second = meet(0, 1, timeout_s=0.5)
+    assert second == "lost the connection to machine 0: Connection reset by peer. See its output."
+
+
 def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CONNECT_S", 0.5)
     with socket.socket() as listener:
@@ -104,6 +119,33 @@ def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatc
         (reported,) = meet(0, num_machines=2, timeout_s=0.5, port=port)
         assert f"can't use port {port} of this machine" in reported
     assert is_port_free(int(free_port()))
+
+
+def test_a_launcher_that_is_killed_while_it_reports_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(name: str) -> Callable[..., Any]:
+        plain: Callable[..., Any] = getattr(module.TCPStore, name)
+
+        def write(store: Any, key: str, *values: str) -> Any:
+            is_report = '"state": "failed"' in values[-1]
+            return values[-1].encode() if is_report else plain(store, key, *values)
+
+        return write
+
+    for name in ("set", "compare_set"):
+        monkeypatch.setattr(module.TCPStore, name, lost(name))
+
+    def act(index: int, joined: Machines) -> Any:
+        joined.store.set_timeout(timedelta(seconds=1))
+        if index == 1:
+            joined.report("failed")
+        until_s = time.monotonic() + 20
+        while index == 0 and joined.stop_reason() is None and time.monotonic() < until_s:
+            joined.poll()
+            time.sleep(0.05)
+        return joined.stop_reason()
+
+    reason, _ = meet(0, 1, then=act, silent_s=0.5)
+    assert reason["text"].startswith("the launcher on machine 1 (")
 
 
 FAILED = Failure(
