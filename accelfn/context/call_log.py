@@ -9,8 +9,11 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Frames of a progress bar, a thread pool or a test runner aren't the user's, and may differ between ranks: a
@@ -90,9 +93,11 @@ class BackwardPass(list[Callable[[], None]]):
 
     Attributes:
         is_exact: Whether its context sums gradients in exact mode.
+        value: What is differentiated.
     """
 
     is_exact: bool = False
+    value: torch.Tensor | None = None
 
 
 class OpenRead:

@@ -348,8 +348,8 @@ def syncing(syncs: bool, *models: nn.Module) -> Generator[None, None, None]:
     Ranks: all in the same way; doesn't communicate by itself.
 
     Raises:
-        ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph: both
-            need a forward pass that is going to be averaged.
+        ConfigurationError: DistributedDataParallel has a static graph, which needs a forward pass that is
+            going to be averaged.
     """
     with ExitStack() as stack:
         for handle in map(handle_of, models):

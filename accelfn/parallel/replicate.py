@@ -192,7 +192,8 @@ class DDPHandle(Handle):
 
     Torch averages only after a forward pass of the wrapper. Before any other backward pass (the loss came
     from another method, from a function over the inner model, or it is the second one after a forward pass),
-    the first parameter that gets a gradient prepares torch's reducer. And it averages only where all
+    the first parameter that gets a gradient prepares torch's reducer, by what :func:`accelfn.backward`
+    differentiates where torch looks for unused parameters itself. And it averages only where all
     parameters get a gradient: at the end of :func:`accelfn.backward`, others get zeros that change no sum.
     """
 
@@ -242,14 +243,13 @@ class DDPHandle(Handle):
         """Average gradients in backward passes inside, including those accumulated before.
 
         Raises:
-            ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph.
+            ConfigurationError: DistributedDataParallel has a static graph.
         """
         ddp: Any = self._model()
-        if ddp.find_unused_parameters or ddp.static_graph:
-            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
+        if ddp.static_graph:
             raise ConfigurationError(
-                f"trigger_sync_in_backward: with {option}, DistributedDataParallel must know in the forward "
-                "pass that its gradients will be averaged. Run the last forward pass outside of no_sync."
+                "trigger_sync_in_backward: with static_graph, DistributedDataParallel must know in the "
+                "forward pass that its gradients will be averaged. Run the last one outside of no_sync."
             )
         before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True  # `_begin` does the rest
@@ -309,19 +309,25 @@ class DDPHandle(Handle):
             self._unreduced = IN_NO_SYNC
         elif is_announced:
             self._unreduced = None
-        elif ddp.find_unused_parameters or ddp.static_graph or self.is_shared:
-            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
+        elif ddp.static_graph or self.is_shared:
             self._unreduced = (
                 "the loss wasn't computed by a call of the prepared model, which torch requires with "
-                + ("parameters in two prepared models" if self.is_shared else f"{option}=True")
+                + ("parameters in two prepared models" if self.is_shared else "static_graph=True")
                 + ". Compute it in the model's forward, and call the prepared model"
+            )
+        elif ddp.find_unused_parameters and (call_log.backward is None or call_log.backward.value is None):
+            self._unreduced = (
+                "the loss wasn't computed by a call of the prepared model, from which torch would look for "
+                "unused parameters. Call accelfn.backward in place of loss.backward()"
             )
         else:
             self._unreduced = None
             if not is_nested:
                 if ddp.reducer._rebuild_buckets():  # once, as before a forward pass
                     ddp._has_rebuilt_buckets = True
-                ddp.reducer.prepare_for_backward([])
+                # From it torch looks for unused parameters where it is to.
+                value = None if call_log.backward is None else call_log.backward.value
+                ddp.reducer.prepare_for_backward([] if value is None else [value])
 
     def _complete(self) -> None:
         """After a backward pass: take part in the averages that torch has not begun on this rank."""

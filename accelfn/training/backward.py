@@ -300,7 +300,7 @@ def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
     """Add the gradients of ``value`` to the parameters' own, with options of ``torch.Tensor.backward``."""
     call_log = ctx.collectives.call_log
     running = BackwardPass()
-    running.is_exact = ctx.reduction is not None
+    running.is_exact, running.value = ctx.reduction is not None, value
     before, call_log.backward = call_log.backward, running
     try:
         try:
@@ -531,8 +531,7 @@ def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, 
         model: From :func:`prepare_model`; models without an engine are ignored.
 
     Raises:
-        ConfigurationError: ``find_unused_parameters`` or ``static_graph`` is on, which needs torch to know
-            in the forward pass.
+        ConfigurationError: ``static_graph`` is on, which needs torch to know in the forward pass.
     """
     check_context("trigger_sync_in_backward", ctx)
     del ctx

@@ -235,7 +235,9 @@ def test_ranks_may_use_other_parameters(on: Where) -> None:
     def found_in(model: nn.Module) -> list[float | None]:
         return [None if one.grad is None else float(one.grad.mean()) for one in model.parameters()]
 
-    def run(ctx: Context) -> list[list[float | None]]:
+    def run(ctx: Context, finds_unused: bool) -> list[list[float | None]]:
+        options = DistributedDataParallelKwargs(bucket_cap_mb=1, find_unused_parameters=finds_unused)
+        ctx = ctx.replace(kwargs_handlers=[options])
         model, found = af.prepare_model(ctx, make()), list[list[float | None]]()
         for frozen in (False, True, False):
             model.zero_grad()
@@ -252,13 +254,12 @@ def test_ranks_may_use_other_parameters(on: Where) -> None:
 
     expected = [alone(frozen) for frozen in (False, True, False)]
     assert expected[1][0] is None
-    options = [DistributedDataParallelKwargs(bucket_cap_mb=1)]
-    for found in run_ranks(run, 2, on, kwargs_handlers=options):
-        assert found == expected
+    for found in run_ranks(lambda ctx: [run(ctx, False), run(ctx, True)], 2, on):
+        assert found == [expected] * 2
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_where_torch_must_know_the_forward_pass_another_loss_is_refused(option: str) -> None:
+def test_where_torch_must_know_what_is_differentiated_another_loss_is_refused(option: str) -> None:
     def run(ctx: Context) -> list[str]:
         model = af.prepare_model(ctx, Net())
         optimizer, found = sgd(model), list[str]()
@@ -271,7 +272,8 @@ def test_where_torch_must_know_the_forward_pass_another_loss_is_refused(option: 
     options = [DistributedDataParallelKwargs(**chosen)]
     for found in run_ranks(run, 2, "processes", kwargs_handlers=options):
         assert [bool(text) for text in found] == [False, False, True, False]
-        assert "call the prepared model" in found[2]
+        words = "call the prepared model" if option == "static_graph" else "Call accelfn.backward"
+        assert words in found[2]
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])
