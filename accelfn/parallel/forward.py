@@ -516,7 +516,7 @@ def _check_sharded(ctx: Context, args: Any, kwargs: Any) -> None:
             f"forward: ranks along {axes} share sequences, but all of them called the model with the same "
             "tensors: sequences that weren't sharded. Name the tensors to shard, as in "
             'DataLoaderConfiguration(sequence={"ids": 1, "labels": 1}), and take batches from a prepared '
-            "loader or microbatches; or call shard_sequence."
+            'loader or microbatches; or shard your own: shard_sequence(ctx, batch, {"ids": 1, "labels": 1}).'
         )
 
 

@@ -107,7 +107,9 @@ def check_scaler(
     if is_closed and scaler_state.is_open:
         raise ValueError(
             f"{operation}: the accumulation window is still open, so the current gradients are neither "
-            "complete nor averaged over the ranks. Put the call under `if micro.sync:`."
+            "complete nor averaged over the ranks. Put the call under `if micro.sync:`. Where the batch that "
+            "closes a window is left out, leave out the step too, and the next window adds to its gradients; "
+            "or pass its loss as zero: backward(ctx, 0 * loss, scaler, micro)."
         )
     if divides and scaler_state.weight_is_used:
         raise ValueError(
