@@ -386,7 +386,7 @@ def _check_static(parameters: Mapping[str, torch.Tensor], output: Any) -> None:
     if frozen is not None:
         raise ConfigurationError(
             f"forward: static_graph=True promises that every pass trains the same parameters, and {frozen} "
-            "was frozen after prepare. Use static_graph=False."
+            "was frozen after prepare. Freeze it before, or use static_graph=False if it is trained at times."
         )
     leaves = tree_leaves(output)
     strange = next((one for one in leaves if not isinstance(one, (torch.Tensor, *WITHOUT_TENSORS))), None)
