@@ -54,6 +54,7 @@ DistributedType: Any = QualifiedEnum(
     {member.name: member.value for member in config.DistributedType},
     module="accelerate.utils.dataclasses",
 )
+DistributedType.__doc__ = config.DistributedType.__doc__
 
 
 class ComputeEnvironment(QualifiedEnum):
