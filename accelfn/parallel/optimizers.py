@@ -38,7 +38,7 @@ _UNAVAILABLE = MappingProxyType(
 _NEEDS_SHAPES = frozenset({("torch", "Muon"), ("torch", "Adafactor")})
 
 # torch's optimizers with a step, or a fused step, for which DTensor has no rule.
-_NOT_ON_SHARDS = frozenset({("torch", "Adafactor"), ("torch", "Rprop")})
+_NOT_ON_SHARDS = frozenset({("torch", "Adafactor"), ("torch", "LBFGS"), ("torch", "Rprop")})
 _NOT_FUSED_ON_SHARDS = frozenset({("torch", "SGD"), ("torch", "Adagrad")})
 
 # State that an optimizer keeps in attributes, and not in its state dict.

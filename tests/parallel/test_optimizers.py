@@ -189,6 +189,9 @@ def test_an_optimizer_that_cannot_step_shards_is_refused_before_the_model_is_sha
     strategy: str, kinds: dict[str, Kind]
 ) -> None:
     def run(ctx: Context) -> None:
+        model = Model()
+        with pytest.raises(NotAvailableError, match=r"prepare_model: LBFGS can't step .* Use AdamW"):
+            af.prepare(ctx, model, torch.optim.LBFGS(model.parameters()))  # which steps by its own closure
         for kind in kinds.values():
             if kind.steps_shards:
                 continue
