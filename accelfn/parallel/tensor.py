@@ -56,6 +56,7 @@ _SPLIT_DIM = MappingProxyType(
     }
 )
 _SPLITTING = frozenset(style for style, _ in _SPLIT_DIM)
+_PART_OF_LORA = re.compile(r"(base_layer|lora_A|lora_B)\.")
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=[.,:'\s]|$)")
 
 
@@ -155,9 +156,10 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
     """Choose a style for each module with parameters. Pure: no model, no device, no process.
 
     The patterns are those of ``record.plan``, else the model's own (``facts.tp_plan``). A pattern is a
-    module's name, in which ``*`` stands for one part between dots: ``"layers.*.attn.q"``. A user's pattern
-    must match something; a model's need not, since a class has one plan for all its configurations. Modules
-    without a pattern are replicated.
+    module's name, in which ``*`` stands for one part between dots: ``"layers.*.attn.q"``. Where peft has
+    wrapped the model, names are those inside of it, and a layer with LoRA is split with its LoRA. A user's
+    pattern must match something; a model's need not, since a class has one plan for all its configurations.
+    Modules without a pattern are replicated.
 
     Args:
         record: Has the plan, and whether the logits stay split for the loss.
@@ -221,7 +223,11 @@ def _match(
     problems: list[str] = []
     matched = False
     for pattern, word in patterns.items():
-        found = [name for name in facts.kinds if _matches(name, pattern)]
+        found = [
+            name
+            for name in facts.kinds
+            if _matches(name, pattern) or _matches(name, f"base_model.model.{pattern}")  # of peft's model
+        ]
         matched = matched or bool(found)
         if word not in STYLE_OF_WORD and (found or is_users or _names_parameter(pattern, facts)):
             problems.append(
@@ -235,6 +241,8 @@ def _match(
                 problems.append(f"{pattern!r} names a parameter; only layers can be split.")
             continue
         style = STYLE_OF_WORD[word]
+        if style in _SPLITTING:
+            found = [layer for name in found for layer in _layers_of_lora(name, style, facts)]
         empty = [name for name in found if name not in owners]
         if empty and style in _SPLITTING:
             problems.append(
@@ -259,6 +267,20 @@ def _match(
     elif not matched:
         problems.append(f"none of its patterns matches a module: {', '.join(patterns)}.")
     return styles, problems
+
+
+def _layers_of_lora(name: str, style: str, facts: ModelFacts) -> list[str]:
+    """Return the layers that are split for one that peft has wrapped; for others the layer itself."""
+    inside = [shape.removeprefix(f"{name}.") for shape in facts.shapes if shape.startswith(f"{name}.")]
+    if f"{name}.base_layer" not in facts.layers or not all(map(_PART_OF_LORA.match, inside)):
+        return [name]
+    # Of the product of two, the matrix at the dim that is split; the other one is whole, as its result is.
+    factor = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style, "base_layer")
+    return [
+        layer
+        for layer in facts.layers
+        if layer == f"{name}.base_layer" or layer.startswith(f"{name}.{factor}.")
+    ]
 
 
 def _unsplittable(styles: Mapping[str, str], facts: ModelFacts, tp_size: int) -> Iterator[str]:

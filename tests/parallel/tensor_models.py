@@ -109,3 +109,30 @@ def summed_loss(
     ids, labels = batch
     logits = model(ids).flatten(0, 1)
     return F.cross_entropy(logits, labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+class Lora(nn.Module):
+    """A layer with an adapter, with peft's names."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Adapted(nn.Module):
+    """A GPT as peft wraps it, with adapters in its first block and at its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gpt = GPT(tied=False)
+        attn: Attention = gpt.blocks[0].attn  # pyright: ignore[reportAssignmentType]
+        attn.q, attn.o, gpt.head = Lora(attn.q), Lora(attn.o), Lora(gpt.head)  # pyright: ignore[reportAttributeAccessIssue]
+        self.base_model = nn.ModuleDict({"model": gpt})
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        return self.base_model["model"](ids, positions)

@@ -18,7 +18,7 @@ from accelfn import Context
 from accelfn.context.config import TorchTensorParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
-from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE, VOCABULARY, make_batch, summed_loss
+from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE, VOCABULARY, Adapted, make_batch, summed_loss
 
 TP = af.ParallelismConfig(tp_size=2)
 
@@ -88,6 +88,23 @@ def test_loss_and_gradients_are_those_of_one_process(is_compiled: bool) -> None:
             assert loss < 1e-6
             assert gradients < 2e-5, case  # of sums over 20 tokens, up to 50
         assert wrong[1] > 1e-2
+
+
+@pytest.mark.slow
+def test_adapters_are_split_with_their_layers_by_the_plan_of_the_model_inside() -> None:
+    def against_plain(ctx: Context) -> tuple[float, float]:
+        plain = Adapted()
+        model: Any = af.prepare_model(ctx, Adapted())
+        losses = [summed_loss(one, make_batch(1))[0] for one in (plain, model)]
+        for loss in losses:
+            loss.backward()
+        off = float((losses[0] / losses[1] - 1).detach().abs())
+        return off, difference(gradients_of(plain), gradients_of(model))
+
+    config = af.ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=PLAN))
+    for loss, gradients in run_ranks(against_plain, 2, "processes", parallelism_config=config):
+        assert loss < 1e-6
+        assert gradients < 2e-5
 
 
 def test_a_loss_of_logits_that_stay_split() -> None:

@@ -13,7 +13,7 @@ from accelfn.context.config import TorchTensorParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, read_facts
 from accelfn.parallel.tensor import STYLE_OF_WORD, TensorPlan, plan_tensor
-from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE
+from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE, Adapted
 
 
 def facts_of(**options: bool) -> ModelFacts:
@@ -88,6 +88,19 @@ def test_heads_that_share_keys_are_divisible_too() -> None:
     assert "attention.k has 2 heads of 4, which tp_size=4 doesn't divide" in refusal(
         words, read_facts(model), 4
     )
+
+
+def test_a_plan_fits_the_model_that_peft_has_wrapped() -> None:
+    names = {"q": "lora_B", "o": "lora_A"}  # the factor that is split with the layer
+    found = plan(PLAN, read_facts(Adapted())).styles
+    for layer, factor in names.items():
+        inside = f"base_model.model.blocks.0.attn.{layer}"
+        style = PLAN[f"blocks.*.attn.{layer}"]
+        split = {name for name, word in found.items() if name.startswith(inside) and word == style}
+        assert split == {f"{inside}.base_layer", f"{inside}.{factor}.default"}
+    assert found["base_model.model.head.base_layer"] == "gather"
+    assert found["base_model.model.head.lora_B.default"] == "whole", "as what is gathered"
+    assert found["base_model.model.blocks.1.attn.q"] == "colwise"
 
 
 def test_a_module_between_split_layers_must_be_named() -> None:
