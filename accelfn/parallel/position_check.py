@@ -152,6 +152,21 @@ def _shorten(ctx: Context, model: nn.Module, leaves: Sequence[Any]) -> _Trial | 
 
 
 @contextmanager
+def random_states_restored(ctx: Context) -> Generator[Callable[[], bool]]:
+    """Restore torch's random states afterwards; yields whether they have changed."""
+
+    def read() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.get_rng_state(), device_random_state(ctx.device)
+
+    before = read()
+    try:
+        yield lambda: not all(map(torch.equal, before, read()))
+    finally:
+        torch.set_rng_state(before[0])
+        set_device_random_state(ctx.device, before[1])
+
+
+@contextmanager
 def _undone(ctx: Context, model: nn.Module) -> Generator[Callable[[], bool]]:
     """Run the model without effects inside; yields whether it has drawn random numbers."""
     modules = list(model.modules())
@@ -159,17 +174,14 @@ def _undone(ctx: Context, model: nn.Module) -> Generator[Callable[[], bool]]:
     holders = [vars(module)["_buffers"] for module in modules]
     buffers = [(holder, name, one) for holder in holders for name, one in holder.items()]
     values = [None if one is None else one.clone() for _, _, one in buffers]
-    cpu, device = torch.get_rng_state(), device_random_state(ctx.device)
-
-    def is_drawing() -> bool:
-        return not (
-            torch.equal(cpu, torch.get_rng_state()) and torch.equal(device, device_random_state(ctx.device))
-        )
-
     for module in modules:
         module.training = False
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with (
+            random_states_restored(ctx) as is_drawing,
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield is_drawing
             for (holder, name, one), value in zip(buffers, values, strict=True):
                 holder[name] = one
@@ -178,8 +190,6 @@ def _undone(ctx: Context, model: nn.Module) -> Generator[Callable[[], bool]]:
     finally:
         for module, was_training in zip(modules, training, strict=True):
             module.training = was_training
-        torch.set_rng_state(cpu)
-        set_device_random_state(ctx.device, device)
         torch.clear_autocast_cache()  # of weights without gradients
 
 

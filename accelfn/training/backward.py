@@ -306,7 +306,7 @@ def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
         try:
             value.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
         finally:
-            call_log.backward = before
+            call_log.backward, running.value = before, None  # a model may remember the pass
         for finish in running:
             finish()
     except Exception as error:

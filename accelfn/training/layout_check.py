@@ -21,15 +21,15 @@ from accelfn.context import (
     Strategy,
     World,
     check_context,
-    device_random_state,
-    set_device_random_state,
 )
 from accelfn.context.config import GradientAccumulationPlugin
 from accelfn.data import shard_sequence
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import modules_of, table_text
+from accelfn.parallel.forward import without_compile
 from accelfn.parallel.handle import handles_of
 from accelfn.parallel.parameters import gathered, named, names_on_meta
+from accelfn.parallel.position_check import random_states_restored
 from accelfn.training.backward import Loss
 from accelfn.training.prepare import prepare_model, unwrap_model
 from accelfn.training.train_step import init_train_state, make_train_step
@@ -169,7 +169,7 @@ def verify_layout(
     """
     check_context("verify_layout", ctx)
     ctx = ctx.replace(dynamo_backend="no")
-    with _random_states_restored(ctx) as is_drawing:
+    with random_states_restored(ctx) as is_drawing:
         part, whole = _on_all(ctx, lambda: (_take_part(ctx, batch), _copied(ctx, model)))
         tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
         check_replicas(ctx, tensors, name="batch")
@@ -197,7 +197,7 @@ def verify_layout(
         layout=" x ".join(f"{axis} {ctx.axis_size(axis)}" for axis in axes) or "one rank",
         loss=loss,
         loss_of_one=loss_of_one,
-        outputs={name or type(model).__name__: one for name, one in by_module.items()},
+        outputs={name or type(whole).__name__: one for name, one in by_module.items()},
         gradients=_largest(complete, [of_rank for _, of_rank in found]),
         tolerance=_precision_of(ctx, model) ** 0.5 if tolerance is None else tolerance,
     )
@@ -232,7 +232,7 @@ def _copied(ctx: Context, model: object) -> nn.Module:
         )
     if problem:
         raise ConfigurationError(f"verify_layout: {problem}")
-    copied = copy.deepcopy(model)
+    copied = copy.deepcopy(without_compile(model))
     for module in copied.modules():
         module.training = module.training and not isinstance(module, _DROPOUT)
     return copied
@@ -249,21 +249,6 @@ def _alone(ctx: Context) -> Context:
         reduction=None,
         accumulation=GradientAccumulationPlugin(),
     )
-
-
-@contextmanager
-def _random_states_restored(ctx: Context) -> Generator[Callable[[], bool]]:
-    """Restore torch's random states afterwards; yields whether they have changed."""
-
-    def read() -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.get_rng_state(), device_random_state(ctx.device)
-
-    before = read()
-    try:
-        yield lambda: not all(map(torch.equal, before, read()))
-    finally:
-        torch.set_rng_state(before[0])
-        set_device_random_state(ctx.device, before[1])
 
 
 class _Part(NamedTuple):
@@ -413,8 +398,7 @@ def _has_rows(leaf: Any) -> bool:
 
 def _difference(tensor: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
     """Return the norm of the difference, relative to the expected norm or ``least``."""
-    wide = torch.promote_types(expected.dtype, torch.float32)
-    tensor, expected = tensor.detach().to(wide), expected.to(tensor.device, wide)
+    tensor, expected = tensor.detach().cpu().double(), expected.cpu().double()
     # Both may be infinite, as in a mask.
     is_same = torch.isclose(tensor, expected, 0.0, 0.0, equal_nan=True)
     gap = torch.where(is_same, 0.0, tensor - expected).square().sum().sqrt()
@@ -435,7 +419,7 @@ def _compare_gradients(
 
     Ranks: those that have parts of the same gradients.
     """
-    squares = sum(float(one.float().square().sum()) for one in expected.values())
+    squares = sum(float(one.double().square().sum()) for one in expected.values())
     mean = math.sqrt(squares / max(sum(one.numel() for one in expected.values()), 1))
     differences: dict[str, float] = {}
     for name, one in found.items():

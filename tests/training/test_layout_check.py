@@ -214,19 +214,22 @@ def pooled_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> af.Loss:
     return af.Loss(total, len(logits))
 
 
-def spread(ctx: af.Context) -> tuple[af.LayoutReport, af.LayoutReport | None]:
-    right = af.verify_layout(ctx, GPT(), tokens(), token_loss)
-    if ctx.axis_size("seq") == 1:
-        return right, None
-    bare = ctx.replace(dataloader_config=af.DataLoaderConfiguration())
-    with pytest.raises(ConfigurationError, match="it isn't known which tensors of the batch have them"):
-        af.verify_layout(bare, GPT(), tokens(), token_loss)
-    return right, af.verify_layout(ctx, Pooled(), tokens(), pooled_loss)
+def spread(ctx: af.Context) -> tuple[bool, int, str, str | None]:
+    """Return whether a right model is equal, how many modules were compared, and where a wrong one isn't."""
+    compiled: Any = torch.compile
+    right = af.verify_layout(ctx, compiled(GPT(), backend="eager"), tokens(), token_loss)
+    found = None
+    if ctx.axis_size("seq") > 1:
+        found = af.verify_layout(ctx, Pooled(), tokens(), pooled_loss).first_module
+        bare = ctx.replace(dataloader_config=af.DataLoaderConfiguration())
+        with pytest.raises(ConfigurationError, match="it isn't known which tensors of the batch have them"):
+            af.verify_layout(bare, GPT(), tokens(), token_loss)
+    return right.is_equal, len(right.outputs), str(right), found
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("dtensors")
-@pytest.mark.parametrize("case", ["fsdp2", "fsdp2 bf16", "tp2", "cp2 bf16", "sp2", "pp2", "tp2xfsdp2"])
+@pytest.mark.parametrize("case", ["cp2 bf16", "sp2", "pp2", "tp2xfsdp2"])
 def test_layouts_of_processes_are_equal_to_one(case: str) -> None:
     name, _, mode = case.partition(" ")
     sequence: dict[str, int] = {"ids": 1, "positions": 1, "labels": 1}
@@ -238,8 +241,8 @@ def test_layouts_of_processes_are_equal_to_one(case: str) -> None:
         parallelism_config=LAYOUTS[name].config(),
         dataloader_config=af.DataLoaderConfiguration(sequence=sequence),
     )
-    assert all(reports == found[0] for reports in found)
-    right, wrong = found[0]
-    assert right.is_equal, right
-    assert len(right.outputs) > 10
-    assert wrong is None or wrong.first_module == "pool", wrong
+    is_equal, num_modules, printed, first = found[0]
+    assert all(one == found[0] for one in found)
+    assert is_equal, printed
+    assert num_modules == (17 if "tp" in name else 25)  # with tp, not those that return parts of rows
+    assert first == ("pool" if "cp" in name or "sp" in name else None)
