@@ -58,6 +58,7 @@ from accelfn.parallel.fp8 import with_msamp
 from accelfn.parallel.optimizers import steps_in_backward
 from accelfn.training.backward import add_gradients
 from accelfn.training.prepare import check_together
+from accelfn.training.scaler import may_skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -451,9 +452,10 @@ class Accelerator(Extras, Saving):
             return None
         if closure is None:
             return self._scaling.step(self.context, optimizer)
-        if self.context.precision.scales_loss:
+        if may_skip(self.context):
             raise NotAvailableError(
-                "step(closure) can't be combined with loss scaling: use bf16, or step without closure."
+                'step(closure) can\'t be skipped, as with float16 or Guard(check_gradients="skip"): use bf16, or step '
+                "without closure."
             )
         return optimizer.step(closure)
 

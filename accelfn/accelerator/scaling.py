@@ -105,7 +105,8 @@ class Scaling:
     def step(self, ctx: Context, optimizer: Optimizer) -> None:
         """Step an optimizer unless its gradients overflowed; its gradients stay."""
         if not ctx.precision.scales_loss and self._state.weight is None:
-            self._state = training.optimizer_step(ctx, optimizer, self._state, clear_gradients=False)
+            state = training.optimizer_step(ctx, optimizer, self._state, clear_gradients=False)
+            self._state = self._latest[id(optimizer)] = state
             return
         state = self._unscaled.pop(id(optimizer), self._state)._replace()
         state = training.optimizer_step(ctx, optimizer, state, clear_gradients=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
@@ -19,7 +20,14 @@ from accelfn.errors import NotAvailableError
 from accelfn.parallel.norm import clip_tensors_
 from accelfn.training.backward import Loss, check_means, read_loss
 from accelfn.training.prepare import autocast
-from accelfn.training.scaler import ScalerState, divide_, init_scaler, inverse_of_weight, update_scaler
+from accelfn.training.scaler import (
+    ScalerState,
+    divide_,
+    init_scaler,
+    inverse_of_weight,
+    may_skip,
+    update_scaler,
+)
 from accelfn.training.step import check_tensors
 from accelfn.training.window import (
     Piece,
@@ -235,7 +243,7 @@ def pure_step(
 ) -> Callable[[PureTrainState[Params], Batch], tuple[PureTrainState[Params], StepMetrics]]:
     """Build the step; see :func:`accelfn.make_train_step`."""
     update = _without_writing(optimizer.update)
-    scales = ctx.precision.scales_loss
+    scales, skips = ctx.precision.scales_loss, may_skip(ctx)
     # A world of this rank only: the window is averaged once, at its end.
     own = replace(ctx, world=World(device=ctx.device), collectives=Collectives(), reduction=None, mesh=None)
     together = average if ctx.num_processes == 1 else not_compiled(average)
@@ -271,21 +279,24 @@ def pure_step(
                 # Other ranks raise where they average.
                 not_compiled(check)(ctx, Call("make_train_step"), error)
             window = cast("_Window", found)
-        if ctx.guard.check_gradients and not scales:
+        if ctx.guard.check_gradients and not skips:
             not_compiled(check_tensors)(ctx, flatten(state.params)[1].paths("params"), window.grads)
         with torch.no_grad():
             terms, grads = window
             if not is_exact:
                 terms, (grads,) = together(ctx, terms, grads)
             share = None if terms.divisor is None else inverse_of_weight(terms.divisor)
-            if scales or share is not None or max_norm is not None:
+            if skips or share is not None or max_norm is not None:
                 # Copies to write into: two parameters may share a gradient tensor, or one of the batch.
                 grads = [grad.clone() for grad in grads]
             scaler = divide_(ctx, grads, state.scaler, share)
             norm = None if max_norm is None else clip_tensors_(grads, max_norm)
+            if skips and not scales:
+                whole = clip_tensors_(grads, math.inf) if norm is None else norm
+                scaler = scaler._replace(found_inf=(~whole.isfinite()).to(scaler.found_inf))
             params, optimizer_state = _updated(update, grads, state)
             skipped = scaler.found_inf != 0
-            if scales:
+            if skips:
                 params = _keep(skipped, state.params, params)
                 optimizer_state = _keep(skipped, state.optimizer_state, optimizer_state)
                 scaler = update_scaler(ctx, scaler)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
+from accelfn.context.config import GradientCheck
 from accelfn.devices import DEVICE_TYPES
 from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.handle import follow_optimizers, handles_of
@@ -308,14 +309,15 @@ def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
     """Return the state after a step, which was skipped if ``found_inf`` is set. Pure."""
     options = ctx.precision.scaler
     scale, tracker = scaler_state.scale.clone(), scaler_state.growth_tracker.clone()
-    torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        scale,
-        tracker,
-        scaler_state.found_inf,
-        options.growth_factor,
-        options.backoff_factor,
-        options.growth_interval,
-    )
+    if ctx.precision.scales_loss:
+        torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            scale,
+            tracker,
+            scaler_state.found_inf,
+            options.growth_factor,
+            options.backoff_factor,
+            options.growth_interval,
+        )
     return ScalerState(
         scale=scale,
         growth_tracker=tracker,
@@ -338,9 +340,17 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
             grad.mul_(ratio.to(grad.device, grad.dtype))
 
 
+def may_skip(ctx: Context) -> bool:
+    """Return whether steps are skipped where gradients aren't finite."""
+    return ctx.precision.scales_loss or ctx.guard.check_gradients == GradientCheck.SKIP
+
+
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:
-    """Return whether the latest optimizer step was skipped. With float16 this waits for the device."""
+    """Return whether the latest optimizer step was skipped, for which this waits for the device.
+
+    Steps are skipped with float16, and with ``Guard(check_gradients="skip")``.
+    """
     check_context("step_was_skipped", ctx)
     if not isinstance(cast("object", scaler_state), ScalerState):
         raise _no_state("step_was_skipped", scaler_state)
-    return ctx.precision.scales_loss and bool(scaler_state.found_inf.item())
+    return may_skip(ctx) and bool(scaler_state.found_inf.item())

@@ -23,6 +23,7 @@ from accelfn.training.scaler import (
     ScalerState,
     check_scaler,
     list_optimizers,
+    may_skip,
     parameters_in,
     share_of_weight,
     step_was_skipped,
@@ -218,8 +219,9 @@ def optimizer_step(
 ) -> ScalerState:
     """Unscale and clip the gradients, step the optimizer and the scheduler, clear the gradients.
 
-    If a float16 gradient overflowed, neither the optimizer nor the scheduler steps. Call it where the window
-    closes: under ``if micro.sync:``.
+    If a float16 gradient overflowed, neither the optimizer nor the scheduler steps; with
+    ``Guard(check_gradients="skip")`` so in any precision, if a gradient is infinite or NaN. Call it where the
+    window closes: under ``if micro.sync:``.
 
     Ranks: every rank of ``ctx``.
 
@@ -246,7 +248,7 @@ def optimizer_step(
             own gradients, as in local SGD. Or a schedule-free optimizer is in evaluation mode, or an
             optimizer steps in :func:`accelfn.lomo_backward`.
         NotAvailableError: The parameters are shards, which the optimizer's package can't step.
-        NonFiniteGradientError: A gradient has inf or NaN; checked with ``Guard.check_gradients``.
+        NonFiniteGradientError: A gradient has inf or NaN; checked with ``Guard(check_gradients=True)``.
         ReplicaDriftError: The parameters differ between ranks; checked with ``Guard.check_replicas_every``.
 
     >>> model = torch.nn.Linear(1, 1)
@@ -303,11 +305,16 @@ def _step(
     scales = ctx.precision.scales_loss
     if scales or scaler_state.weight is not None:
         scaler_state = unscale_gradients(ctx, optimizers, scaler_state._replace())
-    if ctx.guard.check_gradients and not scales:
+    skips = may_skip(ctx)
+    if ctx.guard.check_gradients and not skips:
         check_gradients(ctx, optimizers)
-    if max_norm is not None:
-        clip_norm_(ctx, parameters or parameters_in(optimizers), max_norm)
-    if not scales:
+    by_norm = skips and not scales
+    if max_norm is not None or by_norm:
+        bound = math.inf if max_norm is None else max_norm
+        norm = clip_norm_(ctx, parameters or parameters_in(optimizers), bound)
+        if by_norm:
+            scaler_state = scaler_state._replace(found_inf=(~norm.isfinite()).to(scaler_state.found_inf))
+    if not skips:
         for item in optimizers:
             item.step()
         return ScalerState(*scaler_state[:4])
@@ -342,7 +349,7 @@ def _step_engines(
     steps = [item.run_step(divisor, max_norm) for item in optimizers]
     found = torch.full_like(scaler_state.found_inf, float(any(step.overflowed for step in steps)))
     following = scaler_state._replace(found_inf=found, unscaled=(), weight=None)
-    return update_scaler(ctx, following) if ctx.precision.scales_loss else following
+    return update_scaler(ctx, following)
 
 
 def _count_step(optimizer: Optimizer) -> int:
@@ -408,11 +415,11 @@ def scheduler_step(
     Args:
         ctx: The world and the precision.
         scheduler: The scheduler to step.
-        scaler_state: From :func:`optimizer_step`; required with float16, to know of skipped steps.
+        scaler_state: From :func:`optimizer_step`; required where steps may be skipped, to know of those.
         metric: The metric of ``ReduceLROnPlateau``.
 
     Raises:
-        ValueError: The context scales losses, and no state was passed; or it was superseded.
+        ValueError: Steps may be skipped, and no state was passed; or it was superseded.
         TypeError: The scheduler needs a metric and got none, or got one and takes none.
     """
     check_context("scheduler_step", ctx)
@@ -425,10 +432,10 @@ def scheduler_step(
         value = torch.as_tensor(metric, dtype=torch.float64, device="cpu").reshape(())
         cast("Any", scheduler).step(float(reduce(ctx.tagged("scheduler_step"), value, "mean")))
         return
-    if scaler_state is None and ctx.precision.scales_loss:
+    if scaler_state is None and may_skip(ctx):
         raise ValueError(
-            "scheduler_step: with float16 a step may be skipped, so pass the scaler state that "
-            "optimizer_step returned."
+            'scheduler_step: with float16, and with Guard(check_gradients="skip"), a step may be skipped, so '
+            "pass the scaler state that optimizer_step returned."
         )
     if scaler_state is None or not step_was_skipped(ctx, scaler_state):
         scheduler.step()

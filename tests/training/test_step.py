@@ -14,7 +14,13 @@ from torch.optim import lr_scheduler
 
 import accelfn as af
 from accelfn import Context, GradientAccumulationPlugin, GradScalerKwargs, Guard
-from accelfn.errors import ConfigurationError, MismatchError, NonFiniteGradientError, ReplicaDriftError
+from accelfn.errors import (
+    ConfigurationError,
+    MismatchError,
+    NonFiniteGradientError,
+    NotAvailableError,
+    ReplicaDriftError,
+)
 from accelfn.testing import run_ranks
 from tests.training.models import filled, grad_of, one_weight, sgd, values, weight_of
 
@@ -145,6 +151,26 @@ def test_gradients_that_are_not_finite_are_named_on_every_rank_and_change_nothin
 
     found = run_ranks(run, 2, guard=Guard(check_gradients=True), mixed_precision="bf16")
     assert found == [((), ("parameters['1.bias']",))] * 2
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_steps_of_gradients_that_are_not_finite_can_be_skipped(is_fused: bool) -> None:
+    guard = Guard(check_gradients="skip")
+    accelerator = af.Accelerator(cpu=True, guard=guard, mixed_precision="bf16")
+    made = one_weight(1.0)
+    optimizer = torch.optim.SGD(made.parameters(), 1.0, fused=is_fused)
+    model, stepped, moved = accelerator.prepare(made, optimizer, schedules.StepLR(optimizer, 1))
+    for factor, left in ((float("nan"), 1.0), (1.0, 0.0)):
+        accelerator.backward(model.weight.sum() * factor)
+        stepped.step()
+        moved.step()
+        stepped.zero_grad()
+        assert stepped.step_was_skipped is (left == 1.0)
+        assert (weight_of(made), moved.last_epoch) == (left, 1 - left)
+    with pytest.raises(NotAvailableError, match="can't be skipped"):
+        stepped.step(lambda: 0.0)
+    with pytest.raises(ValueError, match="pass the scaler state"):
+        af.scheduler_step(Context().replace(guard=guard), schedules.StepLR(optimizer, 1))
 
 
 @pytest.mark.parametrize("unscaled", [(), (0,), (1,), (0, 1)])

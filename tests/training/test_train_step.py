@@ -205,6 +205,24 @@ def test_gradients_that_are_not_finite_are_named_where_that_is_asked(kind: str) 
 
 
 @KINDS
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_steps_of_gradients_that_are_not_finite_are_skipped_where_that_is_asked(
+    kind: str, max_norm: float | None
+) -> None:
+    def run(ctx: Context) -> list[bool]:
+        step, state, params, _ = begin(ctx, kind, mean_loss, max_norm=max_norm)
+        before, skipped = params(state), list[bool]()
+        for value in (float("nan") if ctx.rank else 1.0, 1.0):
+            state, metrics = step(state, {"x": torch.full((1, 3), value)})
+            skipped.append(bool(metrics.skipped))
+            assert all(map(torch.equal, before, params(state))) is bool(metrics.skipped)
+        assert (int(state.scaler.num_skipped), float(state.scaler.scale)) == (1, 1.0)
+        return skipped
+
+    assert run_ranks(run, 2, guard=Guard(check_gradients="skip")) == [[True, False]] * 2
+
+
+@KINDS
 @pytest.mark.parametrize("weight", [0.0, float("nan")])
 def test_what_is_no_weight_shows_in_loss_and_parameters(kind: str, weight: float) -> None:
     def loss_fn(model: Any, rows: Rows) -> Loss:

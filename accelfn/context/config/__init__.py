@@ -15,6 +15,7 @@ from accelfn.context.config.enums import (
     FP8Backend as FP8Backend,
     FP8Format as FP8Format,
     FP8OptLevel as FP8OptLevel,
+    GradientCheck as GradientCheck,
     GuardMode as GuardMode,
     LogLevel as LogLevel,
     LoggerType as LoggerType,

@@ -70,6 +70,12 @@ class GuardMode(StringEnum):
     OFF = "off"
 
 
+class GradientCheck(StringEnum):
+    """What else than an error follows gradients that aren't finite; see ``Guard``."""
+
+    SKIP = "skip"
+
+
 class DynamoBackend(StringEnum):
     """Backend of ``torch.compile``; ``NO`` means that nothing is compiled."""
 

@@ -18,7 +18,7 @@ from accelfn.context.config.checks import (
     unchecked,
     wrong_type,
 )
-from accelfn.context.config.enums import GuardMode, LoggerType
+from accelfn.context.config.enums import GradientCheck, GuardMode, LoggerType
 from accelfn.context.config.handlers import KwargsHandler
 from accelfn.errors import ConfigurationError
 
@@ -176,8 +176,10 @@ class Guard(Record):
         check_replicas_every: Steps of an optimizer between two checks that its parameters are equal on all
             ranks, bit by bit; ``None`` for none. Default None.
         check_gradients: Whether each step of an optimizer looks for gradients that are infinite or NaN
-            before it changes anything, and raises an error that names their parameters. Waits for the device.
-            With float16 the loss scale follows such gradients instead. Default False.
+            before it changes anything, and raises an error that names their parameters, which waits for the
+            device; or with ``"skip"`` is left out on all ranks, as :func:`accelfn.step_was_skipped` says.
+            Then only optimizers that aren't ``fused`` wait for the device. With float16 steps are skipped
+            anyway, and the loss scale follows. Default False.
         check_replicas_before_saving: Whether weights are checked so before they are saved. Default True.
     """
 
@@ -187,7 +189,7 @@ class Guard(Record):
     long_timeout: timedelta | float = timedelta(minutes=30)
     watchdog: bool = False
     check_replicas_every: int | None = field(default=None, metadata=POSITIVE)
-    check_gradients: bool = False
+    check_gradients: bool | str | GradientCheck = False
     check_replicas_before_saving: bool = True
 
     @property

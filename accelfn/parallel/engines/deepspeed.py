@@ -373,7 +373,7 @@ def _check(ctx: Context, model: nn.Module, plan: DeepSpeedPlan, optimizer: Optim
         )
     if ctx.guard.check_gradients:
         raise ConfigurationError(
-            "Guard(check_gradients=True) can't see gradients that DeepSpeed holds. Leave it out, and set "
+            "Guard(check_gradients=...) can't see gradients that DeepSpeed holds. Leave it out, and set "
             '"check_grad_overflow": true in the section "bf16" of its configuration.'
         )
     why = None if optimizer is None or plan.stage == 0 else why_not_flat(optimizer)
