@@ -25,7 +25,7 @@ from accelfn.parallel.buffers import IGNORED, sync_buffers
 from accelfn.parallel.exact import ExactReplica, ThreadDDP
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import WITHOUT_TENSORS, check_each_forward
-from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle
+from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle, handles_of
 from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.parameters import is_made_of_others, send_values
 from accelfn.tree import is_dtensor
@@ -591,9 +591,16 @@ def check_wrapped(ctx: Context, model: nn.Module) -> None:
             )
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
+            found = f"prepare_model: {name} of the {kind} is already a shard (DTensor)"
+            if handles_of(parameter):
+                raise ConfigurationError(
+                    f"{found}, as a part of another prepared model. Prepare the model that holds all of its "
+                    "parameters."
+                )
             raise ConfigurationError(
-                f"prepare_model: {name} of the {kind} is already a shard (DTensor), as a part of another "
-                "prepared model. Prepare the model that holds all of its parameters."
+                f"{found} in a layout of its own, as transformers loads it with tp_plan or a "
+                "DistributedConfig. Load it without, and let prepare split it by the model's own plan: "
+                "ParallelismConfig(tp_size=...)."
             )
     if not isinstance(model, DistributedDataParallel):
         return

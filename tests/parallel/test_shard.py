@@ -386,6 +386,10 @@ def test_a_module_is_sharded_once() -> None:
         af.prepare_model(ctx, first)
         with pytest.raises(ConfigurationError, match=r"1\.weight of the Sequential is already a shard"):
             af.prepare_model(ctx, nn.Sequential(nn.ReLU(), first.norm))
+        other = nn.LayerNorm(lm.WIDTH)
+        other.weight = nn.Parameter(first.norm.weight.detach())  # as transformers loads it
+        with pytest.raises(ConfigurationError, match="weight of the LayerNorm .* in a layout of its own"):
+            af.prepare_model(ctx, other)
 
     sharded(on_rank)
 
