@@ -454,8 +454,8 @@ class Accelerator(Extras, Saving):
             return self._scaling.step(self.context, optimizer)
         if may_skip(self.context):
             raise NotAvailableError(
-                'step(closure) can\'t be skipped, as with float16 or Guard(check_gradients="skip"). Use bf16 '
-                "or step without it."
+                'step(closure) can\'t be skipped, as with float16 or Guard(check_gradients="skip"). '
+                "Use bf16, or step without it."
             )
         return optimizer.step(closure)
 
