@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import random
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 
@@ -23,7 +24,7 @@ from accelfn.errors import ConfigurationError
 
 
 def set_seed(
-    seed: int, *, ctx: Context | None = None, device_specific: bool = False, deterministic: bool = False
+    seed: int, ctx: Context | None = None, *, device_specific: bool = False, deterministic: bool = False
 ) -> None:
     """Seed Python's, NumPy's (if installed) and torch's generators, including those of all devices.
 
@@ -37,8 +38,14 @@ def set_seed(
         deterministic: Also enable torch's deterministic algorithms, for the process.
 
     Raises:
+        TypeError: ``seed`` is a context, or ``ctx`` is none.
         ValueError: ``seed`` is out of range, or ``device_specific`` without ``ctx``.
     """
+    if isinstance(seed, Context) or not isinstance(cast("object", ctx), (Context, type(None))):
+        raise TypeError(
+            f"set_seed: the seed comes first, then the context: got {type(seed).__name__} and "
+            f"{type(ctx).__name__}. Write set_seed(seed), or set_seed(seed, ctx=ctx, device_specific=True)."
+        )
     if device_specific:
         if ctx is None:
             raise ValueError(

@@ -47,6 +47,12 @@ def test_a_seed_out_of_range_is_refused(seed: int) -> None:
         set_seed(seed)
 
 
+@pytest.mark.parametrize("given", [(Context(), 7), (Context(),), (7, True)])
+def test_arguments_at_each_others_places_are_named(given: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match=r"set_seed: the seed comes first, then the context: got "):
+        set_seed(*given)
+
+
 @given(worlds(), st.integers(0, 2**31), st.booleans())
 def test_generators_continue_from_rank_0(size: int, seed: int, debug: bool) -> None:
     def work(ctx: Context) -> Any:
