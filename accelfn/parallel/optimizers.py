@@ -38,7 +38,7 @@ _UNAVAILABLE = MappingProxyType(
 _NEEDS_SHAPES = frozenset({("torch", "Muon"), ("torch", "Adafactor")})
 
 # torch's optimizers with a step, or a fused step, for which DTensor has no rule.
-_NOT_ON_SHARDS = frozenset({("torch", "Adafactor"), ("torch", "LBFGS"), ("torch", "Rprop")})
+_NOT_ON_SHARDS = frozenset({("torch", "Adafactor"), ("torch", "Rprop")})
 _NOT_FUSED_ON_SHARDS = frozenset({("torch", "SGD"), ("torch", "Adagrad")})
 
 # State that an optimizer keeps in attributes, and not in its state dict.
@@ -93,20 +93,27 @@ class Stepping(NamedTuple):
         kind: Name of its class.
         why_not_shards: Why it can't step shards, and what to use instead; None if it can.
         is_in_backward: Whether it steps inside of backward.
+        needs_all: Whether it needs all parameters of a model on its rank, so that stages aren't enough.
     """
 
     kind: str
     why_not_shards: str | None
     is_in_backward: bool
+    needs_all: bool
 
 
 def read_stepping(optimizer: Optimizer) -> Stepping:
     """Return how an optimizer steps. Pure."""
     classes = {*_classes_of(optimizer)}
-    is_in_backward = steps_in_backward(optimizer)
+    is_in_backward, is_lbfgs = steps_in_backward(optimizer), ("torch", "LBFGS") in classes
     why: str | None = None
     if is_in_backward:
         why = "it needs complete gradients in backward. Leave out the fsdp_plugin and the mesh"
+    elif is_lbfgs:
+        why = (
+            "it takes products of all parameters and gradients, and each rank has a part. Use AdamW, or "
+            "leave out the fsdp_plugin and the mesh"
+        )
     elif any(package == "bitsandbytes" for package, _ in classes):
         why = (
             "bitsandbytes' kernels don't take DTensors. Use AdamW8bit of torchao.optim, which does, or "
@@ -128,7 +135,7 @@ def read_stepping(optimizer: Optimizer) -> Stepping:
         why = "torch 2.13 can't compute its step on DTensors. Use AdamW or RMSprop"
     elif classes & _NOT_FUSED_ON_SHARDS and any(group.get("fused") for group in optimizer.param_groups):
         why = "torch 2.13 can't compute its fused step on DTensors. Use foreach=True instead of fused=True"
-    return Stepping(type(optimizer).__name__, why, is_in_backward)
+    return Stepping(type(optimizer).__name__, why, is_in_backward, is_in_backward or is_lbfgs)
 
 
 def why_not_flat(optimizer: Optimizer) -> str | None:
@@ -204,7 +211,7 @@ def check_plan(operation: str, steppings: Iterable[Stepping], *, has_shards: boo
         NotAvailableError: With what to use instead.
     """
     for stepping in steppings:
-        if stepping.why_not_shards is not None and (has_shards or stepping.is_in_backward):
+        if stepping.why_not_shards is not None and (has_shards or stepping.needs_all):
             raise NotAvailableError(
                 f"{operation}: {stepping.kind} can't step the parameters of a model that is spread over "
                 f"ranks: {stepping.why_not_shards}."

@@ -217,6 +217,15 @@ def test_an_optimizer_that_cannot_step_shards_is_refused_before_the_model_is_sha
     run_ranks(run, 2, on="processes", **STRATEGIES[strategy])
 
 
+def test_an_optimizer_that_needs_all_parameters_is_refused_in_stages() -> None:
+    def run(ctx: Context) -> None:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2)))
+        with pytest.raises(NotAvailableError, match=r"prepare_model: LBFGS can't step .* has a part"):
+            af.prepare(ctx, model, torch.optim.LBFGS(model.parameters()))
+
+    run_ranks(run, 2, parallelism_config=af.ParallelismConfig(pp_size=2))
+
+
 class CPUOffloadOptimizer(SGD):
     """Stands in for torchao's, which can't be made without an accelerator."""
 
