@@ -436,6 +436,9 @@ class StageRun:
             received = cast("tuple[torch.Tensor, ...]", cast("Any", _Received).apply(*received))
         for (_, stand_in), value in zip(found.values(), received, strict=True):
             stand_in.value = value
+            # An autograd function, which __torch_function__ doesn't see, looks at the stand-in itself.
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+                stand_in.requires_grad_(value.requires_grad)
 
     def _substituted(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
