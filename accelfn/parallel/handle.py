@@ -121,6 +121,7 @@ class Handle(ABC):
     splits_batches: ClassVar[bool] = False  # into microbatches, so a window can be one batch
     is_local = False  # inside of `local_steps`
     is_joined = False  # inside of `joined`
+    is_in_window = False  # whether `accumulate` has turned averaging off last, rather than the program
     is_shared = False  # whether a parameter is in another prepared model too
     buffers: BufferSync | None = None  # where forward passes may change buffers
     _syncs = True  # outside of `without_sync`
@@ -339,7 +340,7 @@ def joined(*models: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def syncing(syncs: bool, *models: nn.Module) -> Generator[None, None, None]:
+def syncing(syncs: bool, *models: nn.Module, is_in_window: bool = False) -> Generator[None, None, None]:
     """Turn averaging of gradients on or off in the backward passes of ``models`` inside.
 
     Turned on, it includes gradients of forward passes under no_sync and gradients accumulated before. Models
@@ -354,6 +355,7 @@ def syncing(syncs: bool, *models: nn.Module) -> Generator[None, None, None]:
     with ExitStack() as stack:
         for handle in map(handle_of, models):
             if handle is not None:
+                handle.is_in_window = is_in_window
                 stack.enter_context(handle.trigger_sync() if syncs else handle.without_sync())
         yield
 
@@ -410,6 +412,29 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
                 "optimizer."
             )
     return together
+
+
+def refuse_open_window(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step of torch's own optimizer inside of an open window. For its hooks before a step.
+
+    Gradients of each rank outside of a window pass: the program may average them itself.
+
+    Ranks: any; doesn't communicate.
+
+    Raises:
+        ConfigurationError: The latest backward pass was in a window that isn't closed yet.
+    """
+    # The first of a group stands for all: this runs in each step.
+    parameters: list[torch.Tensor] = [one for group in optimizer.param_groups for one in group["params"][:1]]
+    for parameter in parameters:
+        handles: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
+        for handle in handles:
+            if handle.is_in_window and not handle.is_local and handle.why_unreduced() is IN_NO_SYNC:
+                raise ConfigurationError(
+                    f"step of the {type(optimizer).__name__}: the accumulation window is still open, so each "
+                    "rank has gradients of its own, and the models would drift apart. Step where the window "
+                    "closes, under `if micro.sync:`, or train with gradient_accumulation_steps=1."
+                )
 
 
 def check_averaged_at_once(operation: str, ctx: Context, parameters: Iterable[torch.Tensor]) -> None:

@@ -584,7 +584,7 @@ def accumulate_block(
                 stack.enter_context(exact_batch(model, micro, micro.place, micro.window, is_held))
             stack.enter_context(draw_for(ctx, micro))
         if not micro.sync and not ctx.accumulation.sync_each_batch:
-            stack.enter_context(syncing(False, *models))
+            stack.enter_context(syncing(False, *models, is_in_window=True))
         yield
 
 

@@ -34,7 +34,7 @@ from accelfn.parallel.forward import (
     without_compile,
 )
 from accelfn.parallel.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
-from accelfn.parallel.handle import handles_of, has_engine, uncompiled
+from accelfn.parallel.handle import handles_of, has_engine, refuse_open_window, uncompiled
 from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
 from accelfn.parallel.parameters import (
     check_filled,
@@ -557,6 +557,8 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
                 if name != "step" and not is_dtensor(value):
                     state[name] = send_to_device(value, ctx.device if parameter.is_meta else parameter.device)
     begin_training(optimizer)
+    if ctx.world.size > 1 and isinstance(cast("object", optimizer), Optimizer):
+        optimizer.register_step_pre_hook(refuse_open_window)
     setattr(optimizer, _MARK, mark_of(ctx))
     return optimizer
 

@@ -43,6 +43,40 @@ def test_each_batch_is_averaged_where_that_is_asked() -> None:
     assert run_ranks(lambda ctx: run(ctx, False), 2) == [[0.0, 1.0], [1.0, 1.0]]
 
 
+def test_torch_s_own_step_is_refused_inside_of_an_open_window_alone() -> None:
+    """Not beside it: another model's, with windows of one batch, or where the program averages itself."""
+
+    def run(ctx: Context) -> list[bool]:
+        model, other = one_weight(), one_weight()
+        model, optimizer, other, beside = af.prepare(ctx, model, sgd(model), other, sgd(other))
+        alone = ctx.replace(gradient_accumulation_steps=1)
+        scaler, refused = af.init_scaler(ctx), list[bool]()
+        for batch, micro in af.microbatches(ctx, [torch.ones(1, 1)] * 4):
+            with af.accumulate(ctx, micro, model):
+                scaler = af.backward(ctx, model(batch).sum(), scaler, micro)
+            af.backward(alone, other(batch).sum(), af.init_scaler(alone))
+            beside.step()
+            before = weight_of(model)
+            try:
+                optimizer.step()
+            except ConfigurationError as error:
+                assert "accumulation window is still open" in str(error)  # noqa: PT017
+                assert weight_of(model) == before
+                refused.append(True)
+            else:
+                refused.append(False)
+        for step_inside in (True, False):
+            with af.no_sync(ctx, model):
+                model(torch.ones(1, 1)).sum().backward()
+                if step_inside:
+                    optimizer.step()
+            if not step_inside:
+                optimizer.step()
+        return refused
+
+    assert run_ranks(run, 2, gradient_accumulation_steps=2) == [[True, False] * 2] * 2
+
+
 def test_one_optimizer_step_is_one_scheduler_step_at_any_world_size() -> None:
     def run(ctx: Context) -> float:
         model = one_weight()
