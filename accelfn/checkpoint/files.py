@@ -13,12 +13,13 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn, cast
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from accelfn.checkpoint.disk import Disk, Folder, naming, open_regular, read_exactly, write_all
 from accelfn.checkpoint.header import (
+    SAME_SIZE,
     Entry,
     check_length,
     check_safetensors_header,
@@ -27,6 +28,7 @@ from accelfn.checkpoint.header import (
     stored_form,
 )
 from accelfn.checkpoint.manifest import CHUNK_BYTES, Manifest, Piece, StoredFile, leaf_path
+from accelfn.context import device_module
 from accelfn.errors import DamagedCheckpointError
 from accelfn.tree.digest import split_flat
 
@@ -231,8 +233,6 @@ _READ_BYTES = _CACHED_BYTES
 # The least work for a thread; less is done without one.
 _BATCH_BYTES = 1 << 22
 _MAX_THREADS = 4
-# Rows in memory of which only some columns are wanted, besides those of one tensor.
-_SLICED_BYTES = 1 << 24
 
 
 class TensorFile(NamedTuple):
@@ -335,26 +335,33 @@ def _damaged(path: str, name: str, why: str) -> NoReturn:
     )
 
 
-def read_boxes(disk: Disk, folder: Folder, manifest: Manifest, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """Read parts of a checkpoint into new tensors, and return them when all of them are verified.
+def read_boxes(
+    disk: Disk,
+    folder: Folder,
+    manifest: Manifest,
+    boxes: Sequence[Box],
+    targets: Sequence[torch.Tensor | None],
+) -> None:
+    """Read parts of a checkpoint into memory, and verify them.
 
-    For a box that is a range of the first dimension, only the chunks that contain its bytes are read; any
-    other box is sliced from the rows that contain it, a few tensors at a time.
+    Only the chunks are read that contain bytes of a box's rows. Each thread holds at most a megabyte besides
+    the targets.
 
     Args:
         disk: To read from.
         folder: The checkpoint.
         manifest: Of the checkpoint.
         boxes: What to read, in any order, each within its piece.
-
-    Returns:
-        A contiguous tensor on the CPU for each box, in order.
+        targets: Dense memory for each box, of its shape and dtype, on any device; None to only verify it.
 
     Raises:
         DamagedCheckpointError: A file is missing or isn't what was written; with the file and the tensor.
+            Some of the targets may have been written.
         OSError: A file can't be read.
     """
-    results: list[torch.Tensor | None] = [None] * len(boxes)
+    for device in {one.device for one in targets if one is not None and one.device.type != "cpu"}:
+        # Threads copy outside of the program's stream, which may still use the memory.
+        device_module(device.type).synchronize(device)
     by_file: dict[str, list[int]] = {}
     for index, box in enumerate(boxes):
         by_file.setdefault(box.piece.file, []).append(index)
@@ -363,35 +370,23 @@ def read_boxes(disk: Disk, folder: Folder, manifest: Manifest, boxes: Sequence[B
         with open_tensor_file(disk, folder, name, manifest.files[name], expected[name]) as file:
             # In the order of the file, which is that of the disk.
             indices = sorted(by_file[name], key=lambda index: file.entries[boxes[index].piece.key].start)
-            for part in _parts_to_slice(boxes, indices):
-                targets = [_rows_for(boxes[index]) for index in part]
-                chunks: list[_Chunk] = []
-                for index, rows in zip(part, targets, strict=True):
-                    box = boxes[index]
-                    entry, memory = file.entries[box.piece.key], memory_of(rows)
-                    first = box.offset[0] if box.offset and len(memory) else 0
-                    row_bytes = (entry.stop - entry.start) // box.piece.shape[0] if first else 0
-                    chunks += _chunks(box, entry, memory, first * row_bytes, first * row_bytes + len(memory))
-                _read_chunks(disk, file, chunks)
-                for index in reversed(part):
-                    results[index] = _slice_box(boxes[index], targets.pop())
-    return cast("list[torch.Tensor]", results)
-
-
-def _parts_to_slice(boxes: Sequence[Box], indices: Sequence[int]) -> Iterator[list[int]]:
-    """Split the boxes of a file so that only a few rows are in memory at a time of which parts are wanted."""
-    part: list[int] = []
-    size = 0
-    for index in indices:
-        box = boxes[index]
-        part.append(index)
-        if box.shape and box.shape[1:] != box.piece.shape[1:]:
-            size += box.shape[0] * math.prod(box.piece.shape[1:]) * dtype_from_name(box.dtype).itemsize
-        if size >= _SLICED_BYTES:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+            chunks: list[_Chunk] = []
+            for index in indices:
+                box, target = boxes[index], targets[index]
+                entry = file.entries[box.piece.key]
+                start, stop = 0, entry.stop - entry.start
+                if box.shape and stop:
+                    row_bytes = stop // box.piece.shape[0]
+                    start = box.offset[0] * row_bytes if box.offset else 0
+                    stop = start + box.shape[0] * row_bytes
+                memory = memoryview(b"")
+                if target is not None:
+                    target = target.detach().view(SAME_SIZE[target.dtype.itemsize])
+                    is_rows = not box.shape or box.shape[1:] == box.piece.shape[1:]
+                    if is_rows and target.device.type == "cpu" and target.is_contiguous():
+                        memory, target = memory_of(target), None
+                chunks += _chunks(box, entry, start, stop, memory, target)
+            _read_chunks(disk, file, chunks)
 
 
 def verify_tensor_file(
@@ -414,7 +409,7 @@ def verify_tensor_file(
         chunks: list[_Chunk] = []
         for key, entry in file.entries.items():
             if key in expected:
-                chunks += _chunks(expected[key], entry, memoryview(b""), 0, entry.stop - entry.start)
+                chunks += _chunks(expected[key], entry, 0, entry.stop - entry.start, memoryview(b""), None)
         _read_chunks(disk, file, chunks)
 
 
@@ -425,38 +420,61 @@ class _Chunk(NamedTuple):
     number: int
     start: int  # in the entry's bytes, as all offsets here
     stop: int
-    target: memoryview  # empty to only verify the chunk
-    target_start: int
+    memory: memoryview  # for the bytes from ``first`` on, in their order; empty if there is no such memory
+    first: int
+    target: torch.Tensor | None  # for the elements of the box, in any other memory
 
 
-def _chunks(box: Box, entry: Entry, target: memoryview, start: int, stop: int) -> Iterator[_Chunk]:
+def _chunks(
+    box: Box, entry: Entry, start: int, stop: int, memory: memoryview, target: torch.Tensor | None
+) -> Iterator[_Chunk]:
     """Return the chunks that contain the bytes ``start`` to ``stop`` of an entry."""
     size = entry.stop - entry.start
     for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
         place = number * CHUNK_BYTES
-        yield _Chunk(box, number, place, min(place + CHUNK_BYTES, size), target, start)
+        yield _Chunk(box, number, place, min(place + CHUNK_BYTES, size), memory, start, target)
 
 
-def _rows_for(box: Box) -> torch.Tensor:
-    """Allocate memory for the rows that contain a box."""
-    rows = box.piece.shape if not box.shape else (box.shape[0], *box.piece.shape[1:])
-    dtype: torch.dtype = getattr(torch, box.dtype)
-    if dtype != torch.complex32:
-        return torch.empty(rows, dtype=dtype, device="cpu")
-    # torch warns about new tensors of this dtype, and not about views.
-    return torch.empty(rows, dtype=torch.float32, device="cpu").view(dtype)
+def copy_elements(
+    target: torch.Tensor,
+    offset: Sequence[int],
+    shape: Sequence[int],
+    start: int,
+    elements: torch.Tensor,
+) -> None:
+    """Copy some elements of a piece, in their order, to where a box of the piece has them.
 
+    Args:
+        target: The box.
+        offset: Of the box in the piece.
+        shape: Of the piece.
+        start: Number of the first element in the piece.
+        elements: Those from there on.
 
-def _slice_box(box: Box, rows: torch.Tensor) -> torch.Tensor:
-    """Slice a box from the rows that were read."""
-    if not box.shape or tuple(rows.shape) == tuple(box.shape):
-        return rows
-    offset = box.offset or (0,) * len(box.shape)
-    inner = tuple(slice(start, start + size) for start, size in zip(offset[1:], box.shape[1:], strict=True))
-    # torch has no copy kernels for some one-byte dtypes.
-    plain = torch.uint8 if rows.dtype.itemsize == 1 else rows.dtype
-    part = rows.view(plain)[(slice(None), *inner)]
-    return part.clone(memory_format=torch.contiguous_format).view(rows.dtype)
+    >>> target = torch.zeros(2, 2)
+    >>> copy_elements(target, (0, 1), (2, 3), 1, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    >>> target
+    tensor([[1., 2.],
+            [4., 0.]])
+    """
+    if not shape:
+        target.copy_(elements[0])
+        return
+    size = math.prod(shape[1:])
+    columns = tuple(slice(at, at + width) for at, width in zip(offset[1:], target.shape[1:], strict=True))
+    done = 0
+    while done < len(elements):
+        row, column = divmod(start + done, size)
+        num_rows = 0 if column else (len(elements) - done) // size
+        count = num_rows * size or min(size - column, len(elements) - done)
+        part = elements[done : done + count]
+        low, high = max(row, offset[0]), min(row + max(num_rows, 1), offset[0] + target.shape[0])
+        if low < high and num_rows:
+            rows = part.view(num_rows, *shape[1:])[(slice(low - row, high - row), *columns)]
+            target[low - offset[0] : high - offset[0]].copy_(rows)
+        elif low < high:
+            copy_elements(target[row - offset[0]], offset[1:], shape[1:], column, part)
+        done += count
 
 
 def _read_chunks(disk: Disk, file: TensorFile, chunks: Sequence[_Chunk]) -> None:
@@ -486,14 +504,14 @@ def _read_chunks(disk: Disk, file: TensorFile, chunks: Sequence[_Chunk]) -> None
 def _read_batch(disk: Disk, file: TensorFile, batch: Sequence[_Chunk]) -> None:
     spare = memoryview(b"")
     with naming(file.path):
-        for box, number, start, stop, target, begin in batch:
+        for box, number, start, stop, memory, first, target in batch:
             offset = file.entries[box.piece.key].start
             crc32 = 0
             for place in range(start, stop, _READ_BYTES):
                 end = min(place + _READ_BYTES, stop)
-                low, high = max(place, begin), min(end, begin + len(target))
+                low, high = max(place, first), min(end, first + len(memory))
                 if (low, high) == (place, end):
-                    part = target[place - begin : end - begin]
+                    part = memory[place - first : end - first]
                 else:
                     spare = spare or memoryview(bytearray(_READ_BYTES))
                     part = spare[: end - place]
@@ -501,7 +519,13 @@ def _read_batch(disk: Disk, file: TensorFile, batch: Sequence[_Chunk]) -> None:
                     _damaged(file.path, file.name, "it became shorter while it was read")
                 crc32 = zlib.crc32(part, crc32)
                 if place <= low < high <= end and high - low < end - place:
-                    target[low - begin : high - begin] = part[low - place : high - place]
+                    memory[low - first : high - first] = part[low - place : high - place]
+                if target is not None:
+                    elements = torch.frombuffer(part, dtype=target.dtype)
+                    shape = box.piece.shape
+                    copy_elements(
+                        target, box.offset or [0] * len(shape), shape, place // target.itemsize, elements
+                    )
             if crc32 != box.piece.crc32[number]:
                 _damaged(
                     file.path,

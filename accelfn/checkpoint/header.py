@@ -297,7 +297,10 @@ _BY_NAME = MappingProxyType(
     {str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.dtype}
 )
 _NAMES = MappingProxyType({value: name for name, value in _BY_NAME.items()})
-_SAME_SIZE = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+# Dtypes that torch can copy, by the size of an element.
+SAME_SIZE = MappingProxyType(
+    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -347,7 +350,7 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as a dtype that torch can copy, since torch has no copy kernels for some dtypes."""
     if tensor.dtype in SAFETENSORS_NAMES or tensor.dtype == torch.complex128:
         return tensor
-    return tensor.view(_SAME_SIZE[tensor.dtype.itemsize])
+    return tensor.view(SAME_SIZE[tensor.dtype.itemsize])
 
 
 def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:

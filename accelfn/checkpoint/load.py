@@ -25,11 +25,11 @@ from accelfn.checkpoint.find import (
     newest_first,
     read_checkpoint,
 )
-from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest, leaf_path
+from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest, StoredTensor, leaf_path
 from accelfn.checkpoint.objects import (
     is_named_optimizer,
 )
-from accelfn.checkpoint.plan import Overlap, find_overlaps, join_overlaps
+from accelfn.checkpoint.plan import find_overlaps, memory_for, part_of
 from accelfn.checkpoint.restore import (
     Read,
     Request,
@@ -388,23 +388,27 @@ def _read(ctx: Context, disk: Disk, like: Any, request: Request, found: OpenChec
 def _read_tensors(
     disk: Disk, found: OpenCheckpoint, wanted: Mapping[str, torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """Read tensors, complete or with the sharding of their targets."""
+    """Read tensors into new memory, complete or with the sharding of their targets."""
+    tensors = {name: memory_for(_stored(found, name), target) for name, target in wanted.items()}
+    _fill(disk, found, tensors)
+    return tensors
+
+
+def _stored(found: OpenCheckpoint, name: str) -> StoredTensor:
+    if name not in found.manifest.tensors:
+        raise DamagedCheckpointError(
+            f"{found.path} has no tensor {leaf_path(name)!r}, which its tree names.", MANIFEST
+        )
+    return found.manifest.tensors[name]
+
+
+def _fill(disk: Disk, found: OpenCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read the tensors that have these names, or this rank's parts of them."""
     boxes: list[Box] = []
-    ends: list[int] = []
-    plans: list[tuple[str, torch.Tensor | None, list[Overlap]]] = []
-    for name, target in wanted.items():
-        one = found.manifest.tensors.get(name)
-        if one is None:
-            raise DamagedCheckpointError(
-                f"{found.path} has no tensor {leaf_path(name)!r}, which its tree names.", MANIFEST
-            )
-        overlaps = find_overlaps(one, target)
-        boxes += [Box(name, one.dtype, lap.piece, lap.offset, lap.shape) for lap in overlaps]
-        ends.append(len(boxes))
-        plans.append((name, target, overlaps))
-    parts = read_boxes(disk, found.folder, found.manifest, boxes)
-    starts = [0, *ends][:-1]  # empty if no tensor is wanted
-    return {
-        name: join_overlaps(found.manifest.tensors[name], target, overlaps, parts[start:end])
-        for (name, target, overlaps), start, end in zip(plans, starts, ends, strict=True)
-    }
+    targets: list[torch.Tensor] = []
+    for name, tensor in tensors.items():
+        stored = _stored(found, name)
+        for lap in find_overlaps(stored, tensor):
+            boxes.append(Box(name, stored.dtype, lap.piece, lap.offset, lap.shape))
+            targets.append(part_of(tensor, lap))
+    read_boxes(disk, found.folder, found.manifest, boxes, targets)

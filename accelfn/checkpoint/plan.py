@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from accelfn.checkpoint.header import copyable, dtype_from_name
+from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.manifest import Piece, StoredTensor, leaf_path
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
@@ -373,51 +373,35 @@ def find_overlaps(stored: StoredTensor, target: torch.Tensor | None) -> list[Ove
     return found
 
 
-def join_overlaps(
-    stored: StoredTensor,
-    target: torch.Tensor | None,
-    overlaps: Sequence[Overlap],
-    parts: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Assemble a tensor from the parts that were read.
+def memory_for(stored: StoredTensor, target: torch.Tensor | None) -> torch.Tensor:
+    """Return new memory for a tensor to load: like ``target`` on its device, and sharded like it.
 
     Args:
-        stored: The tensor that they are of.
-        target: As for :func:`find_overlaps`.
-        overlaps: The result of :func:`find_overlaps`.
-        parts: The part of each, in new memory on the CPU.
-
-    Returns:
-        The complete tensor on the CPU; for a sharded ``target`` one sharded like it, on its device.
+        stored: The tensor.
+        target: None, or a tensor on the meta device: memory on the CPU.
     """
-    if target is None and len(parts) == 1:  # the usual tensor
-        return parts[0]
-    cut: Any = target if hasattr(target, "__create_chunk_list__") else None
-    shape = stored.shape if cut is None else tuple(local_of(cut).shape)
-    whole = join_parts(stored.dtype, shape, overlaps, parts)
-    if cut is None:
-        return whole
+    dtype = dtype_from_name(stored.dtype)
+    is_sharded = hasattr(target, "__create_chunk_list__")
+    local = None if target is None else local_of(target)
+    # XLA would compile each of the many copies into parts of a tensor.
+    device = "cpu" if local is None or local.device.type in ("meta", "xla") else local.device
+    shape = tuple(local.shape) if local is not None and is_sharded else stored.shape
+    if dtype == torch.complex32:  # torch warns about new tensors of this dtype, and not about views
+        memory = torch.empty(shape, dtype=torch.float32, device=device).view(dtype)
+    else:
+        memory = torch.empty(shape, dtype=dtype, device=device)
+    if not is_sharded:
+        return memory
     from torch.distributed.tensor import DTensor
 
+    cut = cast("Any", target)
     return DTensor.from_local(
-        whole.to(local_of(cut).device),
-        cut.device_mesh,
-        cut.placements,
-        run_check=False,
-        shape=cut.shape,
-        stride=cut.stride(),
+        memory, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
     )
 
 
-def join_parts(
-    dtype: str, shape: tuple[int, ...], overlaps: Sequence[Overlap], parts: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Assemble a tensor on the CPU from its parts; a part that is all of it is returned itself."""
-    if len(parts) == 1 and tuple(parts[0].shape) == shape:
-        return parts[0]
-    whole = torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu")
-    plain = copyable(whole)
-    for one, part in zip(overlaps, parts, strict=True):
-        place = tuple(slice(start, start + size) for start, size in zip(one.target, part.shape, strict=True))
-        plain[place].copy_(copyable(part))
-    return whole
+def part_of(tensor: torch.Tensor, overlap: Overlap) -> torch.Tensor:
+    """Return the view of a tensor to load, or of this rank's part of it, for one of its overlaps."""
+    shape = overlap.piece.shape if overlap.shape is None else overlap.shape
+    bounds = zip(overlap.target, shape, strict=True)
+    return local_of(tensor).detach()[tuple(slice(start, start + size) for start, size in bounds)]

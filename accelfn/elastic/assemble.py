@@ -13,7 +13,7 @@ import torch
 from accelfn.checkpoint.background import CollectivePhases, paused_collection
 from accelfn.checkpoint.by_rank import join_documents, renamed
 from accelfn.checkpoint.collect import collect_state, contents, parse_held
-from accelfn.checkpoint.header import contiguous_copy, dtype_from_name
+from accelfn.checkpoint.header import contiguous_copy, copyable, dtype_from_name
 from accelfn.checkpoint.manifest import Json, Manifest, Piece, StoredTensor
 from accelfn.checkpoint.plan import (
     Box,
@@ -23,7 +23,8 @@ from accelfn.checkpoint.plan import (
     boxes_from,
     find_holders,
     find_overlaps,
-    join_overlaps,
+    memory_for,
+    part_of,
 )
 from accelfn.checkpoint.restore import Read, ReadPlan, begin_load, plan_read, restore
 from accelfn.checkpoint.stages import join_stages
@@ -136,10 +137,11 @@ def restore_snapshot(ctx: Context, memory: Memory, state: T) -> T | None:
             if holder.rank == ctx.rank
         }
         parts = _fetch(ctx, phases, overlaps, holders, mine)
-        tensors = {
-            name: join_overlaps(manifest.tensors[name], wanted.wanted[name], laps, parts[name])
-            for name, laps in overlaps.items()
-        }
+        tensors: dict[str, torch.Tensor] = {}
+        for name, laps in overlaps.items():
+            tensors[name] = memory_for(manifest.tensors[name], wanted.wanted[name])
+            for lap, part in zip(laps, parts.pop(name), strict=True):
+                copyable(part_of(tensors[name], lap)).copy_(copyable(part))
     read = Read(manifest, wanted.source, wanted.document, tensors)
     value = restore(ctx, phases, state, request, read, random_state=True)
     memory.go_on_from(key)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import struct
 import tempfile
@@ -18,10 +19,11 @@ from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint.disk import REAL_DISK
-from accelfn.checkpoint.files import Box, read_boxes
+from accelfn.checkpoint.files import Box, copy_elements, read_boxes
 from accelfn.checkpoint.find import OpenCheckpoint, read_checkpoint
 from accelfn.checkpoint.manifest import CHUNK_BYTES
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError
+from accelfn.tree.digest import split_flat
 from tests.checkpoint.small import flip, said, same_bits
 from tests.checkpoint.watched_disk import installed
 from tests.checkpoint.weights.models import Bag
@@ -172,18 +174,32 @@ def test_a_changed_header_is_sound_or_refused(place: int, mask: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system doesn't count memory so")
 def test_a_part_of_the_columns_takes_little_more_memory_than_itself(tmp_path: Path) -> None:
-    size = (1024, 2048)
-    path = af.save_tree(
-        tmp_path / "at", {str(number): torch.full(size, float(number)) for number in range(12)}
-    )
+    size = (4096, 4096)
+    path = af.save_tree(tmp_path / "at", {"weight": torch.arange(4096).repeat(4096, 1).int()})
 
-    def read(found: OpenCheckpoint) -> list[torch.Tensor]:
-        tensors = found.manifest.tensors.items()
-        boxes = [Box(name, one.dtype, one.pieces[0], (0, 256), (1024, 256)) for name, one in tensors]
-        return read_boxes(REAL_DISK, found.folder, found.manifest, boxes)
+    def read(found: OpenCheckpoint) -> torch.Tensor:
+        box = Box("weight", "int32", found.manifest.tensors["weight"].pieces[0], (0, 256), (4096, 256))
+        target = torch.empty(box.shape or (), dtype=torch.int32)
+        read_boxes(REAL_DISK, found.folder, found.manifest, [box], [target])
+        return target
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = memory("VmRSS")
-    parts = read_checkpoint(REAL_DISK, path, read)
-    assert memory("VmHWM") - before < 80 << 20  # 96 MiB are stored, of which 12 are wanted
-    assert sorted(int(part.sum()) >> 18 for part in parts) == [*range(12)]
+    part = read_checkpoint(REAL_DISK, path, read)
+    assert memory("VmHWM") - before < 20 << 20  # a tensor of 64 MiB is stored, of which 4 are wanted
+    assert torch.equal(part, torch.arange(256, 512).expand(size[0], 256))
+
+
+@given(st.data())
+def test_a_box_gets_its_elements_from_a_piece_that_is_read_in_parts(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=4))
+    piece = torch.arange(math.prod(shape)).view(shape)
+    bounds = [sorted(data.draw(st.sets(st.integers(0, size), min_size=2, max_size=2))) for size in shape]
+    box = piece[tuple(slice(low, high) for low, high in bounds)]
+    target = torch.zeros([2 * size for size in box.shape], dtype=torch.int64)
+    target = target[tuple(slice(None, None, 2) for _ in shape)]
+    start, offset = 0, [low for low, _ in bounds]
+    for part in split_flat(piece, data.draw(st.integers(1, 7))):
+        copy_elements(target, offset, shape, start, part)
+        start += len(part)
+    assert torch.equal(target, box)
