@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -51,11 +51,14 @@ from accelfn.errors import (
     RemoteRankError,
 )
 from accelfn.parallel.engines import with_plain_objects
+from accelfn.tree import local_of
 
 T = TypeVar("T")
 
 # How often another program may remove a checkpoint between finding and opening it.
 _ATTEMPTS = 5
+# New memory for what is written into the tree's memory at the end; the rest is read for a second time then.
+_KEPT_BYTES = 1 << 24
 
 
 class StoredParts(NamedTuple):
@@ -84,7 +87,9 @@ def load_state(
     device), numbers, records.
 
     Every byte that is needed is read and verified first, on all ranks. If any rank raises, nothing has been
-    changed on any of them.
+    changed on any of them. Then weights, parameters and the states that an optimizer has already are read
+    once more, straight into their memory, so that a rank holds only a few megabytes besides its own state.
+    Only if files fail or change between these two readings, an error leaves objects changed.
 
     On another number of ranks, replicated tensors and the position in the data are the same; sharded tensors
     (DTensor) get the sharding of ``like``; and values that each rank had for itself are assigned to the ranks
@@ -190,8 +195,12 @@ def _load(
     ctx: Context, phases: CollectivePhases, path: str, like: T, request: Request, random_state: bool
 ) -> T:
     disk = disk_of(ctx, REAL_DISK)
-    read = _read_together(disk, phases, path, lambda found: _read(ctx, disk, like, request, found))
-    return restore(ctx, phases, like, request, read, random_state=random_state)
+    for _ in range(_ATTEMPTS):
+        read = _read_together(disk, phases, path, lambda found: _read(ctx, disk, like, request, found))
+        value, is_complete = restore(ctx, phases, like, request, read, random_state=random_state)
+        if is_complete:
+            return value
+    raise _changes_all_the_time(phases, path)
 
 
 def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str = "") -> Any:
@@ -295,7 +304,11 @@ def _read_together(
             f"{phases.operation}: rank 0 finds a checkpoint in {directory}, and rank {identities.index('')} "
             "doesn't: the path must be on a disk that all ranks share. Pass another one, or copy it there."
         )
-    raise CheckpointError(
+    raise _changes_all_the_time(phases, directory)
+
+
+def _changes_all_the_time(phases: CollectivePhases, directory: str) -> CheckpointError:
+    return CheckpointError(
         f"{phases.operation}: {directory} changes all the time: another program replaces or removes "
         "checkpoints there while this one reads. Load a copy, or wait for that program."
     )
@@ -381,8 +394,36 @@ def _read(ctx: Context, disk: Disk, like: Any, request: Request, found: OpenChec
     if ctx.is_main_process:
         check_attachments(disk, found)
     plan = plan_read(ctx, like, request, found.manifest, found.path)
-    tensors = _read_tensors(disk, found, plan.wanted)
-    return Read(found.manifest, plan.source, plan.document, tensors)
+    tensors: dict[str, torch.Tensor] = {}
+    later: dict[str, torch.Tensor] = {}
+    left = _KEPT_BYTES
+    for name, target in plan.wanted.items():
+        if name in plan.in_place:
+            left -= local_of(plan.in_place[name]).nbytes
+            if left < 0:
+                later[name] = plan.in_place[name]
+                continue
+        tensors[name] = memory_for(_stored(found, name), target)
+    _fill(disk, found, {**tensors, **later}, later)
+    return Read(found.manifest, plan, tensors, functools.partial(_read_again, disk, found))
+
+
+def _read_again(disk: Disk, before: OpenCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read tensors that have been verified into memory that is in use.
+
+    Raises:
+        NoCheckpointError: The checkpoint isn't there any more.
+        DamagedCheckpointError: Its bytes aren't those that were read before.
+    """
+
+    def read(found: OpenCheckpoint) -> None:
+        if found.manifest.identity != before.manifest.identity:
+            raise NoCheckpointError(f"{before.path} was replaced while it was loaded.")
+        _fill(disk, found, tensors)
+        torch.autograd.graph.increment_version([local_of(one) for one in tensors.values()])
+
+    if tensors:
+        read_checkpoint(disk, before.path, read)
 
 
 def _read_tensors(
@@ -402,13 +443,15 @@ def _stored(found: OpenCheckpoint, name: str) -> StoredTensor:
     return found.manifest.tensors[name]
 
 
-def _fill(disk: Disk, found: OpenCheckpoint, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read the tensors that have these names, or this rank's parts of them."""
+def _fill(
+    disk: Disk, found: OpenCheckpoint, tensors: Mapping[str, torch.Tensor], unchanged: Collection[str] = ()
+) -> None:
+    """Read the tensors that have these names, or this rank's parts of them; only verify ``unchanged``."""
     boxes: list[Box] = []
-    targets: list[torch.Tensor] = []
+    targets: list[torch.Tensor | None] = []
     for name, tensor in tensors.items():
         stored = _stored(found, name)
         for lap in find_overlaps(stored, tensor):
             boxes.append(Box(name, stored.dtype, lap.piece, lap.offset, lap.shape))
-            targets.append(part_of(tensor, lap))
+            targets.append(None if name in unchanged else part_of(tensor, lap))
     read_boxes(disk, found.folder, found.manifest, boxes, targets)

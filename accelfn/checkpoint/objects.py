@@ -293,10 +293,12 @@ class Fit(NamedTuple):
     Attributes:
         rows: Differences between a state and its object.
         targets: The tensors whose device and sharding stored tensors get, by the names of the stored tensors.
+        in_place: Names of stored tensors with the tensors of the object that may get their values.
     """
 
     rows: list[Misfit]
     targets: dict[str, torch.Tensor]
+    in_place: list[tuple[str, torch.Tensor]]
 
 
 def fit(stored: Stored, names: Names, tensors: Mapping[str, Shaped], *, strict: bool) -> Fit:
@@ -311,7 +313,7 @@ def fit(stored: Stored, names: Names, tensors: Mapping[str, Shaped], *, strict: 
     Raises:
         DamagedCheckpointError: The document is malformed.
     """
-    result = Fit([], {})
+    result = Fit([], {}, [])
     if isinstance(stored.thing, nn.Module):
         _fit_module(stored, tensors, strict, result)
     elif isinstance(stored.thing, Optimizer):
@@ -331,8 +333,9 @@ def _stored_tensor(node: Json, tensors: Mapping[str, Shaped]) -> tuple[str, Shap
 
 def _fit_module(stored: Stored, tensors: Mapping[str, Shaped], strict: bool, result: Fit) -> None:
     state = _items(stored.node, stored.path)
-    own = cast("Mapping[str, Any]", inner_of(stored.thing).state_dict())
-    addresses = {_address(own[name]) for name in state if _has_memory(own.get(name))}
+    inner = inner_of(stored.thing)
+    own, is_plain = cast("Mapping[str, Any]", inner.state_dict()), _is_plain(inner)
+    addresses = {address_of(own[name]) for name in state if _has_memory(own.get(name))}
     for name in {**own, **state}:
         path = f"{stored.path}/{name}"
         value = own.get(name)
@@ -341,7 +344,7 @@ def _fit_module(stored: Stored, tensors: Mapping[str, Shaped], strict: bool, res
         wanted = describe(value) if isinstance(value, torch.Tensor) else _kind_of(value)
         if name not in own or name not in state:
             # Other programs store tied weights under one of their names.
-            is_tied = _has_memory(value) and _address(value) in addresses
+            is_tied = _has_memory(value) and address_of(value) in addresses
             if strict and not is_tied:
                 row = (in_checkpoint, "nothing") if name in state else ("nothing", wanted)
                 result.rows.append(Misfit(path, *row))
@@ -351,6 +354,8 @@ def _fit_module(stored: Stored, tensors: Mapping[str, Shaped], strict: bool, res
             if in_checkpoint != wanted:
                 result.rows.append(Misfit(path, in_checkpoint, wanted))
             result.targets[tensor_name] = value
+            if is_plain:
+                result.in_place.append((tensor_name, value))
 
 
 def _kind_of(value: Any) -> str:
@@ -385,7 +390,8 @@ def _fit_states(stored: Stored, names: Names, tensors: Mapping[str, Shaped], res
     parameters = [parameter for group in _groups(stored.thing) for parameter in group["params"]]
     flat = [name for group in _names_of(stored.thing, names) for name in group]
     known = _known_names(flat)
-    has_low_bits = may_have_low_bits(_unwrapped(stored.thing))
+    optimizer = _unwrapped(stored.thing)
+    has_low_bits, is_plain = may_have_low_bits(optimizer), _loads_as_torch(optimizer)
     for name, values in _items(_items(stored.node, path)["state"], path).items():
         number = known.find(name)
         if number is None:
@@ -406,6 +412,11 @@ def _fit_states(stored: Stored, names: Names, tensors: Mapping[str, Shaped], res
             if tuple(tensor.shape) == shape:
                 if key != "step":  # is never sharded, even if the parameter is a single number too
                     result.targets[tensor_name] = parameter
+                    own = optimizer.state.get(parameter, {}).get(key) if is_plain else None
+                    if not isinstance(own, torch.Tensor) or own.device != parameter.device:
+                        continue
+                    if describe(own) == describe(tensor):
+                        result.in_place.append((tensor_name, own))
             # An entry per element has the parameter's shape; an entry per parameter is small. If parameters
             # have numbers instead of names, only the shapes of torch's entries reveal another order.
             elif (str(name).startswith("#") and key in _ELEMENTWISE) or (
@@ -417,6 +428,18 @@ def _fit_states(stored: Stored, names: Names, tensors: Mapping[str, Shaped], res
 def is_in_place(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a tree is loaded in place, because an optimizer may hold it."""
     return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def address_of(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    """Return a key that tensors share if they are the same memory."""
+    return local_of(tensor).data_ptr(), local_of(tensor).shape
+
+
+def write(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor, or this rank's part of it, into another one, unless they are the same memory."""
+    if address_of(target) != address_of(source):
+        with torch.no_grad():
+            local_of(target).copy_(local_of(source))
 
 
 def restore_order(pending: Pending) -> int:
@@ -435,7 +458,7 @@ def untied_weights(pending: Pending) -> list[Misfit]:
     for name, value in own.items():
         if not isinstance(value, torch.Tensor) or name not in state or not local_of(value).numel():
             continue
-        same = first.setdefault(_address(value), name)
+        same = first.setdefault(address_of(value), name)
         if same != name and not same_bits(local_of(state[same]), local_of(state[name])):
             rows.append(Misfit(f"{pending.path}/{name}", f"other values than {same}", f"tied to {same}"))
     return rows
@@ -497,13 +520,24 @@ def _is_plain(module: nn.Module) -> bool:
     if any(_loads_in_its_own_way(part) for part in module.modules()):
         return False
     own = {
-        _address(value)
+        address_of(value)
         for values in (module.named_parameters(remove_duplicate=False), module.named_buffers())
         for _, value in values
     }
     return all(
-        isinstance(value, torch.Tensor) and _address(value) in own for value in module.state_dict().values()
+        isinstance(value, torch.Tensor) and address_of(value) in own for value in module.state_dict().values()
     )
+
+
+def _loads_as_torch(optimizer: Optimizer) -> bool:
+    """Whether loading a state only makes its tensors the optimizer's own, without looking at their values."""
+    kind, state = cast("Any", type(optimizer)), vars(optimizer)
+    hooks = (
+        state.get("_optimizer_load_state_dict_pre_hooks"),
+        state.get("_optimizer_load_state_dict_post_hooks"),
+    )
+    ways = kind.load_state_dict, kind.__setstate__
+    return not any(hooks) and all(way.__module__.startswith("torch.optim.") for way in ways)
 
 
 def _loads_in_its_own_way(module: nn.Module) -> bool:
@@ -512,10 +546,6 @@ def _loads_in_its_own_way(module: nn.Module) -> bool:
     hooks = [*state["_load_state_dict_pre_hooks"].values(), *state["_load_state_dict_post_hooks"].values()]
     ways = [kind.load_state_dict, kind._load_from_state_dict, *(getattr(one, "hook", one) for one in hooks)]
     return not all(str(getattr(way, "__module__", "")).startswith("torch.") for way in ways)
-
-
-def _address(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    return local_of(tensor).data_ptr(), local_of(tensor).shape
 
 
 def _has_memory(value: object) -> TypeGuard[torch.Tensor]:
@@ -535,9 +565,8 @@ def restore_object(pending: Pending, names: Names) -> None:
         if not _is_plain(inner):
             inner.load_state_dict(state, strict=False)
             return
-        with torch.no_grad():
-            for name, value in state.items():
-                local_of(own[name]).copy_(local_of(value))
+        for name, value in state.items():
+            write(own[name], value)
         return
     passes = _passes(thing)
     if passes is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -19,6 +20,7 @@ from accelfn.checkpoint.manifest import Json, Manifest
 from accelfn.checkpoint.objects import (
     Names,
     Pending,
+    address_of,
     cannot_fail,
     find_names,
     fit,
@@ -27,6 +29,7 @@ from accelfn.checkpoint.objects import (
     restore_object,
     restore_order,
     untied_weights,
+    write,
 )
 from accelfn.checkpoint.random_state import random_states, restore_random_states
 from accelfn.checkpoint.stages import remove_other_stages
@@ -34,21 +37,42 @@ from accelfn.comm import catch
 from accelfn.context import Context
 from accelfn.data import LoaderState
 from accelfn.data.resume import read_state
-from accelfn.errors import (
-    CheckpointMismatchError,
-)
+from accelfn.errors import CheckpointMismatchError, NoCheckpointError
 from accelfn.tree import local_of
 
 T = TypeVar("T")
 
 
-class Read(NamedTuple):
-    """The part of a checkpoint that this rank needs, read and verified."""
+class ReadPlan(NamedTuple):
+    """The part of a checkpoint that this rank needs.
 
-    manifest: Manifest
+    Attributes:
+        source: The rank whose documents it loads.
+        document: Of the tree.
+        wanted: Names of tensors; with the tensor of the tree whose sharding they get, or None.
+        in_place: Tensors of the tree to write into at the end, by the names of the stored ones.
+    """
+
     source: Source
     document: Json
+    wanted: Mapping[str, torch.Tensor | None]
+    in_place: Mapping[str, torch.Tensor]
+
+
+class Read(NamedTuple):
+    """The part of a checkpoint that this rank needs, verified.
+
+    Attributes:
+        manifest: Of the checkpoint.
+        plan: What is needed.
+        tensors: Those that were read, in new memory. All others are read in place at the end.
+        read_in_place: Reads these, by name, into their memory.
+    """
+
+    manifest: Manifest
+    plan: ReadPlan
     tensors: Mapping[str, torch.Tensor]
+    read_in_place: Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class Request(NamedTuple):
@@ -93,11 +117,15 @@ def _parse_partial(partial: bool | Sequence[str], operation: str) -> Callable[[s
 
 def restore(
     ctx: Context, phases: CollectivePhases, like: T, request: Request, read: Read, *, random_state: bool
-) -> T:
+) -> tuple[T, bool]:
     """Restore this rank's part of a state, and change objects only when no rank's part can be refused.
 
     Ranks: every rank of ``ctx``.
+
+    Returns:
+        The new tree; and whether it is complete: not if the state was removed before it was read in place.
     """
+    in_place = read.plan.in_place
     prepared, error = catch(lambda: _prepare(read, like))
     phases.gather("decode", "", error)
     assert prepared is not None
@@ -108,9 +136,9 @@ def restore(
     def change() -> None:
         _restore_undoably(may_refuse, request.names, undo)
         if random_state and read.manifest.random is not None:
-            states = decode(document_of(read.manifest.random, read.source.rank), read.tensors)
+            states = decode(document_of(read.manifest.random, read.plan.source.rank), read.tensors)
             undo.append(functools.partial(restore_random_states, ctx, random_states(ctx), is_own=True))
-            restore_random_states(ctx, states, is_own=read.source.is_own)
+            restore_random_states(ctx, states, is_own=read.plan.source.is_own)
 
     _, error = catch(change)
     try:
@@ -119,27 +147,21 @@ def restore(
         for step in reversed(undo):
             step()
         raise
-    for write in writes:
-        write()
-    for one in pending:
-        if cannot_fail(one):
-            restore_object(one, request.names)
-    phases.gather("loaded", "")
-    return cast("T", value)
 
+    def finish() -> None:
+        read.read_in_place({name: one for name, one in in_place.items() if name not in read.tensors})
+        for name, one in in_place.items():
+            write(one, read.tensors.get(name, one))
+        for step in writes:
+            step()
+        for one in pending:
+            if cannot_fail(one):
+                restore_object(one, request.names)
 
-class ReadPlan(NamedTuple):
-    """The part of a checkpoint that this rank needs.
-
-    Attributes:
-        source: The rank whose documents it loads.
-        document: Of the tree.
-        wanted: Names of tensors; with the tensor of the tree whose sharding they get, or None.
-    """
-
-    source: Source
-    document: Json
-    wanted: Mapping[str, torch.Tensor | None]
+    _, error = catch(finish)
+    is_gone = isinstance(error, NoCheckpointError)
+    gone = phases.gather("loaded", "gone" if is_gone else "", None if is_gone else error)
+    return cast("T", value), not any(gone)
 
 
 def plan_read(ctx: Context, like: Any, request: Request, manifest: Manifest, where: str) -> ReadPlan:
@@ -174,8 +196,40 @@ def plan_read(ctx: Context, like: Any, request: Request, manifest: Manifest, whe
     wanted.update({name: one for name, one in matched.leaves.items() if isinstance(one, torch.Tensor)})
     for one in fits:
         wanted.update(one.targets)
+    found = [
+        (name, one)
+        for name, one in matched.leaves.items()
+        if isinstance(one, torch.Tensor) and is_in_place(one) and not one.is_meta
+    ]
+    in_place = _choose_in_place(document, [*found, *(pair for one in fits for pair in one.in_place)])
     wanted.update(dict.fromkeys(stored_names(document_of(manifest.random, source.rank))))
-    return ReadPlan(source, document, wanted)
+    return ReadPlan(source, document, wanted, in_place)
+
+
+def _choose_in_place(document: Json, found: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Choose which stored tensors are read straight into the tree's memory.
+
+    Those of which the state has other uses need memory of their own, and so do different ones for the same
+    memory, which must be compared, and what isn't dense memory.
+    """
+    uses, places = Counter(stored_names(document)), Counter(name for name, _ in found)
+    names: dict[object, set[str]] = {}
+    for name, one in found:
+        names.setdefault(address_of(one), set()).add(name)
+    return {
+        name: one
+        for name, one in found
+        if uses[name] == places[name] and len(names[address_of(one)]) == 1 and _is_dense(local_of(one))
+    }
+
+
+def _is_dense(local: torch.Tensor) -> bool:
+    return (
+        type(local) in (torch.Tensor, torch.nn.Parameter)
+        and local.layout == torch.strided
+        and local.device.type not in ("meta", "xla")  # XLA would compile each copy into a part of a tensor
+        and not (local.is_conj() or local.is_neg() or local.is_quantized)
+    )
 
 
 def document_for(manifest: Manifest, rank: int) -> Json:
@@ -196,18 +250,14 @@ def _prepare(read: Read, like: Any) -> tuple[Any, list[Pending], list[Callable[[
 
     writes: list[Callable[[], None]] = []
     adopt = functools.partial(_adopt, writes)
-    value = decode(read.document, read.tensors, like=like, restore=defer, adopt=adopt)
+    document, in_place = read.plan.document, read.plan.in_place
+    value = decode(document, read.tensors, like=like, in_place=in_place, restore=defer, adopt=adopt)
     rows = [row for one in pending for row in untied_weights(one)]
     if rows:
         raise CheckpointMismatchError(
             "load_state: weights that are tied in a module were saved separately. Nothing was changed.", rows
         )
     return value, sorted(pending, key=restore_order), writes
-
-
-def _write(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        local_of(target).copy_(local_of(source))
 
 
 def _adopt(writes: list[Callable[[], None]], like: Any, value: Any) -> Any:
@@ -223,7 +273,7 @@ def _adopt(writes: list[Callable[[], None]], like: Any, value: Any) -> Any:
     if not isinstance(like, torch.Tensor) or not isinstance(value, torch.Tensor) or like.is_meta:
         return value
     if is_in_place(like):
-        writes.append(functools.partial(_write, like, value))
+        writes.append(functools.partial(write, like, value))
         return like
     moved = value if value.device == like.device else value.detach().to(like.device)
     return moved.requires_grad_() if value.requires_grad and not moved.requires_grad else moved

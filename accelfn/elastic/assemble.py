@@ -142,10 +142,14 @@ def restore_snapshot(ctx: Context, memory: Memory, state: T) -> T | None:
             tensors[name] = memory_for(manifest.tensors[name], wanted.wanted[name])
             for lap, part in zip(laps, parts.pop(name), strict=True):
                 copyable(part_of(tensors[name], lap)).copy_(copyable(part))
-    read = Read(manifest, wanted.source, wanted.document, tensors)
-    value = restore(ctx, phases, state, request, read, random_state=True)
+    read = Read(manifest, wanted, tensors, read_in_place=_nothing_is_left)
+    value, _ = restore(ctx, phases, state, request, read, random_state=True)
     memory.go_on_from(key)
     return value
+
+
+def _nothing_is_left(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read in place what wasn't fetched: nothing."""
 
 
 def _offer(share: Share) -> Offer:

@@ -41,6 +41,7 @@ def decode(
     *,
     like: Any = None,
     namespace: str = "",
+    in_place: Mapping[str, torch.Tensor] = MappingProxyType({}),
     restore: Restore | None = None,
     adopt: Adopt | None = None,
 ) -> Any:
@@ -53,6 +54,7 @@ def decode(
             loads the state and becomes part of the new tree; otherwise only the classes of ``like`` are used.
             Without it, states are returned as trees. Whether the trees match isn't checked; see ``match``.
         namespace: Of classes registered with optree, besides the global one.
+        in_place: More tensors by name, whose strides are kept.
         restore: Called as ``restore(path, object, state)`` for objects in ``like``; returns the value for the
             new tree. It shouldn't change the object yet, because the rest of the document may be damaged.
             Without it, ``object.load_state_dict(state)`` is called at the end.
@@ -75,7 +77,7 @@ def decode(
         pending.append((path, thing, state))
         return thing
 
-    result = _Decoder(tensors, namespace, restore or postpone, adopt).walk(document, like, "", 0)
+    result = _Decoder(tensors, in_place, namespace, restore or postpone, adopt).walk(document, like, "", 0)
     rows = [
         Misfit(path or "tree", "the state of an object", f"a {type(thing).__qualname__}")
         for path, thing, _ in pending
@@ -94,13 +96,18 @@ class _Decoder:
     """One walk over one document."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], namespace: str, restore: Restore, adopt: Adopt | None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        in_place: Mapping[str, torch.Tensor],
+        namespace: str,
+        restore: Restore,
+        adopt: Adopt | None,
     ) -> None:
         self._tensors = tensors
         self._namespace = namespace
         self._restore = restore
         self._adopt = adopt
-        self._strided: dict[str, torch.Tensor] = {}
+        self._strided = dict(in_place)
         self._leaves: dict[Any, Any] = {}
 
     def walk(self, node: Json, like: Any, path: str, depth: int) -> Any:

@@ -1,6 +1,8 @@
 """Loading: what doesn't fit is refused on all ranks before anything changes; and the newest that is whole."""
 
 import copy
+import ctypes
+import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -23,7 +25,7 @@ from accelfn.errors import (
 from accelfn.testing import run_ranks
 from tests.checkpoint import layouts
 from tests.checkpoint.small import flip, names
-from tests.checkpoint.watched_disk import installed
+from tests.checkpoint.watched_disk import installed, locked
 
 TENSORS = "tensors-00000.safetensors"
 
@@ -74,6 +76,102 @@ def test_what_one_rank_cannot_ask_for_is_an_error_on_all(tmp_path: Path, on: Any
         assert load(ctx, tmp_path / "at", {"x": 0}) == {"x": 1}
 
     run_ranks(run, 2, on=on)
+
+
+# --- in place ------------------------------------------------------------------------------------
+
+
+def kib(field: str) -> int:
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0])
+
+
+def large(seed: int) -> dict[str, Any]:
+    """Return a model of 16 MiB in another layout than the usual one, and an optimizer that has stepped."""
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    model = nn.ParameterList(torch.randn(1024, 2048).T if seed else torch.randn(2048, 1024) for _ in "ab")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for parameter in model:
+        parameter.grad = parameter.detach()
+    cast("Any", optimizer).step()
+    optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def tensors_of(state: Any) -> list[torch.Tensor]:
+    values = [*state["model"].parameters(), *state["optimizer"].state.values()]
+    return [
+        one for value in values for one in ([value] if isinstance(value, nn.Parameter) else value.values())
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system doesn't count memory so")
+def test_a_state_that_is_there_already_is_loaded_with_little_memory_or_not_changed_at_all(
+    tmp_path: Path,
+) -> None:
+    saved, state = large(0), large(1)
+    af.save_state(Context(), tmp_path / "at", saved)
+    versions = [one._version for one in state["model"]]
+    ctypes.CDLL(None).malloc_trim(0)  # else new memory may be what was free already
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = kib("VmRSS")
+    af.load_state(Context(), tmp_path / "at", state)
+    assert kib("VmHWM") - before < 24 << 10  # 48 MiB were loaded
+    assert all(map(torch.equal, tensors_of(state), tensors_of(saved)))
+    # As after any other operation in place, so that a backward pass through older values is an error.
+    assert all(one._version > version for one, version in zip(state["model"], versions, strict=True))
+    state = large(1)
+    values = [one.clone() for one in tensors_of(state)]
+    flip(tmp_path / "at" / TENSORS)
+    with pytest.raises(DamagedCheckpointError, match="aren't what was written"):
+        af.load_state(Context(), tmp_path / "at", state)
+    assert all(map(torch.equal, tensors_of(state), values))
+
+
+def test_a_checkpoint_that_vanishes_while_it_is_loaded_is_replaced_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelfn.checkpoint.load._KEPT_BYTES", 0)
+
+    for value in (1.0, 2.0):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, value)
+        af.save_state(Context(), tmp_path / f"{value}", {"model": model})
+    opened = 0
+
+    def open_file(folder: Any, name: str) -> int:
+        nonlocal opened
+        opened += name == TENSORS
+        if opened == 3:  # after both ranks have verified it
+            shutil.rmtree(tmp_path / "2.0", ignore_errors=True)
+        return REAL_DISK.open_file(folder, name)
+
+    def run(ctx: Context) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        af.load_state(ctx, tmp_path, {"model": model})
+        return model.weight.item()
+
+    with installed(locked(replace(REAL_DISK, open_file=open_file)), "load"):
+        assert run_ranks(run, 2) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 24])
+def test_what_shares_no_memory_in_the_tree_shares_none_after_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    monkeypatch.setattr("accelfn.checkpoint.load._KEPT_BYTES", kept)
+    one, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    shared = one.weight
+    af.save_state(Context(), tmp_path / "at", {"model": one, "again": shared, "plain": shared.detach()})
+    like: dict[str, Any] = {
+        "model": other,
+        "again": nn.Parameter(torch.zeros(2, 2)),
+        "plain": torch.zeros(2, 2),
+    }
+    loaded = af.load_state(Context(), tmp_path / "at", like)
+    values = [other.weight, loaded["again"], loaded["plain"]]
+    assert loaded["again"] is like["again"]
+    assert all(torch.equal(value, shared) for value in values)
+    assert len({value.data_ptr() for value in values}) == 3
 
 
 # --- the newest ----------------------------------------------------------------------------------
