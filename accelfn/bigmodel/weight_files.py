@@ -19,6 +19,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ STORED_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAM
 """torch dtypes by their name in safetensors files."""
 
 _RECORD = "_accelfn_mapped_from"  # an attribute of the storage, which a Parameter of the tensor shares
-# Missing in Python's mmap. Without it, Linux refuses private mappings larger than its memory.
+# Without it, Linux refuses private mappings larger than its memory.
 _MAP_NORESERVE = 0x4000
 _POPULATE_READ = 22  # of madvise on Linux, since 5.14
 # Flags of a page in /proc/self/pagemap: bit 61 for file pages, 62 for swapped ones, 63 for present ones.
@@ -190,18 +191,30 @@ def map_stored(some: Sequence[Stored], file_ids: Mapping[Path, FileId] | None = 
     return [tensors[index] for index in range(len(some))]
 
 
-def _map(file: BinaryIO) -> mmap.mmap:
+def _map(file: BinaryIO) -> Any:
+    """Map a whole file, privately and writably; return an object with a buffer, which ends the mapping.
+
+    Python's mmap keeps a descriptor open for each mapping before Python 3.13, and the files of an offload
+    folder may be more than a process may open.
+    """
+    size = os.fstat(file.fileno()).st_size
     if sys.platform == "win32":
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    options: dict[str, Any] = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
-    if sys.platform == "linux":
-        options["flags"] |= _MAP_NORESERVE
-    if sys.version_info >= (3, 13):
-        options["trackfd"] = False  # mappings of hundreds of files shouldn't keep them open
-    return mmap.mmap(file.fileno(), 0, **options)
+    flags = mmap.MAP_PRIVATE | (_MAP_NORESERVE if sys.platform == "linux" else 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, file.fileno(), 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), file.name)
+    mapping = (ctypes.c_ubyte * size).from_address(address)
+    # Not at the exit of the interpreter, when other threads may still use the tensors.
+    weakref.finalize(mapping, libc.munmap, address, size).atexit = False
+    return mapping
 
 
-def _view(mapping: mmap.mmap | None, stored: Stored) -> torch.Tensor:
+def _view(mapping: Any, stored: Stored) -> torch.Tensor:
     if stored.elements is not None:
         return stored.elements()
     if mapping is None or not stored.num_bytes:

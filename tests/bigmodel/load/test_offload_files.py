@@ -197,6 +197,24 @@ def test_a_model_gets_its_weights_back(tmp_path: Path) -> None:
     assert bare.weight.is_meta
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists what is open and mapped")
+def test_mapped_tensors_keep_no_file_open_and_their_mappings_end_with_them(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {f"w{number}": torch.full((2,), float(number)) for number in range(20)})
+
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    num_open, _ = count()
+    tensors = [*OffloadedWeightsLoader(save_folder=tmp_path).values()]
+    assert [tensor.tolist() for tensor in tensors] == [[float(number)] * 2 for number in range(20)]
+    assert count() == (num_open, 20)
+    part = tensors[3][1:]
+    del tensors
+    assert count() == (num_open, 1)
+    assert part.add_(1).item() == 4.0  # the file keeps its own value
+    assert OffloadedWeightsLoader(save_folder=tmp_path)["w3"].tolist() == [3.0, 3.0]
+
+
 def test_scales_go_to_their_weight(tmp_path: Path) -> None:
     model: Any = nn.Module()
     model.weight = nn.Parameter(torch.empty(2, 3, device="meta"), requires_grad=False)
