@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import secrets
 import zipfile
 from collections import deque
 from collections.abc import Mapping
@@ -131,13 +132,14 @@ def save_model(
         tensors, stages = complete_state(ctx, _SAVE, inner, own, agree_on)
         agree_on(f"{kind} {size}", lambda: describe_state(tensors, stages))
         with ExitStack() as lock:
-            generation = _reserve_directory(ctx, folder, names, lock, agree_on)
+            generation, is_locked = _reserve_directory(ctx, folder, names, lock, agree_on)
             plan = plan_weights(tensors, size, kind, generation)
             order = [name for _, stored in plan.files for name in stored]
             values = gathered_tensors(tensors, order, agree_on, stages)
             if _writes(ctx):
                 with staging(folder / "weights") as stage:
-                    publish(folder, names, stage, write_files(stage, plan, kind, tensors, values))
+                    files = write_files(stage, plan, kind, tensors, values)
+                    publish(folder, names, stage, files, is_locked=is_locked)
             else:
                 deque(values, maxlen=0)  # takes part in the gathering
         files = [folder / file for file, _ in plan.files]
@@ -212,18 +214,27 @@ def _refusal(value: object, safe: bool) -> str | None:
 
 def _reserve_directory(
     ctx: Context, folder: Path, naming: WeightNaming, lock: ExitStack, agree_on: Agreement
-) -> int:
+) -> tuple[int, bool]:
     """Lock the directory on the ranks that write, and return a generation that is unused on all nodes.
 
+    Without a lock, it is a random one, which no program uses that saves at the same time.
+
     Ranks: every rank of ``ctx``.
+
+    Returns:
+        The generation; and whether this rank has a lock.
     """
     existing: list[int] = []
+    is_locked = True
     if _writes(ctx):
-        lock.enter_context(locked_directory(folder, naming))
+        is_locked = lock.enter_context(locked_directory(folder, naming))
         existing = sorted(existing_generations(folder, naming))
     agree_on("names")
-    used = set(gather_object(ctx, existing))
-    return next(generation for generation in itertools.count(1) if generation not in used)
+    random = 0 if is_locked else secrets.randbelow(10**9 - 1000) + 1000
+    numbers = gather_object(ctx, [-random, *existing])
+    if min(numbers):
+        return -min(numbers), is_locked
+    return next(generation for generation in itertools.count(1) if generation not in numbers), is_locked
 
 
 def save_object(

@@ -10,7 +10,9 @@ files replaces an old one in these steps, each durable before the next:
    an old entry to the new one, it is therefore the last to go.
 5. Files that no entry names any more are removed.
 
-At every instant, a reader opens the old entry with all of its files, or the new one.
+At every instant, a reader opens the old entry with all of its files, or the new one. Where there are no locks
+(Windows, some network file systems), another program may be doing the same: then no two saves use the same
+names for shards, and only files of the set that was found before step 2 are removed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,10 +36,12 @@ from accelfn.checkpoint.weights_index import (
     WeightNaming,
     WeightsPlan,
     entry_names,
+    find_weights,
     names_of,
     parse_size,
     plan_weights,
 )
+from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 
 # --- one file ------------------------------------------------------------------------------------
 
@@ -129,8 +133,10 @@ def _sync(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked_directory(folder: Path, naming: WeightNaming) -> Generator[None]:
+def locked_directory(folder: Path, naming: WeightNaming) -> Generator[bool]:
     """Make the directory of a model, and lock it against other saves until the end of the block.
+
+    Yields whether it is locked: some file systems have no locks.
 
     Raises:
         CheckpointError: ``folder`` is an address.
@@ -149,12 +155,12 @@ def locked_directory(folder: Path, naming: WeightNaming) -> Generator[None]:
                 f"save_model: {folder / name} is a directory, but the model needs a file of that name. "
                 "Remove it, or save to another directory."
             )
-    with _locked(folder):
-        yield
+    with _locked(folder) as is_locked:
+        yield is_locked
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Generator[None]:
+def _locked(folder: Path) -> Generator[bool]:
     try:
         release = REAL_DISK.lock(os.fspath(folder))
     except BlockingIOError as error:
@@ -165,7 +171,7 @@ def _locked(folder: Path) -> Generator[None]:
             os.fspath(folder),
         ) from error
     try:
-        yield
+        yield release is not None
     finally:
         if release is not None:
             release()
@@ -220,7 +226,9 @@ def write_files(
     return (*(file for file, _ in plan.files), kind.index)
 
 
-def publish(folder: Path, naming: WeightNaming, stage: Path, files: Sequence[str]) -> None:
+def publish(
+    folder: Path, naming: WeightNaming, stage: Path, files: Sequence[str], *, is_locked: bool
+) -> None:
     """Replace the model in a directory by a complete set of new files; see the module.
 
     Args:
@@ -228,11 +236,14 @@ def publish(folder: Path, naming: WeightNaming, stage: Path, files: Sequence[str
         naming: The library whose names the files have.
         stage: Contains the new files.
         files: Their names. The last one is the entry; no file in ``folder`` has the other names.
+        is_locked: Whether no other program can be saving to ``folder``.
 
     Raises:
         OSError: A step failed. Readers find either the old files or the new ones.
     """
     *shards, entry = files
+    before = {name: _identity(folder / name) for name in entry_names(naming)}
+    old = set(os.listdir(folder)) if is_locked else _named_in(folder / name for name in before)
     try:
         for name in shards:
             os.replace(stage / name, folder / name)
@@ -245,13 +256,32 @@ def publish(folder: Path, naming: WeightNaming, stage: Path, files: Sequence[str
         raise
     _sync(folder)
     for name in reversed(entry_names(naming)):
-        if name != entry and os.path.lexists(folder / name):
+        now = _identity(folder / name)
+        if name != entry and now is not None and now == before[name]:
             os.unlink(folder / name)
             _sync(folder)
-    for name in set(os.listdir(folder)).difference(files):
+    for name in old.difference(files):
         if any(names.generation(name) is not None for names in names_of(naming)):
             with contextlib.suppress(OSError):  # the save has succeeded, with or without old files left over
                 os.unlink(folder / name)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one that replaces it; None if there is none."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _named_in(entries: Iterable[Path]) -> set[str]:
+    """Return the files that indexes name; none for other entries, and for what can't be read."""
+    found: set[str] = set()
+    for entry in entries:
+        with contextlib.suppress(NoCheckpointError, DamagedCheckpointError):
+            found.update(find_weights(entry).files)
+    return found
 
 
 def write_weights(

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,8 @@ import torch
 import accelfn as af
 from accelfn import Context
 from accelfn.checkpoint import find_weights
+from accelfn.checkpoint.disk import REAL_DISK
+from tests.checkpoint.watched_disk import installed
 from tests.checkpoint.weights.models import Bag
 
 Naming = Literal["transformers", "diffusers"]
@@ -115,7 +118,7 @@ def watched(folder: Path, save: Callable[[], object], patch: pytest.MonkeyPatch)
                     state.pop(name, None)
             cuts.append(state)
 
-    def replace(source: Path, target: Path) -> None:
+    def move(source: Path, target: Path) -> None:
         is_flushed = os.stat(source).st_ino in flushed
         pending.append((target.name, source.read_bytes() if is_flushed else b"torn"))
         real["replace"](source, target)
@@ -140,7 +143,7 @@ def watched(folder: Path, save: Callable[[], object], patch: pytest.MonkeyPatch)
         look()
 
     with patch.context() as patched:
-        patched.setattr(os, "replace", replace)
+        patched.setattr(os, "replace", move)
         patched.setattr(os, "unlink", unlink)
         patched.setattr(os, "fsync", fsync)
         save()
@@ -274,3 +277,38 @@ def test_a_failure_of_any_step_keeps_one_complete_model(
         assert after == before
     Layout(3, True).save(tmp_path, 3, "transformers")
     assert len(content(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("second", [1, 2])
+def test_without_locks_a_reader_finds_one_model_whenever_another_program_saves(
+    first: int, second: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = {name: getattr(os, name) for name in ("replace", "unlink")}
+    left = 0
+
+    def then(name: str, folder: Path) -> Callable[..., None]:
+        def call(*paths: Path) -> None:
+            nonlocal left
+            real[name](*paths)
+            left -= 1
+            if left == 0:
+                Layout(second, True).save(folder, 3, "transformers")
+
+        return call
+
+    def lock(path: str) -> None:
+        """Say that there are no locks."""
+
+    with installed(replace(REAL_DISK, lock=lock), "weights_files"):
+        for old, step in itertools.product((None, 2), range(1, 7)):
+            folder = tmp_path / f"{old} {step}"
+            if old:
+                Layout(old, True).save(folder, 1, "transformers")
+            left = step
+            with monkeypatch.context() as patched:
+                for name in real:
+                    patched.setattr(os, name, then(name, folder))
+                Layout(first, True).save(folder, 2, "transformers")
+            for order in itertools.permutations(ENTRIES["transformers"]):
+                assert read(content(folder), order) in (2, 3)
