@@ -432,7 +432,8 @@ def is_in_place(tensor: torch.Tensor) -> bool:
 
 def address_of(tensor: torch.Tensor) -> tuple[int, torch.Size]:
     """Return a key that tensors share if they are the same memory."""
-    return local_of(tensor).data_ptr(), local_of(tensor).shape
+    local = local_of(tensor)
+    return local.data_ptr(), local.shape
 
 
 def write(target: torch.Tensor, source: torch.Tensor) -> None:
