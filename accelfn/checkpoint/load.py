@@ -57,8 +57,9 @@ T = TypeVar("T")
 
 # How often another program may remove a checkpoint between finding and opening it.
 _ATTEMPTS = 5
-# New memory for what is written into the tree's memory at the end; the rest is read for a second time then.
-_KEPT_BYTES = 1 << 24
+# New memory for what is written into the tree's memory at the end; the rest is read for a second time then,
+# which takes a third longer.
+_KEPT_BYTES = 1 << 26
 
 
 class StoredParts(NamedTuple):
@@ -88,7 +89,7 @@ def load_state(
 
     Every byte that is needed is read and verified first, on all ranks. If any rank raises, nothing has been
     changed on any of them. Then weights, parameters and the states that an optimizer has already are read
-    once more, straight into their memory, so that a rank holds only a few megabytes besides its own state.
+    once more, straight into their memory, so that a rank holds at most 64 MiB besides its own state.
     Only if files fail or change between these two readings, an error leaves objects changed.
 
     On another number of ranks, replicated tensors and the position in the data are the same; sharded tensors

@@ -305,16 +305,17 @@ def _step(
     scales = ctx.precision.scales_loss
     if scales or scaler_state.weight is not None:
         scaler_state = unscale_gradients(ctx, optimizers, scaler_state._replace())
-    skips = may_skip(ctx)
-    if ctx.guard.check_gradients and not skips:
-        check_gradients(ctx, optimizers)
-    by_norm = skips and not scales
+    by_norm = False
+    if ctx.guard.check_gradients and not scales:
+        by_norm = may_skip(ctx)
+        if not by_norm:
+            check_gradients(ctx, optimizers)
     if max_norm is not None or by_norm:
         bound = math.inf if max_norm is None else max_norm
         norm = clip_norm_(ctx, parameters or parameters_in(optimizers), bound)
         if by_norm:
             scaler_state = scaler_state._replace(found_inf=(~norm.isfinite()).to(scaler_state.found_inf))
-    if not skips:
+    if not (scales or by_norm):
         for item in optimizers:
             item.step()
         return ScalerState(*scaler_state[:4])
