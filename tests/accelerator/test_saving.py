@@ -150,28 +150,6 @@ def test_a_run_that_is_resumed_amid_an_epoch_goes_on_bit_for_bit(
     )
 
 
-@pytest.mark.parametrize("mode", ["no", "fp16"])
-def test_a_save_changes_nothing_in_the_run(tmp_path: Path, mode: Any) -> None:
-    def run(saves: bool) -> list[Any]:
-        torch.manual_seed(1)
-        handlers = [GradScalerKwargs(init_scale=2.0**14, growth_interval=1)]
-        ctx = Context().replace(mixed_precision=mode, kwargs_handlers=handlers if mode == "fp16" else [])
-        accelerator = Accelerator(context=ctx)
-        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        first, second, *optimizers = accelerator.prepare(*models, *(sgd(one, 0.1) for one in models))
-        accelerator.checkpoint_names(first=first, second=second)
-        for number in range(8):
-            for one, optimizer in zip((first, second), optimizers, strict=True):
-                accelerator.backward(one(torch.ones(2, 2)).square().mean() * 3.0**number)
-                optimizer.step()
-                optimizer.zero_grad()
-                if saves:  # between the steps of the two
-                    accelerator.save_state(tmp_path / "at")
-        return [scale_of(accelerator), *(values(one) for one in models)]
-
-    assert str(run(False)) == str(run(True))
-
-
 def test_a_program_that_skips_batches_saves_the_place_in_the_data(tmp_path: Path) -> None:
     one = Run(Context())
     rest = one.accelerator.skip_first_batches(one.loader, 5)

@@ -178,29 +178,6 @@ def test_a_forward_pass_that_is_never_reversed_changes_nothing() -> None:
     assert all(lm.is_close(found, plain) for of_rank in sharded(on_rank) for found in of_rank)
 
 
-@pytest.mark.slow
-def test_a_penalty_on_gradients_is_differentiated_too() -> None:
-    def train(ctx: Context) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(lm.Block(), lm.Block(), nn.Linear(lm.WIDTH, 1))
-        x = torch.linspace(-1, 1, 4 * lm.WIDTH).view(4, -1).requires_grad_()
-        model, optimizer = af.prepare(ctx, model, lm.sgd(model.parameters()))
-        scaler = af.init_scaler(ctx)
-        for _ in range(2):
-            output = model(x).sin()
-            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-            scaler = af.backward(ctx, output.mean() + slope.square().mean(), scaler)
-            torch.autograd.grad(model(x).sum(), x, create_graph=True)  # which is not
-            scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=0.1)
-        return lm.whole(model)
-
-    def on_rank(ctx: Context) -> list[dict[str, torch.Tensor]]:
-        return [train(ctx.replace(fsdp_plugin=plugin)) for plugin in (PLUGIN, KEEPING)]
-
-    plain = train(Context())
-    assert all(lm.is_close(found, plain) for of_rank in sharded(on_rank) for found in of_rank)
-
-
 def test_a_method_of_its_own_gathers_where_it_was_registered() -> None:
     def on_rank(ctx: Context) -> None:
         model, _ = prepared(ctx)

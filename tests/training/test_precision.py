@@ -69,38 +69,6 @@ def test_autocast_can_be_an_island_of_full_precision_and_nests() -> None:
         assert computed() == torch.float32
 
 
-def test_autocast_around_several_steps_does_not_keep_the_weights_of_the_first() -> None:
-    x = torch.ones(8, 4)
-
-    def by_functions(ctx: Context, model: nn.Module) -> list[float]:
-        model, optimizer = af.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.5))
-        losses, scaler = list[float](), af.init_scaler(ctx)
-        for _ in range(3):
-            loss = model(x).square().mean()
-            losses.append(loss.item())
-            scaler = af.optimizer_step(ctx, optimizer, af.backward(ctx, loss, scaler))
-        return losses
-
-    def by_the_shim(ctx: Context, model: nn.Module) -> list[float]:
-        accelerator = af.Accelerator(context=ctx)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-        losses: list[float] = []
-        for _ in range(3):
-            loss = model(x).square().mean()
-            losses.append(loss.item())
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    ctx, model = variant("bf16"), nn.Linear(4, 1)
-    expected = by_functions(ctx, copy.deepcopy(model))
-    assert len(set(expected)) == 3
-    with af.autocast(ctx):
-        assert by_functions(ctx, copy.deepcopy(model)) == expected
-        assert by_the_shim(ctx, copy.deepcopy(model)) == expected
-
-
 @pytest.mark.parametrize("on", ["memory", "processes"])
 def test_a_prepared_model_is_still_what_it_was(on: Where) -> None:
     """Class, attributes, signature, names: as a user and as libraries look at them."""
