@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from accelfn.context import Context
-from accelfn.context.shared_memory import broadcast_chunks, scatter_chunks, share_rows
+from accelfn.context.shared_memory import share_rows
 from accelfn.testing import run_ranks
 
 CHUNK = 64
@@ -80,32 +78,6 @@ def test_what_is_shared_goes_with_its_rows() -> None:
     assert open_files() > before
     rows.clear()
     assert open_files() == before
-
-
-dtypes = st.sampled_from([torch.uint8, torch.int64, torch.bfloat16])
-
-
-@given(st.integers(2, 5), st.integers(0, 20), dtypes, st.booleans(), st.data())
-def test_every_rank_gets_the_buffer_of_the_source_and_its_part(
-    size: int, length: int, dtype: torch.dtype, in_place: bool, data: st.DataObject
-) -> None:
-    source = data.draw(st.integers(0, size - 1))
-    whole = torch.arange(size * length).to(dtype)
-
-    def move(ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
-        exchange, is_source = ctx.collectives.all_gather_bytes, ctx.rank == source
-        sent = whole.clone() if is_source else torch.zeros_like(whole)
-        broadcast_chunks(exchange, 16, ctx.rank, sent, source)
-        buffer = whole.clone() if is_source else None
-        output = torch.zeros(length, dtype=dtype)
-        if buffer is not None and in_place:
-            output = buffer[source * length : (source + 1) * length]
-        scatter_chunks(exchange, 16, ctx.rank, size, output, buffer, source)
-        return sent, output.clone()
-
-    results = run_ranks(move, size)
-    assert all(torch.equal(sent, whole) for sent, _ in results)
-    assert torch.equal(torch.cat([output for _, output in results]), whole)
 
 
 def test_between_processes_large_tensors_come_whole() -> None:

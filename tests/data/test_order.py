@@ -259,18 +259,6 @@ def test_in_huge_ranges_positions_keep_apart_and_nothing_is_listed(size: int) ->
         assert likelihood(hundredths.bincount()) > MOST_UNLIKELY
 
 
-@given(keys, st.integers(1, 10**12), st.data())
-def test_a_position_has_one_number_in_any_company(
-    key: tuple[int, ...], size: int, data: st.DataObject
-) -> None:
-    positions = torch.tensor(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=12)))
-    together = permute(key, size, positions)
-    assert [int(permute(key, size, alone)) for alone in positions] == together.tolist()
-    assert permute(key, size, positions.reshape(1, -1, 1)).reshape(-1).equal(together)
-    drawn = [int(draw(key, size, alone)) for alone in positions]
-    assert drawn == draw(key, size, positions).tolist()
-
-
 @pytest.mark.parametrize(
     ("size", "num_keys"), [(2, 500), (3, 1000), (4, 1200), pytest.param(5, 2400, marks=pytest.mark.slow)]
 )
@@ -281,35 +269,6 @@ def test_all_orders_of_a_few_numbers_are_equally_likely(size: int, num_keys: int
     )
     orders = list(itertools.permutations(range(size)))
     assert likelihood(torch.tensor([found[order] for order in orders])) > MOST_UNLIKELY
-
-
-def is_odd(order: list[int]) -> bool:
-    swaps, seen = 0, set[int]()
-    for start in order:
-        here, length = start, 0
-        while here not in seen:
-            seen.add(here)
-            here = order[here]
-            length += 1
-        swaps += max(0, length - 1)
-    return swaps % 2 == 1
-
-
-@pytest.mark.parametrize("size", [9, 100])
-def test_half_of_the_orders_are_odd(size: int) -> None:
-    # A network that only rotates halves of odd size would never give one of them.
-    positions = torch.arange(size)
-    odd = sum(is_odd(permute(make_keys("odd", key), size, positions).tolist()) for key in range(400))
-    assert likelihood(torch.tensor([odd, 400 - odd])) > MOST_UNLIKELY
-
-
-@pytest.mark.slow
-def test_each_number_stands_at_each_position_equally_often() -> None:
-    # As those of one seed and one epoch after the other.
-    orders = [permute(make_keys("shuffle", 7, key, 0), 100, torch.arange(100)) for key in range(2000)]
-    places = (torch.arange(100) * 100 + torch.stack(orders)).reshape(-1).bincount(minlength=100 * 100)
-    # Rows and columns add up to the number of orders, which takes 99 out of 100 of either's freedom.
-    assert likelihood(places, freedom=99 * 99, scale=99 / 100) > MOST_UNLIKELY
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,6 @@ from accelfn.comm import gather, gather_object, wait_for_everyone
 from accelfn.context import Context
 from accelfn.errors import CollectiveTimeoutError, MissingRankError, RemoteRankError
 from accelfn.testing import Fault, InjectedFaultError, Where, run_ranks
-from accelfn.testing.part import Outcome, conclude
 from accelfn.tree import listify
 
 KINDS: tuple[Where, ...] = ("memory", "processes")
@@ -193,43 +192,3 @@ def test_each_rank_draws_as_the_only_one_and_whoever_calls_draws_on() -> None:
     drawn = run_ranks(draw, 3)
     assert len(set(drawn[0])) == 6
     assert drawn == [[number for _ in range(3) for number in (torch.rand(()).item(), random.random())]] * 3
-
-
-FINE = Outcome(value=7)
-OWN = Outcome(error=OSError("the disk"))
-TIMED_OUT = Outcome(error=CollectiveTimeoutError("nobody came"))
-MISSED = Outcome(error=MissingRankError("gone"))
-TOLD = Outcome(error=RemoteRankError(1, "OSError", "the disk"))
-LINGERING = Outcome(error=CollectiveTimeoutError("ended"), ended=False)
-KILLED = Outcome(error=MissingRankError("killed"), seen_to_die=True)
-
-# From the likeliest cause to the surest consequence; a rank that was ended has said nothing at all.
-ORDER = (OWN, TIMED_OUT, MISSED, TOLD, LINGERING)
-
-
-@given(st.permutations((*ORDER, FINE)), st.integers(1, 6))
-def test_the_likeliest_cause_is_raised_whatever_its_rank(drawn: Sequence[Outcome], size: int) -> None:
-    outcomes = drawn[:size]
-    failed = [outcome for outcome in ORDER if outcome in outcomes]
-    if not failed:
-        assert conclude(outcomes, "memory") == [7]
-        return
-    with pytest.raises(BaseException) as caught:  # noqa: PT011 -- which one is asserted
-        conclude(outcomes, "memory")
-    assert caught.value is failed[0].error
-
-
-def test_a_rank_that_was_seen_to_die_comes_before_what_is_only_heard() -> None:
-    with pytest.raises(MissingRankError, match="killed"):
-        conclude([TOLD, TIMED_OUT, MISSED, LINGERING, KILLED], "processes")
-
-
-def test_the_note_tells_who_failed_too_and_who_did_not_end() -> None:
-    with pytest.raises(RemoteRankError) as caught:
-        conclude([FINE, TOLD, LINGERING, TOLD, LINGERING], "processes")
-    # Notes are of Python 3.11 and later. The error is one for all tests, so the last note is ours.
-    for note in getattr(caught.value, "__notes__", [])[-1:]:
-        assert note == (
-            "raised on rank 1 of 5 (processes); also failed: rank 3 RemoteRankError; "
-            "did not end in time: rank 2, rank 4"
-        )

@@ -5,7 +5,6 @@ from typing import Any, cast
 import pytest
 
 from accelfn.testing import Fault, Schedule, Step, Switch, Trace
-from accelfn.testing.schedule import without_random_names
 
 RUN = Trace(
     steps=(
@@ -49,16 +48,3 @@ def test_what_no_run_can_do_is_refused() -> None:
         Schedule(switches=(Switch(0, 0),))
     with pytest.raises(ValueError, match="seed must be an integer or None, got 'x'"):
         Schedule(seed=cast("Any", "x"))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("create tensors-00000-0a1b2c3d.safetensors", "create tensors-00000-*.safetensors"),
-        ("/tmp/tmpab_1x9z0/step_100", "/tmp/tmp*/step_100"),
-        ("<Thing at 0x7f0011223344>", "<Thing at 0x*>"),
-        ("deadbeefs and 12345", "deadbeefs and 12345"),
-    ],
-)
-def test_random_names_are_left_out(text: str, expected: str) -> None:
-    assert without_random_names(text) == expected

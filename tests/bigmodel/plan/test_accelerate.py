@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-import random
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -19,7 +17,6 @@ from torch import nn
 from accelfn.bigmodel import (
     Place,
     PlanOptions,
-    clean_device_map,
     compute_module_sizes,
     find_tied_parameters,
     get_balanced_memory,
@@ -31,7 +28,6 @@ from accelfn.bigmodel import (
     read_shape,
 )
 from tests.bigmodel.plan.trees import Tree, build, trees
-from tests.bigmodel.real import tiny
 
 pytestmark = pytest.mark.slow
 
@@ -80,26 +76,6 @@ def test_models_without_ties(
     assert dict(plan.entries) == peer_map(peer, model, sizes, no_split, fallback)
 
 
-# Not BERT, whose map lacks buffers of split modules there, nor BART, for which it reserves memory for a layer
-# that is allocated already.
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
-def test_architectures(peer: Any, name: str) -> None:
-    with torch.device("meta"):
-        model = tiny(name)
-    shape = read_shape(model)
-    rng = random.Random(0)
-    compared = 0
-    for _ in range(25):
-        sizes: dict[Place, int] = {place: rng.randint(0, shape.num_bytes) for place in (0, 1, "cpu")}
-        no_split = rng.choice([(), shape.no_split_classes])
-        expected = peer_map(peer, model, sizes, no_split)
-        if expected is not None:
-            options = PlanOptions(no_split_module_classes=no_split)
-            assert dict(plan_device_map(shape, sizes, options).entries) == expected
-            compared += 1
-    assert compared >= 10
-
-
 def an_accelerator(_: object) -> SimpleNamespace:
     return SimpleNamespace(type="cuda")
 
@@ -118,23 +94,6 @@ def test_balance(peer: Any, tree: Tree, low_zero: bool, classes: list[str], data
             model, dict(given_), no_split_module_classes=classes, low_zero=low_zero
         )
     assert get_balanced_memory(model, given_, classes, low_zero=low_zero) == theirs
-
-
-@st.composite
-def maps(draw: st.DrawFn) -> dict[str, int]:
-    """Draw a map of whose names none is a part of another."""
-    names = draw(
-        st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join), unique=True)
-    )
-    apart = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
-    return {name: draw(st.integers(0, 1)) for name in apart}
-
-
-@given(maps(), st.sampled_from(["", "a", "a.b"]))
-def test_cleaned_maps(peer: Any, value: dict[str, int], name: str) -> None:
-    before = dict(value)
-    assert clean_device_map(value, name) == peer.clean_device_map(dict(value), name)
-    assert value == before
 
 
 @given(trees())

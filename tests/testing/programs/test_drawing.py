@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.testing.programs import Grammar, Rule, cover, draw, needs, together
+from accelfn.testing.programs import draw, needs
 from tests.programs.grammar import GRAMMAR
 
 HOOKS = frozenset([("hook", True)])
@@ -28,19 +28,3 @@ def test_what_is_covered_is_drawn_less() -> None:
     program = draw(GRAMMAR, rng, covered=covered, layout=GRAMMAR.program("dp=2"), tries=20)
     assert program is not None
     assert needs(program) - covered
-
-
-@given(st.integers(0, 10_000))
-@settings(max_examples=10)
-def test_a_cover_has_every_pair_that_can_be_in_few_programs(seed: int) -> None:
-    features = tuple(GRAMMAR.by_name[name] for name in ("dp", "clip", "hook", "clamp"))
-    rule = Rule("no hook with clamp", together("hook clamp"))
-    grammar = Grammar(skeleton="", features=features, rules=(rule,))
-    programs = cover(grammar, random.Random(seed), tries=30)
-    # In each of 4 layouts hook and clamp are in 2 programs.
-    assert len(programs) == 8
-    covered = needs(*programs)
-    for name in ("clip=norm", "clip=value", "hook", "clamp"):
-        for layout in ("dp=2", "dp=3", "dp=4"):
-            assert needs(grammar.program(f"{layout} {name}")) <= covered
-    assert needs(grammar.program("clip=norm hook")) <= covered
