@@ -36,6 +36,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Leave out what a file's tests have left, too: tests ask for collections that would take seconds."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def dtensors() -> None:
     """Import here what a process's first DTensor does: that takes a second, in each forked rank."""

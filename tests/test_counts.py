@@ -55,8 +55,7 @@ def calls_of(action: Action) -> int:
         if frame.f_code is WAIT:
             depth += {"call": 1, "return": -1}.get(event, 0)
 
-    gc.collect()
-    gc.disable()  # it calls what weak references ask for
+    gc.disable()  # a collection calls what weak references ask for
     sys.setprofile(look)
     try:
         action()
@@ -397,10 +396,10 @@ def tied_in_pairs(num: int) -> list[nn.Module]:
 
 @pytest.mark.parametrize("make", [layers, one_layer_again_and_again, tied_in_pairs])
 def test_calls_of_a_device_map_grow_with_the_layers(make: Callable[[int], list[nn.Module]]) -> None:
-    small, large = calls_of_a_map(make, 200), calls_of_a_map(make, 400)
-    print(f"{make.__name__}: {small} calls for 200 layers, {large} for 400, {large / 400:.0f} a layer")
+    small, large = calls_of_a_map(make, 100), calls_of_a_map(make, 200)
+    print(f"{make.__name__}: {small} calls for 100 layers, {large} for 200, {large / 200:.0f} a layer")
     assert large <= 2.05 * small
-    assert large <= 120 * 400
+    assert large <= 120 * 200
 
 
 # --- the plan of a save ---------------------------------------------------------------------------
@@ -416,9 +415,9 @@ def calls_of_a_plan(num_tensors: int, size: int) -> int:
 
 
 def test_calls_of_a_plan_for_a_tensor_do_not_grow_with_the_ranks() -> None:
-    small, large = (calls_of_a_plan(300, size) - calls_of_a_plan(100, size) for size in (8, 64))
-    print(f"a plan: {small / 200:.0f} calls for each tensor on 8 ranks, {large / 200:.0f} on 64")
-    assert large <= small <= 8 * 200
+    small, large = (calls_of_a_plan(60, size) - calls_of_a_plan(20, size) for size in (8, 64))
+    print(f"a plan: {small / 40:.0f} calls for each tensor on 8 ranks, {large / 40:.0f} on 64")
+    assert large <= small <= 8 * 40
 
 
 # --- a load --------------------------------------------------------------------------------------

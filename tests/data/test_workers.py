@@ -41,10 +41,12 @@ class BrokenLoader(DataLoader[Any]):
     """Has lost the connection to its workers; they are still there when it looks for them."""
 
     given: Any
+    begun: list[Any]
 
     def __iter__(self) -> Any:
         iterator: Any = super().__iter__()
         iterator._data_queue = BrokenQueue(iterator._data_queue, self.given)
+        self.begun.append(iterator)
         return iterator
 
 
@@ -55,7 +57,7 @@ def listed(samples: list[torch.Tensor]) -> list[int]:
 def broken(given: Any) -> BrokenLoader:
     data: Any = torch.arange(8)
     loader = BrokenLoader(data, batch_size=2, num_workers=1, collate_fn=listed)
-    loader.given = given
+    loader.given, loader.begun = given, []
     return loader
 
 
@@ -77,9 +79,12 @@ def test_a_connection_that_broke_off_is_a_worker_that_died(error: Exception) -> 
 
 def test_another_error_of_the_queue_stays_what_it_is() -> None:
     for error in (PermissionError(13, "Permission denied"), RuntimeError("unable to mmap")):
+        loader = broken(error)
         with pytest.raises(type(error)) as caught:
-            list(prepare_data_loader(Context(), broken(error)))
+            list(prepare_data_loader(Context(), loader))
         assert caught.value is error
+        # The error keeps the iterator, for whose workers a collection of garbage would wait for seconds.
+        loader.begun[0]._shutdown_workers()
 
 
 def test_what_a_dataset_raises_of_connections_is_its_own_affair() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -22,11 +22,9 @@ from accelfn.testing import run_ranks
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_heap() -> Generator[None, None, None]:
+def small_heap() -> None:
     """Let what other modules have made be passed over: each try that fails collects garbage."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def needing(limit: int, tried: list[int]) -> Callable[..., int]:
