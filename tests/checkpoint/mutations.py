@@ -48,8 +48,8 @@ _SHORT = {
     "FAULT": "state/test_faults.py::test_whatever_fails_the_old_one_stays_and_the_next_save_works",
     "HARM": "state/test_bad_input.py::test_a_manifest_that_was_made_to_harm",
 }
-# For each bug its module and name, the tests, and what goes and comes, as in a diff. test_power_loss leaves
-# out each sync by itself.
+# Bugs for tests that search, of which nobody sees otherwise whether they can fail. For each bug its module
+# and name, the tests, and what goes and comes, as in a diff. test_power_loss leaves out each sync by itself.
 _BUGS = r"""
 = commit: old files are deleted before the swap is durable
 @ POWER[replacing]
@@ -62,11 +62,6 @@ _BUGS = r"""
 @ POWER[replacing]
 -(MANIFEST, *head.files, *(
 +(MANIFEST, *(
-= commit: the manifest is written under its final name
-@ POWER[first]
-@ POWER[first, of two ranks]
--f"manifest-{token}.json"
-+MANIFEST
 = write: what failed on one rank while writing is swallowed
 @ FAULT[2-1-replaced-waiting]
 @ FAULT[1-0-replaced-waiting]
@@ -76,12 +71,6 @@ _BUGS = r"""
 @ FAULT[2-0-rotated-waiting]
 -phases.gather("prune", "", error)
 +phases.gather("prune", "")
-= background: a rank that failed doesn't wait for those that still write
-@ state/test_save_order.py::test_what_fails_on_one_rank_is_removed_when_the_others_write_no_more
--        texts: list[str] = [text]
-+        texts: list[str] = [text]
-+        if error is not None:
-+            raise error
 = commit: the files of a save that failed stay
 @ FAULT[1-0-replaced-waiting]
 -    clean(disk, save)
@@ -96,36 +85,6 @@ _BUGS = r"""
 +        for path in find_checkpoints(job.directory.parent)[: 1 - (job.keep.last or 1)]:
 +            shutil.rmtree(path)
 +    commit(disk, save)
-= keep: the newest is removed
-@ files/test_keep.py
--set(order[-max(keep.last or 1, 1) :])
-+set(order[: max(keep.last or 1, 1)])
-= keep: what was just saved is removed
-@ files/test_keep.py::test_what_was_just_saved_stays_whatever_the_rules_say
--        stay.add(saved)
-+        pass
-= commit: a user's files in a checkpoint are deleted when it is replaced
-@ files/test_commit.py::test_a_users_files_in_a_checkpoint_stay_when_it_is_replaced
--if is_own_name(name) and name not in used]
-+if name not in used]
-= commit: the lock isn't taken
-@ files/test_commit.py::test_one_save_at_a_time_writes_to_a_directory
--            return is_new, disk.lock(path)
-+            return is_new, None
-= commit: a checkpoint that is being replaced is removed
-@ files/test_keep.py::test_what_is_damaged_or_being_written_is_left_alone
--    except (BlockingIOError, FileNotFoundError):
--        return False
-+    except (BlockingIOError, FileNotFoundError):
-+        release = None
-= find: a reader doesn't begin again after the manifest was swapped
-@ files/test_commit.py::test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again
--                if now == content or attempt == _MAX_ATTEMPTS:
-+                if now:
-= find: a checkpoint that is removed meanwhile counts as damaged
-@ state/test_bad_input.py::test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_not_damaged
--        if not unfinished or (names, unfinished) == before or attempt == _MAX_ATTEMPTS:
-+        if True:
 = files: checksums of tensors aren't compared
 @ state/test_bad_input.py::test_every_byte_counts
 -if crc32 != box.piece.crc32[number]:
@@ -138,16 +97,6 @@ _BUGS = r"""
 @ state/test_bad_input.py::test_every_byte_counts
 -if rest != hashlib.sha256(line).hexdigest().encode() + b"\n":
 +if len(rest) != 65:
-= disk: links are followed
-@ state/test_bad_input.py::test_something_else_than_a_file
-- | getattr(os, "O_NOFOLLOW", 0)
--    if not
-+
-+    if not
-= manifest: boxes may overlap
-@ state/test_bad_input.py::test_pieces_that_overlap_leave_no_memory_of_others_to_be_read
--raise _unsound(place, f"pieces of tensor {name!r} overlap")
-+continue
 = manifest: any name of a file will do
 @ HARM
 -if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
@@ -158,34 +107,6 @@ _BUGS = r"""
 +        for write in writes:
 +            write()
 +        phases.gather("restore", "", error)
-= restore: objects that took up their state keep it when another refuses
-@ state/test_state.py::test_an_object_that_refuses_on_one_rank_leaves_all_ranks_as_they_were
--            step()
--        raise
-+            pass
-+        raise
-= document/encode: the same tensor is stored twice
-@ state/test_save_order.py::test_the_same_tensor_comes_back_as_one_and_lies_there_once
--        known = self._names.get(key)
-+        known = None
-= by_rank: every rank gets the values of rank 0
-@ state/test_state.py::test_a_tensor_that_is_equal_everywhere_is_written_once_and_others_are_kept
--number = of[rank % len(of)]
-+number = of[0]
-= collect: of tensors that differ between ranks one is kept
-@ state/test_state.py::test_a_tensor_that_is_equal_everywhere_is_written_once_and_others_are_kept
--found[name] = "crc32:" + ",".join(map(str, sums[name]))
-+found[name] = "crc32:"
-= objects: states of an optimizer go by number instead of by name
-@ state/test_state.py::test_neither_the_order_of_objects_nor_of_parameters_matters
--    for name, value in cast("Mapping[Any, Any]", state["state"]).items():
-+    for place, (name, value) in enumerate(cast("Mapping[Any, Any]", state["state"]).items()):
--values[name if number is None else number] = own
-+values[name if number is None else place] = own
-= background: in the background the state goes on changing
-@ state/test_background.py::test_in_the_background_the_state_of_the_moment_is_saved
--        return [*self._copies]
-+        return [tensor.detach().contiguous() for tensor in tensors]
 = background: nobody is told what went wrong in the background
 @ state/test_background.py::test_an_error_is_told_by_the_handle_or_on_all_ranks_by_the_next_call
 @ FAULT[1-0-replaced-background]
