@@ -207,7 +207,7 @@ def test_threads_enter_and_leave_while_others_build() -> None:
 
         def build() -> list[bool]:
             found: list[bool] = []
-            for _ in range(30):
+            for _ in range(10):
                 with init_empty_weights():
                     found += [nn.Linear(2, 2).weight.is_meta for _ in range(20)]
                 found.append(not nn.Linear(2, 2).weight.is_meta)

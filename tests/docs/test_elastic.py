@@ -21,12 +21,12 @@ def run(*arguments: str) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_the_example_loses_a_process_and_no_bit() -> None:
-    plain, _ = run(EXAMPLE, "--steps", "40")
+    plain, _ = run(EXAMPLE, "--steps", "20")
     flags = ("-m", "accelfn", "launch", "--elastic", "--num_processes", "2", "--max_restarts", "0")
-    killed, text = run(*flags, EXAMPLE, "--steps", "40", "--kill", "1:18")
-    assert re.fullmatch(r"40 steps, weights [0-9a-f]{16}\n", plain)
+    killed, text = run(*flags, EXAMPLE, "--steps", "20", "--kill", "1:8")
+    assert re.fullmatch(r"20 steps, weights [0-9a-f]{16}\n", plain)
     assert killed == plain
-    assert re.search(r"accelfn: 1 rank goes on from step 15 in memory after \d\.\d s; ", text), text
+    assert re.search(r"accelfn: 1 rank goes on from step 5 in memory after \d\.\d s; ", text), text
 
 
 def test_the_page_shows_the_same_weights_twice() -> None:

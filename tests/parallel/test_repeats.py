@@ -52,8 +52,9 @@ def numbered(model: Model) -> Model:
     return model
 
 
-@pytest.mark.parametrize("change", [None, freeze])
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("recomputes", "change"), [(False, None), (True, freeze)], ids=["kept", "recomputed"]
+)
 def test_three_blocks_cost_what_all_of_them_do(
     recomputes: bool, change: Callable[[Any], None] | None
 ) -> None:

@@ -171,7 +171,9 @@ def fail_at_every_operation(ctx: Context, folder: Path, rank: int, *, rotated: b
 
 @pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
 @pytest.mark.parametrize("rotated", [False, True], ids=["replaced", "rotated"])
-@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "rank"), [(1, 0), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1)], ids=["1-0", "2-0", "2-1"]
+)
 def test_whatever_fails_the_old_one_stays_and_the_next_save_works(
     tmp_path: Path, ranks: int, rank: int, rotated: bool, background: bool
 ) -> None:

@@ -68,11 +68,7 @@ def grammar() -> Grammar:
 @pytest.mark.parametrize(
     "text",
     [
-        "accumulation=2 clip=norm",
-        "dp=2 world=memory accumulation=3 schedule",
         "dp=3 world=memory api=shim optimizer=adamw rows=15",
-        "dp=2 world=memory api=pure clip=norm",
-        "dp=2 world=memory api=gradients",
         "dp=2 world=memory exact accumulation=2 optimizer=momentum",
         "dp=2 api=train_step precision=bf16",
         "dp=2 save=middle resume=one optimizer=momentum",
@@ -88,7 +84,6 @@ def test_a_model_of_the_users_own_trains_as_one_process(grammar: Grammar, text: 
     ("kind", "what", "names"),
     [
         ("error", "raises", "RuntimeError: something else"),
-        ("crash", "dies", "code 7"),
         ("crash", "dies", "  | its last words"),
         ("different", "differs", "loss off by"),
         ("different", "logs_more", "times loss"),
