@@ -249,31 +249,6 @@ def test_tied_modules_that_fit_nowhere_together_are_copied() -> None:
 # --- the rest ------------------------------------------------------------------------------------
 
 
-def test_buffers_that_fit_on_no_accelerator_are_a_warning() -> None:
-    shape = read_shape(M3())
-    (warning,) = plan_device_map(shape, {0: 64 + 100 + 39}).warnings
-    assert "buffers of 40 B" in warning
-    assert "offload_buffers=True" in warning
-    assert plan_device_map(shape, {0: 64 + 100 + 40}).warnings == ()
-    assert plan_device_map(shape, {0: 64 + 100 + 39}, PlanOptions(offload_buffers=True)).warnings == ()
-    assert plan_device_map(shape, {"cpu": 100}).warnings == ()
-
-
-def test_each_decision_is_logged() -> None:
-    lines: list[str] = []
-    plan_device_map(read_shape(blocks()), {0: 500}, log=lines.append)
-    reserved = "100 B reserved for the largest later layer"
-    assert lines == [
-        "0 (236 B) on 0",
-        f"1 (236 B) is split: 0 has 500 B (236 B used, {reserved})",
-        "1.linear1 (64 B) on 0",
-        "1.batchnorm (72 B) on 0",
-        f"1.linear2 (100 B) isn't split: 0 has 500 B (372 B used, {reserved})",
-        "1.linear2 (100 B) on 'disk'",
-        "2 (236 B) on 'disk'",
-    ]
-
-
 def test_options_are_frozen_and_checked() -> None:
     options = PlanOptions(no_split_module_classes={"M3"}, dtype="float16", special_dtypes={"a": "int4"})
     assert options.no_split_module_classes == ("M3",)
