@@ -74,7 +74,7 @@ def test_ranks_that_cannot_join_report_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
-    status, stdout, _ = run(tmp_path, *TWO, "--fault=hang", "--timeout=15", *only("collectives", "mesh"))
+    status, stdout, _ = run(tmp_path, *TWO, "--fault=hang", "--timeout=10", *only("collectives", "mesh"))
     assert status == 1
     assert "CollectiveTimeoutError" in stdout
     assert "0 of 2 checks passed" in stdout

@@ -12,7 +12,7 @@ from tests.programs import records
 from tests.programs.grammar import GRAMMAR
 
 # Programs of a test, and of one in the quick suite: they share a world of ranks where they can.
-_SIZE, _QUICK_SIZE = 16, 6
+_SIZE, _QUICK_SIZE = 16, 4
 _QUICK = ("", "dp=2", "dp=2 world=memory", "dp=3 world=memory", "shard=2", "tp=2", "dp=2 pp=2", "dp=2 cp=2")
 
 
