@@ -394,7 +394,7 @@ def test_the_silence_check_can_fail() -> None:
     assert probe_silence(planted).startswith(f"changed: [{found}]\n")
 
 
-# --- exports and documentation -------------------------------------------------------------------
+# --- exports -------------------------------------------------------------------------------------
 
 
 def public_names(module: ModuleType) -> set[str]:

@@ -192,21 +192,6 @@ def test_a_sharded_dtensor_is_refused() -> None:
         )
 
 
-# --- what it says --------------------------------------------------------------------------------
-
-
-def test_the_table_has_twenty_rows() -> None:
-    def work(ctx: Context) -> Any:
-        check_replicas(ctx, [torch.tensor(float(ctx.rank)) for _ in range(13)])
-
-    error = drift(work, 3)
-    lines = str(error).splitlines()
-    assert len(error.rows) == 26
-    assert lines[0] == "check_replicas: 13 leaves differ between ranks."
-    assert lines[17] == "  rank 1  tree[8]  differs from rank 0"
-    assert lines[20:] == ["  rank 2  tree[9]  differs from rank 0", "  ... and 6 more"]
-
-
 # --- how much it speaks --------------------------------------------------------------------------
 
 

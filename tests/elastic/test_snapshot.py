@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
@@ -126,6 +126,7 @@ def test_a_wrong_interval_is_refused_in_any_world(every: Any, error: type[Except
         af.remember(ctx, {}, every=every)
 
 
+@settings(max_examples=12)
 @given(st.integers(1, 3), st.integers(0, 9), st.integers(1, 4), st.data(), st.integers(0, 2))
 def test_whoever_is_left_restores_the_newest_snapshot_in_any_world(
     world: int, steps: int, every: int, data: st.DataObject, num_new: int

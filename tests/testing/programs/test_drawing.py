@@ -1,4 +1,4 @@
-"""Drawing programs: lawful, by what isn't covered yet, and few that cover all of it."""
+"""Drawing programs: lawful, and by what isn't covered yet."""
 
 from __future__ import annotations
 
