@@ -334,7 +334,7 @@ def _stored_tensor(node: Json, tensors: Mapping[str, Shaped]) -> tuple[str, Shap
 def _fit_module(stored: Stored, tensors: Mapping[str, Shaped], strict: bool, result: Fit) -> None:
     state = _items(stored.node, stored.path)
     inner = inner_of(stored.thing)
-    own, is_plain = cast("Mapping[str, Any]", inner.state_dict()), _is_plain(inner)
+    own, is_plain = cast("Mapping[str, Any]", inner.state_dict(keep_vars=True)), _is_plain(inner)
     addresses = {address_of(own[name]) for name in state if _has_memory(own.get(name))}
     for name in {**own, **state}:
         path = f"{stored.path}/{name}"

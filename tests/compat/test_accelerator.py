@@ -303,7 +303,7 @@ def test_two_ranks_work_together() -> None:
         "mean": 0.5,
         "copied": [5.0],
         "ended": [[0, 1, 2, 3], [4]],
-        "world": (2, "MULTI_CPU"),
+        "world": (2, "DistributedType.MULTI_CPU"),
         "wrapped": True,
     }
 
