@@ -122,7 +122,7 @@ def check_replicas(ctx: Context, folder: Path) -> None:
             af.prepare_model(ctx, model)
     # A rank that has loaded it doesn't fill the others.
     model = on_meta() if ctx.rank else Model()
-    with pytest.raises(MismatchError, match="rank 1 called prepare_model of tensors on the meta device"):
+    with pytest.raises(MismatchError, match="prepare_model of tensors on the meta device"):
         af.prepare_model(ctx, model, plan=af.plan_model(ctx, model, engine="ddp"))
 
 
