@@ -177,7 +177,6 @@ from accelfn.tracking import log_images as log_images
 from accelfn.tracking import log_table as log_table
 from accelfn.tracking import profile as profile
 from accelfn.tracking import tqdm as tqdm
-from accelfn.training import LayoutReport as LayoutReport
 from accelfn.training import LocalSGDState as LocalSGDState
 from accelfn.training import Loss as Loss
 from accelfn.training import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
@@ -218,7 +217,8 @@ from accelfn.training import unscale_gradients as unscale_gradients
 from accelfn.training import unwrap_model as unwrap_model
 from accelfn.training import value_and_grad as value_and_grad
 from accelfn.training import verify_device_map as verify_device_map
-from accelfn.training import verify_layout as verify_layout
+from accelfn.training.layout_check import LayoutReport as LayoutReport
+from accelfn.training.layout_check import verify_layout as verify_layout
 from accelfn.tree import Packed as Packed
 from accelfn.tree import TensorInformation as TensorInformation
 from accelfn.tree import concatenate as concatenate

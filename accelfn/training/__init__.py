@@ -12,7 +12,6 @@ from accelfn.training.backward import (
     trigger_sync_in_backward as trigger_sync_in_backward,
 )
 from accelfn.training.join import join_uneven_inputs as join_uneven_inputs
-from accelfn.training.layout_check import LayoutReport as LayoutReport, verify_layout as verify_layout
 from accelfn.training.megatron import (
     MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
