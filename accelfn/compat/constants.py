@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 import accelfn.context.config as config
@@ -46,7 +45,9 @@ ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
 class QualifiedEnum(StringEnum):
     """Base of the enums of which ``str`` and f-strings give ``Name.MEMBER``."""
 
-    __str__ = Enum.__str__
+    def __str__(self) -> str:
+        """Return ``Name.MEMBER``."""
+        return f"{type(self).__name__}.{self.name}"
 
 
 DistributedType: Any = QualifiedEnum(

@@ -125,7 +125,7 @@ class BufferSync:
         self._watch = BufferWatch(model)
         self._model = weakref.ref(model)
         self._handle = weakref.ref(handle)
-        self.is_announced = False  # by the agreement on a forward pass
+        self.is_announced: bool = False  # by the agreement on a forward pass
         handle.buffers = self
         hooks = [model.register_forward_pre_hook(self._before)]
         if self._seq.world.size > 1:
