@@ -312,8 +312,10 @@ def test_what_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 # --- nothing is left behind ----------------------------------------------------------------------
 
 SCRIPT = """
-import os, pathlib, sys, time
+import faulthandler, os, pathlib, signal, sys, time
 import accelfn as af
+
+faulthandler.register(signal.SIGUSR1)
 
 def fn(ctx):
     with pathlib.Path(sys.argv[1], os.environ["RANK"]).open("w") as file:
@@ -342,7 +344,7 @@ def test_a_launcher_that_ends_leaves_nothing_behind(
         [sys.executable, "script.py", str(tmp_path)],
         cwd=tmp_path,
         env=environment(TMPDIR=str(folders)),
-        stderr=subprocess.DEVNULL,
+        stderr=(tmp_path / "err").open("w"),
     )
     files = [tmp_path / "0", tmp_path / "1"]
 
@@ -354,6 +356,10 @@ def test_a_launcher_that_ends_leaves_nothing_behind(
         wait_for(have_begun)
         launcher.send_signal(number)
         assert launcher.wait(30) != 0
+    except subprocess.TimeoutExpired:
+        launcher.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        pytest.fail(f"The launcher goes on:\n{(tmp_path / 'err').read_text()}")
     finally:
         launcher.kill()
         launcher.wait()
