@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,7 +316,7 @@ SCRIPT = """
 import faulthandler, os, pathlib, signal, sys, time
 import accelfn as af
 
-faulthandler.register(signal.SIGUSR1)
+faulthandler.register(signal.SIGUSR1, file=open("stack", "w"))
 
 def fn(ctx):
     with pathlib.Path(sys.argv[1], os.environ["RANK"]).open("w") as file:
@@ -344,7 +345,7 @@ def test_a_launcher_that_ends_leaves_nothing_behind(
         [sys.executable, "script.py", str(tmp_path)],
         cwd=tmp_path,
         env=environment(TMPDIR=str(folders)),
-        stderr=(tmp_path / "err").open("w"),
+        stderr=subprocess.DEVNULL,
     )
     files = [tmp_path / "0", tmp_path / "1"]
 
@@ -359,7 +360,7 @@ def test_a_launcher_that_ends_leaves_nothing_behind(
     except subprocess.TimeoutExpired:
         launcher.send_signal(signal.SIGUSR1)
         time.sleep(1)
-        pytest.fail(f"The launcher goes on:\n{(tmp_path / 'err').read_text()}")
+        pytest.fail(f"The launcher goes on:\n{(tmp_path / 'stack').read_text()}")
     finally:
         launcher.kill()
         launcher.wait()
