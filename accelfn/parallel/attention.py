@@ -221,6 +221,7 @@ def plan_attention(
     axis: Literal["cp", "sp"],
     size: int,
     model: nn.Module | None = None,
+    whole: ModelFacts | None = None,
 ) -> AttentionPlan:
     """Plan attention over ranks that share sequences. Pure.
 
@@ -230,6 +231,7 @@ def plan_attention(
         axis: The axis that the ranks are along.
         size: Number of ranks.
         model: The model of the facts, if there is one.
+        whole: Facts of the complete model, where ``facts`` are those of a stage, which may have no attention.
 
     Raises:
         ConfigurationError: The model has no attention module, or one that can't share a sequence: its heads
@@ -241,8 +243,8 @@ def plan_attention(
             f"{axis}_size: {name} is torch's nn.MultiheadAttention, which can't share a sequence over ranks. "
             f"Write attention with F.scaled_dot_product_attention, or leave {axis}_size out."
         )
-    names = tuple(name for name in facts.kinds if name and _is_attention(name, facts))
-    if not names:
+    names = _attention_in(facts)
+    if not names and not (whole is not None and _attention_in(whole)):
         raise ConfigurationError(
             f"{axis}_size: {facts.kinds['']} has no attention module: {_HINT}. Rename it, or leave "
             f"{axis}_size out."
@@ -253,6 +255,10 @@ def plan_attention(
         _check_kind(model, axis, names)
     chosen = config or TorchContextParallelConfig()
     return AttentionPlan(axis, size, str(chosen.cp_comm_strategy) if axis == "cp" else "", names)
+
+
+def _attention_in(facts: ModelFacts) -> tuple[str, ...]:
+    return tuple(name for name in facts.kinds if name and _is_attention(name, facts))
 
 
 def _is_attention(name: str, facts: ModelFacts) -> bool:

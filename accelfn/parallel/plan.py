@@ -142,7 +142,8 @@ class ModelPlan(NamedTuple):
 def _row_of_attention(plan: AttentionPlan) -> str:
     how = f"passed around by {plan.rotation}" if plan.axis == "cp" else "heads exchanged"
     what = f"a ring of {plan.size}, keys and values {how}" if plan.axis == "cp" else f"{how} over {plan.size}"
-    return f"each sequence shared along {plan.axis}: {what}; in {list_text(plan.modules)}"
+    where = list_text(plan.modules) or "no module of this stage"
+    return f"each sequence shared along {plan.axis}: {what}; in {where}"
 
 
 def _rows_of_shard(plan: ShardPlan | None, averaged: str) -> list[tuple[str, str]]:
@@ -336,7 +337,7 @@ def plan_place(ctx: Context, outline: Outline, place: int) -> ModelPlan:
         pipeline=pipeline,
         schedule=schedule,
         tensor=tensor,
-        attention=_plan_attention(ctx, local, mesh, real),
+        attention=_plan_attention(ctx, local, mesh, real, outline.facts),
         experts=experts,
         fp8=fp8,
         engine=chosen,
@@ -349,13 +350,18 @@ def plan_place(ctx: Context, outline: Outline, place: int) -> ModelPlan:
 
 
 def _plan_attention(
-    ctx: Context, facts: ModelFacts, mesh: MeshPlan, model: nn.Module | None
+    ctx: Context,
+    facts: ModelFacts,
+    mesh: MeshPlan,
+    model: nn.Module | None,
+    whole: ModelFacts | None = None,
 ) -> AttentionPlan | None:
     if mesh.size("seq") == 1:
         return None
     parallelism = ctx.strategy.parallelism
     handler = None if parallelism is None else parallelism.cp_handler
-    return plan_attention(handler, facts, "cp" if mesh.size("cp") > 1 else "sp", mesh.size("seq"), model)
+    axis = "cp" if mesh.size("cp") > 1 else "sp"
+    return plan_attention(handler, facts, axis, mesh.size("seq"), model, whole)
 
 
 def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None = None) -> None:
@@ -381,6 +387,8 @@ def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None =
             "ranks that share sequences must be processes with an initialised torch.distributed; these are "
             'threads. In a test, use run_ranks(..., on="processes").'
         )
+    if not plan.modules:  # a stage without attention
+        return
     # A stage of a pipeline ends the model's forward early; scales of 8 bits are those of all positions.
     is_tried = ctx.axis_size("pp") == 1 and ctx.precision.mode != "fp8"
     find_mixing = partial(find_mixing_module, ctx) if is_tried else None

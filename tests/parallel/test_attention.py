@@ -246,6 +246,41 @@ def test_a_model_that_can_not_share_sequences_is_refused_when_it_is_planned(
         af.plan_model(ctx, model)
 
 
+class Hybrid(nn.Module):
+    """Two blocks, the second of which has no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(Attention(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("dtensors")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
+def test_a_stage_may_have_no_attention() -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> af.Loss:
+        return af.Loss(model(batch["x"]).square().sum(), batch["x"].numel())
+
+    def work(ctx: af.Context) -> str:
+        torch.manual_seed(0)
+        x = torch.randn(4, 8, 8)
+        report = af.verify_layout(ctx, Hybrid(), {"x": x}, loss_fn)
+        assert report.is_equal
+        return str(af.plan_model(ctx, Hybrid()))
+
+    loading = af.DataLoaderConfiguration(sequence={"x": 1})
+    mesh = af.ParallelismConfig(cp_size=2, pp_size=2)
+    plans = run_ranks(work, 4, on="processes", parallelism_config=mesh, dataloader_config=loading)
+    assert ["no module of this stage" in plan for plan in plans] == [False, False, True, True]
+
+
 def test_ranks_that_are_threads_are_refused() -> None:
     def work(ctx: af.Context) -> str:
         with pytest.raises(NotAvailableError) as caught:
