@@ -17,12 +17,7 @@ from torch import nn
 import accelfn as af
 from accelfn.checkpoint import Conversion, convert_checkpoint, verify_checkpoint
 from accelfn.checkpoint.random_state import random_states
-from accelfn.errors import (
-    CheckpointError,
-    CheckpointMismatchError,
-    DamagedCheckpointError,
-    NoCheckpointError,
-)
+from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
 from accelfn.testing import run_ranks
 from tests.checkpoint.accelerate_folder import random_file, random_state, write_folder
 from tests.checkpoint.printed import text

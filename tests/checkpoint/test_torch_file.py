@@ -15,12 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.checkpoint.torch_file import (
-    RefusedPickleError,
-    read_pickle,
-    read_torch_file,
-    read_torch_stream,
-)
+from accelfn.checkpoint.torch_file import RefusedPickleError, read_pickle, read_torch_file, read_torch_stream
 from accelfn.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.small import Bomb
 from tests.checkpoint.trees import same
@@ -100,8 +95,7 @@ def test_code_is_named_and_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "call",
-    [os.kill, eval, exec, __import__, getattr, pickle.loads, torch.load, zipfile.ZipFile, Path, type],
+    "call", [os.kill, eval, exec, __import__, getattr, pickle.loads, torch.load, zipfile.ZipFile, Path, type]
 )
 def test_other_functions_are_refused(call: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="asks for"):

@@ -12,13 +12,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import (
-    find_files,
-    folder_for_files,
-    load_state,
-    save_state,
-    save_tree,
-)
+from accelfn.checkpoint import find_files, folder_for_files, load_state, save_state, save_tree
 from accelfn.testing import run_ranks
 from tests.checkpoint.accelerate_folder import write_folder
 

@@ -34,10 +34,7 @@ def test_ranks_that_share_a_batch_are_one_row(command: Command) -> None:
     plan = plan_epoch(11, 2, 2)
     drawn = command(f"{GIVEN} --num_processes 4 --sharing 2 --svg shared.svg")[1]
     assert drawn == draw_plan(plan, sharing=2) + "\n"
-    assert drawn.splitlines()[1:] == [
-        "ranks 0..1  0 1     4 5     8 9",
-        "ranks 2..3  2 3     6 7     10 (0)",
-    ]
+    assert drawn.splitlines()[1:] == ["ranks 0..1  0 1     4 5     8 9", "ranks 2..3  2 3     6 7     10 (0)"]
     assert Path("shared.svg").read_text() == draw_plan_svg(plan, sharing=2)
 
 

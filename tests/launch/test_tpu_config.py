@@ -25,10 +25,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
         ("--command a --command b c", "ssh t '--command=cd /usr/share; a; b; c' --worker=all"),
         ("--command a --tpu_zone z", "ssh t '--command=cd /usr/share; a' --worker=all --zone=z"),
         ("--command a --install_accelfn", "'--command=cd /usr/share; pip install -U accelfn; a'"),
-        (
-            "--command a --install_accelfn --accelfn_version 1.2",
-            " pip install accelfn==1.2; a'",
-        ),
+        ("--command a --install_accelfn --accelfn_version 1.2", " pip install accelfn==1.2; a'"),
         ("--command a --use_alpha", "gcloud alpha compute tpus tpu-vm ssh t "),
     ],
 )

@@ -77,9 +77,7 @@ def train(ctx: Context, num_steps: int = 3) -> Any:
         pytest.param("memory", {}, id="threads"),
         pytest.param("processes", {}, id="processes", marks=pytest.mark.slow),
         pytest.param(
-            "processes",
-            {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
-            id="shards",
+            "processes", {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, id="shards"
         ),
     ],
 )

@@ -53,11 +53,7 @@ class Policy(NamedTuple):
     bound: float
 
 
-POLICIES = (
-    Policy(None, None, 1e-5),
-    Policy(None, torch.bfloat16, 0.02),
-    Policy(None, torch.float16, 0.003),
-)
+POLICIES = (Policy(None, None, 1e-5), Policy(None, torch.bfloat16, 0.02), Policy(None, torch.float16, 0.003))
 
 
 # Torch's own divisor of the gradients of experts divides twice where one rank has their shards (ep2), or

@@ -191,8 +191,7 @@ def test_a_compression_that_cannot_be_had_is_refused_by_name() -> None:
 
     run_ranks(on_processes, 2, "processes")
     run_ranks(
-        lambda ctx: refused(ctx, NotAvailableError, "ranks that are threads don't send", comm_hook="fp16"),
-        2,
+        lambda ctx: refused(ctx, NotAvailableError, "ranks that are threads don't send", comm_hook="fp16"), 2
     )
 
 

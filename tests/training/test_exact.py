@@ -156,8 +156,7 @@ def test_a_batch_that_cant_be_cut_is_refused_on_all_ranks() -> None:
         step = af.value_and_grad(ctx, lambda params, x: (params * x).sum())
         kind = ValueError if ctx.rank == 1 else RemoteRankError
         with pytest.raises(
-            kind,
-            match="a batch of 5 rows can't be split into 2 equal microbatches, as 4 microbatches on 2 r",
+            kind, match="a batch of 5 rows can't be split into 2 equal microbatches, as 4 microbatches on 2 r"
         ):
             step(torch.ones(()), torch.ones(4 + ctx.rank))
         assert step(torch.ones(()), torch.ones(2))[0] == 1

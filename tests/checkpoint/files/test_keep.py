@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.checkpoint import (
-    Keep,
-    find_checkpoints,
-    plan_retention,
-    prune_checkpoints,
-    verify_checkpoint,
-)
+from accelfn.checkpoint import Keep, find_checkpoints, plan_retention, prune_checkpoints, verify_checkpoint
 from accelfn.checkpoint.commit import abandon, begin_save
 from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.errors import ConfigurationError

@@ -16,12 +16,7 @@ from torch import nn
 import accelfn as af
 from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.context import Context
-from accelfn.errors import (
-    CheckpointError,
-    CheckpointMismatchError,
-    DamagedCheckpointError,
-    RemoteRankError,
-)
+from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, RemoteRankError
 from accelfn.testing import run_ranks
 from tests.checkpoint import layouts
 from tests.checkpoint.small import flip, names

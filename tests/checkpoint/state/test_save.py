@@ -49,10 +49,7 @@ def test_replicas_that_drifted_are_refused_on_all_ranks(tmp_path: Path, on: Any,
     rows = run_ranks(run, 2, on=on)
     assert rows[0] == rows[1]
     assert {rank for rank, _ in rows[0]} == {1}
-    assert {path for _, path in rows[0]} == {
-        "model/2.bias",
-        "others/0/0/state/model/0.weight/exp_avg",
-    }
+    assert {path for _, path in rows[0]} == {"model/2.bias", "others/0/0/state/model/0.weight/exp_avg"}
     assert os.listdir(tmp_path) == ["at"]
 
 

@@ -163,10 +163,7 @@ def test_a_source_with_higher_precedence_wins_among_exclusive_options() -> None:
         ("--num_processes=1 --num_machines=3", "got 1 processes on 3 machines. Use 3 processes"),
         ("--num_machines=2", "--num_machines 2 needs --main_process_ip"),
         ("--num_machines=2 --main_process_ip=h", "needs --machine_rank (0 to 1, different on every machine)"),
-        (
-            "--num_machines=2 --main_process_ip=h --main_process_port=0",
-            "Pass the same port on every machine",
-        ),
+        ("--num_machines=2 --main_process_ip=h --main_process_port=0", "Pass the same port on every machine"),
         ("--rdzv_endpoint=a:1 --main_process_ip=b", "replaces --main_process_ip"),
         ("--num_processes=two", "argument --num_processes: it must be an integer, 1 or more, got 'two'"),
         ("--main_process_ip=bad=host", "got 'bad=host'"),

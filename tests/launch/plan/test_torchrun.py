@@ -106,8 +106,7 @@ def test_elastic_agents_read_torchruns_options(flags: str, expected: dict[str, o
 
 
 @pytest.mark.parametrize(
-    ("flag", "rest"),
-    [("-m", ["-m", "train", "-x"]), ("--no_python", ["--exec", "train", "-x"])],
+    ("flag", "rest"), [("-m", ["-m", "train", "-x"]), ("--no_python", ["--exec", "train", "-x"])]
 )
 def test_modules_and_programs(flag: str, rest: list[str]) -> None:
     read = read_with_torchrun(plan_of(f"--num_processes=2 {flag} train -x"))

@@ -47,11 +47,7 @@ def test_equal_machines_go_on(ranks: tuple[int | None, ...]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "values", "message"),
     [
-        (
-            (0, 1),
-            {1: ("mixed_precision", "no")},
-            "differ in mixed_precision: bf16 on machine 0 (",
-        ),
+        ((0, 1), {1: ("mixed_precision", "no")}, "differ in mixed_precision: bf16 on machine 0 ("),
         ((0, 1), {1: ("debug", "true")}, "debug: the default on machine 0 ("),
         ((0, 1, 1), {}, "two machines have --machine_rank 1: "),
         ((0, 0), {}, "two machines have --machine_rank 0: "),
