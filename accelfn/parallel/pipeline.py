@@ -503,13 +503,17 @@ class PipelineEngine:
         count = schedule.num_microbatches
         shapes = [_Shape(schedule, _divided(rows, count), digest, is_trained) for rows, digest in forms]
         rows, size = forms[self._ctx.rank][0], shapes[self._ctx.rank].rows
-        pieces = [_take(batch, rows, index * size, size) for index in range(count)]
-        measured = self._measured(operation, shapes, pieces[0], compute)
+
+        def compute_piece(index: int) -> L:
+            # Anew for each stage: the program may take tensors out of its batch.
+            return compute(_take(batch, rows, index * size, size))
+
+        measured = self._measured(operation, shapes, batch, partial(compute_piece, 0))
         parts: dict[int, L] = {}
 
         def compute_stage(stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
             run = StageRun(self._plan, stage, measured.outlines, received, self._ctx.device)
-            result = self._call.run(run, lambda: compute(pieces[index]))
+            result = self._call.run(run, partial(compute_piece, index))
             if run.sent is not None:
                 return result
             parts[index] = map_tensors(torch.Tensor.detach, result)
@@ -563,7 +567,7 @@ class PipelineEngine:
         return schedule.fit(max(_divided(count, _divided(count, most)) for count in rows))
 
     def _measured(
-        self, operation: str, shapes: Sequence[_Shape], piece: Any, compute: Callable[[Any], Any]
+        self, operation: str, shapes: Sequence[_Shape], batch: Any, compute: Callable[[], Any]
     ) -> _Measured:
         """Return the outlines and schedule for this rank's shape; forget shapes of long ago.
 
@@ -573,7 +577,7 @@ class PipelineEngine:
         key = self._ctx.rank, shapes[self._ctx.rank]
         measured = self._known.get(key)
         if measured is None or any(other not in self._known for other in latest):
-            measured = self._measure(operation, shapes, piece, partial(compute, piece))
+            measured = self._measure(operation, shapes, batch, compute)
         for other in latest:
             self._known.pop(other, None)
             self._known[other] = measured if other == key else None
@@ -582,7 +586,7 @@ class PipelineEngine:
         return measured
 
     def _measure(
-        self, operation: str, shapes: Sequence[_Shape], piece: Any, compute: Callable[[], Any]
+        self, operation: str, shapes: Sequence[_Shape], batch: Any, compute: Callable[[], Any]
     ) -> _Measured:
         """Outline the stages for batches of one shape, and build their schedule.
 
@@ -591,7 +595,7 @@ class PipelineEngine:
         found what it had expected.
         """
         shape = shapes[self._ctx.rank]
-        sizes = [shape.rows, *_sizes_of(piece)]
+        sizes = [shape.rows, *_sizes_of(batch)]
         own = self._schedule.stages_of(self.rank)
         is_first, self._is_connected = not self._is_connected, True
         outlines: list[Outline] = []

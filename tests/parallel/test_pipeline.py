@@ -266,15 +266,19 @@ def test_a_parameter_of_the_model_itself_is_in_stages_whose_layers_ranks_share()
 def test_what_is_beside_a_step_is_as_without_stages() -> None:
     """Dropout, evaluation, means with what is beside them, and an optimizer that was made before."""
 
+    def take_out(model: nn.Module, batch: dict[str, torch.Tensor]) -> af.Loss:
+        labels = batch.pop("labels")
+        return loss_fn(model, (batch.pop("ids"), labels))
+
     def work(ctx: af.Context) -> tuple[list[float], torch.Tensor, tuple[Any, ...], int]:
-        ids, _ = batch = make_batch(0, 8)
+        ids, labels = batch = make_batch(0, 8)
         model = GPT(dropout=0.5)
         optimizer = af.prepare(ctx, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         model = af.prepare(ctx, model)
         drawn: list[float] = []
         for _ in range(2):  # the first time the shapes of what is sent are found out before
             af.set_seed(0)
-            drawn.append(run(ctx, model, batch).item())
+            drawn.append(run(ctx, model, {"ids": ids, "labels": labels}, take_out).item())
         model.eval()
         output = af.forward(ctx, model, ids=ids[:6])
         train_step = af.make_train_step(ctx, mean_of_rows, optimizer, model=model)
