@@ -407,9 +407,9 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
             raise ConfigurationError(
                 f"{operation}: the gradient of a parameter of shape {tuple(parameter.shape)} is not averaged "
                 f"over the {ctx.num_processes} ranks, whose models would drift apart. Prepare its model, "
-                "without evaluation_mode and after everything that adds or unfreezes parameters, and use the "
-                "model that prepare returns. If you reduce gradients yourself, call step() of the torch "
-                "optimizer."
+                "without evaluation_mode and after everything that adds parameters, and use the model that "
+                "prepare returns. Freeze what is to be trained later only after prepare. If you reduce "
+                "gradients yourself, call step() of the torch optimizer."
             )
     return together
 

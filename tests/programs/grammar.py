@@ -329,6 +329,10 @@ _RULES = (
         "rows that matter to each other are computed once",
         lambda p: _sees_other_rows(p) and _computes_again(p),
     ),
+    Rule(
+        "a static graph uses the same parameters in each pass, as torch checks",
+        lambda p: p["ddp"] == "static" and "branch" in _kinds(p),
+    ),
     Rule("rows of one task are looked at together", lambda p: bool(p["evaluate"]) and "branch" in _kinds(p)),
     Rule(
         "microbatches of a batch are of one task",
