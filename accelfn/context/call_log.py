@@ -147,6 +147,7 @@ class CallLog:
         open_passes: Passes over data that have begun and not ended, oldest first, to explain a mismatch.
         open_reads: Loops over prepared loaders of this rank, oldest first.
         reductions: Number of backward passes whose gradients have been reduced over the ranks.
+        gathers: Number of units that have been gathered from the ranks.
         inside: What of the last operation this rank waits in, such as "the backward pass of"; or "".
         unsettled: The agreement that must finish before the next operation, if there is one.
         failure: What this rank's latest computation failed with, as on the message board; "" after the next
@@ -165,6 +166,7 @@ class CallLog:
         self.open_passes: list[OpenPass] = []
         self.open_reads: list[OpenRead] = []
         self.reductions: int = 0
+        self.gathers: int = 0
         self.inside: str = ""
         self.unsettled: Unsettled | None = None
         self.failure: str = ""
@@ -196,6 +198,13 @@ class CallLog:
         if material is not None:
             self.chain = hashlib.blake2b(self.chain + material.encode(), digest_size=_CHAIN_BYTES).digest()
         self._entries.append(Entry(self.number, operation, site, self.chain))
+
+    def awaits(self, reductions: int, gathers: int) -> bool:
+        """Return whether a rank with these numbers has not finished what this rank waits in.
+
+        One that has may be ahead, or gone, by as long as messages take.
+        """
+        return bool(self.inside) and reductions <= self.reductions and gathers <= self.gathers
 
     @contextmanager
     def open_pass(self) -> Generator[OpenPass, None, None]:

@@ -103,6 +103,7 @@ class Departure(NamedTuple):
     operation: str
     site: str
     reductions: int  # number of gradient reductions
+    gathers: int  # and of gatherings of units
     failure: str = ""  # what it failed with before, as on the board, if its program handled that
 
 
@@ -163,7 +164,13 @@ def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
     call_log.over = "its context is closed"
     entry = call_log.current
     departure = Departure(
-        rank, entry.number, entry.operation, entry.site, call_log.reductions, call_log.failure
+        rank,
+        entry.number,
+        entry.operation,
+        entry.site,
+        call_log.reductions,
+        call_log.gathers,
+        call_log.failure,
     )
     board.post_once(_END, json.dumps(departure))
     board.post(NEWS, "yes")
@@ -180,7 +187,7 @@ def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
         # A rank that left after this operation has taken part in it.
         took_part = departure.number > call_log.number or (
             departure.number == call_log.number
-            and not (call_log.inside and departure.reductions <= call_log.reductions)
+            and not call_log.awaits(departure.reductions, departure.gathers)
         )
         if departure.rank != rank and not took_part:
             return explain_departure(departure, call_log, rank)

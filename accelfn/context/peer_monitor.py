@@ -112,6 +112,7 @@ class _Position(NamedTuple):
     site: str
     chain: str  # hexadecimal
     reductions: int  # number of gradient reductions that the rank has finished
+    gathers: int  # and of gatherings of units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,9 +236,9 @@ class PeerMonitor:
             thread.join(_JOIN_S)
 
     def _observe(self, state: _Observed) -> None:
-        entry = self.call_log.current
+        log, entry = self.call_log, self.call_log.current
         own = _Position(
-            entry.number, entry.operation, entry.site, entry.chain.hex(), self.call_log.reductions
+            entry.number, entry.operation, entry.site, entry.chain.hex(), log.reductions, log.gathers
         )
         self.board.post(f"at/{self.rank}", json.dumps(own))
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -278,9 +279,7 @@ class PeerMonitor:
 
     def _has_skipped(self, own: _Position, other: _Position) -> bool:
         """Return whether another rank has skipped the reduction or gathering in which this one waits."""
-        if not self.call_log.inside:
-            return False
-        return other.number > own.number and other.reductions <= own.reductions
+        return other.number > own.number and self.call_log.awaits(other.reductions, other.gathers)
 
     def _mismatch(self, entry: Entry, peer: int, position: _Position) -> Exception:
         """Publish a mismatch of two ranks; return the error that was published first by any rank."""

@@ -884,21 +884,23 @@ class _MonitoredAllGather:
         """Call ``comm``."""
         self._ctx = ctx
         self._comm = comm
+        # Stages of a pipeline gather different numbers of units, so these say nothing there.
+        self._inside = "" if ctx.axis_size("pp") > 1 else "units in the forward or backward pass of"
         self.allocate = comm.allocate
 
     def __call__(self, *, async_op: bool = False, **arguments: Any) -> None:
         """Gather, and wait."""
         del async_op
-        work = self._comm(async_op=True, **arguments)
+        work, call_log = self._comm(async_op=True, **arguments), self._ctx.collectives.call_log
         try:
             work.wait(_SOON)
         except RuntimeError:  # it goes on, or has failed, which shows again
-            call_log = self._ctx.collectives.call_log
-            call_log.inside = "units in the forward or backward pass of"
+            call_log.inside = self._inside
             try:
                 self._ctx.collectives.finish(work, self._ctx.device)
             finally:
                 call_log.inside = ""
+        call_log.gathers += 1
 
 
 def _refuse_copy(memo: Any) -> Any:

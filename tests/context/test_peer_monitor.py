@@ -13,9 +13,17 @@ import pytest
 import torch
 
 from accelfn.comm import all_gather, gather_object, permute, wait_for_everyone
-from accelfn.context import CallLog, Context, MessageBoard, PeerMonitor, late_error, peer_monitor
+from accelfn.context import (
+    CallLog,
+    Context,
+    MessageBoard,
+    PeerMonitor,
+    announce_end,
+    late_error,
+    peer_monitor,
+)
 from accelfn.context.config import Guard
-from accelfn.errors import CollectiveTimeoutError, RemoteRankError
+from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from tests.comm.seam import failure, same_mismatch
 
@@ -75,6 +83,40 @@ def test_a_rank_that_was_seen_in_a_forward_pass_may_wait_in_its_backward_pass() 
     after_forward = str(late_error(call_log_of("forward", "gather"), 0, 1.5, [1]))
     assert "may be in its backward pass, waiting for ranks that skip theirs" in after_forward
     assert "backward" not in str(late_error(call_log_of("gather", "forward"), 0, 1.5, [1]))
+
+
+@pytest.mark.parametrize("gathers", [4, 5])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_rank_that_is_ahead_has_skipped_what_it_did_not_finish(has_ended: bool, gathers: int) -> None:
+    """A slow network, or machine, is no error: the fifth unit comes late to rank 1 alone."""
+    notes = dict[str, str]()
+    board = MessageBoard(read=notes.get, post=notes.__setitem__, post_once=notes.setdefault)
+    ahead, behind = (
+        call_log_of(*["forward"] * (1 if has_ended else 2), patience_s=9.0),
+        call_log_of("forward"),
+    )
+    ahead.gathers, behind.gathers, behind.inside, behind.patience_s = gathers, 4, "units in the pass of", 9.0
+    start, done = time.monotonic(), threading.Event()
+    if has_ended:
+        announce_end(board, ahead, 0)
+        done.set()
+    other = PeerMonitor(board=board, call_log=ahead, rank=0, size=2)
+
+    def wait_there() -> None:
+        with contextlib.suppress(MismatchError):
+            other.wait(done.wait)
+
+    thread = threading.Thread(target=wait_there)
+    thread.start()
+    try:
+        error = MissingRankError if has_ended else MismatchError
+        with pytest.raises(error) if gathers == 4 else contextlib.nullcontext():
+            PeerMonitor(board=board, call_log=behind, rank=1, size=2).wait(
+                lambda seconds: never(seconds) or time.monotonic() - start > 2.0
+            )
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_who_waits_long_asks_seldom_and_hears_of_errors_all_the_same(
