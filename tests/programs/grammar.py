@@ -333,6 +333,12 @@ _RULES = (
         "a static graph uses the same parameters in each pass, as torch checks",
         lambda p: p["ddp"] == "static" and "branch" in _kinds(p),
     ),
+    Rule(
+        "gradients aren't saved, so what has none is not what has zeros",
+        lambda p: (
+            p["zero"] == "zeros" and bool(p["save"]) and p["optimizer"] != "sgd" and "branch" in _kinds(p)
+        ),
+    ),
     Rule("rows of one task are looked at together", lambda p: bool(p["evaluate"]) and "branch" in _kinds(p)),
     Rule(
         "microbatches of a batch are of one task",
