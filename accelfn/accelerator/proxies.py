@@ -198,6 +198,8 @@ class AcceleratedDataLoader(PreparedDataLoader[T]):
             if loop in accelerator.loops:
                 accelerator.last_micro = accelerator.loops.pop(loop)
                 accelerator.ended.append(accelerator.last_micro)
+            if not accelerator.loops and accelerator.compat is None:  # Accelerate's stays in its window
+                accelerator.sync_gradients = True
 
 
 def is_loader_of(accelerator: Accelerator, loader: object) -> bool:

@@ -25,7 +25,7 @@ from accelfn.context import BackwardPass, Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.buffers import BufferWatch
 from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle
-from accelfn.parallel.parameters import WaitingGradients, is_made_of_others
+from accelfn.parallel.parameters import WaitingGradients, is_made_of_others, refuse_hook_of_replica
 from accelfn.tree import Buffer, flatten, flatten_tensor, plan_layout
 
 _Microbatch = Sequence[torch.Tensor | None]
@@ -218,8 +218,9 @@ class ThreadDDP(Handle):
             if received[name] is not tensor:
                 tensor.copy_(received[name])
 
-    def _on_grad(self, parameter: torch.Tensor) -> None:
-        del parameter
+    def _on_grad(self, parameter: Any) -> None:
+        if len(parameter._post_accumulate_grad_hooks) > 1:
+            refuse_hook_of_replica("backward", parameter)
         # By id and not by a flag, which would stay set after a backward pass that failed half-way.
         number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         if self._backward == number:
@@ -237,12 +238,16 @@ class ThreadDDP(Handle):
         with torch.no_grad():
             # Ranks may use other parameters: the zeros of one without a gradient count in the mean.
             grads = [torch.zeros_like(item) if item.grad is None else item.grad for item in items]
-            is_used = torch.tensor([item.grad is not None for item in items], device="cpu").to(items[0])
-            means, used = reduce(self._ctx, (grads, is_used), "mean")
-            for index, (item, mean) in enumerate(zip(items, means, strict=True)):
-                if item.grad is not None:
+            forms = [[item.grad is not None, one.is_sparse] for item, one in zip(items, grads, strict=True)]
+            dense = [one.to_dense() if one.is_sparse else one for one in grads]
+            shares = torch.tensor(forms, device="cpu").to(items[0])
+            means, shares = reduce(self._ctx, (dense, shares), "mean")
+            for item, mean, share in zip(items, means, shares.cpu(), strict=True):
+                if share[1] > 0:
+                    item.grad = mean.to_sparse(1)
+                elif item.grad is not None:
                     item.grad.copy_(mean)
-                elif used[index] > 0:
+                elif share[0] > 0:
                     item.grad = mean.clone()
         self._unreduced = None
 
@@ -322,15 +327,11 @@ class ExactReplica(ThreadDDP):
 
     @contextmanager
     def batch(self, batch: object, place: int, window: int, is_held: bool) -> Generator[None, None, None]:
-        """Count the gradients inside as those of one batch; see :func:`exact_batch`.
-
-        The sums of a window that never closed are dropped with the first batch of the next one.
-        """
+        """Count the gradients inside as those of one batch; see :func:`exact_batch`."""
         seen = self._seen
         if batch is not self._batch or window == 1:
             self._batch, self._seen = batch, set()
             if place == 0:
-                self.discard()
                 self._held = [] if is_held and self._ctx.num_processes > 1 else None
         elif self._seen is None:
             self._seen = set()
@@ -391,9 +392,10 @@ class ExactReplica(ThreadDDP):
         if item.grad is not None and index not in self._got:
             self._kept[index], item.grad = item.grad, None
 
-    def _after_gradient(self, index: int, parameter: torch.Tensor) -> None:
+    def _after_gradient(self, index: int, parameter: Any) -> None:
         """Hook after a gradient was added to ``.grad``."""
-        del parameter
+        if len(parameter._post_accumulate_grad_hooks) > 1 and self._ctx.num_processes > 1:
+            refuse_hook_of_replica("backward", parameter)
         running = self._ctx.collectives.call_log.backward
         if running is None or not running.is_exact:
             raise ConfigurationError(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from accelfn.comm import Call
+from accelfn.comm import Call, reduce
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.optimizers import check_steps_shards
@@ -39,9 +39,10 @@ BY_HAND = (
     "model; if you average gradients yourself, call step() of the torch optimizer"
 )
 IN_NO_SYNC = (
-    "the latest backward pass added to them under no_sync, and no later one averaged them. End the window "
-    "with a backward pass outside of no_sync; for steps on each rank's own gradients, call optimizer_step "
-    "inside of it"
+    "the latest backward pass added to them under no_sync or in an open window, and no later one averaged "
+    "them. End the window with a backward pass through the same model, outside of no_sync (where its last "
+    "batch uses another model, add 0 * model(x).sum() to the loss); for steps on each rank's own gradients, "
+    "call optimizer_step inside of no_sync"
 )
 
 
@@ -435,6 +436,26 @@ def refuse_open_window(optimizer: Optimizer, *_: object) -> None:
                     "rank has gradients of its own, and the models would drift apart. Step where the window "
                     "closes, under `if micro.sync:`, or train with gradient_accumulation_steps=1."
                 )
+
+
+def average_closure(
+    ctx: Context, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let LBFGS see the mean over the ranks of what its closure returns. For its hooks before a step.
+
+    It decides by the loss how far to go, and ranks must go equally far.
+
+    Ranks: every rank of ``ctx``, as the closure; unless they step by themselves, as in ``local_steps``.
+    """
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if closure is None or any(one.is_local for one in handles_of(optimizer.param_groups[0]["params"][0])):
+        return None
+
+    def averaged() -> torch.Tensor:
+        loss = torch.as_tensor(closure()).detach().to("cpu", torch.float64)
+        return reduce(ctx.tagged("closure"), loss, "mean")
+
+    return (optimizer, averaged), {}
 
 
 def check_averaged_at_once(operation: str, ctx: Context, parameters: Iterable[torch.Tensor]) -> None:

@@ -239,7 +239,7 @@ def check_can_step(operation: str, optimizers: Iterable[Optimizer]) -> None:
             raise ConfigurationError(
                 f"{operation}: LBFGS needs a closure, which computes the loss several times a step. Call its "
                 "own step(closure), where the closure clears the gradients, runs forward and backward of a "
-                "complete window, and returns the loss averaged over the ranks."
+                "complete window, and returns the loss."
             )
         if steps_in_backward(optimizer):
             raise ConfigurationError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -23,7 +24,7 @@ from accelfn.tree import is_dtensor, local_of
 
 K = TypeVar("K")
 # Attributes of a tensor: its hooks before and after autograd adds to the gradient, by id.
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_BEFORE, _AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 # Attribute of an old parameter: its successor in a tuple, with None if it isn't on this rank any more.
 _SUCCESSOR = "_accelfn_now"
@@ -128,7 +129,7 @@ def leave_pointers(before: Mapping[str, torch.Tensor], model: nn.Module) -> None
     for old, new in by_old.values():
         if new is not old:
             setattr(old, _SUCCESSOR, (new,))
-            for kind in _HOOKS if new is not None and not is_dtensor(new) else ():
+            for kind in (_BEFORE, _AFTER) if new is not None and not is_dtensor(new) else ():
                 if getattr(old, kind):
                     setattr(new, kind, getattr(old, kind))  # the same dict, from which hooks may be removed
             optimizers.update({id(one): one for one in vars(old).get(_OPTIMIZERS, ())})
@@ -149,6 +150,33 @@ def note_holder(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Non
         vars(parameter).setdefault(_OPTIMIZERS, _Optimizers()).add(optimizer)
 
 
+def _has_hook(parameter: torch.Tensor, kind: str) -> bool:
+    """Return whether a parameter has a hook of the program."""
+    hooks = cast("dict[int, Any]", getattr(parameter, kind) or {})
+    functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks.values()]
+    return not all(str(getattr(one, "__module__", "")).startswith("accelfn.") for one in functions)
+
+
+def refuse_hook_of_shard(operation: str, name: str, parameter: torch.Tensor, *kinds: str) -> None:
+    """Refuse a hook before the gradient of a parameter that ranks share, or are going to.
+
+    Args:
+        operation: Name of the operation in errors.
+        name: Of the parameter.
+        parameter: The parameter, or a shard of it.
+        kinds: Of other hooks to refuse.
+
+    Raises:
+        ConfigurationError: It has one.
+    """
+    if any(_has_hook(parameter, kind) for kind in (_BEFORE, *kinds)):
+        raise ConfigurationError(
+            f"{operation}: {name} has a hook on its gradient, which ranks compute in parts, and not all of "
+            "it by autograd: the hook would see a part, or not run. Change the gradient after backward "
+            "instead (after unscale_gradients, before the step), or keep the full model on every rank."
+        )
+
+
 def refuse_hooks(model: nn.Module) -> None:
     """Refuse hooks on the gradients of a model that ranks are going to share.
 
@@ -156,15 +184,22 @@ def refuse_hooks(model: nn.Module) -> None:
         ConfigurationError: A parameter has one.
     """
     for name, parameter in model.named_parameters():
-        kinds = cast("list[dict[int, object] | None]", [getattr(parameter, kind) for kind in _HOOKS])
-        modules = [getattr(hook, "__module__", "") for kind in kinds for hook in (kind or {}).values()]
-        if not all(str(module).startswith("accelfn.") for module in modules):
-            raise ConfigurationError(
-                f"prepare_model: {name} has a hook on its gradient, which ranks would compute in parts, and "
-                "not all of it by autograd: the hook would see a part, or not run. Change the gradient after "
-                "backward instead (after unscale_gradients, before the step), or keep the full model on "
-                "every rank."
-            )
+        refuse_hook_of_shard("prepare_model", name, parameter, _AFTER)
+
+
+def refuse_hook_of_replica(operation: str, parameter: torch.Tensor) -> None:
+    """Refuse a hook after the gradient of a replicated parameter, which isn't averaged then.
+
+    Raises:
+        ConfigurationError: It has one.
+    """
+    if _has_hook(parameter, _AFTER):
+        raise ConfigurationError(
+            f"{operation}: a parameter of shape {tuple(parameter.shape)} has a hook after the accumulation "
+            "of its gradient (register_post_accumulate_grad_hook), where the gradient is this rank's own: a "
+            "step there would let the models of the ranks drift apart. Do after backward what the hook does; "
+            "or shard the model with an fsdp_plugin, and register it after prepare: FSDP averages before."
+        )
 
 
 def newest(parameter: torch.Tensor) -> torch.Tensor | None:

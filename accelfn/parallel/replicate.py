@@ -27,7 +27,7 @@ from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import WITHOUT_TENSORS, check_each_forward
 from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle, handles_of
 from accelfn.parallel.optimizers import stepping_of
-from accelfn.parallel.parameters import is_made_of_others, send_values
+from accelfn.parallel.parameters import is_made_of_others, refuse_hook_of_replica, send_values
 from accelfn.tree import is_dtensor
 
 
@@ -286,8 +286,10 @@ class DDPHandle(Handle):
             if ddp.static_graph:
                 _check_static(self._watched(), output)
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: Any) -> None:
         """Hook after a gradient was added to ``.grad``, before torch's own hook that averages it."""
+        if len(parameter._post_accumulate_grad_hooks) > 1:
+            refuse_hook_of_replica("backward", parameter)
         number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
         if number != self._backward:
             self._backward = number
@@ -509,13 +511,16 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
-        ConfigurationError: ``comm_state_option`` doesn't fit, or torch has no such hook for this backend; or
+        ConfigurationError: A parameter has a hook that would see its gradient before the average;
+            ``comm_state_option`` doesn't fit, or torch has no such hook for this backend; or
             an optimizer steps in backward, and the model is a ``DistributedDataParallel`` already.
         NotAvailableError: A ``comm_hook`` on ranks that are threads, or one that this torch can't run.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         send_values(ctx, model)
         return model
+    for parameter in model.parameters() if ctx.num_processes > 1 else ():
+        refuse_hook_of_replica("prepare_model", parameter)
     if ctx.reduction is not None:
         ExactReplica(ctx, model)
         return model

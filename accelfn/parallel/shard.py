@@ -35,7 +35,7 @@ from accelfn.parallel.handle import (
     handle_of,
     raise_explained,
 )
-from accelfn.parallel.parameters import WaitingGradients
+from accelfn.parallel.parameters import WaitingGradients, refuse_hook_of_shard
 from accelfn.tree import is_dtensor, local_of
 
 if TYPE_CHECKING:
@@ -756,6 +756,9 @@ class ShardHandle(Handle):
         if group._orig_dtype is None:  # of what was trained in the first forward pass: then nothing was
             group._init_mp_dtypes()
         has_accumulated, new = False, list[Any]()
+        for record in group.fsdp_params:
+            if len(record.sharded_param._backward_hooks or ()) > 1:
+                refuse_hook_of_shard("backward", record._param_fqn, record.sharded_param)
         for record in group.fsdp_params if group.reduce_grads else ():
             if record.unsharded_accumulated_grad is not None:
                 has_accumulated = True

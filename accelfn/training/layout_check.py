@@ -371,7 +371,7 @@ def _run(
     for name, one in named(inner).items():
         if one.requires_grad:
             gradient = optimizer.gradients.get(id(one))
-            gradients[name] = torch.zeros_like(one) if gradient is None else gradient
+            gradients[name] = torch.zeros_like(one) if gradient is None else gradient.to_dense()
     return float(metrics.loss), gradients
 
 

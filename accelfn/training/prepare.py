@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -23,6 +24,7 @@ from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import ModelPlan, plan_model, read_facts
 from accelfn.parallel.engines import REPLACED, EngineOptimizer, wraps_model
+from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import (
     MixedPrecisionForward,
     WrappedForward,
@@ -34,7 +36,13 @@ from accelfn.parallel.forward import (
     without_compile,
 )
 from accelfn.parallel.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
-from accelfn.parallel.handle import handles_of, has_engine, refuse_open_window, uncompiled
+from accelfn.parallel.handle import (
+    average_closure,
+    handles_of,
+    has_engine,
+    refuse_open_window,
+    uncompiled,
+)
 from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
 from accelfn.parallel.parameters import (
     check_filled,
@@ -409,7 +417,8 @@ def prepare_model(
             on several devices, and there are several ranks (the variable ``ACCELFN_BYPASS_DEVICE_MAP`` allows
             it); or it is quantised on another device.
             It was sharded by torch's FSDP, or is a ``DistributedDataParallel`` over other processes.
-            Ranks share it, and a parameter has a hook on its gradient.
+            Ranks share it, and a parameter has a hook on its gradient; or they replicate it, and the hook
+            comes after the gradient's accumulation. There are several, and an embedding has ``max_norm``.
         NotAvailableError: An optimizer of its parameters, prepared before or in the same call of
             :func:`prepare`, can't step shards.
     """
@@ -427,6 +436,7 @@ def prepare_model(
             return model
     else:
         check_wrapped(ctx, model)
+        _check_max_norm(ctx, model)
     if isinstance(model, DistributedDataParallel):
         inner = cast("nn.Module", cast("Any", model).module)
         _agreed(ctx, lambda: check_devices(ctx, inner))
@@ -460,6 +470,18 @@ def prepare_model(
     if settled.shard is None or settled.shard.autocasts:
         with_precision(ctx, model)
     return _marked(ctx, model, result)
+
+
+def _check_max_norm(ctx: Context, model: nn.Module) -> None:
+    """Refuse, on several ranks, embeddings that a forward pass rescales: in the rows that the rank reads."""
+    for name, module in modules_of(model).items() if ctx.num_processes > 1 else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ConfigurationError(
+                f"prepare_model: {name or type(model).__name__} is an embedding with max_norm, whose forward "
+                "pass rescales the rows that it reads, and each rank reads others. Leave max_norm out, and "
+                "rescale all rows after each step, under torch.no_grad(): weight.mul_((max_norm / "
+                "weight.norm(dim=1, keepdim=True)).clamp(max=1))."
+            )
 
 
 def _agreed(ctx: Context, action: Callable[[], T]) -> T:
@@ -559,6 +581,8 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
     begin_training(optimizer)
     if ctx.world.size > 1 and isinstance(cast("object", optimizer), Optimizer):
         optimizer.register_step_pre_hook(refuse_open_window)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.register_step_pre_hook(partial(average_closure, ctx))
     setattr(optimizer, _MARK, mark_of(ctx))
     return optimizer
 

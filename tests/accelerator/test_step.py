@@ -142,6 +142,15 @@ def test_outside_of_its_loop_nobody_knows_where_a_window_ends() -> None:
         with accelerator.accumulate(model):
             pass
     assert accelerator.sync_gradients
+    optimizer = accelerator.prepare(sgd(model))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+        optimizer.zero_grad()
+        assert model.weight.grad
+        break
+    optimizer.zero_grad()  # the loop was left within a window
+    assert model.weight.grad is None
 
 
 def test_no_sync_without_a_model_means_all_of_them() -> None:

@@ -346,6 +346,30 @@ def test_a_step_needs_the_sum_over_all_ranks(is_inside: bool) -> None:
     assert run_ranks(run, 2, reduction="canonical") == [[-2.5], [-2.5]]  # 1 - (2 + 3) / 2 - 1
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_window_that_was_left_has_summed_stays(world: int) -> None:
+    """As in plain torch, at any number of ranks."""
+
+    def run(ctx: Context) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        data: Any = DataLoader([torch.full((1,), float(x)) for x in range(1, 9)])  # pyright: ignore[reportArgumentType]
+        model, optimizer, loader = af.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=1.0), data)
+        scaler = af.init_scaler(ctx)
+        for epoch in range(2):
+            for x, micro in af.microbatches(ctx, loader):
+                with af.accumulate(ctx, micro, model):
+                    scaler = af.backward(ctx, model(x).sum(), scaler, micro)
+                if micro.sync:
+                    scaler = af.optimizer_step(ctx, optimizer, scaler)
+                if epoch == 0 and micro.consumed == 6:
+                    break
+        return model.weight.item()
+
+    found = run_ranks(run, world, reduction=CanonicalReduction(num_microbatches=4))
+    assert found == [-(10 + (5 + 6 + 10) + 26) / 4] * world
+
+
 def test_models_belong_to_one_kind_of_reduction() -> None:
     def run(ctx: Context) -> None:
         mean = ctx.replace(reduction="mean")

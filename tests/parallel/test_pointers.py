@@ -154,5 +154,10 @@ def test_hooks_on_gradients_that_ranks_share_are_refused(kind: str) -> None:
         ):
             af.prepare(ctx, model)
         assert dict(model.named_parameters()) == before
+        model = af.prepare(ctx, lm.make())
+        if kind == "register_hook":  # after prepare FSDP runs the other kind, and on averages
+            model.embed.weight.register_hook(raised)
+            with pytest.raises(ConfigurationError, match=r"backward: embed\.weight has a hook on its"):
+                af.backward(ctx, model(lm.ids_of(ctx)).sum(), af.init_scaler(ctx))
 
     run_ranks(run, 2, "processes", fsdp_plugin=PLUGIN)

@@ -30,6 +30,68 @@ def loss_of(model: nn.Module, data: Rows) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])
+def test_a_line_is_searched_by_the_loss_of_all_ranks(on: Where) -> None:
+    def run(ctx: Context) -> torch.Tensor:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        options: Any = {"lr": 30, "max_iter": 6, "line_search_fn": "strong_wolfe"}
+        model, optimizer = af.prepare(ctx, model, torch.optim.LBFGS(model.parameters(), **options))
+        x, y = (one[ctx.rank :: ctx.num_processes] for one in rows(24))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, (x, y))
+            af.backward(ctx, loss, af.init_scaler(ctx))
+            return loss
+
+        optimizer.step(closure)
+        return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+    (alone,) = run_ranks(run, 1)
+    for found in run_ranks(run, 2, on):
+        torch.testing.assert_close(found, alone)
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_sparse_gradients_are_averaged_as_such(on: Where) -> None:
+    def run(ctx: Context) -> torch.Tensor:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Embedding(6, 2, sparse=True)
+        model, optimizer = af.prepare(ctx, model, torch.optim.SparseAdam(model.parameters(), lr=0.1))
+        scaler = af.init_scaler(ctx)
+        for ids in torch.tensor([[1, 2], [2, 3], [5, 5]]):
+            loss = model(ids[ctx.rank :: ctx.num_processes]).square().mean()
+            scaler = af.optimizer_step(ctx, optimizer, af.backward(ctx, loss, scaler))
+        return next(model.parameters()).detach()
+
+    (alone,) = run_ranks(run, 1)
+    for found in run_ranks(run, 2, on):
+        torch.testing.assert_close(found, alone)
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_what_ranks_would_each_change_by_their_own_rows_is_refused(on: Where) -> None:
+    def step(parameter: torch.Tensor) -> None:
+        raise AssertionError("stepped")
+
+    def run(ctx: Context) -> None:
+        inner: Any = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 1))
+        with pytest.raises(ConfigurationError, match=r"prepare_model: 0 is an embedding with max_norm"):
+            af.prepare_model(ctx, inner)
+        inner[0].max_norm = None
+        removed = inner[1].weight.register_post_accumulate_grad_hook(step)
+        with pytest.raises(ConfigurationError, match=r"prepare_model: .*\(1, 2\) has a hook after the acc"):
+            af.prepare_model(ctx, inner)
+        removed.remove()
+        model = af.prepare_model(ctx, inner)
+        inner[1].weight.register_post_accumulate_grad_hook(step)
+        with pytest.raises(ConfigurationError, match=r"backward: .* has a hook after the accumulation"):
+            af.backward(ctx, model(torch.tensor([ctx.rank])).sum(), af.init_scaler(ctx))
+
+    run_ranks(run, 2, on)
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
 def test_models_that_differ_are_an_error_on_every_rank(on: Where) -> None:
     def run(ctx: Context) -> str:
         with pytest.raises(MismatchError) as caught:
