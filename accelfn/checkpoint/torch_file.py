@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import mmap
+import os
 import pickle
 import pickletools
 import struct
@@ -276,7 +278,7 @@ def _attributed_tensor(make: Any, kind: Any, arguments: tuple[Any, ...], state: 
     return _require(make, _Maker)(*arguments)
 
 
-def _parameter(data: Any, requires_grad: bool = True, hooks: Any = None) -> Any:
+def _parameter(data: Any, requires_grad: bool = True, hooks: Any = None, state: Any = None) -> Any:
     return data
 
 
@@ -317,6 +319,7 @@ _MAKERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "torch._utils._rebuild_tensor_v2": _untyped_tensor,
         "torch._utils._rebuild_tensor_v3": _tensor,
         "torch._utils._rebuild_parameter": _parameter,
+        "torch._utils._rebuild_parameter_with_state": _parameter,
         "torch.Tensor": _class_only,
         "torch._tensor._rebuild_from_type_v2": _attributed_tensor,
         "numpy.ndarray": _Array,
@@ -348,6 +351,28 @@ def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
         DamagedCheckpointError: The file is truncated or damaged, or was not written by ``torch.save``.
     """
     with open(path, "rb") as file:
+        return read_torch_stream(file, path.name, take)
+
+
+def map_torch_file(path: Path) -> Any:
+    """Return the content of a file, as :func:`read_torch_file` does, with tensors that are mapped.
+
+    All checksums are verified first. The tensors take no memory until they are written; the file must not be
+    modified while they exist.
+
+    Raises:
+        CheckpointError: See :func:`read_torch_file`.
+        DamagedCheckpointError: See :func:`read_torch_file`.
+    """
+    with open(path, "rb") as file:
+        # An empty file can't be mapped; it is refused before any tensor is taken.
+        is_empty = not os.fstat(file.fileno()).st_size
+        mapped: Any = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+        def take(start: int, length: int, crc32: int) -> torch.Tensor:
+            _check(memoryview(mapped)[start : start + length], crc32)
+            return torch.frombuffer(mapped, dtype=torch.uint8, count=length, offset=start)
+
         return read_torch_stream(file, path.name, take)
 
 
@@ -392,7 +417,8 @@ def refuse_pickle(name: str, error: RefusedPickleError) -> CheckpointError:
     """Make the error for a file that requests something that isn't data."""
     return CheckpointError(
         f"{name} holds more than data: it asks for {error}, which was not run. If you trust the file, load "
-        "it in the program that wrote it, convert that object to plain values and tensors, and save it again."
+        "it in the program that wrote it, convert that object to plain values and tensors (a module by its "
+        "state_dict()), and save it again."
     )
 
 
@@ -431,6 +457,10 @@ def _take(file: BinaryIO, start: int, length: int, crc32: int) -> torch.Tensor:
     data = bytearray(length)
     file.seek(start)
     cast("io.BufferedIOBase", file).readinto(data)
+    _check(data, crc32)
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _check(data: bytearray | memoryview, crc32: int) -> None:
     if zlib.crc32(data) != crc32:
         raise ValueError("the checksum of a tensor doesn't match")
-    return torch.frombuffer(data, dtype=torch.uint8)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import secrets
-import zipfile
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,9 +17,10 @@ import torch
 from torch import nn
 
 from accelfn.checkpoint.commit import check_path
-from accelfn.checkpoint.header import SAFETENSORS_NAMES, check_no_pointer
+from accelfn.checkpoint.header import SAFETENSORS_NAMES
 from accelfn.checkpoint.objects import same_bits
 from accelfn.checkpoint.plan import check_copies
+from accelfn.checkpoint.torch_file import map_torch_file
 from accelfn.checkpoint.weights_files import (
     existing_generations,
     locked_directory,
@@ -322,11 +321,12 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
 
     Names, shapes, dtypes and the files themselves are checked before anything is changed. Weights are copied
     into the model's tensors, so an optimizer keeps working with them. Of tied weights, the files need only
-    one name. Pickled files are read with ``weights_only=True``, so they can't run code.
+    one name. Pickled files are read as data, so they can't run code, and their checksums are verified.
+    Safetensors files have none: damage to a tensor isn't detected.
 
     Ranks: local; every rank reads for itself. With ZeRO, every rank of the world. If a model is
     distributed over ranks (``DTensor``, pipeline stages), each rank loads its own parts, and checks that the
-    files have the names of all. These formats have no checksums: damage to a tensor isn't detected.
+    files have the names of all.
 
     Args:
         model: Prepared or not; changed in place.
@@ -340,7 +340,8 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
         TypeError: ``model`` is not a module.
         ValueError: The model is on the meta device and has no memory to load into.
         NoCheckpointError: There are no weights at ``path``.
-        DamagedCheckpointError: A file is malformed or refused.
+        DamagedCheckpointError: A file is malformed.
+        CheckpointError: A pickled file requires running code, or has the format of torch before 1.6.
         CheckpointMismatchError: Names, shapes or dtypes differ, or the files have different values for
             weights that are tied in the model. Nothing was changed.
     """
@@ -373,6 +374,12 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
         rows += [Misfit(name, describe_value(stored.tensors[name]), "nothing") for name in unexpected]
     if rows:
         hint = prefix_hint({*targets}, {*stored.tensors})
+        # Only load_model writes what it has loaded back into an engine.
+        if plain is model and _can_be_cast(targets, stored.tensors, sources):
+            hint += (
+                f" {_LOAD} doesn't cast: load_checkpoint_in_model(model, path, strict={strict}) casts "
+                "floating-point weights to the model's dtypes."
+            )
         raise CheckpointMismatchError(
             f"{_LOAD}: {path} doesn't fit the model. Nothing was changed.{hint}", rows
         )
@@ -394,7 +401,8 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
     Raises:
         NoCheckpointError: There are no weights at ``path``.
-        DamagedCheckpointError: A file is malformed or refused.
+        DamagedCheckpointError: A file is malformed.
+        CheckpointError: A pickled file requires running code, or has the format of torch before 1.6.
     """
     return _open(find_weights(path)).tensors
 
@@ -447,20 +455,7 @@ def _open_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, st
 
 
 def _open_pickled(path: Path) -> dict[str, torch.Tensor]:
-    with open(path, "rb") as file:
-        check_no_pointer(file.read(8), str(path))
-    try:
-        content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        with zipfile.ZipFile(path) as archive:  # whose checksums torch doesn't look at
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise ValueError(f"the checksum of {damaged} doesn't match")
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DamagedCheckpointError(
-            f"{path} is refused: torch.save didn't write it from a dict of tensors, or it is damaged "
-            f"({error}).",
-            path.name,
-        ) from error
+    content: object = map_torch_file(path)
     tensors = dict(cast("Mapping[Any, Any]", content)) if isinstance(content, Mapping) else {}
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and is_tensor(value) and value.layout == torch.strided
@@ -492,6 +487,14 @@ def _match(targets: Mapping[str, Any], stored: _Stored, whole: WholeModel) -> di
             if source is not None:
                 sources[name] = source
     return sources
+
+
+def _can_be_cast(
+    targets: Mapping[str, Any], stored: Mapping[str, torch.Tensor], sources: Mapping[str, str]
+) -> bool:
+    """Return whether a stored tensor and the model's have different floating-point dtypes."""
+    pairs = [(stored[source], targets[name]) for name, source in sources.items() if is_tensor(targets[name])]
+    return any(a.dtype != b.dtype and a.is_floating_point() and b.is_floating_point() for a, b in pairs)
 
 
 def _misfits(

@@ -21,6 +21,7 @@ from accelfn.checkpoint.header import (
     check_safetensors_header,
     storage_order,
 )
+from accelfn.checkpoint.manifest import MANIFEST
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from accelfn.tree import is_dtensor
 
@@ -284,6 +285,18 @@ def _find_entry(directory: Path) -> Path:
         found.extend(existing[:1])
     if not found:
         found = sorted(name for name in os.listdir(directory) if name.endswith(".index.json"))
+    if not found and (directory / MANIFEST).is_file():
+        raise NoCheckpointError(
+            f"{directory} is the checkpoint of a training (save_state) and has no files of weights. Take the "
+            "model out of it, by its key in the tree that was saved: "
+            f'load_state(ctx, {str(directory)!r}, {{"model": model}}, partial=True). Or write its weights to '
+            f"files: `accelfn checkpoint convert {directory} DIRECTORY --to safetensors --leaf model`."
+        )
+    if not found and (directory / ".metadata").is_file():
+        raise NoCheckpointError(
+            f"{directory} is a checkpoint of torch.distributed.checkpoint. Merge its weights into a file: "
+            f"`accelfn merge-weights {directory} DIRECTORY`, and load that directory."
+        )
     if not found:
         raise NoCheckpointError(
             f"{directory} has no weights: neither {entry_names('transformers')[0]}, nor another file that "

@@ -79,9 +79,11 @@ def test_shared_memory_is_shared_again() -> None:
 
 
 def test_parameters_become_tensors() -> None:
-    read = read_torch_stream(saved(torch.nn.Parameter(torch.ones(2))), "file")
-    assert type(read) is torch.Tensor
-    assert not read.requires_grad
+    parameter, tagged = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    cast("Any", tagged).tag = "stored with it"
+    for read in read_torch_stream(saved([parameter, tagged]), "file"):
+        assert type(read) is torch.Tensor
+        assert not read.requires_grad
 
 
 def test_code_is_named_and_not_run(tmp_path: Path) -> None:

@@ -133,7 +133,9 @@ def write_plain(value: Any) -> Json:
         raise Refusal(f"{value!r}, which is not a named member of its enum")
     if _is_numpy_scalar(value):
         if value.dtype.name not in NUMPY_DTYPES:
-            raise Refusal(f"a {kind.__module__}.{kind.__qualname__}; store value.item()")
+            # Of other kinds, such as dates and long floats, item() may return what can't be stored either.
+            how = "value.item()" if value.dtype.kind in "SUV" else "str(value)"
+            raise Refusal(f"a {kind.__module__}.{kind.__qualname__}; store {how}")
         return {"$": "numpy", "dtype": value.dtype.name, "value": _write_bytes(value.tobytes())}
     return cast("Json", NotImplemented)
 

@@ -300,6 +300,7 @@ def circle() -> list[Any]:
         (lambda: np.array(["text"]), "torch lacks"),
         (lambda: np.zeros(1, ">f4"), "torch lacks"),
         (lambda: np.str_("text"), "value.item"),
+        (lambda: np.datetime64("2020-01-01"), r"datetime64; store str\(value\)"),
         (lambda: np.ma.masked_array([1]), "which isn't known"),
         (lambda: {1: 2, Point(1): 2}, "as a key"),
         (lambda: {torch.zeros(1)}, "as a key or a member"),
