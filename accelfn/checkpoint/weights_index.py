@@ -288,9 +288,10 @@ def _find_entry(directory: Path) -> Path:
     if not found and (directory / MANIFEST).is_file():
         raise NoCheckpointError(
             f"{directory} is the checkpoint of a training (save_state) and has no files of weights. Take the "
-            "model out of it, by its key in the tree that was saved: "
+            "model out of it, by its path in the tree that was saved: "
             f'load_state(ctx, {str(directory)!r}, {{"model": model}}, partial=True). Or write its weights to '
-            f"files: `accelfn checkpoint convert {directory} DIRECTORY --to safetensors --leaf model`."
+            f"files: `accelfn checkpoint convert {directory} DIRECTORY --to safetensors --leaf model`. If an "
+            'Accelerator saved it, use {"models": {"model": model}} and models/model.'
         )
     if not found and (directory / ".metadata").is_file():
         raise NoCheckpointError(

@@ -25,13 +25,7 @@ from torch import nn
 import accelfn as af
 from accelfn import Context
 from accelfn.checkpoint import LoadReport, find_weights
-from accelfn.errors import (
-    CheckpointError,
-    CheckpointMismatchError,
-    DamagedCheckpointError,
-    Misfit,
-    NoCheckpointError,
-)
+from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit, NoCheckpointError
 from accelfn.launch.main import main
 from accelfn.testing import run_ranks
 from tests.checkpoint.layouts import differing
@@ -363,10 +357,9 @@ def test_other_checkpoints_are_named_with_remedies_that_work(
         load(model, f"{folder}-weights")
         assert torch.equal(model.weight, saved.weight)
         if folder == "state":
-            found = re.search(r"load_state\(.*?True\)", str(caught.value))
-            assert found is not None
+            (call,) = re.findall(r"load_state\(.*?True\)", str(caught.value))
             zero(model)
-            eval(f"af.{found[0]}", {"af": af, "ctx": Context(), "model": model})
+            eval(f"af.{call}", {"af": af, "ctx": Context(), "model": model})
             assert torch.equal(model.weight, saved.weight)
 
 
@@ -396,8 +389,7 @@ def test_a_flipped_bit_of_a_pickled_file_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
-    ["harm", "list", "number", "key", "sparse", "cut", "module", "legacy harm", "text", "empty"],
+    "what", ["harm", "list", "number", "key", "sparse", "cut", "module", "legacy harm", "text", "empty"]
 )
 def test_a_pickled_file_must_hold_a_dict_of_tensors(what: str, tmp_path: Path) -> None:
     sign = tmp_path / "sign"
@@ -414,12 +406,11 @@ def test_a_pickled_file_must_hold_a_dict_of_tensors(what: str, tmp_path: Path) -
     if what in contents:
         torch.save(contents[what], file)
     else:
-        texts = {"legacy harm": pickle.dumps(Bomb(sign)), "text": b"no zip", "empty": b""}
-        file.write_bytes(texts[what])
+        file.write_bytes({"legacy harm": pickle.dumps(Bomb(sign)), "text": b"no zip", "empty": b""}[what])
     if what == "cut":
         file.write_bytes(file.read_bytes()[:-30])
     model = Bag(w=torch.ones(2))
-    with pytest.raises(CheckpointError, match=file.name) as caught:
+    with pytest.raises(af.errors.CheckpointError, match=file.name) as caught:
         af.load_model(model, tmp_path)
     assert isinstance(caught.value, DamagedCheckpointError) == (what not in ("harm", "sparse", "module"))
     assert "weights_only" not in str(caught.value)  # load_model has no such option
