@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class AcceleratedOptimizer(OptimizerProxy):
-    """An optimizer whose ``step`` and ``zero_grad`` act only where an accumulation window closes."""
+    """An optimizer whose ``step`` and ``zero_grad`` act only where an accumulation window closes.
+
+    After a loop that was left within a window they act, too: then ``zero_grad`` drops what it has accumulated.
+    """
 
     def __init__(self, accelerator: Accelerator, optimizer: Optimizer) -> None:
         """Use ``Accelerator.prepare`` instead."""
