@@ -25,7 +25,7 @@ T = TypeVar("T")
 class AcceleratedOptimizer(OptimizerProxy):
     """An optimizer whose ``step`` and ``zero_grad`` act only where an accumulation window closes.
 
-    After a loop that was left within a window they act, too: then ``zero_grad`` drops what it has accumulated.
+    After a loop that was left within a window they act too: ``zero_grad`` drops what was accumulated.
     """
 
     def __init__(self, accelerator: Accelerator, optimizer: Optimizer) -> None:
