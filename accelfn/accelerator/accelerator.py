@@ -264,7 +264,7 @@ class Accelerator(Extras, Saving):
 
     def _is_loader(self, item: Any) -> bool:
         loaders = (DataLoader, data.PreparedDataLoader)
-        return isinstance(item, (*loaders, *self.dataloader_config.custom_classes))
+        return isinstance(item, (*loaders, *self.context.loading.custom_classes))
 
     def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
         if isinstance(item, nn.Module):

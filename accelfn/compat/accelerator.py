@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from collections.abc import Generator, Iterable, Sequence
@@ -22,11 +21,12 @@ from accelfn.accelerator.properties import Hooks
 from accelfn.accelerator.proxies import AccumulateBlock, is_loader_of
 from accelfn.accelerator.registry import WeakRegistry
 from accelfn.compat.current import current
-from accelfn.compat.handlers import Handlers
+from accelfn.compat.handlers import Handlers, copied
 from accelfn.compat.helpers import parse_flag_from_env
 from accelfn.compat.loaders import BatchSamplerShard, DataLoaderShard, prepare_loader
 from accelfn.compat.operations import gather_object
 from accelfn.compat.records import (
+    DataLoaderConfiguration,
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
@@ -37,16 +37,14 @@ from accelfn.compat.saving import LocalSaving
 from accelfn.compat.scaler import ScalerView
 from accelfn.compat.states import AcceleratorState, GradientState
 from accelfn.compat.trackers import registered
-from accelfn.context import Context, ContextOptions
-from accelfn.context.config import DataLoaderConfiguration, DynamoBackend
+from accelfn.context import ContextOptions
+from accelfn.context.config import DynamoBackend, LoggerType
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.options import suggest
 from accelfn.tree import flatten, slice_tensors
 
-_PLUGINS = (
-    *("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "dynamo_plugin"),
-)
+_PLUGINS = ("fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "dynamo_plugin")
 _INSTEAD = MappingProxyType(
     {
         "deepspeed_ulysses_dl_adapter": " Ranks share sequences with ParallelismConfig(sp_size=...), and "
@@ -67,12 +65,9 @@ _SEQUENCES = (
 class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleVariableOverride]
     """The shim's :class:`accelfn.Accelerator`, as programs written for Accelerate know it.
 
-    It becomes the current one of the process. Options are records that may be changed before; loaders keep
-    torch's order of a shuffle; :meth:`accumulate` counts its calls, and :meth:`gather_for_metrics` shortens
-    every tensor at the end of a loader.
-
-    Attributes:
-        plugins: The records that the program passed, by name.
+    It becomes the current one of the process. Options are records that may be changed at any time; loaders
+    keep torch's order of a shuffle; :meth:`accumulate` counts its calls, and :meth:`gather_for_metrics`
+    shortens every tensor at the end of a loader.
     """
 
     __module__ = "accelerate.accelerator"
@@ -138,10 +133,21 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
                 f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches}).",
                 stacklevel=2,
             )
+        if not isinstance(project_config, ProjectConfiguration):
+            project_config = ProjectConfiguration.of(context.project)
+        if not isinstance(dataloader_config, DataLoaderConfiguration):
+            dataloader_config = DataLoaderConfiguration.of(context.loading)
+        late = {
+            **{name: arguments[name] for name in _PLUGINS},
+            "project_config": project_config,
+            "dataloader_config": dataloader_config,
+            "kwargs_handlers": [*(kwargs_handlers or ())],
+            "rng_types": [*context.rng_types],
+            "log_with": [LoggerType(one) if one in LoggerType else one for one in context.log_with],
+        }
+        self.given, self._taken = {**late, "deepspeed_plugin": deepspeed_plugin}, copied(late)
         super().__init__(context=context)
         self.compat = "accelerate"
-        self.plugins: dict[str, Any] = {name: arguments[name] for name in _PLUGINS}
-        self.handlers: list[Any] = [*(kwargs_handlers or ())]
         current().adopt(self)
         if self.num_processes > 1 or self.gradient_accumulation_steps > 1:
             self._say_arithmetic()
@@ -174,15 +180,6 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
     def scaler(self) -> ScalerView | None:
         """The loss scale of fp16; None in other precisions."""
         return ScalerView(self._scaling, self.context) if self.context.precision.scales_loss else None
-
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are sharded. Can be set, for loaders prepared later."""
-        return self.context.loading
-
-    @dataloader_config.setter
-    def dataloader_config(self, config: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.context = self.context.replace(dataloader_config=freeze(config))
 
     @property
     def flag_tensor(self) -> torch.Tensor | None:
@@ -225,7 +222,7 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
     # --- prepare ---------------------------------------------------------------------------------
 
     def _prepare_with_engine(self, items: list[Any], device_placement: Sequence[bool] | None) -> None:
-        plugin = self.plugins["deepspeed_plugin"]
+        plugin = self.given["deepspeed_plugin"]
         if isinstance(plugin, DeepSpeedPlugin):  # the program may have filled its configuration meanwhile
             self.context = self.context.replace(deepspeed_plugin=plugin.frozen_for(self._own_window))
         super()._prepare_with_engine(items, device_placement)
@@ -234,9 +231,6 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Place, cast and replicate a model; see :func:`accelfn.prepare_model`."""
-        plugin = freeze(self.plugins["fsdp_plugin"])
-        if plugin != self.context.strategy.fsdp:  # the program has changed it meanwhile, as for peft
-            self.context = self.context.replace(fsdp_plugin=plugin)
         return self._numbered(
             "model", self.models, super().prepare_model(model, device_placement, evaluation_mode)
         )
@@ -335,7 +329,7 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
 
         ``even_batches`` applies to prepared loaders of map-style data.
         """
-        context, loading = self.context, self.context.loading
+        is_even = self.even_batches
         shards = [loader.batch_sampler for loader in self.loaders]
         sharded = [shard for shard in shards if isinstance(shard, BatchSamplerShard)]
         before = [shard.even_batches for shard in sharded]
@@ -346,15 +340,14 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
                     "loaders of streams, and those that rank 0 reads for all, stay as they are.",
                     stacklevel=3,
                 )
-            loading = dataclasses.replace(loading, even_batches=even_batches)
-            self.context: Context = context.replace(dataloader_config=loading)
+            self.even_batches = even_batches
             for shard in sharded:
                 shard.even_batches = even_batches
         try:
             with super().join_uneven_inputs(joinables):
                 yield
         finally:
-            self.context = context
+            self.even_batches = is_even
             for shard, even in zip(sharded, before, strict=True):
                 shard.even_batches = even
 

@@ -31,11 +31,11 @@ class Options(NamedTuple):
 
     Attributes:
         context: Its context.
-        plugins: The records that the program passed, by name.
+        given: What the program passed, by the name of the argument.
     """
 
     context: Context
-    plugins: Mapping[str, Any]
+    given: Mapping[str, Any]
 
 
 class Current:
@@ -73,7 +73,7 @@ class Current:
         """Make an Accelerator the current one."""
         alive = (one for one in self._accelerators if one() is not None)
         self._accelerators = (*alive, weakref.ref(accelerator))
-        self.options = Options(accelerator.context, accelerator.plugins)
+        self.options = Options(accelerator.context, accelerator.given)
 
     def forget(self) -> None:
         """Have no Accelerator."""

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Mapping
+from typing import Any, cast
 
 from accelfn.compat import records
 from accelfn.compat.constants import FP8BackendType
 from accelfn.compat.records import MutableRecord, freeze
+from accelfn.compat.trackers import registered
 from accelfn.context import Context
-from accelfn.context.config import LoggerType
 from accelfn.parallel.fp8 import fp8_backend_of
 
 _FP8 = (records.FP8RecipeKwargs, records.TERecipeKwargs, records.AORecipeKwargs, records.MSAMPRecipeKwargs)
+
+
+class Option:
+    """What the program passed as an argument; it may change it, or set it, for what follows."""
+
+    def __init__(self, name: str) -> None:
+        """Find it by the name of the argument."""
+        self._name = name
+
+    def __get__(self, instance: Handlers | None, owner: type) -> Any:
+        return self if instance is None else instance.given[self._name]
+
+    def __set__(self, instance: Handlers, value: Any) -> None:
+        instance.context = instance.context.replace(**_options({self._name: value}))  # raises if it can't be
+        instance.given[self._name] = value
 
 
 class Handler:
@@ -29,19 +46,23 @@ class Handler:
     def __set__(self, instance: Handlers, value: Any) -> None:
         others = [one for one in instance.handlers if not isinstance(one, self._kinds)]
         instance.handlers = others if value is None else [*others, value]
-        instance.use(value)
 
 
 class Handlers:
     """The attributes of an Accelerator that show its handlers and options.
 
     Attributes:
-        handlers: What the program passed as ``kwargs_handlers``.
-        context: The context, which has their options.
+        given: What the program passed, by the name of the argument. Its records may be changed at any time.
     """
 
-    context: Context
-    handlers: list[Any]
+    given: dict[str, Any]
+    _taken: dict[str, Any]  # a copy of what is in the context
+    _context: Context
+    handlers: Option = Option("kwargs_handlers")
+    dataloader_config: Option = Option("dataloader_config")
+    project_configuration: Option = Option("project_config")
+    rng_types: Option = Option("rng_types")
+    log_with: Option = Option("log_with")
     autocast_handler: Handler = Handler(records.AutocastKwargs)
     ddp_handler: Handler = Handler(records.DistributedDataParallelKwargs)
     scaler_handler: Handler = Handler(records.GradScalerKwargs)
@@ -52,11 +73,37 @@ class Handlers:
     ao_recipe_handler: Handler = Handler(records.AORecipeKwargs)
     msamp_recipe_handler: Handler = Handler(records.MSAMPRecipeKwargs)
 
-    def use(self, handler: Any) -> None:
-        """Take the options of a handler, unless they are those of the process group."""
-        kinds = (records.InitProcessGroupKwargs, records.InitProcessGroupKwargs.record)
-        if handler is not None and not isinstance(handler, kinds):
-            self.context = self.context.replace(kwargs_handlers=[freeze(handler)])
+    @property
+    def context(self) -> Context:
+        """The frozen Context, with what the program's records hold now."""
+        given = self.given
+        changed = {name: given[name] for name, taken in self._taken.items() if given[name] != taken}
+        if changed:
+            self._context = self._context.replace(**_options(changed))
+            self._taken |= copied(changed)
+        return self._context
+
+    @context.setter
+    def context(self, context: Context) -> None:
+        self._context = context
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all ranks get equally many batches. Can be set, for loaders prepared later."""
+        return self.context.loading.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.dataloader_config.even_batches = even
+
+    @property
+    def _next_number(self) -> int:
+        return self.context.project.iteration
+
+    @_next_number.setter
+    def _next_number(self, number: int) -> None:
+        # A checkpoint that is loaded doesn't lower what the program has set.
+        self.project_configuration.iteration = max(number, self._next_number)
 
     @property
     def has_fp8_handler(self) -> bool:
@@ -80,12 +127,26 @@ class Handlers:
         """False: autocast for 8 bits doesn't wait for a wrapper."""
         return False
 
-    @property
-    def rng_types(self) -> list[str]:
-        """Random states that a loader synchronises at the start of an epoch."""
-        return [*self.context.rng_types]
 
-    @property
-    def log_with(self) -> list[Any]:
-        """The trackers: names of built-in ones, others themselves."""
-        return [LoggerType(one) if one in LoggerType else one for one in self.context.log_with]
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a context that exists: without those of the process group."""
+    options = {name: freeze(value) for name, value in given.items()}
+    if "log_with" in options:
+        options["log_with"] = registered(options["log_with"])
+    handlers = options.get("kwargs_handlers") or ()
+    kind = records.InitProcessGroupKwargs.record
+    return {**options, "kwargs_handlers": [one for one in handlers if not isinstance(one, kind)]}
+
+
+def copied(value: Any) -> Any:
+    """Copy records, lists, sets and dicts, also inside of each other, but nothing else in them."""
+    if isinstance(value, MutableRecord):
+        twin = copy.copy(value)
+        vars(twin).update(copied(vars(value)))
+        return twin
+    if isinstance(value, dict):
+        return {name: copied(one) for name, one in cast("dict[str, Any]", value).items()}
+    if isinstance(value, (list, set)):
+        items = cast("list[Any] | set[Any]", value)
+        return type(items)(map(copied, items))
+    return value

@@ -42,7 +42,8 @@ class KwargsHandler:
 class MutableRecord(KwargsHandler):
     """A dataclass whose fields can be set at any time.
 
-    Nothing is checked before :meth:`freeze`, which an ``Accelerator`` calls: None means the default there.
+    Nothing is checked before :meth:`freeze`, which an ``Accelerator`` calls, also after a change: None means
+    the default there.
 
     Raises:
         TypeError: A field is unknown, or there are too many positional arguments.
@@ -95,7 +96,12 @@ class MutableRecord(KwargsHandler):
             name: The argument of ``Accelerator``.
         """
         read = getattr(config.read_settings(dict(os.environ)), name)
-        return None if read is None else cls(**{item.name: getattr(read, item.name) for item in fields(read)})
+        return None if read is None else cls.of(read)
+
+    @classmethod
+    def of(cls, record: Any) -> Any:
+        """Return the program's record for accelfn's."""
+        return cls(**{item.name: getattr(record, item.name) for item in fields(record)})
 
     def freeze(self) -> Any:
         """Return accelfn's record of these values; None means the default.

@@ -351,7 +351,7 @@ class AcceleratorState(PartialState):
     def _plugin(self, name: str) -> Any:
         accelerator, options = current().accelerator, current().options
         holder = options if accelerator is None else accelerator
-        return None if holder is None else holder.plugins.get(name)
+        return None if holder is None else holder.given.get(name)
 
 
 class GradientState:

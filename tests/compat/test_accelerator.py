@@ -18,6 +18,7 @@ from accelfn.compat.current import current
 from accelfn.compat.launchers import debug_launcher
 from accelfn.compat.records import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
@@ -224,6 +225,42 @@ def test_a_handler_that_is_set_is_used_from_then_on() -> None:
     accelerator.init_handler = InitProcessGroupKwargs()
     accelerator.ddp_handler = None
     assert accelerator.handlers == [AutocastKwargs(enabled=False), InitProcessGroupKwargs()]
+    accelerator.autocast_handler.enabled = True
+    assert accelerator.context.precision.autocast.enabled
+
+
+def test_what_the_program_changes_later_counts_for_what_follows(tmp_path: pathlib.Path) -> None:
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    loading = DataLoaderConfiguration()
+    accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=loading)
+    assert accelerator.project_configuration is project
+    assert accelerator.dataloader_config is loading
+    kept = prepared(accelerator)
+    project.iteration, project.total_limit = 5, 1
+    saved: list[Any] = [accelerator.save_state() for _ in range(2)]
+    accelerator.project_configuration.iteration = 9
+    accelerator.load_state(saved[1])
+    assert accelerator.save_iteration == 9, "loading doesn't lower it"
+    saved.append(accelerator.save_state())
+    assert [one.name for one in saved] == ["checkpoint_5", "checkpoint_6", "checkpoint_9"]
+    assert ([*saved[0].parent.glob("checkpoint_*")], project.iteration) == ([saved[2]], 10)
+    project.set_directories(tmp_path / "other")
+    project.logging_dir = tmp_path / "logs"
+    assert accelerator.save_state().parents[1] == tmp_path / "other"
+    accelerator.log_with = ["jsonl"]
+    accelerator.init_trackers("mine")
+    assert (tmp_path / "logs").is_dir()
+    loading.split_batches = True
+    accelerator.even_batches = False
+    accelerator.rng_types.append("torch")
+    assert (accelerator.split_batches, loading.even_batches) == (True, False)
+    assert accelerator.context.rng_types == ("generator", "torch")
+    with pytest.raises(ConfigurationError, match="rng_types takes torch"):
+        accelerator.rng_types = ["dice"]
+    project.total_limit = 0
+    with pytest.raises(ConfigurationError, match="total_limit"):
+        accelerator.save_state()
+    del kept
 
 
 @pytest.mark.parametrize(
