@@ -145,7 +145,8 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
             "rng_types": [*context.rng_types],
             "log_with": [LoggerType(one) if one in LoggerType else one for one in context.log_with],
         }
-        self.given, self._taken = {**late, "deepspeed_plugin": deepspeed_plugin}, copied(late)
+        self.given: dict[str, Any] = {**late, "deepspeed_plugin": deepspeed_plugin}
+        self._taken: dict[str, Any] = copied(late)
         super().__init__(context=context)
         self.compat = "accelerate"
         current().adopt(self)
