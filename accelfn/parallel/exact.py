@@ -242,13 +242,14 @@ class ThreadDDP(Handle):
             dense = [one.to_dense() if one.is_sparse else one for one in grads]
             shares = torch.tensor(forms, device="cpu").to(items[0])
             means, shares = reduce(self._ctx, (dense, shares), "mean")
-            for item, mean, share in zip(items, means, shares.cpu(), strict=True):
-                if share[1] > 0:
+            for item, mean, share in zip(items, means, shares, strict=True):
+                if item.grad is None:
+                    if share[0] > 0:
+                        item.grad = mean.to_sparse(1) if share[1] > 0 else mean.clone()
+                elif item.grad.is_sparse:
                     item.grad = mean.to_sparse(1)
-                elif item.grad is not None:
+                else:
                     item.grad.copy_(mean)
-                elif share[0] > 0:
-                    item.grad = mean.clone()
         self._unreduced = None
 
     def communicates(self) -> Communication:
