@@ -630,10 +630,7 @@ class ShardHandle(Handle):
         self._waiting = WaitingGradients[Any]()  # unsharded ones, of an open window
         self._num_passed = 0  # of units whose forward had ended when the current forward pass began
         self._identities: list[int] = []  # of the groups whose units the latest forward pass gathered
-        self._is_reversible = False  # whether the latest backward pass may be reversed in turn
-        # FSDP's groups that outlast such a pass, each with where it is sharded after its forward pass, and
-        # the versions of its shards.
-        self._kept: list[tuple[Any, Any, list[int]]] = []
+        self._keeps = False  # whether what is gathered outlasts the backward pass
         self._accumulates: bool | None = None  # whether it sets gradients; None for unknown
         self._gathering = Call("forward")
         self._usual = ""  # order of all units
@@ -678,21 +675,19 @@ class ShardHandle(Handle):
 
     def reduce(self) -> None:
         """Average gradients that were accumulated under :meth:`without_sync`, without a backward pass."""
+        model = cast("Any", self._model())
         self._release()
         self._accumulates = True
         with self._syncing(True):
-            self._reduce_rest()
+            # As torch's pipelines do it; there is no public function. A test checks these names.
+            for group in self._living_groups():
+                group.post_backward()
+            model._get_fsdp_state()._root_post_backward_final_callback()
         self._leave_backward()
-
-    def _reduce_rest(self) -> None:
-        # As torch's pipelines do it; there is no public function. A test checks these names.
-        for group in self._living_groups():
-            group.post_backward()
-        cast("Any", self._model())._get_fsdp_state()._root_post_backward_final_callback()
 
     def compute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that uses gathered parameters, which are gathered anew."""
-        if self._depth == 0 and self._gathered and not self._outlasts():
+        if self._depth == 0 and self._gathered:
             self._free()
         return self.compute_part(call, *args, **kwargs)
 
@@ -713,7 +708,7 @@ class ShardHandle(Handle):
         finally:
             self._depth -= 1
         if self._depth == 0:
-            if self._kept or _has_backward(output):
+            if _has_backward(output):
                 self._show_shards()
             else:
                 self._free()
@@ -722,25 +717,8 @@ class ShardHandle(Handle):
     def _free(self) -> None:
         """Free what is still gathered. A backward pass that follows all the same gathers it again."""
         self._gathered.clear()
-        self._keep([])
         for unit in self._living_units():
             unit.reshard()
-
-    def _keep(self, groups: Sequence[Any]) -> None:
-        """Keep some of FSDP's groups gathered after their forward and backward passes, and no others.
-
-        A backward pass that reverses another one needs them from its beginning, and other forward passes may
-        come before it, and be a part of it.
-        """
-        for group, mesh, _ in self._kept:
-            group.reshard_after_backward, group.post_forward_mesh_info = True, mesh
-        self._kept = [(group, group.post_forward_mesh_info, _versions_of(group)) for group in groups]
-        for group in groups:
-            group.reshard_after_backward, group.post_forward_mesh_info = False, None
-
-    def _outlasts(self) -> bool:
-        """Return whether what is gathered outlasts the last backward pass, and no shard has changed since."""
-        return bool(self._kept) and all(_versions_of(group) == before for group, _, before in self._kept)
 
     def _show_shards(self) -> None:
         """Let modules have the shards of the parameters that stay gathered. Local, and frees nothing."""
@@ -762,9 +740,9 @@ class ShardHandle(Handle):
             return
         self._show_gathered()
         self._release()
-        self._is_reversible = torch.is_grad_enabled()  # with create_graph
-        if self._is_reversible:
-            self._keep(self._living_groups())
+        self._keeps = torch.is_grad_enabled()  # with create_graph: it may be reversed in turn
+        for group in self._living_groups():
+            group.reshard_after_backward = not self._keeps
         self._accumulates = None
         cast("Any", type(state))._register_root_post_backward_final_callback(state)
         cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._leave_backward)
@@ -814,13 +792,8 @@ class ShardHandle(Handle):
 
     def _leave_backward(self) -> None:
         """Run after a backward pass."""
-        if self._is_reversible:
+        if self._keeps:
             self._show_shards()
-        elif self._kept:
-            self._keep([])
-            if self._syncs and any(True for _ in self._unreduced()):  # by what it has reversed
-                self._reduce_rest()
-            self._free()
         for record in self._unused:
             shard = record.sharded_param
             # Twice, where the forward pass has called the unit twice.
@@ -939,12 +912,6 @@ def _refuse_copy(memo: Any) -> Any:
         "deepcopy: torch can't copy a model that FSDP has sharded. Copy it before prepare, and prepare both: "
         "they are sharded alike, so that an average of the weights is computed shard by shard."
     )
-
-
-def _versions_of(group: Any) -> list[int]:
-    """Return how often each shard of one of FSDP's groups was written."""
-    shards = [record.sharded_param for record in group.fsdp_params]
-    return [one._version for shard in shards for one in (shard, local_of(shard))]
 
 
 def _is_minus_zero(tensor: torch.Tensor) -> bool:
