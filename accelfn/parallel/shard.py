@@ -630,7 +630,8 @@ class ShardHandle(Handle):
         self._waiting = WaitingGradients[Any]()  # unsharded ones, of an open window
         self._num_passed = 0  # of units whose forward had ended when the current forward pass began
         self._identities: list[int] = []  # of the groups whose units the latest forward pass gathered
-        self._keeps = False  # whether what is gathered outlasts the backward pass
+        self._is_reversible = False  # whether the latest backward pass may be reversed in turn
+        self._keeps = False  # whether what is gathered stays in memory for that
         self._accumulates: bool | None = None  # whether it sets gradients; None for unknown
         self._gathering = Call("forward")
         self._usual = ""  # order of all units
@@ -675,15 +676,17 @@ class ShardHandle(Handle):
 
     def reduce(self) -> None:
         """Average gradients that were accumulated under :meth:`without_sync`, without a backward pass."""
-        model = cast("Any", self._model())
         self._release()
         self._accumulates = True
         with self._syncing(True):
-            # As torch's pipelines do it; there is no public function. A test checks these names.
-            for group in self._living_groups():
-                group.post_backward()
-            model._get_fsdp_state()._root_post_backward_final_callback()
+            self._reduce_rest()
         self._leave_backward()
+
+    def _reduce_rest(self) -> None:
+        # As torch's pipelines do it; there is no public function. A test checks these names.
+        for group in self._living_groups():
+            group.post_backward()
+        cast("Any", self._model())._get_fsdp_state()._root_post_backward_final_callback()
 
     def compute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that uses gathered parameters, which are gathered anew."""
@@ -720,6 +723,20 @@ class ShardHandle(Handle):
         for unit in self._living_units():
             unit.reshard()
 
+    def _keep(self, keeps: bool) -> None:
+        """Keep the memory of gathered parameters when they are freed, or no longer.
+
+        A backward pass that reverses another one reads parameters from its beginning, and other forward
+        passes may come before it. Each of them gathers anew, into the same memory.
+        """
+        self._keeps = keeps
+        for group in self._living_groups():
+            for record in group.fsdp_params:
+                if keeps:
+                    record.free_unsharded_param = _keep_memory
+                else:
+                    del record.free_unsharded_param
+
     def _show_shards(self) -> None:
         """Let modules have the shards of the parameters that stay gathered. Local, and frees nothing."""
         self._gathered += [one for one in self._living_groups() if one.is_unsharded]
@@ -740,9 +757,9 @@ class ShardHandle(Handle):
             return
         self._show_gathered()
         self._release()
-        self._keeps = torch.is_grad_enabled()  # with create_graph: it may be reversed in turn
-        for group in self._living_groups():
-            group.reshard_after_backward = not self._keeps
+        self._is_reversible = torch.is_grad_enabled()  # with create_graph
+        if self._is_reversible:
+            self._keep(True)
         self._accumulates = None
         cast("Any", type(state))._register_root_post_backward_final_callback(state)
         cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._leave_backward)
@@ -792,8 +809,11 @@ class ShardHandle(Handle):
 
     def _leave_backward(self) -> None:
         """Run after a backward pass."""
-        if self._keeps:
-            self._show_shards()
+        if self._keeps and not self._is_reversible:
+            self._keep(False)
+            if self._syncs and self._accumulates:  # gradients of the passes that it has reversed come last
+                self._reduce_rest()
+            self._free()
         for record in self._unused:
             shard = record.sharded_param
             # Twice, where the forward pass has called the unit twice.
@@ -912,6 +932,10 @@ def _refuse_copy(memo: Any) -> Any:
         "deepcopy: torch can't copy a model that FSDP has sharded. Copy it before prepare, and prepare both: "
         "they are sharded alike, so that an average of the weights is computed shard by shard."
     )
+
+
+def _keep_memory() -> None:
+    pass
 
 
 def _is_minus_zero(tensor: torch.Tensor) -> bool:

@@ -178,6 +178,40 @@ def test_a_forward_pass_that_is_never_reversed_changes_nothing() -> None:
     assert all(lm.is_close(found, plain) for of_rank in sharded(on_rank) for found in of_rank)
 
 
+@pytest.mark.parametrize("between", ["forward", "evaluation", "write"])
+def test_a_penalty_on_slopes_may_come_before_other_forward_passes(between: str) -> None:
+    """As in a critic's loss: what the second derivative needs outlasts them, and each gathers anew."""
+
+    def work(ctx: Context) -> torch.Tensor:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+        model, optimizer = af.prepare(ctx, model, lm.sgd(model.parameters()))
+        scaler = af.init_scaler(ctx)
+        for seed in range(2):
+            rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+            x = rows.chunk(ctx.num_processes)[ctx.rank].requires_grad_()
+
+            def penalty(x: torch.Tensor = x) -> torch.Tensor:
+                (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                return slope.square().mean()
+
+            slopes = penalty()
+            with torch.no_grad():
+                if between == "evaluation":
+                    model(x)
+                elif between == "write":  # as optimizers do it, which no version counter shows
+                    cast("Any", torch)._foreach_mul_([*model.parameters()], 1.5)
+            slopes = penalty() if between == "write" else slopes
+            scaler = af.backward(ctx, slopes + model(x).square().mean(), scaler)
+            scaler = af.optimizer_step(ctx, optimizer, scaler)
+        return torch.cat([one.flatten() for one in lm.whole(model).values()])
+
+    (alone,) = run_ranks(work, 1)
+    wrapping = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1}
+    for found in sharded(work, FullyShardedDataParallelPlugin(fsdp_version=2, **cast("Any", wrapping))):
+        torch.testing.assert_close(found, alone)
+
+
 def test_a_method_of_its_own_gathers_where_it_was_registered() -> None:
     def on_rank(ctx: Context) -> None:
         model, _ = prepared(ctx)
