@@ -16,6 +16,7 @@ from accelfn.context.collectives import (
     StartedAllGather as StartedAllGather,
     chunk_bytes as chunk_bytes,
 )
+from accelfn.context.config import Config as Config, Precision as Precision, Strategy as Strategy
 from accelfn.context.context import (
     Context as Context,
     check_context as check_context,
@@ -27,7 +28,6 @@ from accelfn.context.device import (
     DeviceFacts as DeviceFacts,
     DevicePlan as DevicePlan,
     Hardware as Hardware,
-    Precision as Precision,
     check_fp8 as check_fp8,
     check_precision as check_precision,
     plan_device as plan_device,
@@ -71,7 +71,7 @@ from accelfn.context.mesh import (
     build_mesh as build_mesh,
     plan_mesh as plan_mesh,
 )
-from accelfn.context.options import ContextOptions as ContextOptions, Strategy as Strategy
+from accelfn.context.options import ContextOptions as ContextOptions
 from accelfn.context.peer_monitor import (
     PeerMonitor as PeerMonitor,
     late_error as late_error,

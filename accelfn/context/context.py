@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -17,17 +18,12 @@ from typing_extensions import Self, Unpack
 
 from accelfn.context.collectives import Collectives, disconnected
 from accelfn.context.config import (
-    CanonicalReduction,
-    DataLoaderConfiguration,
+    Config,
     DistributedType,
-    GradientAccumulationPlugin,
-    Guard,
     GuardMode,
-    ProfileKwargs,
-    ProjectConfiguration,
 )
 from accelfn.context.config.handlers import sort_handlers
-from accelfn.context.device import Precision, check_precision, read_hardware
+from accelfn.context.device import check_precision, read_hardware
 from accelfn.context.failure import announce_end, publish
 from accelfn.context.mesh import AXES, Mesh, MeshPlan, build_mesh, plan_mesh
 from accelfn.context.options import (
@@ -49,7 +45,7 @@ def _no_axes() -> dict[tuple[str, ...], Context]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class Context(Config):
     """The identity of this process, its connections to other ranks, and its configuration.
 
     Frozen: nothing in the library changes it. Two objects that it references do change, and all variants of a
@@ -60,50 +56,23 @@ class Context:
     Created by :func:`accelfn.init_context`, or directly in a test: ``Context()`` is one process on the CPU.
     Also a context manager, which calls :func:`accelfn.close_context` at its end.
 
+    Its configuration is the fields of :class:`Config`.
+
     Attributes:
         world: This rank, and the number of ranks and nodes.
         collectives: Communication with the other ranks.
-        precision: Mixed precision.
-        accumulation: Gradient accumulation.
-        loading: Configuration of data loaders.
-        project: Directories of outputs.
-        strategy: What ``prepare_model`` does.
-        device_placement: Whether models and batches are moved to ``device``.
-        step_scheduler_with_optimizer: Whether a scheduler steps only when its optimizer does.
-        rng_types: Random states that a loader synchronises at the start of an epoch.
-        guard: How agreement between ranks is checked, and how long they wait for each other.
-        reduction: Exact mode, where gradients are summed in a fixed order; None for their mean.
-        profiling: What :func:`accelfn.profile` records and writes.
-        log_with: Experiment trackers of the run: names, trackers and tracker classes.
         tag: Name of the operations that are called through this context, see :meth:`tagged`.
         mesh: Arrangement of the ranks; None for data parallelism alone (axis ``"dp_replicate"``).
     """
 
     world: World = field(default_factory=World)
     collectives: Collectives = field(default_factory=Collectives)
-    precision: Precision = field(default_factory=Precision)
-    accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
-    loading: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
-    project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
-    strategy: Strategy = field(default_factory=Strategy)
-    device_placement: bool = True
-    step_scheduler_with_optimizer: bool = True
-    rng_types: tuple[str, ...] = ("generator",)
-    guard: Guard = field(default_factory=Guard)
-    reduction: CanonicalReduction | None = None
-    profiling: ProfileKwargs = field(default_factory=ProfileKwargs)
-    log_with: tuple[Any, ...] = ()
     tag: str = ""
     mesh: Mesh | None = field(default=None, compare=False)
     # Cache of along(). Not copied to variants, whose options may differ.
     _along: dict[tuple[str, ...], Context] = field(
         default_factory=_no_axes, init=False, compare=False, repr=False
     )
-
-    def __post_init__(self) -> None:
-        """Set the guard's default mode: ``guard.mode`` of a context is always a ``GuardMode``."""
-        if self.guard.mode is None:
-            object.__setattr__(self, "guard", dataclasses.replace(self.guard, mode=GuardMode.SAMPLED))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return self: it never changes, and a world can't be copied."""
@@ -378,7 +347,9 @@ def with_mesh(ctx: Context) -> Context:
     if parallelism is None:
         return ctx
     plan = plan_mesh(parallelism, ctx.num_processes)
-    return dataclasses.replace(ctx, mesh=build_mesh(ctx, plan, parallelism.device_mesh))
+    timeout = timedelta(seconds=ctx.guard.timeout_s)
+    mesh = build_mesh(ctx.world, ctx.collectives, plan, parallelism.device_mesh, timeout=timeout)
+    return dataclasses.replace(ctx, mesh=mesh)
 
 
 def _from_options(options: dict[str, Any]) -> Context:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -13,19 +13,13 @@ import torch.distributed as dist
 
 from accelfn.context.config import (
     AORecipeKwargs,
-    AutocastKwargs,
     FP8Backend,
     Fp8Choice,
-    FP8RecipeKwargs,
-    GradScalerKwargs,
-    MSAMPRecipeKwargs,
-    PrecisionType,
+    Precision,
     Settings,
-    TERecipeKwargs,
     choose_fp8,
     list_fp8_packages,
 )
-from accelfn.context.config.checks import did_you_mean
 from accelfn.context.device_module import device_module
 from accelfn.context.environment import EnvironmentPlan
 from accelfn.context.xla import read_xla
@@ -314,51 +308,6 @@ def check_peers(
             "that they reach each other's memory, so NCCL would hang. Set NCCL_P2P_DISABLE=1 and "
             "NCCL_IB_DISABLE=1, update the driver, or start with accelfn launch, which sets them."
         )
-
-
-Fp8Recipe = FP8RecipeKwargs | TERecipeKwargs | AORecipeKwargs | MSAMPRecipeKwargs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """Dtypes of one training step.
-
-    Attributes:
-        mode: ``"no"`` (the model's own dtypes), ``"fp16"``, ``"bf16"`` or ``"fp8"``.
-        autocast: Options of ``torch.autocast``.
-        scaler: Options of the loss scaler, used with ``"fp16"``.
-        fp8_recipe: How matrix products are cast, used with ``"fp8"``.
-        scales_loss: Whether the loss is scaled, so that small gradients don't underflow.
-    """
-
-    mode: str = "no"
-    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
-    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
-    fp8_recipe: Fp8Recipe | None = None
-    scales_loss: bool = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Check the mode, and that an fp8 recipe has an effect."""
-        modes = tuple(item.value for item in PrecisionType)
-        mode = self.mode.value if isinstance(self.mode, PrecisionType) else self.mode
-        if mode not in modes:
-            raise ConfigurationError(
-                f"mixed_precision must be one of {', '.join(modes)}: got {mode!r}.{did_you_mean(mode, modes)}"
-            )
-        object.__setattr__(self, "mode", mode)
-        object.__setattr__(self, "scales_loss", mode == "fp16" and self.scaler.enabled)
-        if self.fp8_recipe is not None and mode != "fp8":
-            raise ConfigurationError(
-                f"{type(self.fp8_recipe).__name__} has an effect only with mixed_precision='fp8', got "
-                f"{mode!r}. Use fp8, or leave the recipe out."
-            )
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """The dtype of autocast; None if it is off."""
-        if self.mode == "no" or not self.autocast.enabled:
-            return None
-        return torch.float16 if self.mode == "fp16" else torch.bfloat16
 
 
 def check_precision(precision: Precision, device: DeviceFacts) -> None:

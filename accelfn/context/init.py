@@ -24,6 +24,7 @@ from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
     Guard,
     InitProcessGroupKwargs,
+    Strategy,
     read_settings,
 )
 from accelfn.context.config.handlers import sort_handlers
@@ -38,7 +39,7 @@ from accelfn.context.device import (
 )
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import MessageBoard, announce_end, publish, store_board
-from accelfn.context.options import ContextOptions, Strategy, apply_options, drop_none, merge_settings
+from accelfn.context.options import ContextOptions, apply_options, drop_none, merge_settings
 from accelfn.context.peer_monitor import start_watchdog
 from accelfn.context.process_group import (
     make_gloo_group,

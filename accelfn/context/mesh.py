@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from accelfn.context.failure import announce_end
 from accelfn.context.process_group import is_registered
 from accelfn.context.world import World, WorldIdentity
 from accelfn.errors import ConfigurationError, NotAvailableError
-
-if TYPE_CHECKING:
-    from accelfn.context.context import Context
 
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -412,16 +409,25 @@ def _without_groups(
     return Mesh(plan, _Groups(whole, world, parts))
 
 
-def build_mesh(ctx: Context, plan: MeshPlan, adopted: DeviceMesh | None = None) -> Mesh:
+def build_mesh(
+    world: World,
+    collectives: Collectives,
+    plan: MeshPlan,
+    adopted: DeviceMesh | None = None,
+    *,
+    timeout: timedelta,
+) -> Mesh:
     """Create the groups of ``plan``: one for each set of axes that doesn't cover the world.
 
-    Ranks: every rank of ``ctx``.
+    Ranks: every rank of ``world``.
 
     Args:
-        ctx: The world.
+        world: The ranks.
+        collectives: Between them.
         plan: For the same number of ranks.
         adopted: Torch's mesh of the plan's axes of more than one rank. :meth:`Mesh.device_mesh` uses its
             groups, which stay the caller's.
+        timeout: How long the operations of a group wait.
 
     Raises:
         ConfigurationError: The plan is for another number of ranks, or the mesh has other ranks than the
@@ -429,7 +435,6 @@ def build_mesh(ctx: Context, plan: MeshPlan, adopted: DeviceMesh | None = None) 
         NotAvailableError: The context is itself a part of a mesh.
         DistributedError: Ranks could not be reached.
     """
-    world = ctx.world
     if plan.num_ranks != world.size:
         raise ConfigurationError(
             f"build_mesh: the plan is for {plan.num_ranks} ranks, but the context has {world.size}. Use "
@@ -439,8 +444,8 @@ def build_mesh(ctx: Context, plan: MeshPlan, adopted: DeviceMesh | None = None) 
         _check_adopted(adopted, world)
     keys = list(_proper_subsets(plan.parts(*AXES)))
     members = [plan.group(world.rank, *key) for key in keys]
-    parts = ctx.collectives.split(members, timedelta(seconds=ctx.guard.timeout_s))
-    nodes = _nodes(ctx)
+    parts = collectives.split(members, timeout)
+    nodes = _nodes(world, collectives)
     worlds = [_world_of(world, ranks, nodes, part) for ranks, part in zip(members, parts, strict=True)]
     by_key = dict(zip(keys, zip(worlds, parts, strict=True), strict=True))
     return Mesh(plan, _Groups(plan, world, by_key, adopted))
@@ -469,12 +474,12 @@ def _proper_subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(names, count)
 
 
-def _nodes(ctx: Context) -> list[int]:
+def _nodes(world: World, collectives: Collectives) -> list[int]:
     """Return the node of every rank."""
-    if ctx.world.num_nodes == 1:
-        return [0] * ctx.world.size
-    message = torch.tensor([ctx.world.node_rank], device="cpu").view(torch.uint8)
-    rows = ctx.collectives.all_gather_bytes(message)
+    if world.num_nodes == 1:
+        return [0] * world.size
+    message = torch.tensor([world.node_rank], device="cpu").view(torch.uint8)
+    rows = collectives.all_gather_bytes(message)
     return [int(row[: message.numel()].clone().view(torch.int64)) for row in rows]
 
 

@@ -6,10 +6,11 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 from accelfn.context.config import (
     CanonicalReduction,
+    Config,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DeepSpeedPlugin,
@@ -23,21 +24,21 @@ from accelfn.context.config import (
     KwargsHandler,
     MegatronLMPlugin,
     ParallelismConfig,
+    Precision,
     PrecisionType,
     ProjectConfiguration,
     RNGType,
     Settings,
+    Strategy,
     TorchDynamoPlugin,
 )
 from accelfn.context.config.checks import did_you_mean
 from accelfn.context.config.fsdp import check_fsdp
 from accelfn.context.config.handlers import sort_handlers
 from accelfn.context.config.records import settle_log_with
-from accelfn.context.device import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-if TYPE_CHECKING:
-    from accelfn.context.context import Context
+C = TypeVar("C", bound=Config)
 
 
 class ContextOptions(TypedDict, total=False):
@@ -64,39 +65,6 @@ class ContextOptions(TypedDict, total=False):
     guard: Guard | str | None
     debug: bool | None
     reduction: str | CanonicalReduction | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
-    """How ``prepare_model`` parallelises and compiles a model.
-
-    Attributes:
-        ddp: Options of torch's DistributedDataParallel, the default strategy.
-        parallelism: Sizes of the mesh's axes, whose product is the number of ranks; None without a mesh.
-        fsdp: How parameters are sharded over the ranks along ``"shard"``; None for torch's defaults.
-        dynamo: How models are compiled; the backend "no" compiles nothing.
-        bypass_device_map: Allow models that are spread over several devices on each of several ranks. Set
-            only by the variable ``ACCELFN_BYPASS_DEVICE_MAP``.
-        deepspeed: DeepSpeed trains, with these options; None for torch's own strategies.
-        deepspeed_plugins: All of DeepSpeed's options by name, if there are several models.
-        megatron: Megatron-LM trains, with these options.
-        engine: Name of the engine that owns the training step: "DeepSpeed" or "Megatron-LM"; None for torch.
-    """
-
-    ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
-    parallelism: ParallelismConfig | None = None
-    fsdp: FullyShardedDataParallelPlugin | None = None
-    dynamo: TorchDynamoPlugin = dataclasses.field(default_factory=TorchDynamoPlugin)
-    bypass_device_map: bool = False
-    deepspeed: DeepSpeedPlugin | None = None
-    deepspeed_plugins: Mapping[str, DeepSpeedPlugin] = dataclasses.field(default_factory=FrozenOptions)
-    megatron: MegatronLMPlugin | None = None
-    engine: str | None = dataclasses.field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Name the engine."""
-        megatron = None if self.megatron is None else "Megatron-LM"
-        object.__setattr__(self, "engine", megatron if self.deepspeed is None else "DeepSpeed")
 
 
 # A setting is the default of the option of its name, unless one of these is passed.
@@ -161,8 +129,8 @@ def drop_none(options: ContextOptions) -> ContextOptions:
     return cast("ContextOptions", {name: value for name, value in options.items() if value is not None})
 
 
-def apply_options(ctx: Context, options: ContextOptions) -> Context:
-    """Return ``ctx`` with ``options`` applied, except for what depends on the number of ranks. Pure.
+def apply_options(config: C, options: ContextOptions) -> C:
+    """Return ``config`` with ``options`` applied, except for what depends on the number of ranks. Pure.
 
     Raises:
         ConfigurationError: Two options contradict each other, or an option isn't valid.
@@ -172,8 +140,10 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
     options = drop_none(options)
     _check_types(options)
     handlers = sort_handlers(options.get("kwargs_handlers"))
-    before, strategy = ctx.precision, ctx.strategy
+    before, strategy = config.precision, config.strategy
     deepspeed, plugins = _deepspeed(strategy, options)
+    if deepspeed is not None:
+        _check_deepspeed(deepspeed, options)
     _refuse_two_engines(strategy, options)
     mode = options.get("mixed_precision") or (deepspeed and deepspeed.mixed_precision) or before.mode
     if mode == "fp8" and (deepspeed or strategy.megatron or options.get("megatron_lm_plugin")):
@@ -183,21 +153,21 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
         )
     # ctx.replace(mixed_precision="bf16") drops the recipe of fp8.
     recipe = handlers.get("fp8_recipe", before.fp8_recipe if mode == "fp8" else None)
-    reduction = _reduction(ctx.reduction, options.get("reduction"))
+    reduction = _reduction(config.reduction, options.get("reduction"))
     ddp = handlers.get("ddp", strategy.ddp)
     if reduction is not None:
         _check_exact(ddp)
     return dataclasses.replace(
-        ctx,
+        config,
         precision=Precision(
             mode=mode,
             autocast=handlers.get("autocast", before.autocast),
             scaler=handlers.get("scaler") or (deepspeed and deepspeed.scaler) or before.scaler,
             fp8_recipe=recipe,
         ),
-        accumulation=_accumulation(ctx, options),
-        loading=options.get("dataloader_config") or ctx.loading,
-        project=_project(ctx.project, options),
+        accumulation=_accumulation(config, options, deepspeed),
+        loading=options.get("dataloader_config") or config.loading,
+        project=_project(config.project, options),
         strategy=dataclasses.replace(
             strategy,
             ddp=ddp,
@@ -208,15 +178,15 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
             deepspeed_plugins=plugins,
             megatron=options.get("megatron_lm_plugin") or strategy.megatron,
         ),
-        device_placement=options.get("device_placement", ctx.device_placement),
+        device_placement=options.get("device_placement", config.device_placement),
         step_scheduler_with_optimizer=options.get(
-            "step_scheduler_with_optimizer", ctx.step_scheduler_with_optimizer
+            "step_scheduler_with_optimizer", config.step_scheduler_with_optimizer
         ),
-        rng_types=_rng_types(ctx.rng_types, options.get("rng_types")),
-        guard=_guard(ctx.guard, options),
+        rng_types=_rng_types(config.rng_types, options.get("rng_types")),
+        guard=_guard(config.guard, options),
         reduction=reduction,
-        profiling=handlers.get("profile", ctx.profiling),
-        log_with=settle_log_with(options["log_with"]) if "log_with" in options else ctx.log_with,
+        profiling=handlers.get("profile", config.profiling),
+        log_with=settle_log_with(options["log_with"]) if "log_with" in options else config.log_with,
     )
 
 
@@ -358,14 +328,15 @@ def _check_types(options: ContextOptions) -> None:
             raise TypeError(f"{name} must be {names}: got {value!r} of type {type(value).__name__}.")
 
 
-def _accumulation(ctx: Context, options: ContextOptions) -> GradientAccumulationPlugin:
-    current, before = ctx.accumulation, ctx.reduction
+def _accumulation(
+    config: Config, options: ContextOptions, deepspeed: DeepSpeedPlugin | None
+) -> GradientAccumulationPlugin:
+    current, before = config.accumulation, config.reduction
     if options.get("reduction") is not None and before is not None and before.num_microbatches is not None:
         current = dataclasses.replace(current, num_steps=1)  # the window was derived from the reduction
     plugin, steps = options.get("gradient_accumulation_plugin"), options.get("gradient_accumulation_steps")
     if plugin is None and steps is None:
-        steps = _deepspeed(ctx.strategy, options)[0]
-        steps = steps and steps.accumulation
+        steps = deepspeed and deepspeed.accumulation
     if plugin is None:
         return current if steps is None else dataclasses.replace(current, num_steps=steps)
     if steps not in (None, 1, plugin.num_steps):
@@ -450,7 +421,6 @@ def _deepspeed(
     """Return the active plugin of DeepSpeed, and all of them by name.
 
     Raises:
-        ConfigurationError: The plugin's configuration contradicts another option.
         TypeError: The option holds something else.
     """
     asked: object = options.get("deepspeed_plugin")
@@ -466,8 +436,6 @@ def _deepspeed(
                 "deepspeed_plugin must be a DeepSpeedPlugin, or a mapping of names to them: got "
                 f"{type(plugin).__name__}."
             )
-    if active is not None:
-        _check_deepspeed(active, options)
     return active, plugins
 
 

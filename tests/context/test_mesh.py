@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import accelfn as af
-from accelfn import Context, ParallelismConfig
+from accelfn import Collectives, Context, ParallelismConfig, World
 from accelfn.context import AXES, JOINED, Mesh, MeshPlan, build_mesh, plan_mesh
 from accelfn.errors import (
     CollectiveTimeoutError,
@@ -116,7 +116,10 @@ def test_what_a_plan_refuses() -> None:
         (lambda: plan.size("tensor"), r"no axis 'tensor'. Its axes are pp, dp_replicate, .* dp, shard"),
         (lambda: plan.coordinate(4, "tp"), "has ranks 0 to 3, got 4"),
         (lambda: plan_mesh(SQUARE, 8), r"covers 4 ranks .*Fitting would be .*dp_shard_size=4"),
-        (lambda: build_mesh(Context(), plan), r"for 4 ranks, but the context has 1. .*plan_mesh\("),
+        (
+            lambda: build_mesh(World(), Collectives(), plan, timeout=timedelta(seconds=1)),
+            r"for 4 ranks, but the context has 1. .*plan_mesh\(",
+        ),
     ]
     for call, message in refused:
         with pytest.raises(ConfigurationError, match=message):
@@ -127,7 +130,7 @@ def test_what_a_plan_refuses() -> None:
 
 
 def with_plan(ctx: Context, plan: MeshPlan) -> Context:
-    return replace(ctx, mesh=build_mesh(ctx, plan))
+    return replace(ctx, mesh=build_mesh(ctx.world, ctx.collectives, plan, timeout=timedelta(seconds=30)))
 
 
 @settings(max_examples=12)

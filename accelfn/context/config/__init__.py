@@ -2,6 +2,7 @@
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 from accelfn.context.config.checks import FrozenOptions as FrozenOptions
+from accelfn.context.config.config import Config as Config, Precision as Precision, Strategy as Strategy
 from accelfn.context.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accelfn.context.config.enums import (
     AutoWrapPolicy as AutoWrapPolicy,

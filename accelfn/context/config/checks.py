@@ -7,17 +7,17 @@ A value of the wrong type raises ``TypeError``, one out of range ``Configuration
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import Enum
+from functools import cache
 from os import PathLike, fspath
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from types import MappingProxyType, NoneType, UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from typing_extensions import Self
 
-from accelfn.context.config import enums
 from accelfn.context.config.enums import StringEnum
 from accelfn.errors import ConfigurationError
 
@@ -27,17 +27,18 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=StringEnum)
 
 _NATURAL = (0, math.inf)
-# First word of an annotation, accepted types, and their name in messages.
-_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
-    ("bool", (bool,), "True or False"),
-    ("int", (int,), "an int"),
-    ("float", (int, float), "a number"),
-    ("str", (str,), "a str"),
-    ("timedelta", (timedelta,), "a datetime.timedelta such as timedelta(seconds=600)"),
-    ("seconds", (timedelta, int, float), "seconds as a number, or a datetime.timedelta"),
-    ("Mapping[str, Any]", (Mapping,), "a mapping"),
-    *((f"Mapping[str, {kind}]", (Mapping,), "a mapping") for kind in ("int", "float", "str")),
+# By the first type of an annotation: accepted types, and their name in messages.
+_ACCEPTED: Mapping[Any, tuple[tuple[type, ...], str]] = MappingProxyType(
+    {
+        bool: ((bool,), "True or False"),
+        int: ((int,), "an int"),
+        float: ((int, float), "a number"),
+        str: ((str,), "a str"),
+        timedelta: ((timedelta,), "a datetime.timedelta such as timedelta(seconds=600)"),
+        **{Mapping[str, kind]: ((Mapping,), "a mapping") for kind in (Any, int, float, str)},
+    }
 )
+_SECONDS = ((timedelta, int, float), "seconds as a number, or a datetime.timedelta")
 
 
 class FrozenOptions(Mapping[str, Any]):
@@ -154,25 +155,40 @@ def settle_fields(record: DataclassInstance, /) -> None:
     or "auto") must be finite, and at least 0 unless the field's metadata has another range, and durations
     must be positive. Other annotations are not checked.
     """
+    kinds = kinds_of(type(record))
     for item in fields(record):
-        words = str(item.type).split(" | ")
-        value = getattr(record, item.name)
+        own, value = kinds[item.name], getattr(record, item.name)
         if not (
-            (value is None and "None" in words)
-            or (value == "auto" and words[0] in ("int", "float") and "str" in words)
+            (value is None and NoneType in own) or (value == "auto" and own[0] in (int, float) and str in own)
         ):
-            settled = _settled(where(record, item.name), value, words, item.metadata.get("range", _NATURAL))
+            settled = _settled(where(record, item.name), value, own, item.metadata.get("range", _NATURAL))
             settle(record, **{item.name: settled})
 
 
-def _settled(place: str, value: Any, words: list[str], bounds: tuple[float, float]) -> object:
-    choices = next((getattr(enums, word) for word in words if hasattr(enums, word)), None)
+@cache
+def kinds_of(record: type) -> Mapping[str, tuple[Any, ...]]:
+    """Return the types of each field of a record: those of a union, in its order."""
+    return MappingProxyType(
+        {
+            name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+            for name, hint in get_type_hints(record).items()
+        }
+    )
+
+
+def choices_of(kinds: tuple[Any, ...]) -> type[StringEnum] | None:
+    """Return the enum among the types of a field."""
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, StringEnum)), None)
+
+
+def _settled(place: str, value: Any, kinds: tuple[Any, ...], bounds: tuple[float, float]) -> object:
+    first, choices = kinds[0], choices_of(kinds)
     if choices is not None:
-        is_flag = words[0] == "bool" and isinstance(value, bool)
-        is_function = "Callable" in str(words) and callable(value)
-        return value if is_flag or is_function else as_choice(place, value, choices, numbered="int" in words)
-    or_none = " or None" if "None" in words else ""
-    if words[0] in ("Iterable[str]", "Sequence[str]"):
+        is_flag = first is bool and isinstance(value, bool)
+        is_function = callable(value) and any(get_origin(kind) is Callable for kind in kinds)
+        return value if is_flag or is_function else as_choice(place, value, choices, numbered=int in kinds)
+    or_none = " or None" if NoneType in kinds else ""
+    if first in (Iterable[str], Sequence[str]):
         given = cast("object", value)
         if isinstance(given, str):
             return tuple(part.strip() for part in given.split(",") if part.strip())
@@ -180,21 +196,21 @@ def _settled(place: str, value: Any, words: list[str], bounds: tuple[float, floa
         if not all(isinstance(name, str) for name in names):
             raise _wrong_type(place, value, f"an iterable of str, a comma-separated str{or_none}")
         return names
-    word = "seconds" if words[:2] == ["timedelta", "float"] else words[0]
-    _, kinds, expected = next((kind for kind in _KINDS if kind[0] == word), ("", (object,), ""))
-    if not isinstance(value, kinds) or (int in kinds and type(cast("object", value)) is bool):
+    is_seconds = kinds[:2] == (timedelta, float)
+    accepted, expected = _SECONDS if is_seconds else _ACCEPTED.get(first, ((object,), ""))
+    if not isinstance(value, accepted) or (int in accepted and type(cast("object", value)) is bool):
         raise _wrong_type(place, value, expected + or_none)
-    is_number = word in ("int", "float", "seconds") and not isinstance(cast("object", value), timedelta)
+    is_number = int in accepted and not isinstance(cast("object", value), timedelta)
     if is_number and not (bounds[0] <= value <= bounds[1] and math.isfinite(value)):
         most = f" and at most {bounds[1]}" if math.isfinite(bounds[1]) else ""
         raise ConfigurationError(f"{place} must be at least {bounds[0]}{most}, got {value!r}.")
-    if word == "seconds" and is_number:
-        return _settled(place, timedelta(seconds=value), ["timedelta"], bounds)
-    if words[0] == "str" and not value.strip():
+    if is_seconds and is_number:
+        return _settled(place, timedelta(seconds=value), (timedelta,), bounds)
+    if first is str and not value.strip():
         raise ConfigurationError(f"{place} must not be empty, got {value!r}. Pass a str{or_none}.")
-    if words[0] == "timedelta" and value <= timedelta(0):
+    if first is timedelta and value <= timedelta(0):
         raise ConfigurationError(f"{place} must be longer than zero, got {value!r}.")
-    return FrozenOptions(value) if kinds == (Mapping,) else value
+    return FrozenOptions(value) if accepted == (Mapping,) else value
 
 
 def as_choice(

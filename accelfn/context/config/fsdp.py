@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from torch import nn
 
 from accelfn.context.config.checks import (
     FrozenOptions,
@@ -18,9 +20,6 @@ from accelfn.context.config.checks import (
 )
 from accelfn.context.config.enums import AutoWrapPolicy, BackwardPrefetch, ShardingStrategy, StateDictType
 from accelfn.errors import ConfigurationError, NotAvailableError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _POLICY_WORDS = ("fp8", "fp16", "bf16", "fp32")
 # By whether they free parameters after the forward.

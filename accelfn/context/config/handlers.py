@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypedDict, cast, get_args, get_type_hints
+from typing import Any, TypedDict, cast, get_args, get_type_hints
+
+import torch
 
 from accelfn.context.config.checks import (
     POSITIVE,
@@ -32,9 +34,6 @@ from accelfn.context.config.enums import (
     ProfileActivity,
 )
 from accelfn.errors import ConfigurationError, NotAvailableError
-
-if TYPE_CHECKING:
-    import torch
 
 # Marks a field that accelfn itself reads and that the customised torch object does not know.
 NOT_PASSED_ON: Mapping[str, bool] = MappingProxyType({"passed_on": False})

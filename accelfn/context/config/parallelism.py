@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from accelfn.context.config.checks import POSITIVE, Record, settle, settle_fields, where, wrong_type
 from accelfn.context.config.enums import ContextParallelStrategy
 from accelfn.errors import ConfigurationError, NotAvailableError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 # Torch's names in lower case, with the default number of stages per rank.

@@ -7,13 +7,12 @@ writes it. A variable that is empty counts as not set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, TypeVar, cast
 
-from accelfn.context.config import enums
-from accelfn.context.config.checks import POSITIVE, Record
+from accelfn.context.config.checks import POSITIVE, Record, choices_of, kinds_of
 from accelfn.context.config.deepspeed import DeepSpeedPlugin
 from accelfn.context.config.enums import GuardMode, LogLevel, PrecisionType
 from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin
@@ -94,21 +93,17 @@ class Variable:
     @property
     def accepts(self) -> str:
         """What the variable may be set to, in words."""
-        words = self._words()
-        choices = next((getattr(enums, word) for word in words if hasattr(enums, word)), None)
-        if words[0] == "bool" and choices is None:
-            text = f"{'/'.join(_TRUE)} or {'/'.join(_FALSE)} (any case)"
-        elif choices is not None:
-            numbered = f", or its position from 1 to {len(choices)}" if "int" in words else ""
+        kinds = self._kinds()
+        choices = choices_of(kinds)
+        if choices is not None:
+            numbered = f", or its position from 1 to {len(choices)}" if int in kinds else ""
             text = f"one of {', '.join(choices.values())} (any case){numbered}"
+        elif kinds[0] is bool:
+            text = f"{'/'.join(_TRUE)} or {'/'.join(_FALSE)} (any case)"
         else:
-            kinds = {
-                "int": "a whole number",
-                "float": "a number",
-                "Iterable[str]": "names separated by commas",
-            }
-            text = kinds.get(words[0], "a text") + (", or auto" if words[:2] == ["float", "str"] else "")
-        return f"{text}, or none" if "None" in words else text
+            names = {int: "a whole number", float: "a number", Iterable[str]: "names separated by commas"}
+            text = names.get(kinds[0], "a text") + (", or auto" if kinds[:2] == (float, str) else "")
+        return f"{text}, or none" if NoneType in kinds else text
 
     def read(self, name: str, text: str) -> Any:
         """Return the value that ``text``, which the variable ``name`` is set to, stands for.
@@ -116,22 +111,22 @@ class Variable:
         Raises:
             ConfigurationError: It isn't understood. Ranges and names are left to the record.
         """
-        words, word = self._words(), text.strip().lower()
-        if word in ("none", "auto") and "None" in words:
+        kinds, word = self._kinds(), text.strip().lower()
+        if word in ("none", "auto") and NoneType in kinds:
             return None
         try:
-            if words[0] == "bool":
+            if kinds[0] is bool:
                 if word in (*_TRUE, *_FALSE):
                     return word in _TRUE
-                if "str" not in words:
+                if str not in kinds:
                     raise ValueError(text)
-            if words[0] == "int":
+            if kinds[0] is int:
                 number = float(word)  # launchers write counts as 1e8 or 100000000.0
                 if not number.is_integer():
                     raise ValueError(text)
                 return int(number)
-            if words[0] == "float":
-                return word if word == "auto" and "str" in words else float(word)
+            if kinds[0] is float:
+                return word if word == "auto" and str in kinds else float(word)
         except ValueError as error:
             raise ConfigurationError(
                 f"The environment variable {name} is set to {text!r}, which is not understood. "
@@ -139,11 +134,10 @@ class Variable:
             ) from error
         return text.strip()
 
-    def _words(self) -> list[str]:
-        found = next((one for one in fields(self.record) if one.name == self.field), None)
-        if found is None or (found.type == "Any" and found.default is False):
-            return ["bool"]
-        return ["str", "None"] if found.type == "Any" else str(found.type).split(" | ")
+    def _kinds(self) -> tuple[Any, ...]:
+        default = next((one.default for one in fields(self.record) if one.name == self.field), False)
+        kinds = kinds_of(self.record).get(self.field, (Any,))
+        return kinds if kinds != (Any,) else (bool,) if default is False else (str, NoneType)
 
 
 def _rows(record: type, fields: str, *prefixes: str) -> tuple[Variable, ...]:
@@ -300,7 +294,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
     plugins: dict[str, Any] = {}
     dynamo = _values(env, _DYNAMO)
     if dynamo:
-        if dynamo.get("dynamic") is False and _spelling(env, _DYNAMO[3]) == _DYNAMO[3].names[-1]:
+        if dynamo.get("dynamic") is False and _is_from_accelerate(env, TorchDynamoPlugin, "dynamic"):
             # Accelerate's launcher writes False for "flag not given"; taken at its word, that compiles anew
             # for every shape. Our own spelling means what it says.
             dynamo["dynamic"] = None
@@ -313,13 +307,13 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         plugins["fp8_recipe"] = _build(FP8RecipeKwargs, fp8, env, (*_FP8, *_FP8_OVERRIDES))
     if _values(env, (_DEEPSPEED_SWITCH,)).get(""):
         plugin = plugins["deepspeed_plugin"] = _deepspeed_plugin(env)
-        precision = _SETTINGS[2]
-        is_default = str(simple.get(precision.field)).lower() == "no"
-        if is_default and plugin.mixed_precision and _spelling(env, precision) == precision.names[-1]:
+        is_default = str(simple.get("mixed_precision")).lower() == "no"
+        if is_default and plugin.mixed_precision and _is_from_accelerate(env, Settings, "mixed_precision"):
             # Accelerate's launcher writes "no" for "flag not given"; there the configuration decides.
-            del simple[precision.field]
+            del simple["mixed_precision"]
     if _values(env, (_FSDP_SWITCH,)).get(""):
-        version = _values(env, _FSDP[:1]).get("fsdp_version", 1)
+        named = _row(FullyShardedDataParallelPlugin, "fsdp_version")
+        version = _values(env, (named,)).get("fsdp_version", 1)
         rows = tuple(row for row in _FSDP if row.field not in _OTHER_VERSION.get(version, ()))
         plugins["fsdp_plugin"] = _build(FullyShardedDataParallelPlugin, _values(env, rows), env, rows)
     if _values(env, (_MEGATRON_SWITCH,)).get(""):
@@ -346,13 +340,25 @@ def _deepspeed_plugin(env: Mapping[str, str]) -> DeepSpeedPlugin:
         for key in path.split("."):
             found = cast("Mapping[str, Any]", found).get(key) if isinstance(found, Mapping) else None
         if (missing if found is None else found) not in ("auto", getattr(plugin, variable.field)):
-            name, source = _spelling(env, variable), _spelling(env, _DEEPSPEED[0])
+            name, source = (
+                _spelling(env, _row(DeepSpeedPlugin, one)) for one in (variable.field, "hf_ds_config")
+            )
             raise ConfigurationError(
                 f"{name}={env[str(name)]} contradicts the configuration of DeepSpeed that {source} names, "
                 f"where {path} is {'left out' if found is None else repr(found)}. Set one of the two, or "
                 'write "auto" there.'
             )
     return plugin
+
+
+def _row(record: type, field: str) -> Variable:
+    return next(row for row in VARIABLES if row.record is record and row.field == field)
+
+
+def _is_from_accelerate(env: Mapping[str, str], record: type, field: str) -> bool:
+    """Return whether a variable is set under the name that Accelerate's launcher writes."""
+    row = _row(record, field)
+    return _spelling(env, row) == row.names[-1]
 
 
 def _spelling(env: Mapping[str, str], variable: Variable) -> str | None:
