@@ -321,6 +321,7 @@ def with_msamp(ctx: Context, objects: Sequence[Any]) -> list[Any]:
 
     (model,), (optimizer,) = models, optimizers
     found[model], found[optimizer] = initialize(ctx, found[model], found[optimizer], choice.recipe)
+    setattr(found[model], MSAMP_READY, True)
     return found
 
 
@@ -344,15 +345,15 @@ def apply_fp8(model: nn.Module, plan: Fp8Plan | None) -> None:
     """
     if plan is None:
         return
-    # Imported here, since adapters import this module.
-    if plan.backend == FP8Backend.AO:
+    recipe = plan.choice.recipe
+    if isinstance(recipe, AORecipeKwargs):
         from accelfn.parallel.engines import torchao
 
-        torchao.convert(model, plan)
+        torchao.convert(model, plan.converted, recipe, gathers=plan.gathers, emulated=plan.emulated)
     elif plan.backend == FP8Backend.TE:
         from accelfn.parallel.engines import transformer_engine
 
-        transformer_engine.convert(model, plan)
+        transformer_engine.convert(model, plan.converted, plan.norms)
 
 
 def run_in_fp8(model: nn.Module, plan: Fp8Plan | None) -> None:

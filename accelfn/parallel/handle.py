@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.optimizers import check_steps_shards
 from accelfn.parallel.parameters import repoint
 from accelfn.tree import is_dtensor
-
-if TYPE_CHECKING:
-    from accelfn.parallel.buffers import BufferSync
 
 L = TypeVar("L")
 
@@ -112,6 +109,19 @@ class BatchRun(NamedTuple, Generic[L]):
         return loss
 
 
+class Buffers(Protocol):
+    """What keeps buffers equal that forward passes change, for a handle."""
+
+    is_announced: bool  # by the agreement on a forward pass
+
+    def is_due(self) -> bool:
+        """Return whether the next forward pass sends buffers."""
+        ...
+
+    def send(self) -> None:
+        """Overwrite the buffers of all ranks by those of rank 0."""
+
+
 class Handle(ABC):
     """The handle of a prepared model; one subclass for each engine that reduces gradients."""
 
@@ -124,7 +134,7 @@ class Handle(ABC):
     is_joined = False  # inside of `joined`
     is_in_window = False  # whether `accumulate` has turned averaging off last, rather than the program
     is_shared = False  # whether a parameter is in another prepared model too
-    buffers: BufferSync | None = None  # where forward passes may change buffers
+    buffers: Buffers | None = None  # where forward passes may change buffers
     _syncs = True  # outside of `without_sync`
 
     def __init__(

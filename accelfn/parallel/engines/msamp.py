@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from accelfn.context import Context
 from accelfn.context.config import MSAMPRecipeKwargs
 from accelfn.errors import NotAvailableError
-from accelfn.parallel.fp8 import MSAMP_READY
 
 
 def initialize(
@@ -32,6 +31,4 @@ def initialize(
             "AORecipeKwargs."
         ) from error
     found = msamp.initialize(model.to(ctx.device), optimizer, opt_level=str(recipe.opt_level))
-    converted, optimizer = cast("tuple[nn.Module, Optimizer]", found)
-    setattr(converted, MSAMP_READY, True)
-    return converted, optimizer
+    return cast("tuple[nn.Module, Optimizer]", found)

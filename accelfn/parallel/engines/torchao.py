@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any, cast
+from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 
 from accelfn.context.config import AORecipeKwargs
 from accelfn.errors import MissingExtraError
-from accelfn.parallel.fp8 import Fp8Plan
 
 
 def has_ao_layers(model: nn.Module) -> bool:
@@ -18,8 +18,10 @@ def has_ao_layers(model: nn.Module) -> bool:
     return any(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 
-def convert(model: nn.Module, plan: Fp8Plan) -> None:
-    """Convert the planned layers. Writes into the model.
+def convert(
+    model: nn.Module, linears: Collection[str], recipe: AORecipeKwargs, *, gathers: bool, emulated: bool
+) -> None:
+    """Convert the linear layers of these names. Writes into the model.
 
     Ranks: local.
 
@@ -27,11 +29,8 @@ def convert(model: nn.Module, plan: Fp8Plan) -> None:
         MissingExtraError: torchao can't be imported.
     """
     float8 = _import()
-    recipe = cast("AORecipeKwargs", plan.choice.recipe)
-    base = recipe.config or float8.Float8LinearConfig(
-        pad_inner_dim=recipe.pad_inner_dim, emulate=plan.emulated
-    )
-    names = frozenset(plan.converted)
+    base = recipe.config or float8.Float8LinearConfig(pad_inner_dim=recipe.pad_inner_dim, emulate=emulated)
+    names = frozenset(linears)
 
     def is_planned(module: nn.Module, name: str) -> bool:
         return name in names and type(module) is nn.Linear
@@ -39,7 +38,7 @@ def convert(model: nn.Module, plan: Fp8Plan) -> None:
     float8.convert_to_float8_training(
         model,
         module_filter_fn=is_planned,
-        config=dataclasses.replace(base, enable_fsdp_float8_all_gather=plan.gathers),
+        config=dataclasses.replace(base, enable_fsdp_float8_all_gather=gathers),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import nn
 from accelfn.context.config import TERecipeKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.forward import WrappedForward
-from accelfn.parallel.fp8 import Fp8Plan
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
@@ -26,8 +25,8 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
-def convert(model: nn.Module, plan: Fp8Plan) -> None:
-    """Replace the planned layers by transformer-engine's, with the same parameters. Writes into the model.
+def convert(model: nn.Module, linears: Iterable[str], norms: Iterable[str]) -> None:
+    """Replace layers of these names by transformer-engine's, with the same parameters. Writes into the model.
 
     Ranks: local.
 
@@ -35,11 +34,11 @@ def convert(model: nn.Module, plan: Fp8Plan) -> None:
         NotAvailableError: transformer-engine can't be imported, as on a machine without CUDA.
     """
     te = _import("transformer_engine.pytorch")
-    for name in plan.converted:
+    for name in linears:
         old: Any = model.get_submodule(name)
         options = {"params_dtype": old.weight.dtype, "device": old.weight.device}
         _replace(model, name, te.Linear(old.in_features, old.out_features, old.bias is not None, **options))
-    for name in plan.norms:
+    for name in norms:
         old = model.get_submodule(name)
         options = {"params_dtype": old.weight.dtype, "device": old.weight.device}
         _replace(model, name, te.LayerNorm(old.normalized_shape[0], eps=old.eps, **options))
