@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from torch import nn
 from typing_extensions import Self
 
 import accelfn.training as training
+from accelfn.accelerator.accelerator import Accelerator
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.training.step import check_local_sgd
-
-if TYPE_CHECKING:
-    from accelfn.accelerator.accelerator import Accelerator
 
 
 class LocalSGD:

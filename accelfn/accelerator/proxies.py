@@ -5,21 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import Self
 
 import accelfn.training as training
-from accelfn.data import MicroBatch, PreparedDataLoader, microbatches
+from accelfn.accelerator.registry import WeakRegistry
+from accelfn.context import Context
+from accelfn.data import MicroBatch, PreparedDataLoader, Uneven, microbatches
 from accelfn.data.passes import Passes
 from accelfn.parallel.optimizers import OptimizerProxy
 
-if TYPE_CHECKING:
-    from accelfn.accelerator.accelerator import Accelerator
-
 T = TypeVar("T")
+
+
+class AcceleratorLike(Protocol):
+    """What these objects ask of their Accelerator, which makes them."""
+
+    context: Context
+    compat: str | None
+    uneven: Uneven
+    optimizers: WeakRegistry[Optimizer]
+    loaders: WeakRegistry[Any]
+    loops: dict[object, MicroBatch]
+    ended: list[MicroBatch]
+    last_micro: MicroBatch | None
+    window: MicroBatch | None
+    sync_gradients: bool
+
+    def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step a prepared optimizer if the window closes."""
+
+    def step_was_skipped(self, optimizer: Optimizer) -> bool:
+        """Return whether the latest step of a prepared optimizer was skipped."""
+        ...
+
+    def scheduler_steps(self, scheduler: LRScheduler) -> int:
+        """Return how often a scheduler steps for one step of its optimizer."""
+        ...
 
 
 class AcceleratedOptimizer(OptimizerProxy):
@@ -28,12 +53,12 @@ class AcceleratedOptimizer(OptimizerProxy):
     After a loop that was left within a window they act too: ``zero_grad`` drops what was accumulated.
     """
 
-    def __init__(self, accelerator: Accelerator, optimizer: Optimizer) -> None:
+    def __init__(self, accelerator: AcceleratorLike, optimizer: Optimizer) -> None:
         """Use ``Accelerator.prepare`` instead."""
         super().__init__(optimizer)
         self._accelerator = accelerator
 
-    def belongs_to(self, accelerator: Accelerator) -> bool:
+    def belongs_to(self, accelerator: AcceleratorLike) -> bool:
         """Return whether ``accelerator`` prepared it."""
         return self._accelerator is accelerator
 
@@ -99,12 +124,12 @@ class AcceleratedScheduler:
     With Accelerate's arithmetic it steps once for each rank. Other attributes are the scheduler's.
     """
 
-    def __init__(self, accelerator: Accelerator, scheduler: LRScheduler) -> None:
+    def __init__(self, accelerator: AcceleratorLike, scheduler: LRScheduler) -> None:
         """Use ``Accelerator.prepare`` instead."""
         self.scheduler = scheduler
         self._accelerator = accelerator
 
-    def belongs_to(self, accelerator: Accelerator) -> bool:
+    def belongs_to(self, accelerator: AcceleratorLike) -> bool:
         """Return whether ``accelerator`` prepared it."""
         return self._accelerator is accelerator
 
@@ -152,7 +177,7 @@ class AccumulateBlock:
     __slots__ = ("_accelerator", "_before", "_inner", "_micro")
 
     def __init__(
-        self, accelerator: Accelerator, micro: MicroBatch, inner: AbstractContextManager[None]
+        self, accelerator: AcceleratorLike, micro: MicroBatch, inner: AbstractContextManager[None]
     ) -> None:
         """Use ``Accelerator.accumulate`` instead."""
         self._accelerator = accelerator
@@ -176,9 +201,9 @@ class AccumulateBlock:
 class AcceleratedDataLoader(PreparedDataLoader[T]):
     """A prepared loader that sets its accelerator's current batch."""
 
-    _accelerator: Accelerator
+    _accelerator: AcceleratorLike
 
-    def __init__(self, accelerator: Accelerator, loader: PreparedDataLoader[T]) -> None:
+    def __init__(self, accelerator: AcceleratorLike, loader: PreparedDataLoader[T]) -> None:
         """Use ``Accelerator.prepare`` instead."""
         vars(self).update(vars(loader), _accelerator=accelerator)
         accelerator.loaders.add(self)
@@ -205,7 +230,7 @@ class AcceleratedDataLoader(PreparedDataLoader[T]):
                 accelerator.sync_gradients = True
 
 
-def is_loader_of(accelerator: Accelerator, loader: object) -> bool:
+def is_loader_of(accelerator: AcceleratorLike, loader: object) -> bool:
     """Return whether ``accelerator`` prepared a loader."""
     return isinstance(loader, AcceleratedDataLoader) and loader._accelerator is accelerator  # pyright: ignore[reportPrivateUsage]
 
