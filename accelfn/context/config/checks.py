@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import Enum
-from functools import cache
 from os import PathLike, fspath
 from types import MappingProxyType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -165,15 +164,18 @@ def settle_fields(record: DataclassInstance, /) -> None:
             settle(record, **{item.name: settled})
 
 
-@cache
 def kinds_of(record: type) -> Mapping[str, tuple[Any, ...]]:
     """Return the types of each field of a record: those of a union, in its order."""
-    return MappingProxyType(
-        {
-            name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-            for name, hint in get_type_hints(record).items()
-        }
-    )
+    found = vars(record).get("_kinds")
+    if found is None:  # the class keeps them: they take longer than all checks of a record
+        found = MappingProxyType(
+            {
+                name: get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+                for name, hint in get_type_hints(record).items()
+            }
+        )
+        record._kinds = found
+    return found
 
 
 def choices_of(kinds: tuple[Any, ...]) -> type[StringEnum] | None:
