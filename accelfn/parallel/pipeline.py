@@ -141,21 +141,10 @@ class StageCall:
 class _StageModule(nn.Module):
     """The module that torch's PipelineStage runs. Not DDP or FSDP: the handle reduces gradients."""
 
-    def __init__(
-        self,
-        index: int,
-        parameters_of: Callable[[int], Sequence[nn.Parameter]],
-        compute: Callable[[int, tuple[torch.Tensor, ...], int], Any],
-    ) -> None:
+    def __init__(self, index: int, compute: Callable[[int, tuple[torch.Tensor, ...], int], Any]) -> None:
         super().__init__()
         self.index = index
-        self.parameters_of = parameters_of
         self.compute = compute
-
-    def parameters(self, recurse: bool = True) -> Any:
-        """Return the stage's parameters: schedules that split the backward pass need them."""
-        del recurse
-        return iter(self.parameters_of(self.index))
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
         """Compute one microbatch."""
@@ -167,14 +156,11 @@ def _zeros(forms: tuple[Form, ...], device: torch.device | str) -> tuple[torch.T
     return tuple(form.zeros(device).requires_grad_(form.dtype.is_floating_point) for form in forms)
 
 
-def sent_of(
-    outlines: Sequence[Outline], plan: PipelinePlan, schedule: SchedulePlan, *, is_trained: bool
-) -> list[tuple[Form, ...]]:
+def sent_of(outlines: Sequence[Outline], plan: PipelinePlan, *, is_trained: bool) -> list[tuple[Form, ...]]:
     """Return the forms of the tensors that each stage except the last sends.
 
     Raises:
-        ConfigurationError: In training, an integer tensor would be sent, which has no gradient; or several
-            tensors, with a schedule that splits the backward pass.
+        ConfigurationError: In training, an integer tensor would be sent, which has no gradient.
     """
     sent = [stage.sent_to(following) for stage, following in itertools.pairwise(outlines)]
     for index, forms in enumerate(sent if is_trained else ()):
@@ -187,13 +173,6 @@ def sent_of(
                     "it from the model's arguments, which every stage has, or begin the next stage with "
                     "another block."
                 )
-        if schedule.splits_backward and len(forms) > 1:
-            # Torch skips parameters whose gradients don't depend on those of the received tensors.
-            raise ConfigurationError(
-                f"schedule={schedule.name!r} computes gradients of inputs and of weights separately, which "
-                f"torch can't do where a stage sends several tensors: {', '.join(paths)} in the call of "
-                f'{block}. Use "1f1b", "interleaved1f1b", "loopedbfs" or "gpipe".'
-            )
     return sent
 
 
@@ -211,7 +190,6 @@ class BatchSchedule:
         group: dist.ProcessGroup,
         device: torch.device,
         boundaries: Sequence[tuple[Form, ...]],
-        parameters: Callable[[int], Sequence[nn.Parameter]],
         *,
         is_trained: bool,
         stops: bool,
@@ -225,7 +203,6 @@ class BatchSchedule:
             group: The ranks along "pp".
             device: Device of the tensors that are sent.
             boundaries: Forms of the tensors that each stage except the last sends per microbatch.
-            parameters: Returns the parameters of a stage, by its index.
             is_trained: Whether to run backward passes.
             stops: Whether an error ends the schedule on this rank at once.
             is_first: Whether no schedule was built for these ranks before.
@@ -243,7 +220,7 @@ class BatchSchedule:
         self._stages: list[Any] = []
         for index in plan.stages_of(rank):
             stage: Any = PipelineStage(
-                _StageModule(index, parameters, self._forward),
+                _StageModule(index, self._forward),
                 index,
                 plan.num_stages,
                 device,
@@ -262,8 +239,6 @@ class BatchSchedule:
             loss_fn=_first if is_trained else None,
             scale_grads=False,
         )
-        if plan.is_v_shaped and not is_trained:
-            _leave_out_backward(self._schedule, plan)
         if not is_first:
             _leave_out_warmup(self._schedule, self._stages)
 
@@ -335,23 +310,6 @@ class BatchSchedule:
         if gradients is not None:
             return gradients
         return tuple(map(torch.zeros_like, values.get("input_values", ()))), []
-
-
-def _leave_out_backward(schedule: Any, plan: SchedulePlan) -> None:
-    """Make a V-shaped schedule run forward passes only, which torch's ``eval`` doesn't support."""
-    from torch.distributed.pipelining import schedules
-
-    torchs = cast("Any", schedules)
-    forward = torchs._ComputationType.FORWARD
-    passes = {
-        rank: [
-            torchs._Action(stage, forward, index)
-            for stage in plan.stages_of(rank)
-            for index in range(plan.num_microbatches)
-        ]
-        for rank in range(plan.num_ranks)
-    }
-    schedule.pipeline_order_with_comms = torchs._add_send_recv(passes, plan.rank_of, plan.num_stages)
 
 
 def _leave_out_warmup(schedule: Any, stages: Sequence[Any]) -> None:
@@ -625,8 +583,7 @@ class PipelineEngine:
             self.rank,
             self.group,
             self._ctx.device,
-            sent_of(outlines, self._plan, shape.schedule, is_trained=shape.is_trained),
-            self._parameters_of,
+            sent_of(outlines, self._plan, is_trained=shape.is_trained),
             is_trained=shape.is_trained,
             stops=self._waits_inside,
             is_first=is_first,
@@ -679,11 +636,6 @@ class PipelineEngine:
                 "GroupNorm or LayerNorm instead of batch normalisation, freeze the module with eval(), or "
                 "train without pp."
             )
-
-    def _parameters_of(self, stage: int) -> list[nn.Parameter]:
-        present = named(cast("nn.Module", self._model()))
-        found = [present[name] for name in self._plan.stages[stage].parameters if name in present]
-        return [cast("nn.Parameter", parameter) for parameter in {id(item): item for item in found}.values()]
 
     def _finish(
         self,

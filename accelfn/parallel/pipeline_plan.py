@@ -13,11 +13,6 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, list_text, owner_of
 from accelfn.tree.structure import size_text
 
-# The first rank has the first and the last stage: batches go through the ranks and back.
-_IN_A_V = ("zbvzerobubble", "dualpipev")
-# Compute gradients of inputs and of weights separately, by autograd's own graph.
-_SPLIT_BACKWARD = ("interleavedzerobubble", *_IN_A_V)
-
 
 class SchedulePlan(NamedTuple):
     """One of torch's schedules, and its sizes. A value; ``str`` returns one line.
@@ -43,36 +38,22 @@ class SchedulePlan(NamedTuple):
         return self.num_ranks * self.stages_per_rank
 
     @property
-    def is_v_shaped(self) -> bool:
-        """Whether a batch goes through the ranks and back."""
-        return self.name in _IN_A_V
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed separately."""
-        return self.name in _SPLIT_BACKWARD
-
-    @property
-    def bubble(self) -> float | None:
-        """Share of a batch's time that a rank is idle, with equal stages; None without a formula."""
-        if self.splits_backward:
-            return None
+    def bubble(self) -> float:
+        """Share of a batch's time that a rank is idle, with equal stages."""
         waits = self.num_ranks - 1
         return waits / (self.num_microbatches * self.stages_per_rank + waits)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank along "pp".
 
-        >>> SchedulePlan("loopedbfs", 2, 2, 4).stages_of(1), SchedulePlan("dualpipev", 2, 2, 4).stages_of(1)
-        ((1, 3), (1, 2))
+        >>> SchedulePlan("loopedbfs", 2, 2, 4).stages_of(1)
+        (1, 3)
         """
-        if self.is_v_shaped:
-            return (rank, self.num_stages - 1 - rank)
         return tuple(range(rank, self.num_stages, self.num_ranks))
 
     def rank_of(self, stage: int) -> int:
         """Return the rank along "pp" that has a stage."""
-        return next(rank for rank in range(self.num_ranks) if stage in self.stages_of(rank))
+        return stage % self.num_ranks
 
     def most_kept(self, rank: int, sizes: Mapping[int, int]) -> int:
         """Return the peak of a rank's saved activations of microbatches before their backward pass.
@@ -90,7 +71,7 @@ class SchedulePlan(NamedTuple):
         stages, count = self.stages_of(rank), self.num_microbatches
         if self.name == "1f1b":
             return sizes[stages[0]] * min(count, self.num_ranks - rank)
-        if self.name != "interleaved1f1b":  # all of them; an upper bound where the backward pass is split
+        if self.name != "interleaved1f1b":  # all of them
             return count * sum(sizes[stage] for stage in stages)
         per_round = count // max(1, count // self.num_ranks)
         passes = [stages[index // per_round % len(stages)] for index in range(count * len(stages))]
@@ -110,35 +91,22 @@ class SchedulePlan(NamedTuple):
         >>> plan = SchedulePlan("1f1b", 2, 1, 4)
         >>> [(fitted.name, fitted.num_microbatches) for fitted in map(plan.fit, (8, 6, 1))]
         [('1f1b', 4), ('1f1b', 3), ('gpipe', 1)]
-
-        Raises:
-            ConfigurationError: There is none: a "dualpipev" needs as many microbatches as stages.
         """
         count = next(n for n in range(min(rows, self.num_microbatches), 0, -1) if rows % n == 0)
         fitted = self._replace(num_microbatches=count)
         if self.name == "1f1b" and count < self.num_stages:
             return fitted._replace(name="gpipe")
-        if self.name.startswith("interleaved") and (
-            count < self.num_ranks or count % (count // self.num_ranks)
-        ):
+        if self.name == "interleaved1f1b" and (count < self.num_ranks or count % (count // self.num_ranks)):
             return fitted._replace(name="loopedbfs")
-        if self.name == "dualpipev" and count < self.num_stages:
-            raise ConfigurationError(
-                f"schedule='dualpipev' needs at least {self.num_stages} microbatches, one for each stage, "
-                f"but a batch of {rows} rows was split into {count} "
-                f"(num_microbatches={self.num_microbatches}). Use multiples of {self.num_stages} for both, "
-                "and drop the last batch if it is smaller."
-            )
         return fitted
 
     def __str__(self) -> str:
         """Return the schedule on one line."""
-        text = f"{self.name} with {self.num_microbatches} microbatches"
-        if self.bubble is not None:
-            text += f": {self.num_ranks} ranks idle for {self.bubble:.0%} of a batch's time".replace(
-                "%", " %"
-            )
-        return text
+        idle = f"{self.bubble:.0%}".replace("%", " %")
+        return (
+            f"{self.name} with {self.num_microbatches} microbatches: {self.num_ranks} ranks idle for {idle} "
+            "of a batch's time"
+        )
 
 
 def plan_schedule(config: PipelineParallelConfig, num_ranks: int) -> SchedulePlan:
@@ -155,7 +123,7 @@ def plan_schedule(config: PipelineParallelConfig, num_ranks: int) -> SchedulePla
     count = config.num_microbatches or num_ranks * per_rank
     plan = SchedulePlan(config.schedule, num_ranks, per_rank, count)
     if plan.fit(count) != plan:
-        least = num_ranks if plan.name.startswith("interleaved") else plan.num_stages
+        least = num_ranks if plan.name == "interleaved1f1b" else plan.num_stages
         raise ConfigurationError(
             f"PipelineParallelConfig.num_microbatches must be at least {least} with schedule={plan.name!r}, "
             f"and a multiple of {num_ranks} above {2 * num_ranks} where stages are interleaved, got {count}. "

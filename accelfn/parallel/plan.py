@@ -276,7 +276,6 @@ def plan_outline(
     if mesh.size("pp") > 1:
         config = (None if parallelism is None else parallelism.pp_handler) or PipelineParallelConfig()
         schedule = plan_schedule(config, mesh.size("pp"))
-        _check_schedule(schedule, ctx, chosen)
         pipeline = plan_stages(outline, schedule.num_stages, split=config.split, last=config.last)
     experts = None
     if chosen == "shard" and mesh.size("ep") > 1:
@@ -410,17 +409,6 @@ def _plan_experts(ctx: Context, facts: ModelFacts, mesh: MeshPlan) -> ExpertPlan
     parallelism = ctx.strategy.parallelism
     handler = None if parallelism is None else parallelism.ep_handler
     return plan_experts(handler or ExpertParallelConfig(), facts, mesh.ep_size)
-
-
-def _check_schedule(schedule: SchedulePlan, ctx: Context, engine: Engine) -> None:
-    """Refuse schedules that torch can't run with a model that is sharded or compiled."""
-    if schedule.splits_backward and (engine == "shard" or ctx.strategy.dynamo.backend != DynamoBackend.NO):
-        state = "is sharded or replicated" if engine == "shard" else "is compiled"
-        raise ConfigurationError(
-            f"schedule={schedule.name!r} computes gradients of inputs and of weights separately, which torch "
-            f"can't do with a model that {state}. "
-            'Use "1f1b", "interleaved1f1b", "loopedbfs" or "gpipe".'
-        )
 
 
 def _wrapped(plugin: FullyShardedDataParallelPlugin, model: nn.Module | None) -> tuple[str, ...] | None:

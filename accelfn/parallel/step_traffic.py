@@ -316,7 +316,7 @@ def traffic_at(ctx: Context, step: StepPlan, place: int, cluster: Cluster) -> Tr
             ]
         if step.schedule is not None:
             exchanges += _between_stages(step, place, step.schedule, step.stages)
-            bubble = step.schedule.bubble or 0.0
+            bubble = step.schedule.bubble
     return Traffic(plan.mesh, cluster, _merged(exchanges), forward.flops, backward.flops, bubble)
 
 

@@ -228,7 +228,7 @@ def idle_share(ctx: af.Context) -> Sequence[str]:
                 shares.append(1 - float(busy.mean() / seconds.max()))
     shown = [f"{statistics.median(one):.1%} ({min(one):.1%})" for one in found]
     counts = (plan.num_ranks, plan.stages_per_rank, plan.num_microbatches)
-    return plan.name, *map(str, counts), *shown, f"{cast('float', plan.bubble):.1%}"
+    return plan.name, *map(str, counts), *shown, f"{plan.bubble:.1%}"
 
 
 def measure_idle(num_ranks: int) -> None:

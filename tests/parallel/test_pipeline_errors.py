@@ -110,7 +110,7 @@ def work(ctx: af.Context, cases: list[tuple[str, int]]) -> Found:
     ("pp", "dp", "schedule", "each"),
     [
         (2, 1, "1f1b", False),
-        pytest.param(4, 1, "interleavedzerobubble", True, marks=pytest.mark.slow),
+        pytest.param(4, 1, "interleaved1f1b", True, marks=pytest.mark.slow),
         pytest.param(2, 2, "gpipe", True, marks=pytest.mark.slow),
     ],
 )

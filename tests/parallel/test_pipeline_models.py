@@ -135,18 +135,6 @@ def test_stages_train_as_one_process_does(schedule: str) -> None:
                 torch.testing.assert_close(gradient, expected[key], msg=f"{name} {key}")
 
 
-def test_several_tensors_need_a_schedule_that_computes_gradients_together() -> None:
-    def work(ctx: af.Context) -> str:
-        model = af.prepare(ctx, make("bart"))
-        with pytest.raises(ConfigurationError) as caught:
-            train(ctx, model, loss_fn, batch_of("bart"))
-        return str(caught.value)
-
-    config = stages("interleavedzerobubble")
-    for said in run_ranks(work, 2, "processes", timeout_s=60, parallelism_config=config):
-        assert "can't do where a stage sends several tensors: " in said
-
-
 def test_a_weight_of_a_later_stage_that_all_blocks_use_is_refused_by_name() -> None:
     sizes = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], **SIZES}
 

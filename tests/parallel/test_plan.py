@@ -139,19 +139,6 @@ SHARDED = ParallelismConfig(dp_shard_size=4)
 @pytest.mark.parametrize(
     ("config", "engine", "options", "message"),
     [
-        (stages("zbvzerobubble", dp_shard_size=2), None, {}, "separately, .* that is sharded or replicated"),
-        (
-            stages("zbvzerobubble", dp_replicate_size=2),
-            None,
-            {},
-            "separately, .* that is sharded or replicated",
-        ),
-        (
-            stages("zbvzerobubble", tp_size=2),
-            None,
-            {"dynamo_backend": "eager"},
-            "separately, .* that is compiled",
-        ),
         (stages("gpipe", tp_size=2), "ddp", {}, 'engine="ddp" keeps the full .* along pp have parts'),
         (None, "shard", {"reduction": "canonical"}, "needs the full model on every rank"),
         (SHARDED, None, {"auto_wrap_policy": wraps_all}, "auto_wrap_policy needs the model's modules"),

@@ -21,9 +21,6 @@ _SCHEDULES: Mapping[str, int] = MappingProxyType(
         "gpipe": 1,
         "interleaved1f1b": 2,
         "loopedbfs": 2,
-        "interleavedzerobubble": 2,
-        "zbvzerobubble": 2,
-        "dualpipev": 2,
     }
 )
 
@@ -76,8 +73,7 @@ class PipelineParallelConfig:
         num_microbatches: Number of microbatches per batch, of equal size; fewer if it doesn't divide the
             rows. ``None``: the number of stages. Default None.
         schedule: Torch's name of the schedule: "1f1b", "gpipe", and with several stages per rank
-            "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbvzerobubble" or "dualpipev". Default
-            1f1b.
+            "interleaved1f1b" or "loopedbfs". Default 1f1b.
         split: The first module of each stage after the first, such as ``("layers.2",)``. Default ().
         stages_per_rank: Number of stages per rank. ``None``: 1 for "1f1b" and "gpipe", 2 for the others.
             Default None.
@@ -102,9 +98,9 @@ class PipelineParallelConfig:
             )
         usual = _SCHEDULES[schedule]
         given = usual if self.stages_per_rank is None else self.stages_per_rank
-        if given != usual and (usual == 1 or schedule in ("zbvzerobubble", "dualpipev")):
+        if given != usual == 1:
             raise ConfigurationError(
-                f"{where(self, 'stages_per_rank')} must be {usual} with schedule={schedule!r}, got {given}. "
+                f"{where(self, 'stages_per_rank')} must be 1 with schedule={schedule!r}, got {given}. "
                 "Leave it out, or use an interleaved schedule."
             )
         settle(self, schedule=schedule, stages_per_rank=given)
