@@ -148,10 +148,29 @@ def explore(
     >>> [(one.text, one.count, one.seed) for one in report.outcomes]
     [('(0, 0)', 19, 1), ('(1, 1)', 1, 0)]
     """
+
+    def run_once(schedule: Schedule) -> ScheduledRun[T]:
+        run: ScheduledRun[T] | None = None
+        try:
+            with (setup or nullcontext)() as value:
+                arguments = () if setup is None else (value,)
+                run = run_schedule(
+                    lambda ctx: fn(ctx, *arguments),
+                    world_size,
+                    schedule,
+                    timeout_s=timeout_s,
+                    num_nodes=num_nodes,
+                    **options,
+                )
+        except Exception as error:
+            if run is None:
+                raise
+            run = replace(run, error=error)
+        return run
+
     runs: dict[str, list[tuple[int, ScheduledRun[T]]]] = {}
     for number in _within(budget):
-        schedule = Schedule(seed=seed + number, max_faults=max_faults)
-        run = _run_once(fn, world_size, schedule, setup, timeout_s=timeout_s, num_nodes=num_nodes, **options)
+        run = run_once(Schedule(seed=seed + number, max_faults=max_faults))
         runs.setdefault(_describe(run), []).append((seed + number, run))
     found = [
         FoundOutcome(
@@ -167,35 +186,6 @@ def explore(
         num_runs=sum(one.count for one in found),
         outcomes=tuple(sorted(found, key=lambda one: -one.count)),
     )
-
-
-def _run_once(
-    fn: Callable[..., T],
-    world_size: int,
-    schedule: Schedule,
-    setup: Callable[[], AbstractContextManager[Any]] | None,
-    *,
-    timeout_s: float | None,
-    num_nodes: int,
-    **options: Unpack[ContextOptions],
-) -> ScheduledRun[T]:
-    run: ScheduledRun[T] | None = None
-    try:
-        with (setup or nullcontext)() as value:
-            arguments = () if setup is None else (value,)
-            run = run_schedule(
-                lambda ctx: fn(ctx, *arguments),
-                world_size,
-                schedule,
-                timeout_s=timeout_s,
-                num_nodes=num_nodes,
-                **options,
-            )
-    except Exception as error:
-        if run is None:
-            raise
-        run = replace(run, error=error)
-    return run
 
 
 def _within(budget: int | timedelta) -> Iterator[int]:

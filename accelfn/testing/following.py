@@ -6,13 +6,13 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from accelfn.context import MakeError, Poll, Threads, call_site
 from accelfn.errors import CollectiveTimeoutError
-from accelfn.testing.faults import Fault, InjectedFaultError, RankDeath
+from accelfn.testing.faults import Fault, FaultKind, InjectedFaultError, RankDeath, RankFaults, Reach
 from accelfn.testing.schedule import Schedule, Step, Switch, Trace, without_random_names
 from accelfn.testing.turns import Turns
 
@@ -21,6 +21,7 @@ from accelfn.testing.turns import Turns
 _RATES = (0.03, 0.1, 0.3)
 _FAULT_RATES = (0.01, 0.03, 0.1)
 _DELAY_S = 1.0
+_SILENT: tuple[FaultKind, ...] = ("die", "delay")  # which a thread that only waits can have
 # A thread that could run and has not for so many operations comes next by default: a loop that asks whether a
 # background thread is done ends.
 _STARVED = 200
@@ -29,12 +30,12 @@ _STARVED = 200
 class _Choices:
     """The choices and faults of a schedule, and what came of them."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, size: int, schedule: Schedule) -> None:
         self.number = 0
         self.taken: list[Switch] = []
         self.delivered: list[Fault] = []
         self._switches = dict(schedule.switches)
-        self._faults = list(schedule.faults)
+        self._faults = [RankFaults(rank, schedule.faults) for rank in range(size)]
         self._may_draw = schedule.max_faults
         self._random = None if schedule.seed is None else random.Random(schedule.seed)
         self._rate, self._fault_rate = 0.0, 0.0
@@ -55,21 +56,25 @@ class _Choices:
         self.number += 1
         return index
 
-    def fault(self, rank: int, at: int, *, can_raise: bool) -> Fault | None:
-        """Return the fault of a rank at one of its operations; one that can't be there comes later."""
-        for fault in self._faults:
-            if fault.rank == rank and fault.at <= at and (can_raise or fault.kind != "raise"):
-                self._faults.remove(fault)
-                found = Fault(kind=fault.kind, rank=rank, at=at, seconds=fault.seconds)
-                break
-        else:
-            if self._random is None or not self._may_draw or self._random.random() >= self._fault_rate:
-                return None
+    def fault(
+        self, rank: int, kinds: Sequence[FaultKind], beyond: Sequence[FaultKind]
+    ) -> tuple[int, Fault | None]:
+        """Return the number of the next operation of a rank, and the fault that happens at it.
+
+        Args:
+            rank: The rank.
+            kinds: What can happen there.
+            beyond: What can, but isn't drawn.
+        """
+        at, fault = self._faults[rank].next((*kinds, *beyond))
+        drawn = None if fault is not None or not self._may_draw else self._random
+        if drawn is not None and drawn.random() < self._fault_rate:
             self._may_draw -= 1
-            kind = self._random.choice(("die", "delay", "raise") if can_raise else ("die", "delay"))
-            found = Fault(kind=kind, rank=rank, at=at, seconds=_DELAY_S if kind == "delay" else 0.0)
-        self.delivered.append(found)
-        return found
+            kind = drawn.choice(kinds)
+            fault = Fault(kind=kind, rank=rank, at=at, seconds=_DELAY_S if kind == "delay" else 0.0)
+        if fault is not None:
+            self.delivered.append(fault)
+        return at, fault
 
 
 class _Thread(NamedTuple):
@@ -88,9 +93,8 @@ class ScheduledTurns(Turns):
     def __init__(self, size: int, schedule: Schedule) -> None:
         """Start with the ranks as the only threads."""
         super().__init__(size)
-        self._choices = _Choices(schedule)
+        self._choices = _Choices(size, schedule)
         self._members = [_Thread(f"rank {rank}", rank, "") for rank in range(size)]
-        self._counts = [0] * size  # of operations, by rank
         self._steps: list[Step] = []
         self._last_step: dict[int, int] = {}  # by thread
         self._switched: set[int] = set()  # threads that run because of a switch, until their next operation
@@ -145,9 +149,9 @@ class ScheduledTurns(Turns):
         """End a rank."""
         self._finish(rank, how)
 
-    def reach(self, rank: int, operation: str, site: str) -> None:
-        """Announce a collective of a rank: another thread may run first, and a fault may happen."""
-        self._reach(rank, operation, site, InjectedFaultError)
+    def reach_of(self, rank: int) -> Reach:
+        """Return how a rank announces its collectives: another thread may run first, or a fault happen."""
+        return partial(self._reach, rank, make_error=InjectedFaultError, beyond=("skip", "swap"))
 
     def threads(self, rank: int) -> Threads:
         """Return the way in which a rank starts threads and waits, which is part of the schedule."""
@@ -166,7 +170,15 @@ class ScheduledTurns(Turns):
         if me is not None:
             self._reach(me, operation, self._members[me].site or call_site(), make_error)
 
-    def _reach(self, me: int, operation: str, site: str, make_error: MakeError | None) -> None:
+    def _reach(
+        self,
+        me: int,
+        operation: str,
+        site: str,
+        make_error: MakeError | None,
+        beyond: Sequence[FaultKind] = (),
+    ) -> FaultKind | None:
+        """Announce an operation; kinds of faults ``beyond`` those that can be anywhere aren't drawn."""
         with self.lock:
             self._check_alive(me)
             chosen = self._next()
@@ -177,21 +189,26 @@ class ScheduledTurns(Turns):
         with self.lock:
             self._check_alive(me)
             rank = self._members[me].rank
-            at = self._counts[rank]
-            self._counts[rank] += 1
-            fault = self._choices.fault(rank, at, can_raise=make_error is not None)
+            kinds = _SILENT if make_error is None else (*_SILENT, "raise")
+            at, fault = self._choices.fault(rank, kinds, beyond)
             self._record(me, at, operation, site, "" if fault is None else fault.kind)
-            if fault is None:
-                return
-            if fault.kind == "die":
-                self._kill(rank)
-                raise RankDeath
-            if fault.kind == "delay":
-                self.give_up(me, fault.seconds)
-        if fault.kind == "delay":
-            self.await_turn(me, fault.seconds)
-        elif make_error is not None:
-            raise make_error(f"injected fault: rank {rank} fails at its operation {at}, {operation}")
+        return fault and fault.happen(
+            operation, make_error or InjectedFaultError, partial(self._kill, rank), partial(self._sleep, me)
+        )
+
+    def _sleep(self, me: int, seconds: float) -> None:
+        with self.lock:
+            self.give_up(me, seconds)
+        self.await_turn(me, seconds)
+
+    def _kill(self, rank: int) -> None:
+        """End all threads of a rank, each where it is; this one here."""
+        with self.lock:
+            self._dead.add(rank)
+            for thread in (*self._deadlines, *self._polls):
+                if self._members[thread].rank == rank:
+                    self._ready(thread)
+        raise RankDeath
 
     def _start(self, rank: int, name: str, work: Callable[[], None]) -> None:
         count = sum(one.rank == rank and one.name.startswith(f"rank {rank} {name}") for one in self._members)
@@ -289,13 +306,6 @@ class ScheduledTurns(Turns):
         self._deadlines.pop(thread, None)
         self._polls.pop(thread, None)
         self.may_run.add(thread)
-
-    def _kill(self, rank: int) -> None:
-        """End all threads of a rank, each where it is."""
-        self._dead.add(rank)
-        for thread in (*self._deadlines, *self._polls):
-            if self._members[thread].rank == rank:
-                self._ready(thread)
 
     def _check_alive(self, thread: int) -> None:
         if self._members[thread].rank in self._dead:

@@ -39,7 +39,7 @@ from accelfn.errors import (
     NotAvailableError,
     RemoteTraceback,
 )
-from accelfn.testing.faults import Fault, inject
+from accelfn.testing.faults import Fault, announcing, reach_without_schedule
 from accelfn.testing.part import Outcome, conclude, taking_part
 from accelfn.testing.threads import memory_world
 
@@ -276,7 +276,7 @@ def _run_rank(
         world = memory_world(rank, size, num_nodes, "gloo")
         ctx = Context(
             world=dataclasses.replace(world, group_ref=weakref.ref(group)),
-            collectives=inject(collectives, rank, size, faults, _die),
+            collectives=announcing(collectives, rank, size, reach_without_schedule(rank, faults, _die)),
         )
         del group, control  # only torch may own them
         ctx = configure(ctx)

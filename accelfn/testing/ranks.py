@@ -12,10 +12,12 @@ from typing_extensions import Unpack
 
 from accelfn.context import Context, ContextOptions, configure, with_mesh
 from accelfn.testing.faults import Fault, InjectedFaultError
+from accelfn.testing.following import ScheduledTurns
 from accelfn.testing.part import conclude
 from accelfn.testing.processes import run_on_processes
 from accelfn.testing.schedule import Schedule, Trace
-from accelfn.testing.threads import run_on_memory, run_on_schedule
+from accelfn.testing.threads import run_in_memory
+from accelfn.testing.turns import Turns
 
 T = TypeVar("T")
 Where = Literal["memory", "processes"]
@@ -54,7 +56,7 @@ def run_ranks(
         on: Kind of world.
         timeout_s: How long a rank waits in an operation for the others, unless ``guard`` has less; None: no
             timeout (for a debugger). A rank that computes instead is given 5 seconds more.
-        faults: Faults to inject. One whose collective its rank doesn't reach does nothing.
+        faults: Faults to inject, with a schedule beside its own.
         num_nodes: Number of nodes of equal size that the ranks are distributed over.
         schedule: Who runs next, and which faults happen, in memory only; None: a rank runs until it waits,
             then the next one in rank order. With a schedule ``timeout_s`` is the limit of the whole run, and
@@ -84,7 +86,8 @@ def run_ranks(
     _check("run_ranks", world_size, faults)
     configured = _configuration(options, timeout_s)
     if on == "memory":
-        return run_on_memory(fn, world_size, configured, timeout_s, faults, num_nodes)
+        turns = Turns(world_size, faults)
+        return conclude(run_in_memory(fn, turns, configured, timeout_s, num_nodes), "memory")
     if on == "processes":
         return run_on_processes(fn, world_size, configured, timeout_s, faults, num_nodes)
     raise ValueError(f'run_ranks: on must be "memory" or "processes", got {on!r}.')
@@ -142,7 +145,7 @@ def run_schedule(
         world_size: Number of ranks, at least 1.
         schedule: Who runs next, and which faults happen.
         timeout_s: Limit of the whole run, by the clock, plus 5 seconds; None: no limit.
-        faults: Faults to inject at collectives, as for :func:`run_ranks`.
+        faults: Faults to inject, beside those of the schedule.
         num_nodes: As for :func:`run_ranks`.
         **options: As for :func:`run_ranks`.
 
@@ -163,9 +166,11 @@ def run_schedule(
         raise TypeError(
             f"run_schedule: schedule must be a Schedule, such as Schedule(seed=7), got {schedule!r}."
         )
-    _check("run_schedule", world_size, (*faults, *schedule.faults))
+    given = replace(schedule, faults=(*schedule.faults, *faults))
+    _check("run_schedule", world_size, given.faults)
     configured = _configuration(options, timeout_s)
-    outcomes, trace = run_on_schedule(fn, world_size, configured, timeout_s, faults, num_nodes, schedule)
+    turns = ScheduledTurns(world_size, given)
+    outcomes = run_in_memory(fn, turns, configured, timeout_s, num_nodes)
     error: BaseException | None = None
     try:
         conclude(outcomes, "memory")
@@ -175,8 +180,8 @@ def run_schedule(
         results=tuple(one.value for one in outcomes),
         errors=tuple(one.error for one in outcomes),
         error=error,
-        given=schedule,
-        trace=trace,
+        given=given,
+        trace=turns.trace(),
     )
 
 
@@ -215,15 +220,10 @@ def _configuration(options: ContextOptions, timeout_s: float | None) -> Callable
     def configured(ctx: Context) -> Context:
         made = configure(ctx, options)
         longest = timedelta(days=3650) if timeout_s is None else timedelta(seconds=timeout_s)
-        guard = made.guard
-        if timeout_s is None or options.get("guard") is None:
-            guard = replace(guard, timeout=longest, long_timeout=longest)
-        else:
-            guard = replace(
-                guard,
-                timeout=min(guard.timeout_s, timeout_s),
-                long_timeout=min(guard.long_timeout_s, timeout_s),
-            )
+        limits = (longest, longest)
+        if timeout_s is not None and options.get("guard") is not None:
+            limits = (min(made.guard.timeout_s, timeout_s), min(made.guard.long_timeout_s, timeout_s))
+        guard = replace(made.guard, timeout=limits[0], long_timeout=limits[1])
         return with_mesh(replace(made, guard=guard))
 
     return configured

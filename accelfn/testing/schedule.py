@@ -18,7 +18,6 @@ from typing import NamedTuple, cast
 
 from accelfn.testing.faults import Fault
 
-_KINDS = ("raise", "die", "delay")
 # Random parts of names: of the files of a save, of temporary directories, and addresses.
 _RANDOM = re.compile(
     r"(?<![0-9a-z])[0-9a-f]{8}(?![0-9a-z])|(?<=tmp)[a-z0-9_]{8}(?![a-z0-9_])|(?<=0x)[0-9a-f]{6,}"
@@ -46,15 +45,11 @@ class Schedule:
     Attributes:
         seed: Draws switches, and up to ``max_faults`` faults, beside those that are listed; None: only those.
         switches: Choices that differ from the default, in order.
-        faults: Faults of kind ``"raise"``, ``"die"`` and ``"delay"``. Here ``Fault.at`` counts all operations
-            of the rank that the trace lists, those of its background threads too. A rank that dies does
-            nothing any more, in any thread, and its locks of directories are released. At an operation on a
-            file, ``"raise"`` is an ``OSError``. A fault that its rank doesn't reach does nothing; those
-            that happened are listed in the schedule of the :class:`Trace`.
+        faults: Faults; those that happened are listed in the schedule of the :class:`Trace`.
         max_faults: The number of faults that the seed may draw.
 
     Raises:
-        ValueError: A fault has another kind, the seed isn't an integer, or a number is negative.
+        ValueError: The seed isn't an integer, or a number is negative.
 
     >>> Schedule(seed=7)
     Schedule(seed=7)
@@ -68,15 +63,9 @@ class Schedule:
     max_faults: int = 0
 
     def __post_init__(self) -> None:
-        """Check the seed, the faults and the numbers."""
+        """Check the seed and the numbers."""
         if not isinstance(cast("object", self.seed), int | None):
             raise ValueError(f"Schedule: seed must be an integer or None, got {self.seed!r}.")
-        for fault in self.faults:
-            if fault.kind not in _KINDS:
-                raise ValueError(
-                    f"Schedule: a fault must be one of {', '.join(_KINDS)}, got {fault.kind!r}. Pass others "
-                    "to run_ranks as faults=."
-                )
         if self.max_faults < 0 or any(switch.choice < 0 or switch.to < 1 for switch in self.switches):
             raise ValueError(
                 f"Schedule: max_faults and choices must be at least 0, each Switch.to at least 1, got {self}."

@@ -31,13 +31,12 @@ from accelfn.context import (
     late_error,
     publish,
 )
-from accelfn.context.failure import FAILURE
+from accelfn.context.failure import FAILURE, board_within
 from accelfn.context.peer_monitor import print_all_stacks
 from accelfn.errors import CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError
-from accelfn.testing.faults import Fault, RankDeath, inject
+from accelfn.testing.faults import RankDeath, announcing
 from accelfn.testing.following import ScheduledTurns
-from accelfn.testing.part import Outcome, conclude, taking_part
-from accelfn.testing.schedule import Schedule, Trace
+from accelfn.testing.part import Outcome, taking_part
 from accelfn.testing.turns import Turns
 
 
@@ -56,61 +55,35 @@ class Rendezvous:
     Ranks along a mesh axis use a part of the rendezvous, numbered from 0, with the same turns.
     """
 
-    def __init__(
-        self,
-        size: int,
-        parent: Rendezvous | None = None,
-        members: Sequence[int] = (),
-        turns: Turns | None = None,
-    ) -> None:
-        """Create the rendezvous of ``size`` ranks: of a world, or ``members`` of ``parent``."""
-        self._size = size
+    def __init__(self, turns: Turns, members: Sequence[int], parent: Rendezvous | None = None) -> None:
+        """Create the rendezvous of a world whose ranks take ``turns``, or of ``members`` of ``parent``."""
+        self._size = len(members)
         self._parent = parent
-        self._members = tuple(members) if parent is not None else tuple(range(size))
-        self._turns = parent._turns if parent is not None else turns or Turns(size)
+        self._members = tuple(members)
+        self._turns = turns
         self._round = 0
         self._contributions: dict[int, _Contribution] = {}
         self._completed: list[_Contribution] = []
         self._departed: dict[int, str] = {}  # "returned", "died" or "failed"
         self._notes: dict[str, str] = {}
         self._parts: dict[tuple[int, tuple[int, ...]], Rendezvous] = {}
-        self.board: MessageBoard = MessageBoard(post=self._post, post_once=self._post_once, read=self._read)
+        board = MessageBoard(post=self._post, post_once=self._post_once, read=self._read)
+        self.board: MessageBoard = board if parent is None else board_within(board, parent.board)
 
     def part(self, number: int, members: Sequence[int]) -> Rendezvous:
         """Return the rendezvous of some ranks; the same object for the same ``number``."""
         with self._turns.lock:
             key = (number, tuple(members))
             if key not in self._parts:
-                made = Rendezvous(len(members), self, members)
-                made._departed.update(
-                    {
-                        place: self._departed[rank]
-                        for place, rank in enumerate(members)
-                        if rank in self._departed
-                    }
-                )
+                made = Rendezvous(self._turns, members, self)
+                for rank in self._departed.keys() & set(members):
+                    made._departed[made._members.index(rank)] = self._departed[rank]
                 self._parts[key] = made
             return self._parts[key]
-
-    def open(self) -> None:
-        """Let the first rank run."""
-        self._turns.open()
-
-    def enter(self, rank: int) -> None:
-        """Wait for this rank's first turn."""
-        self._turns.enter(rank)
 
     def threads(self, rank: int) -> Threads:
         """Return the way in which a rank starts threads and waits."""
         return self._turns.threads(self._members[rank])
-
-    def announce(self, rank: int, call: str, call_log: CallLog) -> None:
-        """Announce a call, before which another rank may run."""
-        entry = call_log.current
-        operation = call if not entry.operation else entry.operation
-        # The bytes that are gathered first are those of the agreement.
-        operation += f": {call}" if entry.operation and call != "all_gather_bytes" else ""
-        self._turns.reach(self._members[rank], operation, entry.site)
 
     def meet(self, rank: int, call: str, value: Any, call_log: CallLog) -> list[Any]:
         """Contribute ``value``, wait for all ranks, and return every contribution in rank order.
@@ -174,16 +147,7 @@ class Rendezvous:
 
     def _read(self, key: str) -> str | None:
         with self._turns.lock:
-            return self._read_locked(key)
-
-    def _read_locked(self, key: str) -> str | None:
-        """Return a note of the board; a part also sees the world's failure."""
-        said = self._notes.get(key)
-        return (
-            self._parent._read_locked(key)
-            if said is None and self._parent is not None and key == FAILURE
-            else said
-        )
+            return self._notes.get(key)
 
     def _wait(self, rank: int, number: int, call_log: CallLog) -> None:
         """Wait for the turn that comes when the round is complete or can't complete any more."""
@@ -212,7 +176,7 @@ class Rendezvous:
         gone = next((one for one in sorted(self._departed) if one not in self._contributions), None)
         if gone is None:
             return
-        text = self._read_locked(FAILURE)
+        text = self.board.read(FAILURE)
         if text is not None:
             raise as_error(text)
         text = self._notes.get("end")
@@ -226,61 +190,31 @@ class Rendezvous:
 
 
 T = TypeVar("T")
-Configure = Callable[[Context], Context]
 
 # Extra time for threads that compute; those that wait in a rendezvous notice a timeout at once.
 _GRACE_S = 5.0
 
 
-def run_on_memory(
+def run_in_memory(
     fn: Callable[[Context], T],
-    size: int,
-    configure: Configure,
-    timeout_s: float | None,
-    faults: Sequence[Fault],
-    num_nodes: int,
-) -> list[T]:
-    """Run ``fn`` on threads that exchange tensors in memory."""
-    return conclude(_run_in_memory(fn, size, configure, timeout_s, faults, num_nodes, Turns(size)), "memory")
-
-
-def run_on_schedule(
-    fn: Callable[[Context], T],
-    size: int,
-    configure: Configure,
-    timeout_s: float | None,
-    faults: Sequence[Fault],
-    num_nodes: int,
-    schedule: Schedule,
-) -> tuple[list[Outcome], Trace]:
-    """Run ``fn`` on threads in memory that follow a schedule; return each rank's outcome, and the trace."""
-    turns = ScheduledTurns(size, schedule)
-    outcomes = _run_in_memory(fn, size, configure, timeout_s, faults, num_nodes, turns)
-    return outcomes, turns.trace()
-
-
-def _run_in_memory(
-    fn: Callable[[Context], T],
-    size: int,
-    configure: Configure,
-    timeout_s: float | None,
-    faults: Sequence[Fault],
-    num_nodes: int,
     turns: Turns,
+    configure: Callable[[Context], Context],
+    timeout_s: float | None,
+    num_nodes: int,
 ) -> list[Outcome]:
-    rendezvous = Rendezvous(size, turns=turns)
+    """Run ``fn`` on threads that take ``turns`` and exchange tensors in memory; return their outcomes."""
+    size = turns.size
+    rendezvous = Rendezvous(turns, range(size))
     outcomes: list[Outcome | None] = [None] * size
-
-    def die() -> None:
-        raise RankDeath
 
     def work(rank: int) -> None:
         how = "returned"
         try:
-            rendezvous.enter(rank)
+            turns.enter(rank)
             world = memory_world(rank, size, num_nodes)
             collectives = memory_collectives(rendezvous, rank, size, CallLog())
-            ctx = configure(Context(world=world, collectives=inject(collectives, rank, size, faults, die)))
+            collectives = announcing(collectives, rank, size, turns.reach_of(rank))
+            ctx = configure(Context(world=world, collectives=collectives))
             with taking_part(ctx, whole_process=False):
                 outcomes[rank] = Outcome(value=fn(ctx))
         except RankDeath:
@@ -298,7 +232,7 @@ def _run_in_memory(
     ]
     for thread in threads:
         thread.start()
-    rendezvous.open()
+    turns.open()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s + _GRACE_S
     for thread in threads:
         thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -346,63 +280,50 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
     read them.
     """
 
-    def meet(call: str, value: Any) -> list[Any]:
-        rendezvous.announce(rank, call, call_log)
-        return rendezvous.meet(rank, call, value, call_log)
+    def meet(call: str, value: Any, read: Callable[[list[Any]], Any]) -> Any:
+        result = read(rendezvous.meet(rank, call, value, call_log))
+        rendezvous.meet(rank, f"the end of {call.partition(' ')[0]}", None, call_log)
+        return result
 
-    def finish(name: str) -> None:
-        rendezvous.meet(rank, f"the end of {name}", None, call_log)
+    def own(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [part.view(size, -1)[rank] for part in parts]
+
+    def total(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(parts).sum(0, dtype=parts[0].dtype)
 
     def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Messages are never modified, so one meeting is enough.
-        return tuple(meet("all_gather_bytes", message))
+        return tuple(rendezvous.meet(rank, "all_gather_bytes", message, call_log))
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
-        joined = torch.cat(meet("all_gather", buffer))
-        finish("all_gather")
-        return joined
+        return meet("all_gather", buffer, torch.cat)
 
     def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
-        stacked = torch.stack(meet(f"all_reduce {op}", buffer))
-        if op == "sum":
-            result = stacked.sum(0, dtype=stacked.dtype)
-        else:
-            result = stacked.amax(0) if op == "max" else stacked.amin(0)
-        finish("all_reduce")
-        buffer.copy_(result)
+        def reduced(parts: list[torch.Tensor]) -> torch.Tensor:
+            if op == "sum":
+                return total(parts)
+            return torch.stack(parts).amax(0) if op == "max" else torch.stack(parts).amin(0)
+
+        buffer.copy_(meet(f"all_reduce {op}", buffer, reduced))
 
     def reduce_scatter(buffer: torch.Tensor) -> torch.Tensor:
-        parts = meet("reduce_scatter", buffer)
-        stacked = torch.stack([part.view(size, -1)[rank] for part in parts])
-        finish("reduce_scatter")
-        return stacked.sum(0, dtype=stacked.dtype)
+        return meet("reduce_scatter", buffer, lambda parts: total(own(parts)))
 
     def broadcast(buffer: torch.Tensor, source: int) -> None:
-        sent = meet(f"broadcast from {source}", buffer)[source]
-        if rank != source:
-            buffer.copy_(sent)
-        finish("broadcast")
+        meet(f"broadcast from {source}", buffer, lambda parts: rank == source or buffer.copy_(parts[source]))
 
     def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
-        sent = meet(f"scatter from {source}", buffer)[source]
-        output.copy_(sent.view(size, -1)[rank])
-        finish("scatter")
+        meet(f"scatter from {source}", buffer, lambda parts: output.copy_(own([parts[source]])[0]))
 
     def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
-        parts = meet("all_to_all", buffer)
-        received = torch.cat([part.view(size, -1)[rank] for part in parts])
-        finish("all_to_all")
-        return received
+        return meet("all_to_all", buffer, lambda parts: torch.cat(own(parts)))
 
     def permute(outgoing: torch.Tensor, incoming: torch.Tensor, to: int, source: int) -> None:
         del to
-        sent = meet("permute", outgoing)
-        if incoming.numel():
-            incoming.copy_(sent[source])
-        finish("permute")
+        meet("permute", outgoing, lambda parts: incoming.numel() and incoming.copy_(parts[source]))
 
     def barrier() -> None:
-        meet("barrier", None)
+        rendezvous.meet(rank, "barrier", None, call_log)
 
     numbers = itertools.count()
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from accelfn.context import Poll, Threads, wait_for
+from accelfn.testing.faults import Fault, RankDeath, Reach, reach_without_schedule
+
+
+def _die() -> None:
+    raise RankDeath
 
 
 class Turns:
@@ -24,8 +29,10 @@ class Turns:
     Threads that a rank starts run whenever they want.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, faults: Sequence[Fault] = ()) -> None:
         """Start with the thread that opens the world."""
+        self.size = size
+        self._faults = faults
         # Guards all below and every rendezvous of the world. A schedule asks for what it awaits under it.
         self.lock: threading.RLock = threading.RLock()
         self.may_run: set[int] = set(range(size))
@@ -70,8 +77,9 @@ class Turns:
         del how
         self._end(rank)
 
-    def reach(self, rank: int, operation: str, site: str) -> None:
-        """Announce a collective of a rank."""
+    def reach_of(self, rank: int) -> Reach | None:
+        """Return how a rank announces its collectives; None if it doesn't need to."""
+        return reach_without_schedule(rank, self._faults, _die)
 
     def threads(self, rank: int) -> Threads:
         """Return the way in which a rank starts threads and waits."""

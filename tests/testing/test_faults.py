@@ -10,6 +10,7 @@ import torch
 
 from accelfn.comm import Call, check_later, gather, reduce
 from accelfn.context import Context
+from accelfn.context.config import ParallelismConfig
 from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError
 from accelfn.testing import Fault, InjectedFaultError, Where, run_ranks
 from accelfn.tree import listify
@@ -94,6 +95,17 @@ def test_without_a_guard_nothing_is_found_and_nobody_waits_for_ever(
     with contextlib.suppress(CollectiveTimeoutError, MissingRankError):
         found = run_ranks(program, 2, faults=[fault], guard="off", timeout_s=2)
     assert found != right
+
+
+@on_each_world
+def test_operations_along_an_axis_of_a_mesh_count_too(on: Where) -> None:
+    def work(ctx: Context) -> None:
+        gather(ctx, torch.ones(1))
+        gather(ctx.along("dp_shard"), torch.ones(1))
+
+    mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    with pytest.raises(InjectedFaultError, match="rank 3 fails at its operation 1, gather"):
+        run_ranks(work, 4, on, faults=[Fault(kind="raise", rank=3, at=1)], parallelism_config=mesh)
 
 
 def test_a_kind_that_does_not_exist_is_refused_before_a_test_runs_without_a_fault() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.context import Context
-from accelfn.errors import CollectiveTimeoutError, MissingRankError, RemoteRankError
+from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import (
     Fault,
     InjectedFaultError,
@@ -111,6 +111,16 @@ def test_a_delay_takes_no_time_and_changes_nothing_unless_it_is_beyond_the_timeo
     assert run.results == ([0, 1], [0, 1])
     assert threads_of(run) == ["rank 0", "rank 1", "rank 0", "rank 1"]
     assert isinstance(delayed(1, 5000.0).error, CollectiveTimeoutError)
+
+
+@pytest.mark.parametrize("kind", ["skip", "swap"])
+def test_a_collective_that_a_rank_leaves_out_or_swaps_is_a_mismatch_that_replays(kind: Any) -> None:
+    # Operation 0 is no collective, so the fault comes at the next one.
+    run = run_schedule(operations, 3, Schedule(), faults=[Fault(kind=kind, rank=1, at=0)])
+    assert [type(error) for error in run.errors] == [MismatchError] * 3
+    assert run.trace.schedule.faults == (Fault(kind=kind, rank=1, at=1),)
+    again = run_schedule(operations, 3, run.trace.schedule)
+    assert (again.trace, str(again.error)) == (run.trace, str(run.error))
 
 
 def test_an_error_says_how_to_replay() -> None:

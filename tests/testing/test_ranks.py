@@ -81,12 +81,12 @@ def test_a_rank_that_stays_away_is_a_timeout(on: Where) -> None:
 
 
 @on_each_world
-def test_a_fault_raises_at_the_collective_it_names(on: Where) -> None:
+def test_a_fault_raises_at_the_operation_it_names(on: Where) -> None:
     def work(ctx: Context) -> None:
         for _ in range(3):
             gather_object(ctx, ctx.rank)
 
-    with pytest.raises(InjectedFaultError, match="rank 1 raises at its collective 1"):
+    with pytest.raises(InjectedFaultError, match="rank 1 fails at its operation 1, gather_object"):
         run_ranks(work, 2, on, faults=[Fault(kind="raise", rank=1, at=1)], timeout_s=10)
 
 
