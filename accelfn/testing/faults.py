@@ -59,19 +59,22 @@ class Fault:
         if self.kind not in KINDS:
             raise ValueError(f"Fault.kind must be one of {', '.join(KINDS)}, got {self.kind!r}.")
 
-    def happen(
-        self, operation: str, make_error: MakeError, die: Callable[[], None], wait: Callable[[float], object]
-    ) -> FaultKind:
-        """Raise, die or wait; return the kind, since whoever calls a collective skips or swaps it."""
-        if self.kind == "raise":
-            raise make_error(
-                f"injected fault: rank {self.rank} fails at its operation {self.at}, {operation}"
-            )
-        if self.kind == "die":
-            die()
-        elif self.kind == "delay":
-            wait(self.seconds)
-        return self.kind
+
+def happen(
+    fault: Fault,
+    operation: str,
+    make_error: MakeError,
+    die: Callable[[], None],
+    wait: Callable[[float], object],
+) -> FaultKind:
+    """Raise, die or wait; return the kind, since whoever calls a collective skips or swaps it."""
+    if fault.kind == "raise":
+        raise make_error(f"injected fault: rank {fault.rank} fails at its operation {fault.at}, {operation}")
+    if fault.kind == "die":
+        die()
+    elif fault.kind == "delay":
+        wait(fault.seconds)
+    return fault.kind
 
 
 class RankFaults:
@@ -109,7 +112,7 @@ def reach_without_schedule(rank: int, faults: Sequence[Fault], die: Callable[[],
     def reach(operation: str, site: str) -> FaultKind | None:
         del site
         fault = own.next()[1]
-        return None if fault is None else fault.happen(operation, InjectedFaultError, die, time.sleep)
+        return fault and happen(fault, operation, InjectedFaultError, die, time.sleep)
 
     return reach if any(fault.rank == rank for fault in faults) else None
 

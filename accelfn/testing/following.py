@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 from accelfn.context import MakeError, Poll, Threads, call_site
 from accelfn.errors import CollectiveTimeoutError
-from accelfn.testing.faults import Fault, FaultKind, InjectedFaultError, RankDeath, RankFaults, Reach
+from accelfn.testing.faults import (
+    Fault,
+    FaultKind,
+    InjectedFaultError,
+    RankDeath,
+    RankFaults,
+    Reach,
+    happen,
+)
 from accelfn.testing.schedule import Schedule, Step, Switch, Trace, without_random_names
 from accelfn.testing.turns import Turns
 
@@ -192,8 +200,9 @@ class ScheduledTurns(Turns):
             kinds = _SILENT if make_error is None else (*_SILENT, "raise")
             at, fault = self._choices.fault(rank, kinds, beyond)
             self._record(me, at, operation, site, "" if fault is None else fault.kind)
-        return fault and fault.happen(
-            operation, make_error or InjectedFaultError, partial(self._kill, rank), partial(self._sleep, me)
+        make_error = make_error or InjectedFaultError
+        return fault and happen(
+            fault, operation, make_error, partial(self._kill, rank), partial(self._sleep, me)
         )
 
     def _sleep(self, me: int, seconds: float) -> None:
