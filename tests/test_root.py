@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,7 @@ ROOT = Path(af.__file__)
 STUB = ROOT.with_suffix(".pyi").read_text(encoding="utf-8")
 HOMES: dict[str, str] = dict(af._HOMES)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
 PACKAGES = tuple(name for name in dir(af) if name not in af.__all__)
-ELSEWHERE: dict[str, str] = {
-    name: hint
-    for hint, names in af._ELSEWHERE.items()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-    for name in names.split()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-}
+PAGE = ROOT.parents[1] / "docs" / "pages" / "names.md"
 
 
 def test_type_checkers_and_python_see_the_same_names() -> None:
@@ -28,7 +25,6 @@ def test_type_checkers_and_python_see_the_same_names() -> None:
 
 
 def test_each_name_has_one_home() -> None:
-    assert not set(ELSEWHERE) & set(HOMES)
     assert sorted(af.__all__) == sorted(("__version__", *(set(HOMES) - set(PACKAGES))))
 
 
@@ -53,33 +49,30 @@ def attempt(code: str) -> str:
     return ""
 
 
-def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
-    assert attempt("af.broadcst") == "AttributeError: module 'accelfn' has no attribute 'broadcst'"
-    assert "cannot import name 'broadcst' from 'accelfn' (" in attempt("from accelfn import broadcst")
+def test_an_unknown_name_is_an_attribute_error_that_names_it_and_the_page_of_names() -> None:
+    title = PAGE.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    said = attempt("af.PartialState")
+    assert said.startswith("AttributeError: module 'accelfn' has no attribute 'PartialState'. ")
+    assert f"on the page {title!r} of the documentation." in said
+    assert "cannot import name 'PartialState' from 'accelfn' (" in attempt("from accelfn import PartialState")
+    assert "'accelfn.utils'" in attempt("import accelfn.utils")  # Python's own text
     assert not hasattr(af, "__path_of_nothing__")
 
 
-def test_a_name_of_accelerate_is_told_where_it_is_here() -> None:
-    told = "'get_balanced_memory'. Use accelfn.bigmodel.get_balanced_memory."
-    assert attempt("af.get_balanced_memory").endswith(told)
-    assert attempt("from accelfn import get_balanced_memory") == (
-        "ImportError: cannot import name 'get_balanced_memory' from 'accelfn'. "
-        "Use accelfn.bigmodel.get_balanced_memory."
+def test_names_that_are_not_at_the_root_are_where_the_page_says() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Names that aren't at the root\n")[2]
+    names, modules = (
+        [[re.findall(r"`([\w.]+)", cell) for cell in line.split(" | ")] for line in table.splitlines()]
+        for table in section.partition("\n## ")[0].strip().split("\n\n")
     )
-    for name, part in {"PartialState": "init_context", "utils": "accelfn.NAME", "state": "Context"}.items():
-        assert part in attempt(f"af.{name}")
-        assert part in attempt(f"from accelfn import {name}")
-        assert part in attempt(f"from accelfn import prepare, {name}")
-        assert not hasattr(af, name)
-    assert "'accelfn.utils'" in attempt("import accelfn.utils")  # Python's own text
-
-
-def test_what_is_told_of_a_name_of_accelerate_exists() -> None:
-    told = (hint.format(name).replace("()", "").replace("(ctx", " ") for name, hint in ELSEWHERE.items())
-    for word in " ".join(told).split():
-        value: object = af
-        for part in word.strip(".,:").split(".")[1:] if word.startswith("accelfn.") else ():
-            value = value if part == "NAME" else getattr(value, part)
+    listed = [name for _, own in names for name in own]
+    assert len(listed) > 50
+    assert not set(listed) & set(HOMES)
+    for place in (word for places, _ in [*names, *modules] for word in places):
+        assert getattr(af, place.removeprefix("accelfn.")) is not None
+    for places, own in names:
+        for name in own if places and places[0].removeprefix("accelfn.") in PACKAGES else ():
+            assert hasattr(getattr(af, places[0].removeprefix("accelfn.")), name), name
 
 
 def run(code: str) -> str:
