@@ -12,8 +12,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader
 
+from accelfn.comm import ObjectScatter
 from accelfn.context import Context
-from accelfn.data.dispatch import BatchScatter, BatchSplitter, SliceFunction
+from accelfn.data.dispatch import BatchSplitter, SliceFunction, scatter_batches
 from accelfn.data.draws import read_isolated
 from accelfn.data.groups import CollatePiece, GroupedStream, Piece, stream_ended
 from accelfn.data.order import set_epoch_of
@@ -383,7 +384,7 @@ class StreamDispatch(_Stream[T]):
             self._reader.seed = self.seed
             self._reader.restore(user_state, at)
             steps = self._steps(self._reader.begin(epoch, start).batches)
-        scatter = BatchScatter(self._ctx, f"epoch {epoch} from sample {start}")
+        scatter = scatter_batches(self._ctx, f"epoch {epoch} from sample {start}")
         return self._pass(self._read(scatter, steps, plan), plan)
 
     def can_restore(self, stream: State) -> bool:
@@ -400,7 +401,7 @@ class StreamDispatch(_Stream[T]):
 
     def _read(
         self,
-        scatter: BatchScatter,
+        scatter: ObjectScatter,
         steps: Iterator[tuple[list[Any], Any]] | None,
         plan: EpochPlan | None,
     ) -> Iterator[tuple[T, BatchInfo]]:
