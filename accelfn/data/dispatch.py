@@ -152,16 +152,6 @@ class DispatchedSteps(Generic[T]):
             batches = read_isolated(self._loader, is_resumed=plan.start > 0)
             steps = ((self._splitter.parts(plan, step, batches), None) for step in range(plan.num_steps))
         scatter = scatter_batches(self._ctx, f"epoch {epoch} from sample {plan.start}")
-        return self._receive(plan, infos, steps, scatter)
-
-    def _receive(
-        self,
-        plan: EpochPlan,
-        infos: Iterator[BatchInfo],
-        steps: Iterator[tuple[list[Any], None]] | None,
-        scatter: ObjectScatter,
-    ) -> Iterator[tuple[T, BatchInfo]]:
-        for _ in range(plan.num_steps):
-            parts, _ = cast("tuple[Sequence[Any], None]", scatter.exchange(steps))
-            if parts:
-                yield parts[0], next(infos)
+        received = (scatter.exchange(steps) for _ in range(plan.num_steps))
+        # The steps of a plan are all there.
+        return ((parts[0], next(infos)) for parts, _ in cast("Iterator[Any]", received) if parts)

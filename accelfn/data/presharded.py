@@ -87,10 +87,8 @@ class PreshardedReader(Reader[T]):
         if self._sampler is not None and restored.sampler is not None:
             restore_sampler(self._sampler, restored.sampler)
         before = None if self._sampler is None else sampler_state(self._sampler)
-        stream = (
-            restored.stream if restored.stream is not None and self.can_restore(restored.stream) else None
-        )
-        return EpochPass(counts, self._read(start, stream, at), sampler=before, is_rank_local=True)
+        batches = self._read(start, restored.stream, at)
+        return EpochPass(counts, batches, sampler=before, is_rank_local=True)
 
     def _counts(self, start: int) -> tuple[int, ...] | None:
         """Return each rank's number of batches from ``start`` on; exchanged, unless the sampler knows it."""

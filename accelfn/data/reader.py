@@ -158,8 +158,11 @@ class Reader(Generic[T]):
         return False
 
     def _pop_restored(self) -> tuple[UserState, int]:
-        restored, self._restored = self._restored, (UserState(), 0)
-        return restored
+        """Return what :meth:`restore` was called with, without a stream's state of another kind."""
+        (state, start), self._restored = self._restored, (UserState(), 0)
+        if state.stream is not None and not self.can_restore(state.stream):
+            state = state._replace(stream=None)
+        return state, start
 
 
 class StreamStates:

@@ -262,12 +262,7 @@ class StreamReader(_Stream[T]):
         self._position.copy_(torch.tensor([self.seed, epoch, start], device="cpu"))
         self.length: int | None = self._length()
         plan = self.plan(start)
-        user_state, at = self._pop_restored()
-        restored = (
-            user_state.stream
-            if user_state.stream is not None and self.can_restore(user_state.stream)
-            else None
-        )
+        (_, restored), at = self._pop_restored()
         self._latest = BatchInfo()
         pieces = self._pieces(restored, at, start > 0)
         self._unfinished = None if self._is_rank_local else weakref.ref(pieces)
