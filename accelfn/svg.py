@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ("CHAR", "GREY", "GROUND", "INK", "rect_svg", "text_svg", "write_svg")
+__all__ = ("CHAR", "GREY", "rect_svg", "text_svg", "write_svg")
 
 CHAR = 8  # pixels of a letter
-INK, GREY, GROUND = "#111111", "#666666", "#ffffff"
+INK, GREY = "#111111", "#666666"
 
 
-def write_svg(
-    width: int, height: int, title: str, parts: Sequence[str], *, font: str = "monospace", font_size: int = 13
-) -> str:
+def write_svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
     """Return an SVG document of ``parts`` on a white ground. Pure.
 
     >>> write_svg(80, 20, "a & b", [text_svg(0, 14, "a")]).count("<text")
@@ -21,9 +19,9 @@ def write_svg(
     """
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img" font-family="{font}" font-size="{font_size}">'
+        f'viewBox="0 0 {width} {height}" role="img" font-family="monospace" font-size="13">'
     )
-    ground = rect_svg(0, 0, width, height, GROUND)
+    ground = rect_svg(0, 0, width, height, "#ffffff")
     return "\n".join([head, f"<title>{escape(title)}</title>", ground, *parts, "</svg>\n"])
 
 
