@@ -246,7 +246,7 @@ class ObjectScatter:
         if len(set(pickles)) == 1:  # usually they differ only in the values of their tensors
             pickles = pickles[:1]
         tensors: int | list[bytes] = size
-        if sum(map(len, pickles)) + len(encoded) * size <= capacity(ctx):
+        if not size or sum(map(len, pickles)) + len(encoded) * size <= capacity(ctx):
             empty = torch.empty(size, dtype=torch.uint8, device="cpu")
             tensors = [as_bytes(one.write(empty)) for one in encoded]
         broadcast_bytes(ctx, self._call, pickle.dumps((step[1], len(encoded), pickles, tensors)), 0)

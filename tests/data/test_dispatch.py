@@ -270,3 +270,17 @@ def test_a_step_is_one_exchange_and_at_most_one_scatter_and_the_end_at_most_one_
         steps = {"all_gather_bytes": 2 + end} | ({"scatter": 2} if rows > 4 else {})
         found = run_ranks(lambda ctx, num=num: run(ctx, num), 2, dataloader_config=config(data_seed=0))
         assert found == [steps] * 2
+
+
+def test_large_objects_without_tensors_are_broadcast_and_nothing_is_scattered() -> None:
+    def run(ctx: Context) -> tuple[list[Any], dict[str, int]]:
+        watched, calls = counted(ctx)
+        texts: Any = [str(number) * 200_000 for number in range(6)]
+        loader = prepare_data_loader(watched, DataLoader(texts, batch_size=1, collate_fn=list))
+        calls.clear()
+        return [(batch[0][0], len(batch[0])) for batch in loader], dict(calls)
+
+    calls = {"all_gather_bytes": 2, "broadcast": 2}
+    assert run_ranks(run, 3, dataloader_config=config(data_seed=0)) == [
+        ([(str(rank), 200_000), (str(rank + 3), 200_000)], calls) for rank in range(3)
+    ]
