@@ -11,7 +11,6 @@ from accelfn.comm.agreement import (
     verify_structure as verify_structure,
 )
 from accelfn.comm.objects import (
-    ObjectScatter as ObjectScatter,
     broadcast_bytes as broadcast_bytes,
     broadcast_object_list as broadcast_object_list,
     gather_bytes as gather_bytes,

@@ -11,7 +11,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelfn.comm import Call, ObjectScatter
+from accelfn.comm import Call
+from accelfn.comm.objects import ObjectScatter
 from accelfn.context import Context
 from accelfn.data.draws import read_isolated
 from accelfn.data.plan import BatchInfo, EpochPlan

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader
 
-from accelfn.comm import ObjectScatter
+from accelfn.comm.objects import ObjectScatter
 from accelfn.context import Context
 from accelfn.data.dispatch import BatchSplitter, SliceFunction, scatter_batches
 from accelfn.data.draws import read_isolated
