@@ -158,13 +158,11 @@ from accelfn.parallel.engines import DummyScheduler as DummyScheduler
 from accelfn.parallel.engines import GPTTrainStep as GPTTrainStep
 from accelfn.parallel.engines import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accelfn.parallel.engines import MegatronPlan as MegatronPlan
-from accelfn.parallel.engines import ModelShape as ModelShape
 from accelfn.parallel.engines import T5TrainStep as T5TrainStep
 from accelfn.parallel.engines import deepspeed_facts as deepspeed_facts
 from accelfn.parallel.engines import gathered_parameters as gathered_parameters
 from accelfn.parallel.engines import plan_deepspeed as plan_deepspeed
 from accelfn.parallel.engines import plan_megatron as plan_megatron
-from accelfn.parallel.engines import read_shape as read_shape
 from accelfn.parallel.engines import zero3_init as zero3_init
 from accelfn.tracking import GeneralTracker as GeneralTracker
 from accelfn.tracking import Trackers as Trackers

@@ -60,7 +60,7 @@ from accelfn.comm import check_replicas, gather_object
 from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit
-from accelfn.parallel.engines import with_plain_objects
+from accelfn.parallel.engines import with_plain_weights
 from accelfn.parallel.parameters import WholeModel, check_filled, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
@@ -118,7 +118,7 @@ def save_model(
         ReplicaDriftError: Replicas of a parameter differ between ranks, and only one could be saved.
     """
     check_context("save_model", ctx)
-    model, _ = with_plain_objects(model)
+    model, _ = with_plain_weights(model)
     check_path("save_model", directory)
     folder = Path(directory)
     _check_replicas(ctx, model)
@@ -345,7 +345,7 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
         CheckpointMismatchError: Names, shapes or dtypes differ, or the files have different values for
             weights that are tied in the model. Nothing was changed.
     """
-    plain, write_back = with_plain_objects(model)
+    plain, write_back = with_plain_weights(model)
     inner = unwrap_model(require_module(_LOAD, plain), keep_torch_compile=False)
     names = own_names(_LOAD, inner)
     state: dict[str, Any] = inner.state_dict(keep_vars=True)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accelfn.checkpoint.weights_index import tied_by
 from accelfn.comm import Call, agree, broadcast, catch, gather_object
 from accelfn.context import Context, check_context
-from accelfn.parallel.engines import with_plain_objects
+from accelfn.parallel.engines import with_plain_weights
 from accelfn.parallel.parameters import check_filled, gathered, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
@@ -272,7 +272,7 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
     ['bias', 'weight']
     """
     check_context("get_state_dict", ctx)
-    plain, _ = with_plain_objects(model)
+    plain, _ = with_plain_weights(model)
 
     def collect(agree_on: Agreement) -> dict[str, Any]:
         inner = unwrap_model(require_module(_GET, plain), keep_torch_compile=False)

@@ -71,12 +71,7 @@ def describe_whole(model: nn.Module) -> WholeModel:
 
 def remember_whole(model: nn.Module) -> None:
     """Record a model's state dict, before parts of it are removed. Writes into ``model``."""
-    set_whole(model, describe_whole(model))
-
-
-def set_whole(model: nn.Module, whole: WholeModel) -> None:
-    """Record that ``model`` has some stages of a complete model. Writes into ``model``."""
-    setattr(model, _WHOLE, whole)
+    setattr(model, _WHOLE, describe_whole(model))
 
 
 def whole_of(model: nn.Module) -> WholeModel | None:

@@ -214,7 +214,7 @@ def plan_model(
         raise ConfigurationError(
             f"plan_model plans torch's own strategies, and here {ctx.strategy.engine} trains. Print "
             "that engine's plan: plan_deepspeed(plugin, deepspeed_facts(ctx, model, optimizer)), or "
-            "plan_megatron(plugin, read_shape(model.config), ctx.num_processes)."
+            "plan_megatron(plugin, ctx.num_processes)."
         )
     return plan_at(ctx, model, ctx.coordinate("pp"), engine=engine)
 

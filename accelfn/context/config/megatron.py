@@ -76,7 +76,7 @@ class MegatronLMPlugin:
         lr_mult: The factor for ``scale_lr_cond``. Default 1.0.
         megatron_dataset_flag: Whether :class:`accelfn.MegatronLMDummyDataLoader` is prepared, for Megatron's
             own datasets. Default False.
-        seq_length: Length of the sequences; None for the model's largest. Default None.
+        seq_length: Length of the sequences, which the model must take. Default None.
         encoder_seq_length: Length of an encoder's sequences. Default None.
         decoder_seq_length: Length of a decoder's sequences. Default None.
         tensorboard_dir: Of Megatron's own training loop, as the next three. Default None.
@@ -88,14 +88,17 @@ class MegatronLMPlugin:
             Default None.
         custom_train_step_kwargs: Its keyword arguments. Default None.
         custom_model_provider_function: ``provider(pre_process=..., post_process=...)`` returns a stage as a
-            module of Megatron; the passed model isn't used. Default None.
+            module of Megatron, which trains in place of the passed model. With
+            ``num_layers_per_virtual_pipeline_stage`` it takes ``vp_stage`` too. Needed to train. Default
+            None.
         custom_prepare_model_function: Called with the provider, returns the list of this rank's stages.
             Default None.
         custom_megatron_datasets_provider_function: Called with the numbers of samples for training,
             evaluation and test, returns the three datasets. Default None.
         custom_get_batch_function: Instead of the step's ``get_batch``. Default None.
         custom_loss_function: Instead of the step's loss. Default None.
-        other_megatron_args: Further fields of megatron-core's ``TransformerConfig``. Default None.
+        other_megatron_args: Further fields that the stage's ``TransformerConfig`` must have, as it must agree
+            with the fields here that are about layers. Default None.
         use_custom_fsdp: Whether Megatron's own FSDP is used. Default False.
         no_load_optim: Whether the optimizer isn't loaded. Default False.
         no_save_optim: Whether the optimizer isn't saved. Default False.
@@ -112,9 +115,10 @@ class MegatronLMPlugin:
         attention_backend: "auto" or True, "flash", "fused", "unfused" or "local". Default auto.
         expert_model_parallel_size: Ranks that share the experts of a layer. Default 1.
         context_parallel_size: Ranks that share a sequence. Default 1.
-        attention_dropout: Dropout rate of attention; None for the model's. Default None.
-        hidden_dropout: Dropout rate of hidden states; None for the model's. Default None.
-        attention_softmax_in_fp32: Whether the softmax of attention is computed in float32. Default True.
+        attention_dropout: Dropout rate of attention; None for any. Default None.
+        hidden_dropout: Dropout rate of hidden states; None for any. Default None.
+        attention_softmax_in_fp32: False if the softmax of attention must not be computed in float32. Default
+            True.
         expert_tensor_parallel_size: Ranks that share each expert. Default 1.
         calculate_per_token_loss: Whether ``model(**batch)`` averages over all tokens of the batch, and not
             over the means of its microbatches. Default True.

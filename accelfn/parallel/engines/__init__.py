@@ -9,6 +9,7 @@ from accelfn.parallel.engines.engine import (
     EngineStep as EngineStep,
     owner_of_step as owner_of_step,
     with_plain_objects as with_plain_objects,
+    with_plain_weights as with_plain_weights,
     wraps_model as wraps_model,
 )
 from accelfn.parallel.engines.deepspeed_plan import (
@@ -31,10 +32,8 @@ from accelfn.parallel.engines.megatron import (
     GPTTrainStep as GPTTrainStep,
     MegatronLMDummyScheduler as MegatronLMDummyScheduler,
     MegatronPlan as MegatronPlan,
-    ModelShape as ModelShape,
     T5TrainStep as T5TrainStep,
     plan_megatron as plan_megatron,
-    read_shape as read_shape,
 )
 from accelfn.parallel.engines.xla import (
     XlaShardPlan as XlaShardPlan,

@@ -42,13 +42,14 @@ class EngineState(NamedTuple):
 
     Attributes:
         model: Has the engine's parameters under the names of the user's model; sharded ones are ``DTensor``.
-        optimizer: An optimizer over these parameters, with the engine's state of each; None for a model
-            without one.
+            Or any object with a state, if only the same layout can load it.
+        optimizer: An optimizer over these parameters, with the engine's state of each, or any such object;
+            None for a model without one.
         write_back: Writes what was loaded into the two back into the engine. Every rank must call it.
     """
 
-    model: nn.Module
-    optimizer: Optimizer | None
+    model: object
+    optimizer: object | None
     write_back: Callable[[], None]
 
 
@@ -88,6 +89,9 @@ class EngineHandle(Handle):
 
     def close(self) -> None:
         """Free what the engine holds. The model can't be used any more."""
+
+    def check_weights(self) -> None:
+        """Refuse files of weights by themselves, if the state doesn't have the names of the user's model."""
 
     @abstractmethod
     def state(self) -> EngineState:
@@ -202,6 +206,20 @@ def with_plain_objects(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     if all(_engine_of(leaf) is None for leaf in optree.tree_leaves(tree)):
         return tree, lambda loaded: loaded
     return optree.tree_map(plain, tree), write_back
+
+
+def with_plain_weights(model: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Replace an engine's model as :func:`with_plain_objects` does, for files of weights.
+
+    Ranks: every rank of the context, if it is an engine's.
+
+    Raises:
+        NotAvailableError: Its weights don't have the names of the user's model.
+    """
+    handle = _engine_of(model)
+    if handle is not None:
+        handle.check_weights()
+    return with_plain_objects(model)
 
 
 def _engine_of(leaf: Any) -> EngineHandle | None:

@@ -15,7 +15,6 @@ from accelfn.parallel.engines.megatron.schedule import (
     build_schedule as build_schedule,
     plan_length as plan_length,
 )
-from accelfn.parallel.engines.megatron.shape import ModelShape as ModelShape, read_shape as read_shape
 from accelfn.parallel.engines.megatron.steps import (
     AbstractTrainStep as AbstractTrainStep,
     BertTrainStep as BertTrainStep,

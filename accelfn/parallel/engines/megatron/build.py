@@ -1,28 +1,20 @@
-"""Build the stages of a model with megatron-core, with the weights of the user's model."""
+"""Build the stages of a model with megatron-core, by the provider of the plugin."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 from accelfn.context import Context
 from accelfn.context.config import MegatronLMPlugin
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.parallel.engines.megatron.plan import MegatronPlan
-from accelfn.parallel.engines.megatron.weights import Rule, pack, rules_of, shard_piece
-
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-)
 
 
 class Core(NamedTuple):
@@ -35,7 +27,6 @@ class Core(NamedTuple):
     tensor_parallel: Any
     transformer: Any
     gpt: Any
-    layer_specs: Any
     grad_scaler: Any
     param_scheduler: Any
 
@@ -54,7 +45,6 @@ def import_core() -> Core:
         "tensor_parallel",
         "transformer",
         "models.gpt.gpt_model",
-        "models.gpt.gpt_layer_specs",
         "optimizer.grad_scaler",
         "optimizer_param_scheduler",
     )
@@ -69,6 +59,22 @@ def import_core() -> Core:
         raise MissingExtraError(
             "megatron_lm_plugin needs megatron-core: pip install 'accelfn[megatron]'."
         ) from error
+
+
+def require_provider(plugin: MegatronLMPlugin, model: nn.Module) -> None:
+    """Refuse a plugin that doesn't say how megatron-core builds the model.
+
+    Raises:
+        ConfigurationError: There is no provider.
+    """
+    if plugin.custom_model_provider_function is None:
+        raise ConfigurationError(
+            "Megatron-LM trains models of megatron-core, and neither the sizes nor the weights of the "
+            f"{type(model).__name__} are converted. Set custom_model_provider_function of the "
+            "MegatronLMPlugin: it returns a stage. Megatron-Bridge builds that of a Hugging Face model with "
+            "its weights: bridge = AutoBridge.from_hf_pretrained(name); stage = bridge.to_megatron_provider("
+            "load_weights=False).provide(pre_process, post_process); bridge.load_hf_weights([stage])."
+        )
 
 
 def join_groups(ctx: Context, core: Core, plan: MegatronPlan) -> None:
@@ -119,171 +125,75 @@ def join_groups(ctx: Context, core: Core, plan: MegatronPlan) -> None:
     core.tensor_parallel.model_parallel_cuda_manual_seed(int(seed) + place)
 
 
-def transformer_config(core: Core, plan: MegatronPlan, plugin: MegatronLMPlugin) -> Any:
-    """Return megatron-core's configuration of a model."""
-    shape = plan.shape
-    is_llama = shape.family == "llama"
-    dtype = _DTYPES[plan.precision]
-    last = plugin.decoder_last_pipeline_num_layers
-    is_interleaved = plan.num_chunks > 1
-    fields: dict[str, Any] = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_query_groups": shape.num_groups,
-        "kv_channels": shape.head_size,
-        "ffn_hidden_size": shape.ffn_size,
-        "layernorm_epsilon": shape.norm_eps,
-        "normalization": "RMSNorm" if is_llama else "LayerNorm",
-        "gated_linear_unit": is_llama,
-        "activation_func": _activation(shape.activation),
-        "add_bias_linear": shape.has_bias,
-        "hidden_dropout": plan.hidden_dropout,
-        "attention_dropout": plan.attention_dropout,
-        "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
-        "tensor_model_parallel_size": plan.tp,
-        "pipeline_model_parallel_size": plan.pp,
-        "virtual_pipeline_model_parallel_size": plan.num_chunks if is_interleaved else None,
-        # With two stages the next rank is the previous one too, and batches of messages would be mixed up.
-        "overlap_p2p_comm": is_interleaved,
-        "batch_p2p_comm": not is_interleaved,
-        "num_layers_in_last_pipeline_stage": last,
-        "pipeline_dtype": dtype,
-        "params_dtype": dtype,
-        "fp16": plan.precision == "fp16",
-        "bf16": plan.precision == "bf16",
-        "masked_softmax_fusion": False,  # its kernels are Apex's
-        **plan.recompute,
-        **(plugin.other_megatron_args or {}),
-    }
-    try:
-        return core.transformer.TransformerConfig(**fields)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigurationError(f"Megatron-LM: megatron-core refused the configuration: {error}") from error
-
-
-def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    if name in ("gelu_new", "gelu_pytorch_tanh"):
-        return partial(F.gelu, approximate="tanh")
-    return {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}[name]
-
-
 def build_stages(ctx: Context, core: Core, plan: MegatronPlan, plugin: MegatronLMPlugin) -> list[nn.Module]:
-    """Build this rank's parts of the model, without weights, on its device.
+    """Build this rank's parts of the model by the provider, on its device.
 
     Ranks: every rank of ``ctx``.
+
+    Raises:
+        ConfigurationError: There is no provider, or a part isn't what the options ask for.
     """
     provider = plugin.custom_model_provider_function
+    assert provider is not None  # asked for before
     if plugin.custom_prepare_model_function is not None:
         found = plugin.custom_prepare_model_function(provider)
-        return list(cast("Sequence[nn.Module]", found if isinstance(found, (list, tuple)) else [found]))
+        chunks = list(cast("Sequence[nn.Module]", found if isinstance(found, (list, tuple)) else [found]))
+    else:
+        chunks = [_build_chunk(core, plan, provider, chunk) for chunk in range(plan.num_chunks)]
+    for chunk in chunks:
+        _check_chunk(plan, plugin, chunk)
+    return [chunk.to(ctx.device) for chunk in chunks]
+
+
+def _build_chunk(core: Core, plan: MegatronPlan, provider: Callable[..., nn.Module], chunk: int) -> nn.Module:
     state = core.parallel_state
-    if provider is not None:
-        first, last = state.is_pipeline_first_stage(), state.is_pipeline_last_stage()
-        return [provider(pre_process=first, post_process=last)]
-    shape = plan.shape
-    config = transformer_config(core, plan, plugin)
-    spec = core.layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
-    chunks: list[nn.Module] = []
-    size = -(-shape.vocab_size // plan.tp)
-    real = shape.vocab_size - size * state.get_tensor_model_parallel_rank()
-    for chunk in range(plan.num_chunks):
-        virtual = chunk if plan.num_chunks > 1 else None
-        place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": virtual}
-        built = core.gpt.GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=size * plan.tp,
-            max_sequence_length=shape.max_length,
-            pre_process=state.is_pipeline_first_stage(**place),
-            post_process=state.is_pipeline_last_stage(**place),
-            parallel_output=True,
-            share_embeddings_and_output_weights=shape.is_tied,
-            position_embedding_type="learned_absolute" if shape.rope_base is None else "rope",
-            rotary_base=10000 if shape.rope_base is None else shape.rope_base,
-            rope_scaling=shape.rope_factor is not None,
-            rope_scaling_factor=shape.rope_factor or 8.0,
-            vp_stage=virtual,
-        )
-        if real < size:
-            built.compute_language_model_loss = _without_padding(
-                built.compute_language_model_loss, max(real, 0)
+    place: dict[str, Any] = {"vp_stage": chunk} if plan.num_chunks > 1 else {}
+    built: Any = provider(
+        pre_process=state.is_pipeline_first_stage(ignore_virtual=False, **place),
+        post_process=state.is_pipeline_last_stage(ignore_virtual=False, **place),
+        **place,
+    )
+    if place:
+        # With two stages the next rank is the previous one too, and batches of messages would be mixed up.
+        built.config.overlap_p2p_comm, built.config.batch_p2p_comm = True, False
+    return built
+
+
+def _check_chunk(plan: MegatronPlan, plugin: MegatronLMPlugin, chunk: Any) -> None:
+    """Refuse a part of a model that the provider has built otherwise than the options ask for."""
+    config = chunk.config
+    has_rotary, longest = plugin.use_rotary_position_embeddings, getattr(chunk, "max_sequence_length", None)
+    asked = {
+        "tensor_model_parallel_size": plan.tp,
+        "pipeline_model_parallel_size": plan.pp,
+        "virtual_pipeline_model_parallel_size": plan.num_chunks if plan.num_chunks > 1 else None,
+        "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
+        "fp16": plan.precision == "fp16",
+        "bf16": plan.precision == "bf16",
+        "sequence_parallel": plugin.sequence_parallelism or None,
+        "recompute_granularity": plugin.recompute_granularity,
+        "recompute_method": plugin.recompute_method,
+        "recompute_num_layers": plugin.recompute_num_layers,
+        "attention_dropout": plugin.attention_dropout,
+        "hidden_dropout": plugin.hidden_dropout,
+        "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32 and None,
+        **(plugin.other_megatron_args or {}),
+    }
+    for name, value in asked.items():
+        if value is not None and getattr(config, name, None) != value:
+            raise ConfigurationError(
+                f"Megatron-LM: the stage of custom_model_provider_function has {name}="
+                f"{getattr(config, name, None)!r} in its config, and the options ask for {value!r}. Build it "
+                "with that, or change the option."
             )
-        chunks.append(built.to(ctx.device))
-    return chunks
-
-
-def _without_padding(compute: Callable[..., Any], size: int) -> Callable[..., Any]:
-    """Return the loss of logits whose last ones, from ``size`` on, are of tokens that don't exist."""
-
-    def compute_loss(labels: torch.Tensor, logits: torch.Tensor) -> Any:
-        is_padding = torch.arange(logits.shape[-1], device=logits.device) >= size
-        return compute(labels, logits.masked_fill(is_padding, torch.finfo(logits.dtype).min))
-
-    return compute_loss
-
-
-def rules_of_rank(core: Core, plan: MegatronPlan) -> list[tuple[Rule, ...]]:
-    """Return the rules of each of this rank's parts of the model."""
-    stage = core.parallel_state.get_pipeline_model_parallel_rank()
-    return [rules_of(plan, stage, chunk).rules for chunk in range(plan.num_chunks)]
-
-
-def fill_stages(
-    ctx: Context, core: Core, plan: MegatronPlan, chunks: Sequence[nn.Module], model: nn.Module
-) -> None:
-    """Copy rank 0's weights of the user's model into the parts of all ranks.
-
-    Ranks: every rank of ``ctx``; each parameter is broadcast.
-
-    Args:
-        ctx: The world.
-        core: megatron-core.
-        plan: The plan.
-        chunks: Of this rank. Written into.
-        model: The user's; on other ranks than rank 0 its values aren't read.
-    """
-    tp, rank = plan.tp, core.parallel_state.get_tensor_model_parallel_rank()
-    uses: dict[str, list[tuple[nn.Parameter, Rule]]] = {}
-    for chunk, rules in zip(chunks, rules_of_rank(core, plan), strict=True):
-        parameters = dict(chunk.named_parameters())
-        _check_names(parameters, rules)
-        for rule in rules:
-            for piece in rule.pieces:
-                uses.setdefault(piece.name, []).append((parameters[rule.name], rule))
-    found: dict[int, list[torch.Tensor | None]] = {}
-    for name, value in model.named_parameters(remove_duplicate=False):
-        whole = value.detach().to(ctx.device, torch.float32) if ctx.rank == 0 else None
-        if whole is None:
-            whole = torch.empty(value.shape, device=ctx.device)
-        dist.broadcast(whole.contiguous() if ctx.rank == 0 else whole, 0)
-        for parameter, rule in uses.get(name, ()):
-            parts = found.setdefault(id(parameter), [None] * len(rule.pieces))
-            index = next(number for number, piece in enumerate(rule.pieces) if piece.name == name)
-            parts[index] = shard_piece(rule.pieces[index], whole, tp, rank)
-            complete = [part for part in parts if part is not None]
-            if len(complete) == len(parts):
-                with torch.no_grad():
-                    parameter.copy_(pack(rule, complete, plan.shape, tp))
-                del found[id(parameter)]
-    if found:
-        missing = sorted(
-            name for name in uses if name not in dict(model.named_parameters(remove_duplicate=False))
-        )
+    if has_rotary is not None and has_rotary == (chunk.position_embedding_type == "learned_absolute"):
         raise ConfigurationError(
-            f"Megatron-LM: the {type(model).__name__} has no parameter {missing[0]}, so it isn't the model "
-            "of its config. Pass the model for causal language modelling, without adapters."
+            f"Megatron-LM: use_rotary_position_embeddings={has_rotary}, but the provider's stage has "
+            f"{chunk.position_embedding_type} positions. Leave it out."
         )
-
-
-def _check_names(parameters: dict[str, nn.Parameter], rules: Sequence[Rule]) -> None:
-    """Refuse a stage whose parameters aren't those of the rules, as with another version of megatron-core."""
-    names = {rule.name for rule in rules}
-    if names != set(parameters):
-        different = sorted(names ^ set(parameters))
+    if plugin.seq_length is not None and longest is not None and plugin.seq_length > longest:
         raise ConfigurationError(
-            f"Megatron-LM: this version of megatron-core builds other parameters than accelfn knows: "
-            f"{', '.join(different[:4])}. Install megatron-core 0.16: pip install 'accelfn[megatron]'."
+            f"Megatron-LM: seq_length={plugin.seq_length} is above the model's {longest} positions."
         )
 
 
@@ -303,8 +213,7 @@ def wrap_stages(core: Core, plan: MegatronPlan, chunks: Sequence[nn.Module]) -> 
                 config=config, ddp_config=options, module=inner, disable_bucketing=index > 0
             )
         )
-        if plan.shape.family == "custom":  # replicas may have other random weights
-            cast("Any", wrapped[-1]).broadcast_params()
+        cast("Any", wrapped[-1]).broadcast_params()  # replicas may have other random weights
         for parameter in wrapped[-1].parameters():
             core.tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return wrapped

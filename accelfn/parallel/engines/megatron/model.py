@@ -43,6 +43,10 @@ class MegatronModel(nn.Module):
     other call is a whole step but the optimizer's: forward and backward passes of all microbatches. In
     evaluation it is a forward pass, whose output every rank along the stages gets.
 
+    A ``GPTModel`` of megatron-core takes and returns what a model of transformers does; or what its own
+    ``forward`` does, with three positional arguments. Other models take their own arguments in a loss
+    function, and their step's elsewhere.
+
     Attributes:
         config: The configuration of the user's model.
         chunks: This rank's parts, wrapped by Megatron.
@@ -65,34 +69,43 @@ class MegatronModel(nn.Module):
         self.plan = plan
         self.chunks: nn.ModuleList = nn.ModuleList(chunks)
         self._core = core
+        self._is_gpt = all(isinstance(unwrapped(chunk), core.gpt.GPTModel) for chunk in chunks)
         self._device = ctx.device
         self._returns_logits = returns_logits
-        self._scheduled: _Scheduled | None = None
-        # Runs a call in training, or of a custom model; set by the handle.
+        # The part that the schedule runs now, and the output of the call that has run it.
+        self._chunk: list[nn.Module] = []  # not a module of this one
+        self._outputs: list[Any] = []
+        # Runs a call in training, or of another model than GPT; set by the handle.
         self.run_step: Callable[[dict[str, Any], bool], Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of one microbatch, or of a whole batch; see the class.
 
         Args:
-            *args: ``input_ids`` and ``attention_mask``, as for the user's model.
-            **kwargs: ``input_ids``, ``attention_mask``, ``position_ids`` and ``labels``; for a custom model,
-                what its module takes, or its step.
+            *args: ``input_ids`` and ``attention_mask``, as of a model of transformers.
+            **kwargs: ``input_ids``, ``attention_mask``, ``position_ids`` and ``labels``; for another model
+                than GPT, what its module takes, or its step.
         """
-        scheduled = self._scheduled
-        if scheduled is not None:
-            return scheduled.call(lambda chunk: self._compute(chunk, args, kwargs))
+        if self._chunk:
+            return self._call_scheduled(self._chunk[0], args, kwargs)
         trains = self.training and torch.is_grad_enabled()
-        if trains or self.plan.shape.family == "custom":
+        if trains or not self._is_gpt:
             named = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
             assert self.run_step is not None  # set by the handle of each model
             return self.run_step(named, trains)
         return self._evaluate(args, kwargs)
 
-    def _compute(self, chunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.plan.shape.family == "custom":
-            return chunk(*args, **kwargs)
-        return self.compute(chunk, *args, **kwargs)
+    def _call_scheduled(self, chunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._outputs:
+            raise ConfigurationError(
+                "the loss function called the model twice, but Megatron-LM runs one forward pass per "
+                "microbatch. Call the model once, on the rows of both calls."
+            )
+        is_own = not self._is_gpt or len(args) > 2
+        self._outputs.append(chunk(*args, **kwargs) if is_own else self.compute(chunk, *args, **kwargs))
+        if not is_last(chunk):
+            raise SentError
+        return self._outputs[0]
 
     def compute(
         self,
@@ -103,7 +116,7 @@ class MegatronModel(nn.Module):
         labels: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """Run one part of the model: the tensor to send, or the output after the last stage."""
+        """Run one part of a GPT: the tensor to send, or the output after the last stage."""
         unused = [name for name, value in others.items() if value is not None and value is not False]
         if unused:
             raise ConfigurationError(
@@ -116,7 +129,7 @@ class MegatronModel(nn.Module):
         output = stage(input_ids, position_ids, causal_mask(attention_mask))
         if not is_last(chunk):
             return output
-        # Logits are sharded along the vocabulary, which is padded.
+        # Logits are sharded along the vocabulary, which may be padded.
         loss = logits = None
         if labels is not None:
             targets = labels[:, 1:]
@@ -126,8 +139,9 @@ class MegatronModel(nn.Module):
             )
             loss = (losses * counted).sum() / counted.sum()
         if labels is None or self._returns_logits:
-            gather = self._core.tensor_parallel.gather_from_tensor_model_parallel_region
-            logits = gather(output)[..., : self.plan.shape.vocab_size].float()
+            if unwrapped(chunk).parallel_output:
+                output = self._core.tensor_parallel.gather_from_tensor_model_parallel_region(output)
+            logits = output[..., : getattr(self.config, "vocab_size", None)].float()
         return MegatronOutput(loss, logits)
 
     def run_schedule(
@@ -152,14 +166,18 @@ class MegatronModel(nn.Module):
 
         def run_stage(iterator: Any, chunk: nn.Module) -> tuple[Any, Callable[..., Any]]:
             piece = next(iterator)
-            self._scheduled = scheduled = _Scheduled(chunk)
+            self._chunk, self._outputs = [chunk], []
             try:
                 result = compute(self, piece)
             except SentError:
-                return scheduled.sent, _nothing
+                return self._outputs[0], _nothing
             finally:
-                self._scheduled = None
-            scheduled.check()
+                self._chunk = []
+            if not self._outputs or not is_last(chunk):
+                raise ConfigurationError(
+                    "the loss function must call the model that it was passed exactly once, and let through "
+                    "the exception that ends it on other stages, which is no Exception."
+                )
             results.append(result)
             if to_differentiate is None:
                 return torch.zeros((), device=self._device), _nothing
@@ -233,10 +251,10 @@ class MegatronModel(nn.Module):
         Raises:
             ConfigurationError: Prompts are padded at their beginning, the result would be too long, or an
                 option isn't in its range.
-            NotAvailableError: Another option, or the model is a custom one.
+            NotAvailableError: Another option, or the model is no ``GPTModel`` of megatron-core.
         """
-        if self.plan.shape.family == "custom":
-            raise NotAvailableError("megatron_generate: the model is from custom_model_provider_function.")
+        if not self._is_gpt:
+            raise NotAvailableError("megatron_generate: the provider's model isn't megatron-core's GPTModel.")
         refuse_options(options)
         was_training = self.training
         self.eval()
@@ -246,7 +264,7 @@ class MegatronModel(nn.Module):
                 self._agree,
                 inputs,
                 attention_mask,
-                longest=self.plan.shape.max_length,
+                longest=self.inner_chunks()[0].max_sequence_length,
                 max_length=max_length,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
@@ -267,8 +285,8 @@ class MegatronModel(nn.Module):
         dist.broadcast(tokens, dist.get_process_group_ranks(group)[0], group=group)
         return tokens
 
-    def inner_chunks(self) -> list[nn.Module]:
-        """Return this rank's parts without Megatron's wrappers."""
+    def inner_chunks(self) -> list[Any]:
+        """Return this rank's parts without Megatron's wrappers, as the provider has built them."""
         return [unwrapped(chunk) for chunk in self.chunks]
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,36 +298,6 @@ class MegatronModel(nn.Module):
                 [(args, kwargs)], lambda model, piece: model(*piece[0], **piece[1]), None
             )
         return self.from_last(outputs[0] if outputs else None)
-
-
-class _Scheduled:
-    """The call of a model inside of a schedule: runs one part of it, once."""
-
-    def __init__(self, chunk: nn.Module) -> None:
-        self._chunk = chunk
-        self._calls = 0
-        self.sent: Any = None
-
-    def call(self, compute: Callable[[nn.Module], Any]) -> Any:
-        self._calls += 1
-        if self._calls > 1:
-            raise ConfigurationError(
-                "the loss function called the model twice, but Megatron-LM runs one forward pass per "
-                "microbatch. Call the model once, on the rows of both calls."
-            )
-        output = compute(self._chunk)
-        if is_last(self._chunk):
-            return output
-        self.sent = output
-        raise SentError
-
-    def check(self) -> None:
-        """Refuse a loss function that never called the model, or caught the end of its call."""
-        if self._calls == 0 or not is_last(self._chunk):
-            raise ConfigurationError(
-                "the loss function must call the model that it was passed exactly once, and let through the "
-                "exception that ends it on other stages, which is no Exception."
-            )
 
 
 def split(batch: Any, number: int) -> list[Any]:

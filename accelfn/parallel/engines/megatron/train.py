@@ -10,7 +10,6 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from accelfn.context import Context
@@ -20,25 +19,17 @@ from accelfn.parallel.engines.engine import EngineHandle, EngineOptimizer, Engin
 from accelfn.parallel.engines.megatron.build import (
     Core,
     build_stages,
-    fill_stages,
     import_core,
     join_groups,
-    rules_of_rank,
+    require_provider,
     wrap_stages,
 )
-from accelfn.parallel.engines.megatron.groups import (
-    build_optimizer,
-    group_of,
-    optimizer_options,
-    tag_groups,
-)
 from accelfn.parallel.engines.megatron.model import MegatronModel, MegatronOutput, split
+from accelfn.parallel.engines.megatron.optimizer import build_optimizer, optimizer_options
 from accelfn.parallel.engines.megatron.plan import MegatronPlan, plan_megatron
-from accelfn.parallel.engines.megatron.shape import read_shape
-from accelfn.parallel.engines.megatron.state import plain_state
+from accelfn.parallel.engines.megatron.state import MegatronModelState, MegatronOptimizerState
 from accelfn.parallel.engines.megatron.steps import AbstractTrainStep, step_of
 from accelfn.parallel.handle import BatchRun, EngineName
-from accelfn.parallel.parameters import WholeModel, describe_whole
 
 L = TypeVar("L")
 
@@ -50,22 +41,12 @@ class MegatronHandle(EngineHandle):
     name: ClassVar[str] = "Megatron-LM"
     splits_batches: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        ctx: Context,
-        core: Core,
-        model: MegatronModel,
-        plugin: MegatronLMPlugin,
-        whole: WholeModel,
-    ) -> None:
-        """Attach to ``model``; ``whole`` describes the user's model."""
+    def __init__(self, core: Core, model: MegatronModel, plugin: MegatronLMPlugin) -> None:
+        """Attach to ``model``."""
         super().__init__(model, model.parameters())
         self.core = core
         self.plan: MegatronPlan = model.plan
-        self.whole = whole
         self.optimizer: MegatronOptimizer | None = None
-        has_tp = ctx.mesh is not None and self.plan.tp > 1
-        self.mesh: DeviceMesh | None = cast("Any", ctx.mesh).device_mesh("tp") if has_tp else None
         self._steps: AbstractTrainStep = step_of(plugin, model.config)
         self._per_token = plugin.calculate_per_token_loss
         # Sum of the weights of whole steps since the last update, on this replica.
@@ -147,31 +128,6 @@ class MegatronHandle(EngineHandle):
             loss = cast("torch.Tensor", cast("Any", _Done).apply(torch.zeros((), requires_grad=True), loss))
         return MegatronOutput(loss) if getattr(model.config, "return_dict", False) else loss
 
-    @property
-    def tp_rank(self) -> int:
-        """This rank along tensor parallelism."""
-        return self.core.parallel_state.get_tensor_model_parallel_rank()
-
-    def group_of(self, parameter: torch.Tensor) -> int | None:
-        """Return the number of the optimizer's group that a parameter is in; None if it isn't trained."""
-        group = group_of(parameter)
-        return None if group is None else group.number
-
-    def part_of(self, parameter: torch.Tensor) -> Any:
-        """Return the one of Megatron's optimizers that has a parameter; None if it isn't trained."""
-        if self.optimizer is None or not parameter.requires_grad:
-            return None
-        # Experts have another one, and the built-in families have none.
-        return self.optimizer.parts[0]
-
-    def moment_names(self) -> tuple[str, ...]:
-        """Return the names of what the optimizer keeps of each parameter by now."""
-        if self.optimizer is None or self.optimizer.num_steps == 0:
-            return ()
-        if self.plan.optimizer == "adam":
-            return ("exp_avg", "exp_avg_sq")
-        return ("momentum_buffer",) if self.optimizer.param_groups[0].get("momentum") else ()
-
     def take_divisor(self) -> float:
         """Return what averaged gradients of whole steps are divided by, and forget it."""
         weight, self._weight = self._weight, None
@@ -182,13 +138,17 @@ class MegatronHandle(EngineHandle):
         return float(weight) / self.plan.dp or math.inf
 
     def state(self) -> EngineState:
-        """Return the model's and optimizer's state as plain objects, named as in the user's model."""
-        if self.plan.shape.family == "custom":
-            raise NotAvailableError(
-                "Megatron-LM: the state of a model from custom_model_provider_function can't be translated. "
-                "Save it with megatron.core.dist_checkpointing, or pass a model of a known family."
-            )
-        return plain_state(self, rules_of_rank(self.core, self.plan))
+        """Return this rank's part of the model's and the optimizer's state."""
+        optimizer = None if self.optimizer is None else MegatronOptimizerState(self.optimizer)
+        return EngineState(MegatronModelState(self), optimizer, lambda: None)
+
+    def check_weights(self) -> None:
+        """Refuse: the weights have Megatron's names, by rank."""
+        raise NotAvailableError(
+            "Megatron-LM: the weights have the names of megatron-core, and each rank has its own part. "
+            "Export them with Megatron-Bridge: bridge.save_hf_pretrained(model.inner_chunks(), folder). "
+            "save_state and load_state go on in the same layout."
+        )
 
 
 def _sum(tensor: torch.Tensor, group: Any) -> None:
@@ -217,7 +177,7 @@ class _Done(torch.autograd.Function):
 
 
 class MegatronOptimizer(EngineOptimizer):
-    """Megatron's optimizer, whose groups are those of the user's optimizer."""
+    """Megatron's optimizer, with the options of the user's optimizer."""
 
     def __init__(self, optimizer: Optimizer, handle: MegatronHandle, megatron: Any) -> None:
         """Step ``megatron`` with the learning rates and weight decays of ``optimizer``."""
@@ -259,66 +219,53 @@ class MegatronOptimizer(EngineOptimizer):
         return EngineStep(norm, not succeeded)
 
     def _write_options(self, max_norm: float) -> None:
-        """Write the user's options of each group, which schedulers change, into Megatron's groups."""
-        groups: Any = self.param_groups
+        """Write the user's options, which schedulers change, into Megatron's groups."""
+        options: Any = self.param_groups[0]  # all are alike
         for part in self.parts:
             part.config.clip_grad = max_norm
             for group in cast("list[dict[str, Any]]", part.optimizer.param_groups):
-                options = groups[group["user_group"]]
-                group["lr"] = options["lr"] * group["user_lr_mult"]
-                group["weight_decay"] = options["weight_decay"] * group["user_decay_mult"]
+                group["lr"] = options["lr"] * group.get("user_lr_mult", 1.0)
+                group["weight_decay"] = options["weight_decay"] * group.get("user_decay_mult", 1.0)
 
 
 def prepare_megatron(
     ctx: Context, model: nn.Module, optimizer: Optimizer
 ) -> tuple[MegatronModel, MegatronOptimizer]:
-    """Build a model of Megatron with the weights of ``model``, and its optimizer.
+    """Build a model of Megatron by the plugin's provider, and its optimizer.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: With a ``megatron_lm_plugin``.
-        model: A model of transformers.
+        model: Any model; its ``config`` is read, and its weights aren't.
         optimizer: Over its parameters, which hasn't stepped yet; from now on its groups are the source of
-            learning rates and weight decays.
+            learning rate and weight decay.
 
     Raises:
-        ConfigurationError: Something doesn't fit; see :func:`plan_megatron`.
+        ConfigurationError: There is no provider, or something doesn't fit; see :func:`plan_megatron`.
         NotAvailableError: Likewise.
         MissingExtraError: megatron-core isn't installed.
     """
     plugin = cast("MegatronLMPlugin", ctx.strategy.megatron)
+    require_provider(plugin, model)
+    config = getattr(model, "config", None)
     plan = plan_megatron(
         plugin,
-        read_shape(getattr(model, "config", model), plugin),
         ctx.num_processes,
         precision=ctx.precision.mode,
         optimizer=type(optimizer).__name__,
         accumulation=ctx.accumulation.num_steps,
+        num_layers=getattr(config, "num_hidden_layers", None),
     )
     options = optimizer_options(optimizer)
     core = import_core()
     join_groups(ctx, core, plan)
-    chunks = build_stages(ctx, core, plan, plugin)
-    if plan.shape.family != "custom":
-        fill_stages(ctx, core, plan, chunks, model)
-    tag_groups(core, plan, plugin, chunks, model, optimizer)
-    built = MegatronModel(
-        ctx,
-        core,
-        plan,
-        wrap_stages(core, plan, chunks),
-        getattr(model, "config", None),
-        returns_logits=plugin.return_logits,
-    )
+    chunks = wrap_stages(core, plan, build_stages(ctx, core, plan, plugin))
+    built = MegatronModel(ctx, core, plan, chunks, config, returns_logits=plugin.return_logits)
     built.train(model.training)
-    handle = MegatronHandle(ctx, core, built, plugin, describe_whole(model))
-    by_number: dict[int | None, list[torch.Tensor]] = {}
-    for parameter in built.parameters():
-        by_number.setdefault(handle.group_of(parameter), []).append(parameter)
+    handle = MegatronHandle(core, built, plugin)
+    trained = [parameter for parameter in built.parameters() if parameter.requires_grad]
     for number, group in enumerate(optimizer.param_groups):
-        group["params"] = by_number.get(number, [])  # the user's own would keep the memory of the old model
+        group["params"] = [] if number else trained  # the user's own would keep the memory of the old model
         group.pop("param_names", None)
-    return built, MegatronOptimizer(
-        optimizer, handle, build_optimizer(core, plan, plugin, built, optimizer, options)
-    )
+    return built, MegatronOptimizer(optimizer, handle, build_optimizer(core, plan, plugin, built, options))
