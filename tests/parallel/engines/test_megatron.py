@@ -193,7 +193,7 @@ def plain(kind: str) -> Plain:
             return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
         for batch in loader_of(rows(), batch_size=8):
-            loss = loss_of(batch)
+            loss: Any = loss_of(batch)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), 0.5)
             optimizer.step()
@@ -205,7 +205,7 @@ def plain(kind: str) -> Plain:
         with torch.no_grad():
             evaluated = loss_of({"input_ids": ids, "labels": ids}).item()
             for row, length in zip(ids, (3, 5), strict=True):
-                found = row[:length].tolist()
+                found = [int(token) for token in row[:length]]
                 while len(found) < 9 and (len(found) == length or found[-1]):
                     logits = logits_of(stage, torch.tensor([found]))
                     found.append(int(logits[0, -1, :VOCABULARY].argmax()))
@@ -331,7 +331,7 @@ def test_every_layout_trains_evaluates_and_generates_as_one_plain_process(
             chosen = zip(called[2], reference.generated, strict=True)
             assert [row[: len(one)] for row, one in chosen] == reference.generated
         for name, value, dim, rank in shards if kind == "SGD" else ():  # Adam divides by rounding alone
-            whole = reference.weights[name]
+            whole: Any = reference.weights[name]
             tp = options.get("tp_degree", 1)
             part = whole if dim is None else whole.tensor_split(tp, dim)[rank]
             torch.testing.assert_close(value, part, rtol=1e-5, atol=1e-6, msg=name)

@@ -12,7 +12,7 @@ from torch import nn
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.engines.megatron.build import Core
-from accelfn.parallel.engines.megatron.generate import generate, refuse_options
+from accelfn.parallel.engines.megatron.generate import check_options, choose, sequence_length
 from accelfn.parallel.engines.megatron.plan import MegatronPlan
 from accelfn.parallel.engines.megatron.steps import causal_mask
 from accelfn.parallel.pipeline import SentError
@@ -255,23 +255,24 @@ class MegatronModel(nn.Module):
         """
         if not self._is_gpt:
             raise NotAvailableError("megatron_generate: the provider's model isn't megatron-core's GPTModel.")
-        refuse_options(options)
+        check_options(temperature, top_k, top_p, options)
+        longest = self.inner_chunks()[0].max_sequence_length
+        lengths, total = sequence_length(inputs, attention_mask, longest, max_length, max_new_tokens)
+        end = _first(getattr(self.config, "eos_token_id", None))
+        tokens = nn.functional.pad(inputs, (0, total - inputs.shape[1]), value=end or 0)
+        is_done = torch.zeros_like(lengths, dtype=torch.bool)
         was_training = self.training
         self.eval()
         try:
-            return generate(
-                self._next_logits,
-                self._agree,
-                inputs,
-                attention_mask,
-                longest=self.inner_chunks()[0].max_sequence_length,
-                max_length=max_length,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                end=_first(getattr(self.config, "eos_token_id", None)),
-            )
+            for position in range(int(lengths.min()), total):
+                logits = self._next_logits(tokens[:, :position]).float()
+                chosen = self._agree(choose(logits, temperature, top_k, top_p))
+                is_free = (position >= lengths) & ~is_done
+                tokens[is_free, position] = chosen[is_free]
+                is_done |= is_free & (chosen == (-1 if end is None else end))
+                if bool(is_done.all()):
+                    return tokens[:, : max(position + 1, inputs.shape[1])]
+            return tokens
         finally:
             self.train(was_training)
 

@@ -74,15 +74,27 @@ class AbstractTrainStep(ABC):
         """Return a function from an iterator and a stage to the stage's output and its loss function."""
 
 
-def token_sums(
-    loss_mask: torch.Tensor, losses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sum of the losses of tokens that count, their number, and no further values."""
+def token_sums(loss_mask: torch.Tensor, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return the sum of the losses of tokens that count, their number, and no further values.
+
+    Args:
+        loss_mask: Which tokens count.
+        output: Of the model: the losses, or first of several outputs.
+    """
+    losses = cast("torch.Tensor", output[0] if isinstance(output, (tuple, list)) else output)
     counted = loss_mask.to(losses.dtype)
     return (losses.float() * counted).sum(), counted.sum(), {}
 
 
-class GPTTrainStep(AbstractTrainStep):
+class _TokenStep(AbstractTrainStep):
+    """A step whose loss is a sum over tokens."""
+
+    def get_loss_func(self) -> Callable[..., Any]:
+        """Return :func:`token_sums`."""
+        return token_sums
+
+
+class GPTTrainStep(_TokenStep):
     """The step of models that predict the next token: GPT-2 and Llama.
 
     Batches have ``input_ids``, and may have ``attention_mask`` and ``labels`` that aren't shifted yet, where
@@ -107,10 +119,6 @@ class GPTTrainStep(AbstractTrainStep):
 
         return get_batch
 
-    def get_loss_func(self) -> Callable[..., Any]:
-        """Return :func:`token_sums`."""
-        return token_sums
-
     def get_forward_step_func(self) -> Callable[[Iterator[Any], Any], tuple[Any, Callable[..., Any]]]:
         """Return a function that calls the stage with tokens, positions, mask and labels."""
 
@@ -122,7 +130,7 @@ class GPTTrainStep(AbstractTrainStep):
         return forward_step
 
 
-class BertTrainStep(AbstractTrainStep):
+class BertTrainStep(_TokenStep):
     """The step of BERT's masked language model, for a provider of ``megatron.core.models.bert.BertModel``.
 
     Batches have ``input_ids``, ``attention_mask``, ``labels`` (-100 where a token isn't masked), and may have
@@ -138,24 +146,10 @@ class BertTrainStep(AbstractTrainStep):
             counted = batch["labels"] != -100
             mask = batch.get("attention_mask")
             mask = torch.ones_like(tokens) if mask is None else mask
-            return (
-                tokens,
-                mask,
-                batch.get("token_type_ids"),
-                batch["labels"].masked_fill(~counted, 0),
-                counted,
-            )
+            labels = batch["labels"].masked_fill(~counted, 0)
+            return tokens, mask, batch.get("token_type_ids"), labels, counted
 
         return get_batch
-
-    def get_loss_func(self) -> Callable[..., Any]:
-        """Return :func:`token_sums` of the model's first output."""
-
-        def loss_func(loss_mask: torch.Tensor, output: Any) -> Any:
-            losses = cast("torch.Tensor", output[0] if isinstance(output, (tuple, list)) else output)
-            return token_sums(loss_mask, losses)
-
-        return loss_func
 
     def get_forward_step_func(self) -> Callable[[Iterator[Any], Any], tuple[Any, Callable[..., Any]]]:
         """Return a function that calls the stage with tokens, mask, types and labels."""
@@ -168,7 +162,7 @@ class BertTrainStep(AbstractTrainStep):
         return forward_step
 
 
-class T5TrainStep(AbstractTrainStep):
+class T5TrainStep(_TokenStep):
     """The step of T5, for a provider of ``megatron.core.models.T5.T5Model``.
 
     Batches have ``input_ids``, ``labels`` (-100 where there is none), and may have ``attention_mask`` and
@@ -190,17 +184,10 @@ class T5TrainStep(AbstractTrainStep):
             hidden = torch.zeros_like(tokens, dtype=torch.bool) if kept is None else kept == 0
             encoder_mask = (hidden[:, None] | hidden[:, :, None])[:, None]
             cross_mask = hidden[:, None, None].expand(-1, 1, decoder.shape[1], -1)
-            length = decoder.shape[1]
-            decoder_mask = torch.ones(length, length, dtype=torch.bool, device=decoder.device).triu(1)[
-                None, None
-            ]
+            decoder_mask = _is_future(decoder)[None, None]
             return tokens, decoder, encoder_mask, decoder_mask, cross_mask, labels, counted
 
         return get_batch
-
-    def get_loss_func(self) -> Callable[..., Any]:
-        """Return :func:`token_sums`."""
-        return token_sums
 
     def get_forward_step_func(self) -> Callable[[Iterator[Any], Any], tuple[Any, Callable[..., Any]]]:
         """Return a function that calls the stage with the tokens, the masks and the labels."""
@@ -220,9 +207,13 @@ def causal_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     """
     if attention_mask is None or bool(attention_mask.all()):
         return None
-    length = attention_mask.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).triu(1)
-    return causal[None, None] | (attention_mask == 0)[:, None, None]
+    return _is_future(attention_mask)[None, None] | (attention_mask == 0)[:, None, None]
+
+
+def _is_future(rows: torch.Tensor) -> torch.Tensor:
+    """Return which tokens come after each token of a row."""
+    length = rows.shape[1]
+    return torch.ones(length, length, dtype=torch.bool, device=rows.device).triu(1)
 
 
 def step_of(plugin: MegatronLMPlugin, config: Any) -> AbstractTrainStep:
