@@ -59,7 +59,7 @@ def prepare_with_megatron(
 
     Args:
         ctx: With a ``megatron_lm_plugin``.
-        model: A model of transformers.
+        model: Any model with a ``config``.
         optimizer: Over its parameters.
         scheduler: A scheduler over the optimizer, a :class:`MegatronLMDummyScheduler`, or None.
         loaders: From :func:`prepare_megatron_loaders`; they tell how many samples a step has.

@@ -103,7 +103,7 @@ def provider_of(precision: str = "no", seed: int = 0, **options: Any) -> Callabl
             if dim is not None:
                 shape[dim] *= tp
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
-            whole = torch.randn(shape, generator=generator) * 0.1 + ("norm.weight" in name)
+            whole: Any = torch.randn(shape, generator=generator) * 0.1 + ("norm.weight" in name)
             with torch.no_grad():
                 parameter.copy_(whole if dim is None else whole.chunk(tp, dim)[rank])
         return stage
@@ -480,7 +480,7 @@ def test_a_model_of_another_kind_trains() -> None:
         assert losses == sorted(losses, reverse=True)
 
 
-def schedules(ctx: Context) -> tuple[list[float], list[float]]:
+def schedules(ctx: Context) -> tuple[list[float], list[float], set[tuple[float, float]]]:
     model = Template()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     dummy = af.MegatronLMDummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=2)
@@ -497,11 +497,19 @@ def schedules(ctx: Context) -> tuple[list[float], list[float]]:
     state = schedule.state_dict()
     schedule.step()
     schedule.load_state_dict(state)
-    return rates, schedule.get_last_lr()
+    groups = [group for part in optimizer.parts for group in part.optimizer.param_groups]
+    stepped = {(round(group["lr"], 6), group["weight_decay"]) for group in groups if group["params"]}
+    return rates, schedule.get_last_lr(), stepped
 
 
 def test_megatron_s_schedule_steps_once_with_the_optimizer() -> None:
-    for rates, last in on_ranks(schedules, 2, num_micro_batches=2, min_lr=0.1):
+    options: dict[str, Any] = {
+        "no_wd_decay_cond": lambda name, parameter: parameter.dim() < 2,
+        "scale_lr_cond": lambda name, parameter: name.startswith("embedding."),
+        "lr_mult": 2.0,
+    }
+    for rates, last, stepped in on_ranks(schedules, 2, num_micro_batches=2, min_lr=0.1, **options):
+        assert stepped == {(0.1, 0.01), (0.1, 0.0), (0.2, 0.01)}
         assert rates == pytest.approx([0.0, 0.5, 1.0, 0.55, 0.1, 0.1])
         assert last == pytest.approx([0.1])
 
