@@ -234,7 +234,8 @@ def on_ranks(fn: Callable[[Context], Any], size: int, **options: Any) -> list[An
 
 def prepared(ctx: Context, kind: str = "AdamW") -> tuple[Any, Any, Any, Any]:
     """Model, optimizer, scheduler and loader; the same global batches in every layout."""
-    model = Template()
+    with torch.device("meta"):  # its weights aren't read
+        model = Template()
     optimizer = optimizer_of(model.parameters(), kind)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     plugin = cast("MegatronLMPlugin", ctx.strategy.megatron)
