@@ -504,11 +504,15 @@ def schedules(ctx: Context) -> tuple[list[float], list[float], set[tuple[float, 
 
 
 def test_megatron_s_schedule_steps_once_with_the_optimizer() -> None:
-    options: dict[str, Any] = {
-        "no_wd_decay_cond": lambda name, parameter: parameter.dim() < 2,
-        "scale_lr_cond": lambda name, parameter: name.startswith("embedding."),
-        "lr_mult": 2.0,
-    }
+    def is_vector(name: str, parameter: torch.Tensor) -> bool:
+        del name
+        return parameter.dim() < 2
+
+    def is_embedding(name: str, parameter: torch.Tensor) -> bool:
+        del parameter
+        return name.startswith("embedding.")
+
+    options = {"no_wd_decay_cond": is_vector, "scale_lr_cond": is_embedding, "lr_mult": 2.0}
     for rates, last, stepped in on_ranks(schedules, 2, num_micro_batches=2, min_lr=0.1, **options):
         assert stepped == {(0.1, 0.01), (0.1, 0.0), (0.2, 0.01)}
         assert rates == pytest.approx([0.0, 0.5, 1.0, 0.55, 0.1, 0.1])
