@@ -172,6 +172,30 @@ def test_the_floor_check_can_fail(module: str, source: str) -> None:
     assert len(floor_violations(source, module)) == 1
 
 
+def imports_of(module: str) -> set[str]:
+    """Return the modules of the package that a module imports, also for type checkers alone."""
+    path = source_path(module)
+    names = imported_names(path.read_text("utf-8"), module, is_package=path.name == "__init__.py")
+    found: set[str] = set()
+    for _, name in names:
+        while name not in MODULES and "." in name:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found & set(MODULES) - {module}
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    free = {
+        module: imports_of(module)
+        for module in MODULES
+        if module.split(".")[1:2] not in (["bigmodel"], ["compat"])
+    }
+    while ends := [module for module, imported in free.items() if not imported & free.keys()]:
+        for module in ends:
+            del free[module]
+    assert sorted(free) == []
+
+
 # --- no hidden state -----------------------------------------------------------------------------
 
 # Names that the import system, the compiler or the warnings module puts into a module.

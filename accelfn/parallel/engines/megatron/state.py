@@ -2,56 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from accelfn.errors import CheckpointMismatchError, Misfit
+from accelfn.parallel.engines.megatron.model import MegatronModel
+from accelfn.parallel.engines.megatron.plan import MegatronPlan
 
-if TYPE_CHECKING:
-    from accelfn.parallel.engines.megatron.train import MegatronHandle, MegatronOptimizer
+
+class Stepped(Protocol):
+    """An optimizer whose state is saved.
+
+    Attributes:
+        num_steps: Those that updated the parameters.
+        param_groups: The user's, with options.
+        parts: Megatron's optimizers.
+    """
+
+    num_steps: int
+
+    @property
+    def param_groups(self) -> Any: ...  # noqa: D102 -- above
+
+    @property
+    def parts(self) -> list[Any]: ...  # noqa: D102
 
 
 class MegatronModelState:
     """This rank's parts of a model, in the form of any object with a state."""
 
-    def __init__(self, handle: MegatronHandle) -> None:
-        """Stand for the model of ``handle``."""
-        self._handle = handle
+    def __init__(self, model: MegatronModel, parts: Sequence[Any]) -> None:
+        """Stand for ``model``, whose weights ``parts`` of Megatron's optimizer step."""
+        self._model = model
+        self._parts = parts
 
     def state_dict(self) -> dict[str, Any]:
         """Return the layout, the state of each part of the model, and its float32 weights."""
-        handle = self._handle
         return {
-            "layout": _layout_of(handle),
-            "chunks": [_tensors(chunk.state_dict()) for chunk in handle.model.inner_chunks()],
-            "weights": list(_weights(handle.optimizer)),
+            "layout": _layout_of(self._model.plan),
+            "chunks": [_tensors(chunk.state_dict()) for chunk in self._model.inner_chunks()],
+            "weights": list(_weights(self._parts)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write a state into the parts of the model, and into the float32 weights that are stepped."""
-        handle = self._handle
-        _check_layout(handle, state)
-        for chunk, stored in zip(handle.model.inner_chunks(), state["chunks"], strict=True):
+        _check_layout(self._model.plan, state)
+        for chunk, stored in zip(self._model.inner_chunks(), state["chunks"], strict=True):
             chunk.load_state_dict(stored, strict=False)
         with torch.no_grad():
-            for weight, value in zip(_weights(handle.optimizer), state["weights"], strict=True):
+            for weight, value in zip(_weights(self._parts), state["weights"], strict=True):
                 weight.copy_(value)
 
 
 class MegatronOptimizerState:
     """What this rank's optimizers of Megatron hold beside the weights, likewise."""
 
-    def __init__(self, optimizer: MegatronOptimizer) -> None:
+    def __init__(self, plan: MegatronPlan, optimizer: Stepped) -> None:
         """Stand for the state of ``optimizer``."""
+        self._plan = plan
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """Return the layout, the options of each group, and the state of each part."""
         optimizer = self._optimizer
         return {
-            "layout": _layout_of(cast("MegatronHandle", optimizer.handle)),
+            "layout": _layout_of(self._plan),
             "num_steps": optimizer.num_steps,
             "groups": [_options(group) for group in optimizer.param_groups],
             "parts": [part.optimizer.state_dict() for part in optimizer.parts],
@@ -60,7 +77,7 @@ class MegatronOptimizerState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write a state into this rank's optimizers."""
         optimizer = self._optimizer
-        _check_layout(cast("MegatronHandle", optimizer.handle), state)
+        _check_layout(self._plan, state)
         optimizer.num_steps = state["num_steps"]
         for group, options in zip(optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
@@ -68,12 +85,12 @@ class MegatronOptimizerState:
             part.optimizer.load_state_dict(stored)
 
 
-def _layout_of(handle: MegatronHandle) -> str:
-    return f"{handle.plan.layout}, {handle.plan.num_chunks} parts per rank"
+def _layout_of(plan: MegatronPlan) -> str:
+    return f"{plan.layout}, {plan.num_chunks} parts per rank"
 
 
-def _check_layout(handle: MegatronHandle, state: dict[str, Any]) -> None:
-    stored, own = state["layout"], _layout_of(handle)
+def _check_layout(plan: MegatronPlan, state: dict[str, Any]) -> None:
+    stored, own = state["layout"], _layout_of(plan)
     if stored != own:
         raise CheckpointMismatchError(
             "Megatron-LM saves each rank's own part, which only the same layout can load. Use that "
@@ -82,9 +99,9 @@ def _check_layout(handle: MegatronHandle, state: dict[str, Any]) -> None:
         )
 
 
-def _weights(optimizer: MegatronOptimizer | None) -> Iterator[torch.Tensor]:
+def _weights(parts: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yield the weights that are stepped: in half precision, or sharded over replicas, copies."""
-    for part in optimizer.parts if optimizer is not None else ():
+    for part in parts:
         for group in part.optimizer.param_groups:
             yield from group["params"]
 

@@ -139,8 +139,11 @@ class MegatronHandle(EngineHandle):
 
     def state(self) -> EngineState:
         """Return this rank's part of the model's and the optimizer's state."""
-        optimizer = None if self.optimizer is None else MegatronOptimizerState(self.optimizer)
-        return EngineState(MegatronModelState(self), optimizer, lambda: None)
+        optimizer = self.optimizer
+        model = MegatronModelState(self.model, () if optimizer is None else optimizer.parts)
+        return EngineState(
+            model, None if optimizer is None else MegatronOptimizerState(self.plan, optimizer), lambda: None
+        )
 
     def check_weights(self) -> None:
         """Refuse: the weights have Megatron's names, by rank."""
