@@ -138,8 +138,6 @@ from accelfn.launch.functions import debug_launcher as debug_launcher
 from accelfn.launch.functions import launch_processes as launch_processes
 from accelfn.launch.functions import notebook_launcher as notebook_launcher
 from accelfn.parallel import Budget as Budget
-from accelfn.parallel import Cluster as Cluster
-from accelfn.parallel import Link as Link
 from accelfn.parallel import MeshSearch as MeshSearch
 from accelfn.parallel import ModelPlan as ModelPlan
 from accelfn.parallel import Traffic as Traffic

@@ -25,9 +25,9 @@ _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _DEVICE_OPTIONS = ("max_memory", "device_map", "no_split", "offload_buffers", "fallback_allocation")
 _RANK_OPTIONS = (
     *("optimizer", "mixed_precision", "batch", "batch_size", "sequence_length", "activation_checkpointing"),
-    *("cluster", "gradient_accumulation_steps", "sync_each_batch", "num_microbatches"),
+    *("gradient_accumulation_steps", "sync_each_batch", "num_microbatches"),
 )
-_SEARCH_OPTIONS = ("ranks", "memory", "axes", "why")
+_SEARCH_OPTIONS = ("ranks", "memory", "axes", "ranks_per_node", "why")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -224,6 +224,7 @@ def make_parser() -> CommandParser:
         ("--gradient_accumulation_steps", "batches in an accumulation window; for ranks (1)"),
         ("--num_microbatches", "microbatches of a batch in a pipeline (one for each stage)"),
         ("--ranks", "number of ranks to search meshes for"),
+        ("--ranks_per_node", "ranks in each node, in a search (8)"),
     ):
         parser.add_argument(name, metavar="N", type=_positive, help=about)
     parser.add_argument(
@@ -232,13 +233,6 @@ def make_parser() -> CommandParser:
         help="the same with another batch: the function returns the model's arguments, as a mapping of "
         "keyword arguments, a list or tuple, or a single one; in a search with the rows of a step",
     )
-    parser.add_argument(
-        "--cluster",
-        metavar="PROPERTY=VALUE",
-        nargs="+",
-        help="machines of the ranks: ranks_per_node=8 inside=450GB between=50GB (a second and rank) "
-        "inside_latency_us=5 between_latency_us=15 flops=400e12, which are the defaults",
-    )
     parser.add_argument("--memory", metavar="SIZE", help="memory of each rank in a search, such as 80GB")
     parser.add_argument(
         "--axes", metavar="AXIS,...", help="axes to search (pp,dp_replicate,dp_shard,tp; there are cp and sp)"
@@ -246,7 +240,7 @@ def make_parser() -> CommandParser:
     for name, about in (
         ("--activation_checkpointing", "recompute activations in the backward pass; for ranks"),
         ("--sync_each_batch", "average the gradients of each batch of a window; for ranks"),
-        ("--search", "search meshes in which the model fits, and rank them by the time of a step"),
+        ("--search", "list the meshes in which the model fits, those that send least between nodes first"),
         ("--why", "say of each other mesh why it isn't one of them"),
         ("--offload_buffers", "offload buffers of offloaded modules too"),
         ("--fallback_allocation", "use a smaller later part if the first one is too large for a device"),

@@ -7,7 +7,6 @@ import difflib
 import json
 import os
 import pkgutil
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accelfn.context import Context, ContextOptions
-    from accelfn.parallel import Cluster, Traffic
-    from accelfn.parallel.optimizer_states import OptimizerKind
+    from accelfn.parallel import Traffic
+    from accelfn.parallel.planning.optimizer_states import OptimizerKind
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp", "ep")
 
@@ -37,21 +36,18 @@ def draw_ranks(options: argparse.Namespace, form: str) -> str:
         ValueError: The model can't be built, or there is no such dtype.
     """
     from accelfn.parallel import plan_model
-    from accelfn.parallel.budget import budget_at
-    from accelfn.parallel.optimizer_states import states_of
-    from accelfn.parallel.step_plan import plan_step
-    from accelfn.parallel.step_traffic import traffic_at
+    from accelfn.parallel.planning.memory import budget_of
+    from accelfn.parallel.planning.optimizer_states import states_of
+    from accelfn.parallel.planning.step import plan_step
+    from accelfn.parallel.planning.traffic import traffic_of
 
     ctx = _context(options)
     model = _model(options)
-    cluster, states = read_cluster(options.cluster or ()), states_of(_optimizer(options), "--optimizer")
+    states = states_of(_optimizer(options), "--optimizer")
     plan = None if ctx.strategy.engine is not None else plan_model(ctx, model)
     # Both follow from one run of the model.
     step = plan_step(ctx, model, batch=_batch(ctx, model, options))
-    traffics = {place: traffic_at(ctx, step, place, cluster) for place in step.plans}
-    budgets = [budget_at(ctx, step, place, states, one.moved) for place, one in traffics.items()]
-    budget = max(budgets, key=lambda one: one.total)
-    traffic = max(traffics.values(), key=lambda one: (one.step_s, sum(one.moved.values())))
+    budget, traffic = budget_of(ctx, step, states), traffic_of(ctx, step)
     if form == "table":
         return "\n\n".join(str(part) for part in (plan, budget, traffic) if part is not None)
     if form == "svg":
@@ -75,19 +71,8 @@ def draw_ranks(options: argparse.Namespace, form: str) -> str:
 
 
 def traffic_json(traffic: Traffic) -> dict[str, Any]:
-    """Return a step's traffic and times as JSON has it."""
-    return {
-        "exchanges": [
-            {**one._asdict(), "seconds": traffic.seconds(one), "exposed_s": traffic.exposed(one)}
-            for one in traffic.exchanges
-        ],
-        "forward_flops": traffic.forward_flops,
-        "backward_flops": traffic.backward_flops,
-        "compute_s": traffic.compute_s,
-        "exposed_s": traffic.exposed_s,
-        "idle_s": traffic.idle_s,
-        "step_s": traffic.step_s,
-    }
+    """Return a step's traffic as JSON has it."""
+    return {"exchanges": [one._asdict() for one in traffic.exchanges]}
 
 
 def draw_search(options: argparse.Namespace, form: str) -> tuple[str, bool]:
@@ -108,7 +93,7 @@ def draw_search(options: argparse.Namespace, form: str) -> tuple[str, bool]:
     """
     from accelfn.bigmodel.source import call_on_meta
     from accelfn.checkpoint.weights_index import parse_size
-    from accelfn.parallel.mesh_search import DEFAULT_AXES, search_meshes
+    from accelfn.parallel.planning.search import DEFAULT_AXES, search_meshes
     from accelfn.tree import count_rows, slice_tensors
 
     axes = DEFAULT_AXES if options.axes is None else options.axes.split(",")
@@ -140,7 +125,7 @@ def draw_search(options: argparse.Namespace, form: str) -> tuple[str, bool]:
         make_batch=make_batch,
         optimizer=_optimizer(options),
         axes=axes,
-        cluster=read_cluster(options.cluster or ()),
+        ranks_per_node=options.ranks_per_node or 8,
         **asked,
     )
     fits = bool(search.layouts)
@@ -158,6 +143,7 @@ def draw_search(options: argparse.Namespace, form: str) -> tuple[str, bool]:
                     "num_batches": one.num_batches,
                     "bytes": {**one.budget._asdict(), "total": one.budget.total},
                     "traffic": traffic_json(one.traffic),
+                    "between_nodes": one.between_nodes,
                 }
                 for one in search.layouts
             ],
@@ -197,41 +183,6 @@ def _optimizer(options: argparse.Namespace) -> OptimizerKind:
         return float(given)
     except ValueError:
         return given
-
-
-def read_cluster(pairs: Sequence[str]) -> Cluster:
-    """Read the properties of a cluster. Pure.
-
-    Raises:
-        ConfigurationError: A property is unknown, or its value isn't a number or a size.
-
-    >>> print(read_cluster(["ranks_per_node=4", "between=25GB", "flops=1e15"]))
-    4 ranks a node, 450.0 GB/s inside and 25.0 GB/s a rank between; 1000 TFLOP/s a rank
-    """
-    from accelfn.checkpoint.weights_index import parse_size
-    from accelfn.parallel.step_traffic import Cluster
-
-    cluster = Cluster()
-    for pair in pairs:
-        name, _, text = pair.partition("=")
-        link, _, unit = name.partition("_latency")
-        try:
-            if name in ("inside", "between"):
-                changed = replace(getattr(cluster, name), bandwidth=parse_size(text, name))
-                cluster = replace(cluster, **{name: changed})
-            elif link in ("inside", "between") and unit == "_us":
-                changed = replace(getattr(cluster, link), latency_s=float(text) * 1e-6)
-                cluster = replace(cluster, **{link: changed})
-            elif name in ("ranks_per_node", "flops"):
-                cluster = replace(cluster, **{name: int(text) if name == "ranks_per_node" else float(text)})
-            else:
-                raise ValueError(
-                    f"no property {name!r}. Properties are ranks_per_node, inside, between, "
-                    "inside_latency_us, between_latency_us and flops."
-                )
-        except ValueError as error:
-            raise ConfigurationError(f"--cluster {pair}: {str(error).removesuffix('.')}.") from error
-    return cluster
 
 
 def _batch(ctx: Context, model: nn.Module, options: argparse.Namespace) -> Any:

@@ -1,7 +1,9 @@
 """Strategies: how a model is spread over ranks."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-from accelfn.parallel.budget import Budget as Budget, plan_memory as plan_memory
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from accelfn.parallel.experts import (
     ExpertPlan as ExpertPlan,
     HeldExperts as HeldExperts,
@@ -10,12 +12,6 @@ from accelfn.parallel.experts import (
 from accelfn.parallel.facts import ModelFacts as ModelFacts, read_facts as read_facts
 from accelfn.parallel.fp8 import Fp8Plan as Fp8Plan, plan_fp8 as plan_fp8
 from accelfn.parallel.handle import is_replicated as is_replicated
-from accelfn.parallel.mesh_search import (
-    Layout as Layout,
-    MeshSearch as MeshSearch,
-    RefusedMesh as RefusedMesh,
-    search_meshes as search_meshes,
-)
 from accelfn.parallel.pipeline_plan import (
     PipelinePlan as PipelinePlan,
     SchedulePlan as SchedulePlan,
@@ -26,11 +22,32 @@ from accelfn.parallel.pipeline_plan import (
 from accelfn.parallel.plan import ModelPlan as ModelPlan, plan_model as plan_model
 from accelfn.parallel.replicate import convert_sync_batchnorm as convert_sync_batchnorm
 from accelfn.parallel.shard import ShardPlan as ShardPlan, register_forward_method as register_forward_method
-from accelfn.parallel.step_traffic import (
-    Cluster as Cluster,
-    Exchange as Exchange,
-    Link as Link,
-    Traffic as Traffic,
-    plan_traffic as plan_traffic,
-)
 from accelfn.parallel.tensor import TensorPlan as TensorPlan, plan_tensor as plan_tensor
+
+if _TYPE_CHECKING:  # loaded when one is asked for: training needs none of them
+    from accelfn.parallel.planning import (
+        Budget as Budget,
+        Exchange as Exchange,
+        Layout as Layout,
+        MeshSearch as MeshSearch,
+        RefusedMesh as RefusedMesh,
+        Traffic as Traffic,
+        plan_memory as plan_memory,
+        plan_traffic as plan_traffic,
+        search_meshes as search_meshes,
+    )
+
+_PLANNING = (
+    *("Budget", "Exchange", "Layout", "MeshSearch", "RefusedMesh", "Traffic"),
+    *("plan_memory", "plan_traffic", "search_meshes"),
+)
+
+
+def __getattr__(name: str) -> object:
+    if name in _PLANNING:
+        return getattr(_import_module("accelfn.parallel.planning"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLANNING})

@@ -15,7 +15,7 @@ from torch import nn
 import accelfn as af
 from accelfn import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.optimizer_states import OPTIMIZERS
+from accelfn.parallel.planning.optimizer_states import OPTIMIZERS
 from tests.parallel.traffic import held
 
 

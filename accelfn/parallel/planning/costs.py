@@ -1,49 +1,57 @@
-"""What a step costs: saved activations, operations, and what ranks exchange. Pure."""
+"""What the passes of a batch keep and exchange: by segment, by stage and as a whole. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 """Kinds of communication; "send" is from one rank to another."""
 
-Overlap = Literal["forward", "backward", "none"]
-"""The pass beside whose computation something is sent."""
 
-Route = tuple[str, Collective]
-"""An axis, and a kind of communication along it."""
-
-
-class PassCost(NamedTuple):
-    """Operations and communication of a forward or backward pass.
+class Exchange(NamedTuple):
+    """Collectives of one kind and purpose along one axis in one pass, in an optimizer step.
 
     Attributes:
-        flops: Floating-point operations of matrix products, convolutions and attention, a multiplication and
-            an addition being two. Attention counts as if it weren't causal.
-        calls: Number of collectives.
-        received: Bytes that they bring to a rank.
+        axis: The axis, or several joined by " x ".
+        kind: Kind of the collectives.
+        what: What they carry: "parameters", "gradients" or "activations"; in the backward pass the gradients
+            of activations count as these.
+        calls: How many there are.
+        received: Bytes that a rank receives by them, in rings.
+        during: The pass, "forward" or "backward"; or "step", with the optimizer's.
     """
 
-    flops: int
-    calls: Mapping[Route, int]
-    received: Mapping[Route, int]
+    axis: str
+    kind: Collective
+    what: Literal["parameters", "gradients", "activations"]
+    calls: int
+    received: int
+    during: Literal["forward", "backward", "step"]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """All but the sizes."""
+        return self.axis, self.kind, self.what, self.during
+
+    def times(self, count: int) -> Exchange:
+        """Return what takes place several times."""
+        return self._replace(calls=count * self.calls, received=count * self.received)
 
 
-def add_passes(passes: Iterable[tuple[int, PassCost]]) -> PassCost:
-    """Add up passes, each taken several times.
+def merge(exchanges: Iterable[Exchange]) -> tuple[Exchange, ...]:
+    """Join exchanges that differ in their sizes only, and leave empty ones out.
 
-    >>> one = PassCost(5, {("tp", "all_reduce"): 1}, {("tp", "all_reduce"): 8})
-    >>> add_passes([(2, one), (1, PassCost(1, {}, {}))])
-    PassCost(flops=11, calls={('tp', 'all_reduce'): 2}, received={('tp', 'all_reduce'): 16})
+    >>> one = Exchange("tp", "all_reduce", "activations", 1, 8, "forward")
+    >>> [(all.calls, all.received) for all in merge([one, one.times(2), one._replace(received=0)])]
+    [(3, 24)]
     """
-    flops, calls, received = 0, Counter[Route](), Counter[Route]()
-    for times, cost in passes:
-        flops += times * cost.flops
-        calls.update({route: times * number for route, number in cost.calls.items()})
-        received.update({route: times * size for route, size in cost.received.items()})
-    return PassCost(flops, dict(calls), dict(received))
+    merged: dict[tuple[str, ...], Exchange] = {}
+    for one in exchanges:
+        if (before := merged.get(one.key)) is not None:
+            one = one._replace(calls=before.calls + one.calls, received=before.received + one.received)
+        merged[one.key] = one
+    return tuple(one for one in merged.values() if one.received)
 
 
 class Segment(NamedTuple):
@@ -57,8 +65,7 @@ class Segment(NamedTuple):
         sent: Bytes of that tensor itself.
         saved: Bytes of the storages that autograd keeps for it, by storage; of a recomputed block its inputs.
         recomputed: The same for what its recomputed blocks save again in the backward pass, by their names.
-        forward: Cost of its forward pass.
-        backward: Cost of its backward pass, with the repeated forward pass of recomputed blocks.
+        exchanges: Of activations in both passes, with the repeated forward pass of recomputed blocks.
         largest: Bytes of the largest tensor that one of its operations computes, without gradients
             and casts of parameters.
     """
@@ -68,8 +75,7 @@ class Segment(NamedTuple):
     sent: int
     saved: Mapping[int, int]
     recomputed: Mapping[str, Mapping[int, int]]
-    forward: PassCost
-    backward: PassCost
+    exchanges: tuple[Exchange, ...]
     largest: int
 
 
@@ -81,16 +87,14 @@ class StageCost(NamedTuple):
             inputs of recomputed blocks and stages.
         recomputed: Additional activations of the largest recomputed block, in its backward pass.
         received: Activations from the stage before, which get as many bytes of gradients back.
-        forward: Of the forward pass.
-        backward: Of the backward pass.
+        exchanges: Of activations within the stage.
         largest: The largest tensor that an operation computes, without gradients and casts of parameters.
     """
 
     kept: int
     recomputed: int
     received: int
-    forward: PassCost
-    backward: PassCost
+    exchanges: tuple[Exchange, ...]
     largest: int
 
 
@@ -121,55 +125,28 @@ class StepCost(NamedTuple):
         entering: tuple[int, int] | None = None
         leaving: tuple[int, int] | None = None
         received = first = 0
-        counts: list[int] = []
+        own: list[tuple[int, Segment]] = []
         earlier: set[int] = set()
         for segment in self.segments:
             count = len(range(max(start, first), min(end, first + len(segment.names))))
             if count:
-                if not any(counts):
+                if not own:
                     entering, received = segment.entering if start else None, segment.sent if start else 0
+                own.append((count, segment))
                 held |= segment.saved
                 inner += segment.recomputed.values()
                 new = sum(size for key, size in segment.saved.items() if key not in earlier)
                 repeated += (count - 1) * new
-            elif any(counts) and leaving is None:
+            elif own and leaving is None:
                 leaving = segment.entering
-            counts.append(count)
             earlier |= segment.saved.keys()
             first += len(segment.names)
         held |= dict(found for found in (entering, leaving) if found is not None)
         extra = [sum(size for key, size in block.items() if key not in held) for block in inner]
-        pairs = list(zip(counts, self.segments, strict=True))
         return StageCost(
             kept=sum(held.values()) + repeated,
             recomputed=max(extra, default=0),
             received=received,
-            forward=add_passes((count, segment.forward) for count, segment in pairs if count),
-            backward=add_passes((count, segment.backward) for count, segment in pairs if count),
-            largest=max(segment.largest for count, segment in pairs if count),
+            exchanges=merge(one.times(count) for count, segment in own for one in segment.exchanges),
+            largest=max(segment.largest for _, segment in own),
         )
-
-
-class Exchange(NamedTuple):
-    """Collectives of one kind and purpose along one axis, in an optimizer step.
-
-    Attributes:
-        axis: The axis, or several joined by " x ".
-        kind: Kind of the collectives.
-        what: What they carry: "parameters", "gradients" or "activations"; in the backward pass the gradients
-            of activations count as these.
-        calls: How many there are.
-        received: Bytes that a rank receives by them, in rings.
-        overlap: The pass beside whose computation they run; "none" if ranks wait for them.
-        edge: Bytes of ``received`` beside which nothing is computed, at the start or the end of the pass.
-        edge_calls: Calls of ``edge``.
-    """
-
-    axis: str
-    kind: Collective
-    what: Literal["parameters", "gradients", "activations"]
-    calls: int
-    received: int
-    overlap: Overlap = "none"
-    edge: int = 0
-    edge_calls: int = 0

@@ -9,12 +9,12 @@ from torch import nn
 
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.dry_run import dry_run
 from accelfn.parallel.facts import ModelFacts, read_facts
 from accelfn.parallel.pipeline_plan import SchedulePlan
 from accelfn.parallel.plan import ModelPlan, plan_places
-from accelfn.parallel.step_cost import StageCost
-from accelfn.parallel.zero import ZeroPlan, plan_zero
+from accelfn.parallel.planning.costs import StageCost
+from accelfn.parallel.planning.dry_run import dry_run
+from accelfn.parallel.planning.zero import ZeroPlan, plan_zero
 from accelfn.tree import count_rows, slice_tensors
 
 

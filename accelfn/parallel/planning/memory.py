@@ -11,17 +11,16 @@ from torch import nn
 
 from accelfn.context import Context, check_context
 from accelfn.parallel.facts import ModelFacts, owner_of, table_text
-from accelfn.parallel.optimizer_states import OptimizerKind, OptimizerStates, states_of
 from accelfn.parallel.plan import ModelPlan
+from accelfn.parallel.planning.optimizer_states import OptimizerKind, OptimizerStates, states_of
+from accelfn.parallel.planning.step import StepPlan, plan_step
+from accelfn.parallel.planning.traffic import traffic_at, whole_units
+from accelfn.parallel.planning.zero import ZeroPlan, memory_of_zero
 from accelfn.parallel.shard import ShardPlan
-from accelfn.parallel.step_plan import StepPlan, plan_step
-from accelfn.parallel.step_traffic import Cluster, traffic_at, whole_units
-from accelfn.parallel.zero import ZeroPlan, memory_of_zero
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text
 
-# Names and colors of the SVG.
-_PARTS = (
+PARTS = (
     ("parameters", "#14407a"),
     ("gradients", "#f3c9a5"),
     ("optimizer", "#e0945a"),
@@ -29,6 +28,7 @@ _PARTS = (
     ("activations", "#8fbf88"),
     ("received", "#b9b9b9"),
 )
+"""Names and colors of the SVG: the parts of memory, and at last what is received."""
 
 
 class Budget(NamedTuple):
@@ -36,7 +36,7 @@ class Budget(NamedTuple):
 
     An upper bound for all ranks: where rows don't divide evenly, the first ranks have more of them; of a
     pipeline it is the rank with the largest total. Not included are the model's buffers, memory inside of
-    single operations, and without a batch activations.
+    single operations, DeepSpeed's own buffers, and without a batch activations.
 
     Attributes:
         num_ranks: Ranks of the mesh.
@@ -46,8 +46,7 @@ class Budget(NamedTuple):
         gradients: Gradients of the trained ones, as the optimizer gets them.
         optimizer: States of the optimizer.
         optimizer_name: Name of the optimizer.
-        buckets: Buffers in which ``DistributedDataParallel`` averages gradients, 0 if gradients are views; or
-            those of DeepSpeed, whose size doesn't depend on the model.
+        buckets: Buffers in which ``DistributedDataParallel`` averages gradients, 0 if gradients are views.
         gathered: Most bytes of gathered units at once: the rest of the model, the unit that computes, and the
             next one. All units if they aren't freed after their forward pass.
         unreduced: Unsharded gradients until the last batch of an accumulation window; 0 if each batch is
@@ -143,17 +142,23 @@ class Budget(NamedTuple):
 
     def svg(self) -> str:
         """Return a complete SVG document: bars of the memory and of the traffic."""
-        memory = (
+        bars = [Bar("memory", "", self.parts)]
+        bars += [
+            Bar(f"along {axis}", "", (*[0] * len(self.parts), size)) for axis, size in self.moved.items()
+        ]
+        about = f"{self._each}: memory, and bytes received in an optimizer step"
+        return draw_bars_svg([about[0].upper() + about[1:]], bars, PARTS)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The bytes of ``total`` by :data:`PARTS`."""
+        return (
             self.parameters,
             self.gradients + self.buckets + self.unreduced + self.reduced,
             self.optimizer,
             self.gathered,
             (self.activations or 0) + self.recomputed + self.temporary,
         )
-        bars = [Bar("memory", "", memory)]
-        bars += [Bar(f"along {axis}", "", (*[0] * len(memory), size)) for axis, size in self.moved.items()]
-        about = f"{self._each}: memory, and bytes received in an optimizer step"
-        return draw_bars_svg([about[0].upper() + about[1:]], bars, _PARTS)
 
     @property
     def _each(self) -> str:
@@ -213,10 +218,13 @@ def plan_memory(
     check_context("plan_memory", ctx)
     states = states_of(optimizer, "plan_memory")
     step = plan_step(ctx, model, plan=plan, batch=batch, loss_fn=loss_fn)
-    budgets = [
-        budget_at(ctx, step, place, states, traffic_at(ctx, step, place, Cluster()).moved)
-        for place in step.plans
-    ]
+    return budget_of(ctx, step, states)
+
+
+def budget_of(ctx: Context, step: StepPlan, states: OptimizerStates) -> Budget:
+    """Return the budget of the ranks that need most."""
+    moved = {place: traffic_at(ctx, step, place).moved for place in step.plans}
+    budgets = (budget_at(ctx, step, place, states, moved[place]) for place in step.plans)
     return max(budgets, key=lambda budget: budget.total)
 
 
@@ -268,6 +276,7 @@ def _budget_of_zero(
         num_ranks=zero.num_ranks,
         whole=facts.size_bytes(*facts.own_names),
         **memory_of_zero(zero, facts, states)._asdict(),
+        buckets=0,
         optimizer_name=f"{states.name}{', with float32 copies of the parameters' * (zero.stage > 0)}",
         unreduced=0,
         reduced=0,

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import accelfn as af
-from accelfn import Cluster, Context, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.mesh_search import Layout, MeshSearch
+from accelfn.parallel import Layout, MeshSearch
 from tests.parallel.tensor_models import GPT, LENGTH, PLAN
 
 ALL = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -87,7 +87,7 @@ def test_layouts_are_what_their_own_plans_say() -> None:
     found = search(mixed_precision="bf16")
     assert len(found.layouts) > 10
     assert {axis for one in found.layouts for axis in one.mesh.active()} == {*ALL} - {"cp", "sp"}
-    order = [(one.traffic.step_s, one.budget.total) for one in found.layouts]
+    order = [(one.between_nodes, one.traffic.received, one.budget.total) for one in found.layouts]
     assert order == sorted(order)
     check(found.layouts[0], mixed_precision="bf16")
 
@@ -118,7 +118,7 @@ def with_each_pair(layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def test_every_mesh_is_found_or_refused_with_its_reason() -> None:
-    found = search(8, cluster=Cluster(ranks_per_node=2), num_rows=4)
+    found = search(8, ranks_per_node=2, num_rows=4)
     names = [one.name for one in (*found.layouts, *found.refused)]
     assert len(set(names)) == len(names) == math.comb(3 + 3, 3)  # 2 ** 3 over 4 axes
     reasons = {one.name: one.reason for one in found.refused}
@@ -148,7 +148,7 @@ def test_a_batch_is_split_until_it_fits() -> None:
 def test_a_search_prints_and_draws_the_best() -> None:
     found = search(16, axes=("pp", "dp_replicate", "dp_shard"))
     lines = str(found).splitlines()
-    assert lines[0].split() == ["mesh", "batch", "memory", "computing", "waiting", "idle", "step"]
+    assert lines[0].split() == ["mesh", "batch", "memory", "received", "between", "nodes"]
     assert [line.split()[0] for line in lines[1:11]] == [one.name for one in found.layouts[:10]]
     count, others = len(found.layouts), len(found.refused)
     assert lines[11] == (
@@ -163,5 +163,14 @@ def test_what_can_not_be_searched_is_refused() -> None:
         search(axes=("ep",))
     with pytest.raises(ConfigurationError, match="num_rows must be at least 1, got 0"):
         search(num_rows=0)
-    with pytest.raises(TypeError, match=r"search_meshes: cluster must be an accelfn\.Cluster, got 3"):
-        search(cluster=3)
+    with pytest.raises(ConfigurationError, match="ranks_per_node must be at least 1, got 0"):
+        search(ranks_per_node=0)
+
+
+def test_what_stays_in_a_node_is_not_sent_between_nodes() -> None:
+    sent: list[int] = []
+    for ranks_per_node in (1, 2, 4):
+        found = search(4, axes=("dp_replicate", "dp_shard"), ranks_per_node=ranks_per_node)
+        (one,) = (one for one in found.layouts if one.name == "dp_replicate=2,dp_shard=2")
+        sent.append(one.between_nodes)
+    assert sent == [one.traffic.received, one.traffic.moved["dp_replicate"], 0]

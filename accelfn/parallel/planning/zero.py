@@ -12,8 +12,8 @@ from accelfn.context import Context
 from accelfn.errors import NotAvailableError
 from accelfn.parallel.engines.deepspeed_plan import DeepSpeedFacts, plan_deepspeed
 from accelfn.parallel.facts import ModelFacts
-from accelfn.parallel.optimizer_states import OptimizerStates
-from accelfn.parallel.step_cost import Exchange
+from accelfn.parallel.planning.costs import Exchange
+from accelfn.parallel.planning.optimizer_states import OptimizerStates
 
 # DeepSpeed's own defaults.
 _DEFAULTS: Mapping[str, int] = MappingProxyType(
@@ -33,7 +33,6 @@ class ZeroPlan(NamedTuple):
         num_ranks: Ranks that share them.
         dtype: Of parameters and gradients; None for that of the model's.
         bucket: Gradients that are averaged together.
-        num_buckets: How many buckets there are in memory.
         live: Parameters that stage 3 holds unsharded at once, before it frees some.
         persistent: Parameters of at most this size are unsharded at stage 3.
     """
@@ -42,7 +41,6 @@ class ZeroPlan(NamedTuple):
     num_ranks: int
     dtype: torch.dtype | None
     bucket: int
-    num_buckets: int
     live: int
     persistent: int
 
@@ -54,7 +52,6 @@ class ZeroMemory(NamedTuple):
     padding: int
     gradients: int
     optimizer: int
-    buckets: int
     gathered: int
 
 
@@ -101,7 +98,6 @@ def plan_zero(ctx: Context, facts: ModelFacts, hidden_size: int | None) -> ZeroP
         num_ranks=ctx.num_processes,
         dtype=None if plan.dtype is None else cast("torch.dtype", getattr(torch, plan.dtype)),
         bucket=sizes["reduce_bucket_size"],
-        num_buckets=2 if zero.get("overlap_comm") and plan.stage in (1, 2) else 1,
         live=sizes["stage3_max_live_parameters"],
         persistent=sizes["stage3_param_persistence_threshold"],
     )
@@ -120,13 +116,12 @@ def memory_of_zero(plan: ZeroPlan, facts: ModelFacts, states: OptimizerStates) -
     gradients = sum(facts.numel(name) * widths[name] for name in trained)
     if plan.stage == 0:
         optimizer = sum(states.bytes_of(facts.shapes[name], facts.dtypes[name]) for name in trained)
-        return ZeroMemory(whole, 0, gradients, optimizer, 0, 0)
+        return ZeroMemory(whole, 0, gradients, optimizer, 0)
     share = -(-facts.numel(*trained) // plan.num_ranks)
     optimizer = 4 * share + states.bytes_of((share,), torch.float32)
-    buckets = plan.num_buckets * plan.bucket * max(widths.values())
     if plan.stage < 3:
         kept = gradients if plan.stage == 1 else -(-gradients // plan.num_ranks)
-        return ZeroMemory(whole, 0, kept, optimizer, buckets, 0)
+        return ZeroMemory(whole, 0, kept, optimizer, 0)
     shards = sum(-(-facts.numel(name) // plan.num_ranks) * widths[name] for name in names)
     persistent = sum(
         facts.numel(name) * widths[name] for name in names if facts.numel(name) <= plan.persistent
@@ -136,7 +131,6 @@ def memory_of_zero(plan: ZeroPlan, facts: ModelFacts, states: OptimizerStates) -
         padding=shards - whole // plan.num_ranks,
         gradients=share * max(widths.values()),
         optimizer=optimizer,
-        buckets=buckets,
         gathered=min(whole - persistent, plan.live * max(widths.values())),
     )
 
@@ -155,15 +149,15 @@ def exchanges_of_zero(plan: ZeroPlan, facts: ModelFacts, axis: str, num_batches:
     buckets = -(-size // plan.bucket)
     if plan.stage < 3:
         received = 2 * gradients * others // num_ranks
-        yield Exchange(axis, "all_reduce", "gradients", buckets, received, "backward", received // buckets, 1)
+        yield Exchange(axis, "all_reduce", "gradients", buckets, received, "backward")
         if plan.stage:
-            yield Exchange(axis, "all_gather", "parameters", 1, gradients * others // num_ranks)
+            yield Exchange(axis, "all_gather", "parameters", 1, gradients * others // num_ranks, "step")
         return
     sharded = [name for name in names if facts.numel(name) > plan.persistent]
     gathered = sum(facts.numel(name) * widths[name] for name in sharded) * others // num_ranks
-    stays = facts.numel(*sharded) <= plan.live
-    for overlap in ("forward",) if stays else ("forward", "backward"):
-        calls = num_batches * len(sharded)
-        yield Exchange(axis, "all_gather", "parameters", calls, num_batches * gathered, overlap)
+    forward = Exchange(axis, "all_gather", "parameters", len(sharded), gathered, "forward").times(num_batches)
+    yield forward
+    if facts.numel(*sharded) > plan.live:
+        yield forward._replace(during="backward")
     reduced = num_batches * gradients * others // num_ranks
     yield Exchange(axis, "reduce_scatter", "gradients", num_batches * buckets, reduced, "backward")
