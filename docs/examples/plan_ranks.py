@@ -1,4 +1,4 @@
-"""Which mesh of 64 ranks trains a model of six billion parameters best, on links of several speeds.
+"""In which meshes of 64 ranks a model of six billion parameters fits, and what they send.
 
     python docs/examples/plan_ranks.py
 
@@ -62,8 +62,7 @@ def main() -> None:
         model = Model()
     plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
     options: dict[str, Any] = {"mixed_precision": "bf16", "fsdp_plugin": plugin}
-    for gigabytes in (50, 1):
-        cluster = af.Cluster(between=af.Link(bandwidth=gigabytes * 1e9, latency_s=2e-5))
+    for ranks_per_node in (8, 64):
         found = af.search_meshes(
             64,
             model,
@@ -72,16 +71,14 @@ def main() -> None:
             make_batch=make_batch,
             loss_fn=loss_fn,
             axes=("pp", "dp_replicate", "dp_shard"),
-            cluster=cluster,
+            ranks_per_node=ranks_per_node,
             **options,
         )
-        print(f"with {gigabytes} GB/s between nodes, {len(found.layouts)} meshes fit; the best ones:")
+        print(f"{ranks_per_node} ranks in each node, {len(found.layouts)} meshes fit; those that send least:")
         for one in found.layouts[:3]:
-            times = one.traffic
-            print(
-                f"  {one.name}: {one.budget.total / 1e9:.1f} GB, a step of {times.step_s:.2f} s, "
-                f"{times.lost_s / times.step_s:.0%} of it waiting"
-            )
+            sizes = one.budget.total, one.traffic.received, one.between_nodes
+            total, received, between = (f"{size / 1e9:.1f} GB" for size in sizes)
+            print(f"  {one.name}: {total}, receives {received}, {between} of it from other nodes")
     print(f"dp_shard=64 sends:\n{next(one for one in found.layouts if one.name == 'dp_shard=64').traffic}")
 
 
