@@ -25,7 +25,6 @@ class AcceleratorLike(Protocol):
     """What these objects ask of their Accelerator, which makes them."""
 
     context: Context
-    compat: str | None
     uneven: Uneven
     optimizers: WeakRegistry[Optimizer]
     loaders: WeakRegistry[Any]
@@ -34,6 +33,11 @@ class AcceleratorLike(Protocol):
     last_micro: MicroBatch | None
     window: MicroBatch | None
     sync_gradients: bool
+
+    @property
+    def compat(self) -> str | None:
+        """Whose arithmetic it has."""
+        ...
 
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step a prepared optimizer if the window closes."""

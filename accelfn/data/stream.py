@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader
 
+from accelfn.comm import failing_together
 from accelfn.comm.objects import ObjectScatter
 from accelfn.context import Context
 from accelfn.data.dispatch import BatchSplitter, SliceFunction, scatter_batches
@@ -401,6 +402,10 @@ class StreamDispatch(_Stream[T]):
         plan: EpochPlan | None,
     ) -> Iterator[tuple[T, BatchInfo]]:
         step = 0
+        if plan is not None and not plan.num_steps:  # resumed at its end, whose state the stream gets so
+            with failing_together(self._ctx, "a data loader"):
+                for _ in steps or ():
+                    pass
         while plan is None or step < plan.num_steps:
             received = scatter.exchange(steps)
             if received is None:

@@ -359,6 +359,14 @@ def test_states_of_ones_own_hold_in_any_world(kind: str, before: int, after: int
 
 
 @pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_loop_that_was_left_at_the_last_batch_goes_on_with_the_next_epoch(
+    name: str, dispatch: bool
+) -> None:
+    check_exact(lambda: SOURCES[name](8), 2, [2], dispatch_batches=dispatch)
+
+
+@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize(("dispatch", "world"), [(False, 1), (True, 2)])
 def test_between_epochs_the_next_is_what_it_would_have_been(name: str, dispatch: bool, world: int) -> None:
     def run(ctx: Context, state: dict[str, Any] | None, num_epochs: int) -> tuple[list[Any], af.LoaderState]:
