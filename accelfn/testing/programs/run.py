@@ -40,6 +40,7 @@ _PROGRAM_S = 12.0
 _GRACE_S = 15.0
 # Lines of a world's output that are reported with a rank that died.
 _LINES = 30
+_LINES_BEFORE = 5  # a signal, such as the message of the C library that raised it
 IMPORTS = """\
 import contextlib, copy, dataclasses, tempfile
 from typing import Any
@@ -346,8 +347,12 @@ def _print_to(path: str) -> None:
 
 
 def _last_lines(path: str) -> str:
+    """Return the end of what was printed; of a signal what Python says of it, and what came before it."""
     with open(path, errors="replace") as file:
-        lines = file.read().splitlines()[-_LINES:]
+        lines = file.read().splitlines()
+    signals = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    first = signals[-1] - _LINES_BEFORE if signals else len(lines) - _LINES
+    lines = lines[max(0, first) :][:_LINES]
     return "\n".join(["", *(f"  | {line}" for line in lines)]) if lines else ""
 
 

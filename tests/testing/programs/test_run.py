@@ -45,6 +45,7 @@ FAULTS = {
     "hangs": "import time\n    time.sleep(3600)",
     "computes": "while True:\n        pass",
     "dies": "import os\n    print('its last words', flush=True)\n    os._exit(7)",
+    "aborts": "import os\n    def deep(left):\n        deep(left - 1) if left else os.abort()\n    deep(40)",
     "raises": "raise RuntimeError('something else')",
     "differs": "model.weight_of_one_rank = [*model.parameters()][0].data.add_(1.0)",
     "is_refused": "af.prepare(ctx)",
@@ -85,6 +86,7 @@ def test_a_model_of_the_users_own_trains_as_one_process(grammar: Grammar, text: 
     [
         ("error", "raises", "RuntimeError: something else"),
         ("crash", "dies", "  | its last words"),
+        ("crash", "aborts", "  | Fatal Python error: Aborted"),
         ("different", "differs", "loss off by"),
         ("different", "logs_more", "times loss"),
         ("refused", "is_refused", "prepare: got nothing to prepare"),
