@@ -20,6 +20,7 @@ def run(*arguments: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # two programs of up to 100 s each
 def test_the_example_loses_a_process_and_no_bit() -> None:
     plain, _ = run(EXAMPLE, "--steps", "20")
     flags = ("-m", "accelfn", "launch", "--elastic", "--num_processes", "2", "--max_restarts", "0")
