@@ -56,7 +56,7 @@ class Context(Config):
     Created by :func:`accelfn.init_context`, or directly in a test: ``Context()`` is one process on the CPU.
     Also a context manager, which calls :func:`accelfn.close_context` at its end.
 
-    Its configuration is the fields of :class:`Config`.
+    Its configuration, such as ``precision`` and ``guard``, is the fields of :class:`accelfn.context.Config`.
 
     Attributes:
         world: This rank, and the number of ranks and nodes.
