@@ -54,8 +54,8 @@ from accelfn.context.config import (
 from accelfn.data import MicroBatch, Uneven, plan_microbatch
 from accelfn.data.metrics import batch_or_pass, gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.fp8 import with_msamp
 from accelfn.parallel.optimizers import steps_in_backward
+from accelfn.parallel.strategies.fp8 import with_msamp
 from accelfn.training.backward import add_gradients
 from accelfn.training.prepare import check_together
 from accelfn.training.scaler import may_skip

@@ -29,7 +29,7 @@ from accelfn.context.config import (
     ProjectConfiguration,
 )
 from accelfn.data import MicroBatch, Uneven
-from accelfn.parallel.fp8 import fp8_backend_of
+from accelfn.parallel.strategies.fp8 import fp8_backend_of
 
 T_co = TypeVar("T_co", covariant=True)
 Hooks = OrderedDict[int, Callable[..., None]]

@@ -11,7 +11,7 @@ from accelfn.compat.constants import FP8BackendType
 from accelfn.compat.records import MutableRecord, freeze
 from accelfn.compat.trackers import registered
 from accelfn.context import Context
-from accelfn.parallel.fp8 import fp8_backend_of
+from accelfn.parallel.strategies.fp8 import fp8_backend_of
 
 _FP8 = (records.FP8RecipeKwargs, records.TERecipeKwargs, records.AORecipeKwargs, records.MSAMPRecipeKwargs)
 

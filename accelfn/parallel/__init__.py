@@ -4,15 +4,15 @@
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from accelfn.parallel.experts import (
+from accelfn.parallel.strategies.experts import (
     ExpertPlan as ExpertPlan,
     HeldExperts as HeldExperts,
     plan_experts as plan_experts,
 )
 from accelfn.parallel.facts import ModelFacts as ModelFacts, read_facts as read_facts
-from accelfn.parallel.fp8 import Fp8Plan as Fp8Plan, plan_fp8 as plan_fp8
+from accelfn.parallel.strategies.fp8 import Fp8Plan as Fp8Plan, plan_fp8 as plan_fp8
 from accelfn.parallel.handle import is_replicated as is_replicated
-from accelfn.parallel.pipeline_plan import (
+from accelfn.parallel.strategies.pipeline_plan import (
     PipelinePlan as PipelinePlan,
     SchedulePlan as SchedulePlan,
     StagePlan as StagePlan,
@@ -20,9 +20,12 @@ from accelfn.parallel.pipeline_plan import (
     plan_stages as plan_stages,
 )
 from accelfn.parallel.plan import ModelPlan as ModelPlan, plan_model as plan_model
-from accelfn.parallel.replicate import convert_sync_batchnorm as convert_sync_batchnorm
-from accelfn.parallel.shard import ShardPlan as ShardPlan, register_forward_method as register_forward_method
-from accelfn.parallel.tensor import TensorPlan as TensorPlan, plan_tensor as plan_tensor
+from accelfn.parallel.strategies.replicate import convert_sync_batchnorm as convert_sync_batchnorm
+from accelfn.parallel.strategies.shard import (
+    ShardPlan as ShardPlan,
+    register_forward_method as register_forward_method,
+)
+from accelfn.parallel.strategies.tensor import TensorPlan as TensorPlan, plan_tensor as plan_tensor
 
 if _TYPE_CHECKING:  # loaded when one is asked for: training needs none of them
     from accelfn.parallel.planning import (

@@ -19,10 +19,8 @@ from accelfn.context.config import (
     TorchTensorParallelConfig,
 )
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_attention
 from accelfn.parallel.buffers import sync_buffers
 from accelfn.parallel.engines import XlaShardPlan, apply_xla, plan_xla
-from accelfn.parallel.experts import ExpertPlan, apply_experts, plan_experts
 from accelfn.parallel.facts import ModelFacts, list_text, read_facts, table_text
 from accelfn.parallel.forward import (
     check_each_forward,
@@ -32,14 +30,16 @@ from accelfn.parallel.forward import (
     recompute,
     refuse_own_recomputation,
 )
-from accelfn.parallel.fp8 import Fp8Plan, apply_fp8, plan_fp8_of, run_in_fp8
 from accelfn.parallel.handle import LocalHandle
 from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release, retie
-from accelfn.parallel.pipeline import PipelineHandle
-from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan, plan_schedule, plan_stages
-from accelfn.parallel.position_check import find_mixing_module
-from accelfn.parallel.replicate import replicate
-from accelfn.parallel.shard import (
+from accelfn.parallel.strategies.attention import AttentionPlan, apply_attention, plan_attention
+from accelfn.parallel.strategies.experts import ExpertPlan, apply_experts, plan_experts
+from accelfn.parallel.strategies.fp8 import Fp8Plan, apply_fp8, plan_fp8_of, run_in_fp8
+from accelfn.parallel.strategies.pipeline import PipelineHandle
+from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan, plan_schedule, plan_stages
+from accelfn.parallel.strategies.position_check import find_mixing_module
+from accelfn.parallel.strategies.replicate import replicate
+from accelfn.parallel.strategies.shard import (
     ShardHandle,
     ShardPlan,
     apply_shard,
@@ -49,8 +49,8 @@ from accelfn.parallel.shard import (
     plan_shard,
     with_named_errors,
 )
-from accelfn.parallel.stages import apply_stages
-from accelfn.parallel.tensor import TensorPlan, apply_tensor, plan_tensor
+from accelfn.parallel.strategies.stages import apply_stages
+from accelfn.parallel.strategies.tensor import TensorPlan, apply_tensor, plan_tensor
 from accelfn.tree.structure import size_text
 
 Engine = Literal["none", "ddp", "shard"]
@@ -375,7 +375,7 @@ def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None =
 
     Raises:
         NotAvailableError: The ranks are threads.
-        ConfigurationError: As :func:`accelfn.parallel.attention.plan_attention`.
+        ConfigurationError: As :func:`accelfn.parallel.strategies.attention.plan_attention`.
     """
     if ctx.mesh is None or ctx.mesh.plan.size("seq") == 1:
         return

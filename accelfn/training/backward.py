@@ -26,7 +26,6 @@ from accelfn.data.microbatch import Draws, check_micro
 from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import owner_of_step
-from accelfn.parallel.exact import exact_batch
 from accelfn.parallel.forward import at_place
 from accelfn.parallel.handle import (
     BatchRun,
@@ -38,7 +37,8 @@ from accelfn.parallel.handle import (
     syncing,
 )
 from accelfn.parallel.optimizers import steps_in_backward
-from accelfn.parallel.pipeline import PipelineHandle
+from accelfn.parallel.strategies.exact import exact_batch
+from accelfn.parallel.strategies.pipeline import PipelineHandle
 from accelfn.training.prepare import is_averaged
 from accelfn.training.scaler import ScalerState, check_scaler, parameters_in
 from accelfn.tree import flatten
@@ -569,7 +569,7 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
 def accumulate_block(
     ctx: Context, micro: MicroBatch, models: Sequence[nn.Module], *, is_held: bool = False
 ) -> Generator[None, None, None]:
-    """Run :func:`accumulate`; ``is_held`` is that of :func:`accelfn.parallel.exact.exact_batch`."""
+    """Run :func:`accumulate`; ``is_held`` as in :func:`accelfn.parallel.strategies.exact.exact_batch`."""
     for index, model in enumerate(models):
         if ctx.world.size > 1 and not is_averaged(model):
             raise ConfigurationError(

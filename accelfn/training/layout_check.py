@@ -29,7 +29,7 @@ from accelfn.parallel.facts import modules_of, table_text
 from accelfn.parallel.forward import without_compile
 from accelfn.parallel.handle import handles_of
 from accelfn.parallel.parameters import gathered, named, names_on_meta
-from accelfn.parallel.position_check import random_states_restored
+from accelfn.parallel.strategies.position_check import random_states_restored
 from accelfn.training.backward import Loss
 from accelfn.training.prepare import prepare_model, unwrap_model
 from accelfn.training.train_step import init_train_state, make_train_step

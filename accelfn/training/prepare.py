@@ -35,7 +35,6 @@ from accelfn.parallel.forward import (
     with_precision,
     without_compile,
 )
-from accelfn.parallel.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
 from accelfn.parallel.handle import (
     average_closure,
     handles_of,
@@ -54,7 +53,8 @@ from accelfn.parallel.parameters import (
     repoint,
 )
 from accelfn.parallel.plan import apply_model, modules_to_compile, share_attention
-from accelfn.parallel.replicate import check_wrapped, replicate
+from accelfn.parallel.strategies.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
+from accelfn.parallel.strategies.replicate import check_wrapped, replicate
 from accelfn.training.engines import prepare_trained, prepare_untrained
 from accelfn.tree import is_dtensor, send_to_device
 

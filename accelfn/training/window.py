@@ -10,7 +10,7 @@ import torch
 from accelfn.comm import Call, agree, catch, check, reduce
 from accelfn.comm.agreement import layout_call
 from accelfn.context import Context
-from accelfn.parallel.exact import OrderedSum
+from accelfn.parallel.strategies.exact import OrderedSum
 from accelfn.training.backward import Loss
 from accelfn.training.scaler import inverse_of_weight
 from accelfn.tree import (

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import accelfn as af
 from accelfn.context.config import PipelineParallelConfig
-from accelfn.parallel.pipeline_plan import SchedulePlan, plan_schedule
+from accelfn.parallel.strategies.pipeline_plan import SchedulePlan, plan_schedule
 from tests.bench.sharding import GPT, LARGE, SMALL, Step, batch_of, loss_of, trained
 from tests.bench.timing import Times, compare, on_ranks, plain, rounds_of, show_beside, show_table
 

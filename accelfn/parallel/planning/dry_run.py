@@ -19,17 +19,17 @@ from torch.utils import _pytree
 
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.attention import apply_attention
 from accelfn.parallel.facts import ModelFacts, owner_of
 from accelfn.parallel.forward import MixedPrecisionForward
-from accelfn.parallel.fp8 import Fp8Plan, apply_fp8
 from accelfn.parallel.parameters import named, retie
-from accelfn.parallel.pipeline_plan import outer_blocks
 from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.planning.costs import StepCost
 from accelfn.parallel.planning.recorder import CountedTraffic, FusedAttention, Recorder
 from accelfn.parallel.planning.repeats import Repeats, find_repeats
-from accelfn.parallel.tensor import TensorPlan, apply_tensor
+from accelfn.parallel.strategies.attention import apply_attention
+from accelfn.parallel.strategies.fp8 import Fp8Plan, apply_fp8
+from accelfn.parallel.strategies.pipeline_plan import outer_blocks
+from accelfn.parallel.strategies.tensor import TensorPlan, apply_tensor
 from accelfn.tree import map_tensors
 
 if TYPE_CHECKING:

@@ -90,7 +90,7 @@ class CountedTraffic(TorchDispatchMode):
         rotation: str,
         **options: Any,
     ) -> torch.Tensor:
-        """Replace :func:`accelfn.parallel.attention.ring_attention`, which needs processes."""
+        """Replace :func:`accelfn.parallel.strategies.attention.ring_attention`, which needs processes."""
         return cast("torch.Tensor", cast("Any", _Ring).apply(query, key, value, self, group.size(), rotation))
 
 

@@ -14,7 +14,6 @@ from accelfn.context import Context, ContextOptions, MeshPlan, plan_context
 from accelfn.context.config import GradientAccumulationPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, read_facts
-from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
 from accelfn.parallel.plan import Outline, plan_outline, plan_place
 from accelfn.parallel.planning.costs import StageCost, StepCost
 from accelfn.parallel.planning.dry_run import dry_run
@@ -22,7 +21,8 @@ from accelfn.parallel.planning.memory import PARTS, Budget, activations_at, budg
 from accelfn.parallel.planning.optimizer_states import OptimizerKind, OptimizerStates, states_of
 from accelfn.parallel.planning.step import StepPlan
 from accelfn.parallel.planning.traffic import Traffic, traffic_at
-from accelfn.parallel.tensor import TensorPlan
+from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan
+from accelfn.parallel.strategies.tensor import TensorPlan
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text
 

@@ -10,11 +10,11 @@ from torch import nn
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, read_facts
-from accelfn.parallel.pipeline_plan import SchedulePlan
 from accelfn.parallel.plan import ModelPlan, plan_places
 from accelfn.parallel.planning.costs import StageCost
 from accelfn.parallel.planning.dry_run import dry_run
 from accelfn.parallel.planning.zero import ZeroPlan, plan_zero
+from accelfn.parallel.strategies.pipeline_plan import SchedulePlan
 from accelfn.tree import count_rows, slice_tensors
 
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from accelfn.context import Context, MeshPlan, check_context
 from accelfn.parallel.facts import ModelFacts, owner_of, table_text
-from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
 from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.planning.costs import Exchange, StageCost, merge
 from accelfn.parallel.planning.step import StepPlan, plan_step
 from accelfn.parallel.planning.zero import exchanges_of_zero
-from accelfn.parallel.shard import ShardPlan
+from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan
+from accelfn.parallel.strategies.shard import ShardPlan
 from accelfn.tree.structure import size_text
 
 

@@ -15,7 +15,7 @@ from accelfn.parallel.engines.megatron.build import Core
 from accelfn.parallel.engines.megatron.generate import check_options, choose, sequence_length
 from accelfn.parallel.engines.megatron.plan import MegatronPlan
 from accelfn.parallel.engines.megatron.steps import causal_mask
-from accelfn.parallel.pipeline import SentError
+from accelfn.parallel.strategies.pipeline import SentError
 from accelfn.tree import find_batch_size, map_tensors, slice_tensors
 
 

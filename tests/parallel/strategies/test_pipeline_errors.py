@@ -1,4 +1,4 @@
-"""Tests of accelfn.parallel.pipeline: an error in a stage reaches all ranks and does no harm."""
+"""Tests of accelfn.parallel.strategies.pipeline: an error in a stage reaches all ranks and does no harm."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from accelfn.comm import Call
 from accelfn.context import Context, MeshPlan, Precision
 from accelfn.context.config import AutoWrapPolicy, FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.experts import ExpertPlan
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
 from accelfn.parallel.forward import autocast_in
 from accelfn.parallel.handle import (
@@ -36,6 +35,7 @@ from accelfn.parallel.handle import (
     raise_explained,
 )
 from accelfn.parallel.parameters import WaitingGradients, refuse_hook_of_shard
+from accelfn.parallel.strategies.experts import ExpertPlan
 from accelfn.tree import is_dtensor, local_of
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from accelfn.context import DeviceFacts
 from accelfn.context.config import TERecipeKwargs, choose_fp8
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import plan_model, read_facts
-from accelfn.parallel.fp8 import plan_fp8
+from accelfn.parallel.strategies.fp8 import plan_fp8
 from accelfn.testing import run_ranks
 from accelfn.tree import local_of
 from tests.parallel import tensor_models

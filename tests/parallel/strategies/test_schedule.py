@@ -1,4 +1,4 @@
-"""Tests of the schedules of accelfn.parallel.pipeline_plan."""
+"""Tests of the schedules of accelfn.parallel.strategies.pipeline_plan."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import nn
 from accelfn.context.config import TorchTensorParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, read_facts
-from accelfn.parallel.tensor import STYLE_OF_WORD, TensorPlan, plan_tensor
+from accelfn.parallel.strategies.tensor import STYLE_OF_WORD, TensorPlan, plan_tensor
 from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE, Adapted
 
 

@@ -1,4 +1,4 @@
-"""Tests of accelfn.parallel.pipeline: what is trained, and what is refused, in stages."""
+"""Tests of accelfn.parallel.strategies.pipeline: what is trained, and what is refused, in stages."""
 
 # torch leaves backward partly untyped.
 # pyright: reportUnknownMemberType=false
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 import accelfn as af
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import pipeline
+from accelfn.parallel.strategies import pipeline
 from accelfn.testing import run_ranks
 from accelfn.tree import local_of
 from tests.parallel.tensor_models import GPT, PLAN, VOCABULARY, WIDTH, make_batch, summed_loss

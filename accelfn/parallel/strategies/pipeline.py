@@ -28,9 +28,9 @@ from accelfn.parallel.buffers import BufferWatch
 from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, EngineName, Handle, naming_lost_ranks
 from accelfn.parallel.norm import aligned, count_stages
 from accelfn.parallel.parameters import named, whole_of
-from accelfn.parallel.pipeline_plan import PipelinePlan, SchedulePlan
-from accelfn.parallel.shard import ShardHandle
-from accelfn.parallel.stages import Form, Outline, StageRun, has_stand_in, resized, run_stage
+from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan
+from accelfn.parallel.strategies.shard import ShardHandle
+from accelfn.parallel.strategies.stages import Form, Outline, StageRun, has_stand_in, resized, run_stage
 from accelfn.tree import (
     concatenate,
     count_rows,
@@ -67,7 +67,7 @@ class StageCall:
         """Replace the call of ``model``.
 
         Args:
-            model: Prepared by :func:`accelfn.parallel.stages.apply_stages`.
+            model: Prepared by :func:`accelfn.parallel.strategies.stages.apply_stages`.
             around: Wraps the call, as ``around(call, *args, **kwargs)``; None for no wrapper.
         """
         self._model = weakref.ref(model)

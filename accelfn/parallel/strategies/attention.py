@@ -26,7 +26,7 @@ from accelfn.context.config import TorchContextParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts
 from accelfn.parallel.forward import WrappedForward
-from accelfn.parallel.position_check import find_mixing_kind
+from accelfn.parallel.strategies.position_check import find_mixing_kind
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -649,9 +649,10 @@ def apply_attention(
         model: The planned model; not recomputed or compiled by accelfn yet.
         plan: From :func:`plan_attention`.
         group: The processes that share a sequence.
-        ring: Attention along "cp", called as :func:`accelfn.parallel.attention.ring_attention`.
+        ring: Attention along "cp", called as :func:`accelfn.parallel.strategies.attention.ring_attention`.
         find_mixing: Finds modules that mix positions at the first forward pass under grad, called as
-            :func:`accelfn.parallel.position_check.find_mixing_module` without its context; None to trust.
+            :func:`accelfn.parallel.strategies.position_check.find_mixing_module` without its context; None to
+            trust.
     """
     sharing = _Sharing(plan, group, ring, find_mixing)
     builds_mask = False

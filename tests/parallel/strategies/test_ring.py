@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor.experimental import _context_parallel
 
-import accelfn.parallel.attention as ring
+import accelfn.parallel.strategies.attention as ring
 from accelfn.testing import run_ranks
 
 torchs: Any = cast("Any", _context_parallel)._attention

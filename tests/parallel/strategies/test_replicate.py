@@ -13,7 +13,7 @@ from torch import nn
 import accelfn as af
 from accelfn import Context, DistributedDataParallelKwargs
 from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
-from accelfn.parallel.replicate import replicate
+from accelfn.parallel.strategies.replicate import replicate
 from accelfn.testing import Where, run_ranks
 
 Rows = tuple[torch.Tensor, torch.Tensor]

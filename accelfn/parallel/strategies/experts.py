@@ -18,7 +18,7 @@ from torch import nn
 from accelfn.context.config import ExpertParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
-from accelfn.parallel.tensor import StyledForward
+from accelfn.parallel.strategies.tensor import StyledForward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -31,7 +31,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import WrappedForward
 from accelfn.parallel.parameters import remember_whole
-from accelfn.parallel.pipeline_plan import PipelinePlan
+from accelfn.parallel.strategies.pipeline_plan import PipelinePlan
 
 # The result depends only on shape, dtype and device of the first argument; or of all but the first one.
 _LIKE_FIRST = frozenset(

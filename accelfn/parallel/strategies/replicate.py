@@ -22,12 +22,12 @@ from accelfn.context import Context, check_context
 from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.buffers import IGNORED, sync_buffers
-from accelfn.parallel.exact import ExactReplica, ThreadDDP
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import WITHOUT_TENSORS, check_each_forward
 from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle, handles_of
 from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.parameters import is_made_of_others, refuse_hook_of_replica, send_values
+from accelfn.parallel.strategies.exact import ExactReplica, ThreadDDP
 from accelfn.tree import is_dtensor
 
 

@@ -13,8 +13,8 @@ import accelfn as af
 from accelfn.context.config import ExpertParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import read_facts
-from accelfn.parallel.experts import plan_experts
 from accelfn.parallel.plan import plan_at
+from accelfn.parallel.strategies.experts import plan_experts
 from tests.parallel.expert_models import HIDDEN, WIDTH, Experts, SparseGPT
 from tests.parallel.tensor_models import GPT, Block
 
