@@ -19,25 +19,20 @@ from accelfn.context.config import (
     TorchTensorParallelConfig,
 )
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.agreement import check_each_forward
 from accelfn.parallel.buffers import sync_buffers
 from accelfn.parallel.engines import XlaShardPlan, apply_xla, plan_xla
 from accelfn.parallel.facts import ModelFacts, list_text, read_facts, table_text
-from accelfn.parallel.forward import (
-    check_each_forward,
-    compile_,
-    plan_recompute,
-    plan_regions,
-    recompute,
-    refuse_own_recomputation,
-)
 from accelfn.parallel.handle import LocalHandle
 from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release, retie
 from accelfn.parallel.strategies.attention import AttentionPlan, apply_attention, plan_attention
+from accelfn.parallel.strategies.compile import compile_, plan_regions
 from accelfn.parallel.strategies.experts import ExpertPlan, apply_experts, plan_experts
 from accelfn.parallel.strategies.fp8 import Fp8Plan, apply_fp8, plan_fp8_of, run_in_fp8
 from accelfn.parallel.strategies.pipeline import PipelineHandle
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan, plan_schedule, plan_stages
 from accelfn.parallel.strategies.position_check import find_mixing_module
+from accelfn.parallel.strategies.recompute import plan_recompute, recompute, refuse_own_recomputation
 from accelfn.parallel.strategies.replicate import replicate
 from accelfn.parallel.strategies.shard import (
     ShardHandle,

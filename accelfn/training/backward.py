@@ -25,8 +25,8 @@ from accelfn.data import MicroBatch
 from accelfn.data.microbatch import Draws, check_micro
 from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.agreement import at_place
 from accelfn.parallel.engines import owner_of_step
-from accelfn.parallel.forward import at_place
 from accelfn.parallel.handle import (
     BatchRun,
     Handle,

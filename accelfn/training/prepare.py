@@ -25,16 +25,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel import ModelPlan, plan_model, read_facts
 from accelfn.parallel.engines import REPLACED, EngineOptimizer, wraps_model
 from accelfn.parallel.facts import modules_of
-from accelfn.parallel.forward import (
-    MixedPrecisionForward,
-    WrappedForward,
-    autocast_in,
-    compile_,
-    copied_without,
-    plain_forward,
-    with_precision,
-    without_compile,
-)
+from accelfn.parallel.forward import WrappedForward, copied_without, plain_forward
 from accelfn.parallel.handle import (
     average_closure,
     handles_of,
@@ -53,7 +44,9 @@ from accelfn.parallel.parameters import (
     repoint,
 )
 from accelfn.parallel.plan import apply_model, modules_to_compile, share_attention
+from accelfn.parallel.strategies.compile import compile_, without_compile
 from accelfn.parallel.strategies.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
+from accelfn.parallel.strategies.precision import MixedPrecisionForward, autocast_in, with_precision
 from accelfn.parallel.strategies.replicate import check_wrapped, replicate
 from accelfn.training.engines import prepare_trained, prepare_untrained
 from accelfn.tree import is_dtensor, send_to_device

@@ -16,7 +16,7 @@ from torch import nn
 import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError, RemoteRankError
-from accelfn.parallel.forward import recompute
+from accelfn.parallel.strategies.recompute import recompute
 from accelfn.testing import Where, run_ranks
 
 

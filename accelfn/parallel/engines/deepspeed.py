@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
+from accelfn.parallel.agreement import check_each_forward
 from accelfn.parallel.engines.deepspeed_plan import (
     KNOWN_KEYS,
     CpuOptimizer,
@@ -27,10 +28,10 @@ from accelfn.parallel.engines.deepspeed_plan import (
 )
 from accelfn.parallel.engines.deepspeed_state import plain_state
 from accelfn.parallel.engines.engine import EngineHandle, EngineOptimizer, EngineState, EngineStep
-from accelfn.parallel.forward import check_each_forward, with_precision
 from accelfn.parallel.handle import Communication, EngineName
 from accelfn.parallel.optimizers import why_not_flat
 from accelfn.parallel.parameters import names_on_meta
+from accelfn.parallel.strategies.precision import with_precision
 from accelfn.tree import map_tensors
 
 # The first version whose caller may count micro-batches.

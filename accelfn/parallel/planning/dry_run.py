@@ -20,7 +20,6 @@ from torch.utils import _pytree
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, owner_of
-from accelfn.parallel.forward import MixedPrecisionForward
 from accelfn.parallel.parameters import named, retie
 from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.planning.costs import StepCost
@@ -29,6 +28,7 @@ from accelfn.parallel.planning.repeats import Repeats, find_repeats
 from accelfn.parallel.strategies.attention import apply_attention
 from accelfn.parallel.strategies.fp8 import Fp8Plan, apply_fp8
 from accelfn.parallel.strategies.pipeline_plan import outer_blocks
+from accelfn.parallel.strategies.precision import MixedPrecisionForward
 from accelfn.parallel.strategies.tensor import TensorPlan, apply_tensor
 from accelfn.tree import map_tensors
 

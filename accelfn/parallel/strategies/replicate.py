@@ -21,9 +21,9 @@ from accelfn.comm import reduce, verify_structure
 from accelfn.context import Context, check_context
 from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.agreement import WITHOUT_TENSORS, check_each_forward
 from accelfn.parallel.buffers import IGNORED, sync_buffers
 from accelfn.parallel.facts import modules_of
-from accelfn.parallel.forward import WITHOUT_TENSORS, check_each_forward
 from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle, handles_of
 from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.parameters import is_made_of_others, refuse_hook_of_replica, send_values

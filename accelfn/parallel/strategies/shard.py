@@ -23,7 +23,6 @@ from accelfn.context import Context, MeshPlan, Precision
 from accelfn.context.config import AutoWrapPolicy, FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
-from accelfn.parallel.forward import autocast_in
 from accelfn.parallel.handle import (
     HANDLE,
     IN_NO_SYNC,
@@ -36,6 +35,7 @@ from accelfn.parallel.handle import (
 )
 from accelfn.parallel.parameters import WaitingGradients, refuse_hook_of_shard
 from accelfn.parallel.strategies.experts import ExpertPlan
+from accelfn.parallel.strategies.precision import autocast_in
 from accelfn.tree import is_dtensor, local_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import read_facts
-from accelfn.parallel.forward import plan_recompute, refuse_own_recomputation
+from accelfn.parallel.strategies.recompute import plan_recompute, refuse_own_recomputation
 from accelfn.testing import run_ranks
 from accelfn.tree import local_of
 from tests.parallel import tensor_models as tm

@@ -1,0 +1,178 @@
+"""Activation checkpointing: which modules are recomputed in the backward pass, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+from accelfn.context import Context
+from accelfn.errors import ConfigurationError
+from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
+from accelfn.parallel.forward import WrappedForward
+
+# Names of transformers' caches, to which a block appends keys and values.
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+
+
+def refuse_own_recomputation(model: nn.Module) -> None:
+    """Refuse a model that recomputes activations by itself.
+
+    Raises:
+        ConfigurationError: Its own ``gradient_checkpointing`` is on.
+    """
+    for name, module in modules_of(model).items():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ConfigurationError(
+                f"fsdp_plugin: activation_checkpointing is set, and {name or 'the model'} has its own "
+                "gradient_checkpointing on: blocks would be computed three times. Turn one of them off."
+            )
+
+
+def plan_recompute(facts: ModelFacts, units: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the modules whose activations are recomputed in the backward pass. Pure.
+
+    Args:
+        facts: Of the model.
+        units: The units that FSDP gathers, or would gather on several ranks. Of nested units the outermost
+            is recomputed.
+
+    Raises:
+        ConfigurationError: The model itself is the only unit: recomputing it at once would save nothing.
+    """
+    chosen = set(units) - {""}
+    if not chosen:
+        raise ConfigurationError(
+            f"fsdp_plugin: activation_checkpointing recomputes units one by one, and {facts.kinds['']} is a "
+            "single unit. Pass transformer_cls_names_to_wrap or another auto_wrap_policy, or leave "
+            "activation_checkpointing out; for this model alone with a context of its own: prepare_model("
+            "ctx.replace(fsdp_plugin=dataclasses.replace(plugin, activation_checkpointing=False)), model)."
+        )
+    return tuple(
+        name for name in facts.kinds if name in chosen and owner_of(name.rpartition(".")[0], chosen) is None
+    )
+
+
+class RecomputedForward(WrappedForward):
+    """A module's ``forward``, recomputed in the backward pass from its inputs.
+
+    It replaces ``forward`` and not the call, so that the module's hooks run once: FSDP has gathered the
+    parameters when the backward pass recomputes it. Buffers are changed by the first time alone.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], module: nn.Module, offload_from: torch.device | None = None
+    ) -> None:
+        """Wrap the ``forward`` of a module, whose inputs are kept in host memory if a device is given."""
+        super().__init__(forward)
+        self._module = module
+        self._offload_from = offload_from
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped forward; the backward pass calls it again, with the same random numbers."""
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        for name in _CACHES:
+            if kwargs.get(name) is not None:
+                kwargs[name] = _empty(name, kwargs[name])
+        if torch.compiler.is_compiling():  # the compiler doesn't repeat changes of buffers
+            # By this name torch.compile knows it.
+            return cast("Any", checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs))
+        changed = _copies_of_buffers(self._module)
+        if changed:
+            kwargs["context_fn"] = lambda: (nullcontext(), _Restored(changed))
+        keeping = nullcontext()
+        if self._offload_from is not None:
+            keeping = save_on_cpu(pin_memory=self._offload_from.type == "cuda")
+        with keeping:
+            output = cast("Any", checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs))
+        changed[:] = filter(_Copied.may_have_changed, changed)
+        return output
+
+
+class _Copied(NamedTuple):
+    """A buffer as it was, and its copy from then."""
+
+    owner: dict[str, torch.Tensor | None]  # the buffers of its module
+    name: str
+    tensor: torch.Tensor | None
+    version: int
+    copy: torch.Tensor | None
+
+    def may_have_changed(self) -> bool:
+        """Return whether it has changed since; torch doesn't count changes of statistics."""
+        if self.owner.get(self.name) is not self.tensor or self.name in ("running_mean", "running_var"):
+            return True
+        return _version_of(self.tensor) != self.version
+
+
+def _version_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _copies_of_buffers(module: nn.Module) -> list[_Copied]:
+    """Copy the buffers of the modules in training, which may change them."""
+    owners = [
+        cast("dict[str, torch.Tensor | None]", vars(one)["_buffers"])
+        for one in module.modules()
+        if one.training
+    ]
+    return [
+        _Copied(owner, name, one, _version_of(one), None if one is None else one.clone())
+        for owner in owners
+        for name, one in owner.items()
+    ]
+
+
+class _Restored:
+    """Computes with buffers as they were; changes inside are lost. May be entered again."""
+
+    def __init__(self, copied: Sequence[_Copied]) -> None:
+        self._copied = copied
+        self._now: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self._now = [one.owner.get(one.name) for one in self._copied]
+        for one in self._copied:
+            one.owner[one.name] = None if one.copy is None else one.copy.clone()
+
+    def __exit__(self, *error: object) -> None:
+        for one, tensor in zip(self._copied, self._now, strict=True):
+            one.owner[one.name] = tensor
+
+
+def _empty(name: str, cache: Any) -> None:
+    """Replace an empty cache by None: the recomputation would append to it a second time.
+
+    Raises:
+        ConfigurationError: It isn't empty, and without it the block would compute something else.
+    """
+    count = getattr(cache, "get_seq_length", None)
+    if count is None or count() != 0:
+        raise ConfigurationError(
+            f"activation_checkpointing: a block got {name} with keys and values in it, to which recomputing "
+            "the block in the backward pass would append again. Compute without gradients (torch.no_grad), "
+            "or without activation_checkpointing."
+        )
+
+
+def recompute(ctx: Context, model: nn.Module, names: Iterable[str]) -> None:
+    """Recompute modules of a model in the backward pass. Writes into the modules; names don't change.
+
+    Ranks: local.
+
+    Args:
+        ctx: Whose plugin says where their inputs are kept.
+        model: Neither compiled by accelfn nor sharded yet.
+        names: Names of the modules, from :func:`plan_recompute`.
+    """
+    plugin = ctx.strategy.fsdp
+    offloads = plugin is not None and plugin.activation_checkpointing_offload
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = RecomputedForward(module.forward, module, ctx.device if offloads else None)
