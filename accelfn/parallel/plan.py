@@ -34,15 +34,13 @@ from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan
 from accelfn.parallel.strategies.position_check import find_mixing_module
 from accelfn.parallel.strategies.recompute import plan_recompute, recompute, refuse_own_recomputation
 from accelfn.parallel.strategies.replicate import replicate
-from accelfn.parallel.strategies.shard import (
-    ShardHandle,
+from accelfn.parallel.strategies.shard import ShardHandle, apply_shard, with_named_errors
+from accelfn.parallel.strategies.shard_plan import (
     ShardPlan,
-    apply_shard,
     choose_units,
     names_of_ignored,
     names_of_wrapped,
     plan_shard,
-    with_named_errors,
 )
 from accelfn.parallel.strategies.stages import apply_stages
 from accelfn.parallel.strategies.tensor import TensorPlan, apply_tensor, plan_tensor

@@ -16,7 +16,7 @@ from accelfn.context.config import FullyShardedDataParallelPlugin
 from accelfn.context.xla import import_xla
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.facts import ModelFacts
-from accelfn.parallel.strategies.shard import choose_units
+from accelfn.parallel.strategies.shard_plan import choose_units
 from accelfn.tree import flatten
 
 _FSDP = "torch_xla.experimental.spmd_fully_sharded_data_parallel"
