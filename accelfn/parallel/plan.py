@@ -4,49 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
 from accelfn.context import Context, MeshPlan, check_context, plan_mesh
-from accelfn.context.config import (
-    DynamoBackend,
-    ExpertParallelConfig,
-    FullyShardedDataParallelPlugin,
-    PipelineParallelConfig,
-    TorchDynamoPlugin,
-    TorchTensorParallelConfig,
-)
+from accelfn.context.config import FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.agreement import check_each_forward
 from accelfn.parallel.buffers import sync_buffers
-from accelfn.parallel.engines import XlaShardPlan, apply_xla, plan_xla
+from accelfn.parallel.engines import xla
+from accelfn.parallel.engines.xla import XlaShardPlan
 from accelfn.parallel.facts import ModelFacts, list_text, read_facts, table_text
-from accelfn.parallel.handle import LocalHandle
-from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release, retie
-from accelfn.parallel.strategies.attention import AttentionPlan, apply_attention, plan_attention
-from accelfn.parallel.strategies.compile import compile_, plan_regions
-from accelfn.parallel.strategies.experts import ExpertPlan, apply_experts, plan_experts
-from accelfn.parallel.strategies.fp8 import Fp8Plan, apply_fp8, plan_fp8_of, run_in_fp8
-from accelfn.parallel.strategies.pipeline import PipelineHandle
-from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan, plan_schedule, plan_stages
-from accelfn.parallel.strategies.position_check import find_mixing_module
-from accelfn.parallel.strategies.recompute import plan_recompute, recompute, refuse_own_recomputation
-from accelfn.parallel.strategies.replicate import replicate
-from accelfn.parallel.strategies.shard import ShardHandle, apply_shard, with_named_errors
-from accelfn.parallel.strategies.shard_plan import (
-    ShardPlan,
-    choose_units,
-    names_of_ignored,
-    names_of_wrapped,
-    plan_shard,
+from accelfn.parallel.handle import Handle, LocalHandle
+from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release
+from accelfn.parallel.strategies import (
+    attention,
+    compilation,
+    experts,
+    fp8,
+    pipeline_plan,
+    recompute,
+    shard,
+    shard_plan,
+    stages,
+    tensor,
 )
-from accelfn.parallel.strategies.stages import apply_stages
-from accelfn.parallel.strategies.tensor import TensorPlan, apply_tensor, plan_tensor
-from accelfn.tree.structure import size_text
-
-Engine = Literal["none", "ddp", "shard"]
+from accelfn.parallel.strategies.attention import AttentionPlan
+from accelfn.parallel.strategies.experts import ExpertPlan
+from accelfn.parallel.strategies.fp8 import Fp8Plan
+from accelfn.parallel.strategies.pipeline import PipelineHandle
+from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan
+from accelfn.parallel.strategies.replicate import replicate
+from accelfn.parallel.strategies.shard import ShardHandle, with_named_errors
+from accelfn.parallel.strategies.shard_plan import ShardPlan
+from accelfn.parallel.strategies.strategy import Application, Engine, Planning, Strategy
+from accelfn.parallel.strategies.tensor import TensorPlan
 
 
 class ModelPlan(NamedTuple):
@@ -108,9 +103,10 @@ class ModelPlan(NamedTuple):
         if self.tensor is not None:
             rows.extend(self.tensor.rows().items())
         if self.attention is not None:
-            rows.append(("attention", _row_of_attention(self.attention)))
+            rows.append(("attention", str(self.attention)))
         if self.experts is not None:
-            rows.append(("experts", _row_of_experts(self.experts, self.shard)))
+            num_shards = 1 if self.shard is None else self.shard.num_expert_shards
+            rows.append(("experts", self.experts.row(num_shards)))
         averaged = " x ".join(self.mesh.active("loss"))
         if self.engine == "ddp":
             rows.append(("gradients", f"averaged over {averaged}; every rank has the full model"))
@@ -118,7 +114,8 @@ class ModelPlan(NamedTuple):
             rows.append(("sharding", str(self.xla)))
         elif self.engine == "none":
             rows.append(("gradients", "complete on each rank without averaging"))
-        rows.extend(_rows_of_shard(self.shard, averaged))
+        if self.shard is not None:
+            rows.extend(self.shard.rows(averaged))
         rows.append(("precision", self.precision))
         if self.fp8 is not None:
             rows.append(("fp8", str(self.fp8)))
@@ -130,48 +127,6 @@ class ModelPlan(NamedTuple):
     def __str__(self) -> str:
         """Return the plan as a table."""
         return table_text(self.rows())
-
-
-def _row_of_attention(plan: AttentionPlan) -> str:
-    how = f"passed around by {plan.rotation}" if plan.axis == "cp" else "heads exchanged"
-    what = f"a ring of {plan.size}, keys and values {how}" if plan.axis == "cp" else f"{how} over {plan.size}"
-    where = list_text(plan.modules) or "no module of this stage"
-    return f"each sequence shared along {plan.axis}: {what}; in {where}"
-
-
-def _rows_of_shard(plan: ShardPlan | None, averaged: str) -> list[tuple[str, str]]:
-    if plan is None:
-        return []
-    rest = "the rest of the model" if len(plan.units) > 1 else "the complete model"
-    units = [*reversed(plan.units[:-1])]
-    freed = "freed after its forward" if plan.reshard else "kept until its backward"
-    kept = size_text(plan.shard_bytes) + (" in host memory" if plan.offload else "")
-    largest = f"the largest unit is {size_text(plan.gathered_bytes)} while it computes"
-    whole = f"until the last batch of a window each rank holds {size_text(plan.unreduced_bytes)}, unsharded"
-    rows = [
-        ("gradients", f"averaged over {averaged} by FSDP, and sharded over {plan.num_shards}"),
-        ("units", ", ".join([list_text(units), rest]) if units else rest),
-        (
-            "parameters",
-            f"{kept} on each rank; {largest}, and {freed if units else 'kept until its backward'}",
-        ),
-        ("windows", f"{whole}; with sync_each_batch its shard of them"),
-    ]
-    if plan.prefetch:
-        rows.append(("prefetch", "each unit's forward starts to gather the next one"))
-    if plan.ignored:
-        rows.append(("ignored", f"unsharded on each rank: {list_text(plan.ignored)}"))
-    return rows
-
-
-def _row_of_experts(plan: ExpertPlan, shard: ShardPlan | None) -> str:
-    counts = sorted({held.num_experts for held in plan.modules.values()})
-    each = " or ".join(str(count) for count in counts)
-    local = " or ".join(str(count // plan.size) for count in counts)
-    text = f"{each} of {list_text(plan.modules)}, spread over {plan.size} ranks: {local} on each"
-    if shard is None or shard.num_expert_shards == 1:
-        return text
-    return f"{text}, sharded over {shard.num_expert_shards}"
 
 
 def plan_model(
@@ -212,211 +167,117 @@ def plan_model(
     return plan_at(ctx, model, ctx.coordinate("pp"), engine=engine)
 
 
-class Outline(NamedTuple):
-    """What all places along "pp" share: the complete model, and how it is spread."""
+def _only(plan: Any, at: Planning) -> Any:
+    return None if plan is None else plan.only(at.facts)
 
+
+def _local(plan: Any, at: Planning) -> ModelFacts:
+    return plan.local(at.facts)
+
+
+# In the order in which strategies are planned and applied; nothing else knows it.
+STRATEGIES: tuple[Strategy, ...] = (
+    Strategy("schedule", plan=pipeline_plan.plan_schedule_at),
+    Strategy("pipeline", plan=pipeline_plan.plan, narrow=pipeline_plan.narrow, apply=stages.apply),
+    Strategy("tensor", plan=tensor.plan, of_rank=_only, narrow=_local, apply=tensor.apply),
+    Strategy("experts", plan=experts.plan, of_rank=_only, narrow=_local, apply=experts.apply),
+    Strategy("attention", of_rank=attention.of_rank, apply=attention.apply),
+    Strategy("fp8", plan=fp8.plan, of_rank=_only, apply=fp8.apply),
+    Strategy("recomputed", plan=recompute.plan, of_rank=recompute.of_rank, apply=recompute.apply),
+    Strategy("compiled", of_rank=compilation.of_rank, apply=compilation.apply),
+    Strategy("xla", of_rank=xla.of_rank, apply=xla.apply),
+    Strategy("", apply=fp8.apply_around),
+    Strategy("shard", of_rank=shard_plan.of_rank, apply=shard.apply),
+)
+
+
+class WholePlan(NamedTuple):
+    """What the plans of all ranks share: the complete model, and how it is spread.
+
+    Attributes:
+        ctx: The mesh and the options.
+        facts: Of the complete model.
+        model: The model; None where there are facts alone.
+        mesh: The mesh.
+        engine: What averages gradients.
+        plans: By strategy.
+    """
+
+    ctx: Context
     facts: ModelFacts
     model: nn.Module | None
     mesh: MeshPlan
     engine: Engine
-    pipeline: PipelinePlan | None
-    schedule: SchedulePlan | None
-    experts: ExpertPlan | None
-    tensor: TensorPlan | None
-    ignored: tuple[str, ...]
-    fp8: Fp8Plan | None
+    plans: Mapping[str, Any]
+
+    def but(self, **plans: Any) -> WholePlan:
+        """Return this with other plans of some strategies."""
+        return self._replace(plans={**self.plans, **plans})
 
 
 def plan_at(
     ctx: Context,
     model: nn.Module | ModelFacts,
-    place: int,
+    pp_rank: int,
     *,
     engine: Literal["ddp", "shard"] | None = None,
 ) -> ModelPlan:
-    """Return the plan for the ranks at a place along "pp"; see :func:`plan_model`."""
-    return plan_place(ctx, plan_outline(ctx, model, engine), place)
+    """Return the plan for the ranks at a coordinate along "pp"; see :func:`plan_model`."""
+    return plan_rank(plan_whole(ctx, model, engine), pp_rank)
 
 
-def plan_places(
+def plan_each(
     ctx: Context, model: nn.Module | ModelFacts, facts: ModelFacts | None = None
 ) -> tuple[ModelPlan, ...]:
-    """Return the plan for each place along "pp"; see :func:`plan_model`. Pure.
+    """Return the plan for each coordinate along "pp"; see :func:`plan_model`. Pure.
 
     Args:
         ctx: The mesh and the options.
         model: The model, or its facts.
         facts: Those of the model, if they have been read.
     """
-    outline = plan_outline(ctx, model, facts=facts)
-    return tuple(plan_place(ctx, outline, place) for place in range(ctx.axis_size("pp")))
+    whole = plan_whole(ctx, model, facts=facts)
+    return tuple(plan_rank(whole, pp_rank) for pp_rank in range(ctx.axis_size("pp")))
 
 
-def plan_outline(
+def plan_whole(
     ctx: Context,
     model: nn.Module | ModelFacts,
     engine: Literal["ddp", "shard"] | None = None,
     facts: ModelFacts | None = None,
-    tensor: TensorPlan | None = None,
-) -> Outline:
-    """Return what the plans of all places share; see :func:`plan_places`. ``tensor`` may be planned."""
+    known: Mapping[str, Any] = MappingProxyType({}),
+) -> WholePlan:
+    """Return what the plans of all ranks share; see :func:`plan_each`. ``known`` has plans by strategy."""
     real = None if isinstance(model, ModelFacts) else model
-    outline = facts or (model if isinstance(model, ModelFacts) else read_facts(model))
+    whole = facts or (model if isinstance(model, ModelFacts) else read_facts(model))
     mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
     chosen = _choose_engine(ctx, mesh, engine)
-    parallelism = ctx.strategy.parallelism
-    pipeline, schedule = None, None
-    if mesh.size("pp") > 1:
-        config = (None if parallelism is None else parallelism.pp_handler) or PipelineParallelConfig()
-        schedule = plan_schedule(config, mesh.size("pp"))
-        pipeline = plan_stages(outline, schedule.num_stages, split=config.split, last=config.last)
-    experts = None
-    if chosen == "shard" and mesh.size("ep") > 1:
-        experts = _plan_experts(ctx, outline, mesh)
-    if mesh.size("tp") > 1 and tensor is None and chosen != "ddp":
-        handler = None if parallelism is None else parallelism.tp_handler
-        tensor = plan_tensor(handler or TorchTensorParallelConfig(), outline, mesh.size("tp"))
-    plugin = ctx.strategy.fsdp
-    if plugin is not None and plugin.activation_checkpointing and real is not None:
-        refuse_own_recomputation(real)
-        if plugin.activation_checkpointing_offload and ctx.strategy.dynamo.backend != DynamoBackend.NO:
-            raise ConfigurationError(
-                "fsdp_plugin: activation_checkpointing_offload moves tensors between operations that "
-                f"dynamo_backend={str(ctx.strategy.dynamo.backend)!r} compiles into one. Leave one out."
-            )
-    ignored: tuple[str, ...] = ()
-    if chosen == "shard" and plugin is not None and plugin.ignored_modules is not None:
-        ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), outline)
-    fp8 = plan_fp8_of(ctx, outline, real, engine=chosen, axes=mesh.active(), ignored=ignored)
-    return Outline(outline, real, mesh, chosen, pipeline, schedule, experts, tensor, ignored, fp8)
+    plans: dict[str, Any] = {}
+    for name, plan, *_ in STRATEGIES:
+        at = Planning(ctx, mesh, chosen, real, whole, whole, 0, plans)
+        plans[name] = known[name] if known.get(name) is not None else plan(at)
+    return WholePlan(ctx, whole, real, mesh, chosen, plans)
 
 
-def plan_place(ctx: Context, outline: Outline, place: int) -> ModelPlan:
-    """Return the plan for the ranks at a place along "pp"."""
-    facts, real, mesh, chosen, pipeline, schedule, experts, tensor, ignored, fp8 = outline
-    own_names = facts.own_names
-    if pipeline is not None and schedule is not None:
-        facts = pipeline.local(facts, schedule.stages_of(place))
-        experts = None if experts is None else experts.only(facts)
-        tensor = None if tensor is None else tensor.only(facts)
-        fp8 = None if fp8 is None else fp8.only(facts)
-        ignored = tuple(name for name in ignored if name in facts.shapes)
-    plugin = ctx.strategy.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
-    local = facts if tensor is None else tensor.local(facts)
-    if experts is not None:
-        local = experts.local(local)
-    shard, recomputed = None, ()
-    if chosen == "shard" or plugin.activation_checkpointing:
-        units = choose_units(plugin, local, _wrapped(plugin, real))
-        if plugin.activation_checkpointing:
-            recomputed = plan_recompute(facts, units)
-        if chosen == "shard":
-            shard = plan_shard(
-                plugin,
-                local,
-                mesh,
-                units,
-                mixed_precision=ctx.mixed_precision,
-                ignored=ignored,
-                experts=experts,
-                in_fp8=fp8.converted if fp8 is not None and fp8.gathers else (),
-            )
+def plan_rank(whole: WholePlan, pp_rank: int) -> ModelPlan:
+    """Return the plan for the ranks at a coordinate along "pp"."""
+    ctx, facts, mesh, names = whole.ctx, whole.facts, whole.mesh, whole.facts.own_names
+    plans: dict[str, Any] = {}
+    for name, _, of_rank, narrow, _ in STRATEGIES:
+        at = Planning(ctx, mesh, whole.engine, whole.model, whole.facts, facts, pp_rank, plans)
+        plans[name] = plan = of_rank(whole.plans[name], at)
+        if plan is not None:
+            facts = narrow(plan, at)
+    del plans[""]
     return ModelPlan(
         model=facts.kinds[""],
-        num_parameters=outline.facts.numel(*own_names),
-        num_trainable=outline.facts.numel(*(name for name in own_names if name in outline.facts.trainable)),
+        num_parameters=whole.facts.numel(*names),
+        num_trainable=whole.facts.numel(*(name for name in names if name in whole.facts.trainable)),
         mesh=mesh,
-        pipeline=pipeline,
-        schedule=schedule,
-        tensor=tensor,
-        attention=_plan_attention(ctx, local, mesh, real, outline.facts),
-        experts=experts,
-        fp8=fp8,
-        engine=chosen,
-        shard=shard,
-        recomputed=recomputed,
-        compiled=modules_to_compile(ctx.strategy.dynamo, facts, None if pipeline else real, shard, pipeline),
-        precision=_precision(ctx.mixed_precision, shard),
-        xla=plan_xla(ctx, local, None if ctx.device.type != "xla" else _wrapped(plugin, real)),
+        engine=whole.engine,
+        precision=_precision(ctx.mixed_precision, plans["shard"]),
+        **plans,
     )
-
-
-def _plan_attention(
-    ctx: Context,
-    facts: ModelFacts,
-    mesh: MeshPlan,
-    model: nn.Module | None,
-    whole: ModelFacts | None = None,
-) -> AttentionPlan | None:
-    if mesh.size("seq") == 1:
-        return None
-    parallelism = ctx.strategy.parallelism
-    handler = None if parallelism is None else parallelism.cp_handler
-    axis = "cp" if mesh.size("cp") > 1 else "sp"
-    return plan_attention(handler, facts, axis, mesh.size("seq"), model, whole)
-
-
-def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None = None) -> None:
-    """Make ranks along "cp" or "sp" compute attention together, if there are any. Writes into ``model``.
-
-    Ranks: every rank of ``ctx``; nothing is communicated.
-
-    Args:
-        ctx: The world.
-        model: Without shared attention yet.
-        plan: From :func:`plan_model`; None to make one.
-
-    Raises:
-        NotAvailableError: The ranks are threads.
-        ConfigurationError: As :func:`accelfn.parallel.strategies.attention.plan_attention`.
-    """
-    if ctx.mesh is None or ctx.mesh.plan.size("seq") == 1:
-        return
-    plan = plan or _plan_attention(ctx, read_facts(model), ctx.mesh.plan, model)
-    group = ctx.along("seq").world.group
-    if plan is None or group is None:
-        raise NotAvailableError(
-            "ranks that share sequences must be processes with an initialised torch.distributed; these are "
-            'threads. In a test, use run_ranks(..., on="processes").'
-        )
-    if not plan.modules:  # a stage without attention
-        return
-    # A stage of a pipeline ends the model's forward early; scales of 8 bits are those of all positions.
-    is_tried = ctx.axis_size("pp") == 1 and ctx.precision.mode != "fp8"
-    find_mixing = partial(find_mixing_module, ctx) if is_tried else None
-    apply_attention(model, plan, group, find_mixing=find_mixing)
-
-
-def _plan_experts(ctx: Context, facts: ModelFacts, mesh: MeshPlan) -> ExpertPlan:
-    if mesh.size("tp") > 1:
-        raise ConfigurationError(
-            f"ep_size={mesh.ep_size} and tp_size={mesh.size('tp')}: expert and tensor parallelism can't be "
-            "combined yet. Set one of them to 1."
-        )
-    if ctx.strategy.dynamo.backend != DynamoBackend.NO:
-        raise ConfigurationError(
-            f"ep_size={mesh.ep_size} and dynamo_backend={str(ctx.strategy.dynamo.backend)!r}: the number of "
-            "rows that experts get differs between steps, which no compiled block supports. Leave one of the "
-            "two out."
-        )
-    parallelism = ctx.strategy.parallelism
-    handler = None if parallelism is None else parallelism.ep_handler
-    return plan_experts(handler or ExpertParallelConfig(), facts, mesh.ep_size)
-
-
-def _wrapped(plugin: FullyShardedDataParallelPlugin, model: nn.Module | None) -> tuple[str, ...] | None:
-    policy = plugin.auto_wrap_policy
-    if policy is None or isinstance(policy, str):
-        return None
-    return names_of_wrapped(policy, _needed(model, "auto_wrap_policy"))
-
-
-def _needed(model: nn.Module | None, field: str) -> nn.Module:
-    if model is None:
-        raise ConfigurationError(
-            f"plan_model: {field} needs the model's modules, which its facts don't have. Pass the model."
-        )
-    return model
 
 
 def _choose_engine(ctx: Context, mesh: MeshPlan, engine: Literal["ddp", "shard"] | None) -> Engine:
@@ -454,25 +315,6 @@ def _refuse_alone(plugin: FullyShardedDataParallelPlugin | None) -> None:
                 f"fsdp_plugin: {name} only applies to shards, and a single rank has none. Start several "
                 "ranks, or leave it out and use mixed_precision or accelfn.cpu_offload."
             )
-
-
-def modules_to_compile(
-    options: TorchDynamoPlugin,
-    facts: ModelFacts,
-    model: nn.Module | None = None,
-    shard: ShardPlan | None = None,
-    pipeline: PipelinePlan | None = None,
-) -> tuple[str, ...]:
-    """Return the names of the modules that are compiled, "" for the model itself."""
-    if options.backend == DynamoBackend.NO:
-        return ()
-    if shard is not None and len(shard.units) > 1:  # FSDP gathers between units, which no graph can contain
-        return tuple(reversed(shard.units[:-1]))
-    if pipeline is not None:  # the model's forward ends early on most stages
-        return tuple(name for stage in pipeline.stages for name in stage.blocks if name in facts.kinds)
-    if not options.use_regional_compilation:
-        return ("",)
-    return (facts.blocks or ("",)) if model is None else plan_regions(model)
 
 
 def _precision(mode: str, shard: ShardPlan | None) -> str:
@@ -515,19 +357,15 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
         Exception: Raised by torch's engines.
     """
     before = named(model)
+    values = _release(ctx, model, plan) if plan.is_spread else None
+    at = Application(ctx, model, plan._asdict(), before)
+    for strategy in STRATEGIES:
+        strategy.apply(at)
     result: nn.Module = model
-    if not plan.is_spread:
-        share_attention(ctx, model, plan.attention)
-        apply_fp8(model, plan.fp8)
-        recompute(ctx, model, plan.recomputed)
-        compile_(model, ctx.strategy.dynamo, plan.compiled)
-        if plan.xla is not None:
-            apply_xla(ctx, model, plan.xla)
-        run_in_fp8(model, plan.fp8)
-        if plan.engine == "ddp" or ctx.reduction is not None:
-            result = replicate(ctx, model)
-    else:
-        _spread(ctx, model, plan, before)
+    if values is not None:
+        _fill(ctx, model, plan, values)
+    elif plan.engine == "ddp" or ctx.reduction is not None:
+        result = replicate(ctx, model)
     leave_pointers(before, model)
     return cast("M", result)
 
@@ -536,46 +374,32 @@ def _placed(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else tensor.to(device)
 
 
-def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str, torch.Tensor]) -> None:
-    """Spread a model over ranks on the meta device; then allocate each rank's parts and set their values."""
+def _release(ctx: Context, model: nn.Module, plan: ModelPlan) -> Any:
+    """Return the values of a model that ranks share, whose tensors have no memory from then on."""
     if ctx.mesh is None:
         raise NotAvailableError(
             "a model that is spread over ranks needs a mesh. Pass fsdp_plugin or parallelism_config to "
             "init_context."
         )
-    tp = None if plan.tensor is None else ctx.mesh.device_mesh("tp")
-    shards = None if plan.shard is None else ctx.mesh.device_mesh(*plan.shard.dims)
-    ep = of_experts = None
-    if plan.experts is not None and plan.shard is not None:
-        ep = ctx.mesh.device_mesh("ep")
-        of_experts = ctx.mesh.device_mesh(*plan.shard.expert_dims_of_mesh)
-    values = release(ctx, model)
-    if plan.pipeline is not None and plan.schedule is not None:
-        own = plan.schedule.stages_of(ctx.coordinate("pp"))
-        apply_stages(model, plan.pipeline, own, ctx.device)
-    if plan.shard is None:  # FSDP places what isn't on "meta" itself
+    if plan.tensor is not None or plan.shard is not None:  # before anything is changed: threads have none
+        ctx.mesh.device_mesh(*(("tp",) if plan.shard is None else plan.shard.dims))
+    return release(ctx, model)
+
+
+def _fill(ctx: Context, model: nn.Module, plan: ModelPlan, values: Any) -> None:
+    """Allocate a rank's parts of a model on its device, and set their values; then watch the model."""
+    own = plan.shard
+    if own is None:  # FSDP places what isn't on "meta" itself
         cast("Any", model)._apply(partial(_placed, ctx.device))
-    if plan.tensor is not None and tp is not None:
-        apply_tensor(model, plan.tensor, tp)
-        retie(before, model)
-    if plan.experts is not None and ep is not None:
-        apply_experts(model, plan.experts, ep)
-        retie(before, model)
-    share_attention(ctx, model, plan.attention)
-    apply_fp8(model, plan.fp8)
-    recompute(ctx, model, plan.recomputed)
-    compile_(model, ctx.strategy.dynamo, plan.compiled)
-    run_in_fp8(model, plan.fp8)
-    units: list[nn.Module] = []
-    if plan.shard is not None and shards is not None:
-        units = apply_shard(model, plan.shard, shards, ctx.device, of_experts)
-    in_host = plan.shard is not None and plan.shard.offload
-    materialize(model, torch.device("cpu") if in_host else ctx.device)
+    materialize(model, torch.device("cpu") if own is not None and own.offload else ctx.device)
     fill(ctx, model, values)
-    shard = plan.shard
-    handle = LocalHandle(model) if shard is None else ShardHandle(model, units, ctx, shard)
-    if isinstance(handle, ShardHandle) and plan.fp8 is not None and plan.fp8.gathers:
-        handle.gather_in_fp8()
+    handle: Handle
+    if own is None:
+        handle = LocalHandle(model)
+    else:
+        handle = ShardHandle(model, [model.get_submodule(name) for name in own.units], ctx, own)
+        if plan.fp8 is not None and plan.fp8.gathers:
+            handle.gather_in_fp8()
     if plan.pipeline is not None and plan.schedule is not None:
         PipelineHandle(ctx, model, plan.pipeline, plan.schedule, handle)  # which agrees once for each batch
         return

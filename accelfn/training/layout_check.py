@@ -28,7 +28,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import modules_of, table_text
 from accelfn.parallel.handle import handles_of
 from accelfn.parallel.parameters import gathered, named, names_on_meta
-from accelfn.parallel.strategies.compile import without_compile
+from accelfn.parallel.strategies.compilation import without_compile
 from accelfn.parallel.strategies.position_check import random_states_restored
 from accelfn.training.backward import Loss
 from accelfn.training.prepare import prepare_model, unwrap_model

@@ -43,8 +43,9 @@ from accelfn.parallel.parameters import (
     refuse_unfilled,
     repoint,
 )
-from accelfn.parallel.plan import apply_model, modules_to_compile, share_attention
-from accelfn.parallel.strategies.compile import compile_, without_compile
+from accelfn.parallel.plan import apply_model
+from accelfn.parallel.strategies.attention import share_attention
+from accelfn.parallel.strategies.compilation import compile_, modules_to_compile, without_compile
 from accelfn.parallel.strategies.fp8 import apply_fp8, plan_fp8_of, run_in_fp8, with_msamp
 from accelfn.parallel.strategies.precision import MixedPrecisionForward, autocast_in, with_precision
 from accelfn.parallel.strategies.replicate import check_wrapped, replicate

@@ -16,7 +16,8 @@ from accelfn.context.config import FullyShardedDataParallelPlugin
 from accelfn.context.xla import import_xla
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.facts import ModelFacts
-from accelfn.parallel.strategies.shard_plan import choose_units
+from accelfn.parallel.strategies.shard_plan import choose_units, wrapped_at
+from accelfn.parallel.strategies.strategy import Application, Planning
 from accelfn.tree import flatten
 
 _FSDP = "torch_xla.experimental.spmd_fully_sharded_data_parallel"
@@ -112,3 +113,19 @@ def apply_xla(ctx: Context, model: nn.Module, plan: XlaShardPlan) -> None:
         # only shards the output, which the hook does: so names and class of the module stay.
         shard(module, mesh, shard_output)
         module.register_forward_hook(after_forward)
+
+
+def of_rank(whole: None, at: Planning) -> XlaShardPlan | None:
+    """Return how XLA's compiler shards a model; None elsewhere."""
+    del whole
+    plugin = at.ctx.strategy.fsdp
+    if at.ctx.device.type != "xla" or plugin is None:
+        return None
+    return plan_xla(at.ctx, at.facts, wrapped_at(at, plugin))
+
+
+def apply(at: Application) -> None:
+    """Shard the model over the devices of the host, if XLA does."""
+    plan: XlaShardPlan | None = at.plans["xla"]
+    if plan is not None:
+        apply_xla(at.ctx, at.model, plan)

@@ -14,7 +14,7 @@ from accelfn.context import Context, ContextOptions, MeshPlan, plan_context
 from accelfn.context.config import GradientAccumulationPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, read_facts
-from accelfn.parallel.plan import Outline, plan_outline, plan_place
+from accelfn.parallel.plan import WholePlan, plan_rank, plan_whole
 from accelfn.parallel.planning.costs import StageCost, StepCost
 from accelfn.parallel.planning.dry_run import dry_run
 from accelfn.parallel.planning.memory import PARTS, Budget, activations_at, budget_at
@@ -277,19 +277,21 @@ class _Search:
     def _lay_out(self, mesh: MeshPlan) -> Layout:
         rows = self._rows_of_rank(mesh)
         ctx = self._context(mesh)
-        outline = plan_outline(ctx, self._model, facts=self._facts, tensor=self._tensors.get(mesh.size("tp")))
-        if outline.tensor is not None:
-            self._tensors[mesh.size("tp")] = outline.tensor
-        if outline.schedule is None:
-            bare, budgets = self._plan(ctx, outline, [0])
-            num_batches = batches = self._fewest_batches(ctx, outline, budgets[0], rows)
+        known = {"tensor": self._tensors.get(mesh.size("tp"))}
+        shared = plan_whole(ctx, self._model, facts=self._facts, known=known)
+        if shared.plans["tensor"] is not None:
+            self._tensors[mesh.size("tp")] = shared.plans["tensor"]
+        schedule: SchedulePlan | None = shared.plans["schedule"]
+        if schedule is None:
+            bare, budgets = self._plan(shared, [0])
+            num_batches = batches = self._fewest_batches(shared, budgets[0], rows)
             rows //= batches
-            stages = self._stages(ctx, outline, rows)
+            stages = self._stages(shared, rows)
         else:
             num_batches, batches, rows = 1, rows, 1
-            outline = outline._replace(schedule=outline.schedule._replace(num_microbatches=batches))
-            stages = self._stages(ctx, outline, rows)
-            bare, budgets = self._plan(ctx, outline, _places(outline, stages))
+            shared = shared.but(schedule=schedule._replace(num_microbatches=batches))
+            stages = self._stages(shared, rows)
+            bare, budgets = self._plan(shared, _places(shared, stages))
         step = bare._replace(stages=stages, num_batches=num_batches)
         traffics = {place: traffic_at(ctx, step, place) for place in budgets}
         whole = [
@@ -306,13 +308,11 @@ class _Search:
         traffic = max(traffics.values(), key=lambda one: one.received)
         return Layout(mesh, rows, batches, most, traffic, self._between_nodes(traffic))
 
-    def _plan(
-        self, ctx: Context, outline: Outline, places: Iterable[int]
-    ) -> tuple[StepPlan, dict[int, Budget]]:
+    def _plan(self, shared: WholePlan, places: Iterable[int]) -> tuple[StepPlan, dict[int, Budget]]:
         """Plan places along "pp" without a batch: the step, and the budget of each."""
-        plans = {place: plan_place(ctx, outline, place) for place in places}
-        step = StepPlan(self._facts, plans, outline.schedule, None, 1)
-        return step, {place: budget_at(ctx, step, place, self._states, {}) for place in plans}
+        plans = {place: plan_rank(shared, place) for place in places}
+        step = StepPlan(self._facts, plans, shared.plans["schedule"], None, 1)
+        return step, {place: budget_at(shared.ctx, step, place, self._states, {}) for place in plans}
 
     def _rows_of_rank(self, mesh: MeshPlan) -> int:
         tp, pp, dp = mesh.size("tp"), mesh.size("pp"), mesh.size("dp")
@@ -338,32 +338,33 @@ class _Search:
         mine: ContextOptions = {"parallelism_config": config, "gradient_accumulation_plugin": window}
         return plan_context(mesh.num_ranks, **cast("ContextOptions", {**self._options, **mine}))
 
-    def _fewest_batches(self, ctx: Context, outline: Outline, budget: Budget, rows: int) -> int:
+    def _fewest_batches(self, shared: WholePlan, budget: Budget, rows: int) -> int:
         """Return the fewest batches of an accumulation window that fit."""
 
         def needed(count: int) -> int:
-            (stage,) = self._stages(ctx, outline, rows // count)
+            (stage,) = self._stages(shared, rows // count)
             return budget.total + stage.kept + stage.recomputed + stage.largest
 
         if needed(rows) > self._memory:
             raise _TooLargeError(needed(rows), "batch")
         return next(n for n in range(1, rows + 1) if rows % n == 0 and needed(n) <= self._memory)
 
-    def _stages(self, ctx: Context, outline: Outline, rows: int) -> tuple[StageCost, ...]:
+    def _stages(self, shared: WholePlan, rows: int) -> tuple[StageCost, ...]:
         """Return the cost of each stage for a number of rows, each of which adds as much as the second."""
-        starts = () if outline.pipeline is None else outline.pipeline.split
-        one = self._cost(ctx, outline, 1).stages(starts)
+        pipeline: PipelinePlan | None = shared.plans["pipeline"]
+        starts = () if pipeline is None else pipeline.split
+        one = self._cost(shared, 1).stages(starts)
         if rows == 1:
             return one
-        two = self._cost(ctx, outline, 2).stages(starts)
+        two = self._cost(shared, 2).stages(starts)
         return tuple(_of_rows(rows, first, both) for first, both in zip(one, two, strict=True))
 
-    def _cost(self, ctx: Context, outline: Outline, rows: int) -> StepCost:
+    def _cost(self, shared: WholePlan, rows: int) -> StepCost:
         """Return the cost of some rows on ranks that have all blocks."""
-        key = (*outline.mesh.sizes[3:], outline.engine == "shard", rows)
+        ctx, key = shared.ctx, (*shared.mesh.sizes[3:], shared.engine == "shard", rows)
         if key not in self._costs:
             try:
-                plan = plan_place(ctx, outline._replace(pipeline=None, schedule=None), 0)
+                plan = plan_rank(shared.but(pipeline=None, schedule=None), 0)
                 batch = self._batch(ctx, rows)
                 self._costs[key] = dry_run(ctx, self._model, self._facts, [plan], batch, self._loss_fn)
             except ConfigurationError as error:
@@ -389,15 +390,16 @@ class _Search:
         return between
 
 
-def _places(outline: Outline, stages: Sequence[StageCost]) -> Iterable[int]:
+def _places(shared: WholePlan, stages: Sequence[StageCost]) -> Iterable[int]:
     """List the places along "pp" that differ: of those between the first and the last most are alike."""
-    pipeline, schedule = cast("PipelinePlan", outline.pipeline), cast("SchedulePlan", outline.schedule)
+    pipeline: PipelinePlan = shared.plans["pipeline"]
+    schedule: SchedulePlan = shared.plans["schedule"]
     places: dict[tuple[object, ...], int] = {}
     for place in range(schedule.num_ranks):
         key: list[object] = [place == 0, place == schedule.num_ranks - 1]
         for stage in schedule.stages_of(place):
             own = pipeline.stages[stage]
-            key += (*(outline.facts.kinds[name] for name in own.blocks), own.modules, own.size_bytes)
+            key += (*(shared.facts.kinds[name] for name in own.blocks), own.modules, own.size_bytes)
             key.append(stages[stage])
         places.setdefault(tuple(key), place)
     return places.values()

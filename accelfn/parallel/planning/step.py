@@ -10,7 +10,7 @@ from torch import nn
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, read_facts
-from accelfn.parallel.plan import ModelPlan, plan_places
+from accelfn.parallel.plan import ModelPlan, plan_each
 from accelfn.parallel.planning.costs import StageCost
 from accelfn.parallel.planning.dry_run import dry_run
 from accelfn.parallel.planning.zero import ZeroPlan, plan_zero
@@ -71,7 +71,7 @@ def plan_step(
     if plan is not None:
         plans = {ctx.coordinate("pp"): plan}
     else:
-        plans = dict(enumerate(plan_places(ctx, model, facts)))
+        plans = dict(enumerate(plan_each(ctx, model, facts)))
     some = next(iter(plans.values()))
     schedule, stages = some.schedule, None
     if batch is not None:

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import nn
 
-from accelfn.context.config import ExpertParallelConfig
+from accelfn.context.config import DynamoBackend, ExpertParallelConfig
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
+from accelfn.parallel.facts import ModelFacts, list_text, modules_of, owner_of
+from accelfn.parallel.parameters import retie
+from accelfn.parallel.strategies.strategy import Application, Planning
 from accelfn.parallel.strategies.tensor import StyledForward
 
 if TYPE_CHECKING:
@@ -55,6 +57,16 @@ class ExpertPlan(NamedTuple):
     size: int
     modules: Mapping[str, HeldExperts]
     names: tuple[str, ...]
+
+    def row(self, num_shards: int) -> str:
+        """Return the line of the model plan's table, where each expert is in ``num_shards`` shards."""
+        counts = sorted({held.num_experts for held in self.modules.values()})
+        each = " or ".join(str(count) for count in counts)
+        local = " or ".join(str(count // self.size) for count in counts)
+        text = f"{each} of {list_text(self.modules)}, spread over {self.size} ranks: {local} on each"
+        if num_shards == 1:
+            return text
+        return f"{text}, sharded over {num_shards}"
 
     def local(self, facts: ModelFacts) -> ModelFacts:
         """Return the facts of one rank's model: parameters with the rows of its experts."""
@@ -388,3 +400,31 @@ class _RoutedForward(_ExpertForward):
         # Reshaped before the sum: the result mustn't be a view, on which FSDP's hook could be lost.
         shape = (*hidden.shape[:-1], index.shape[1], -1)
         return (each.view(shape) * weights.reshape(shape)).sum(-2).to(hidden.dtype)
+
+
+def plan(at: Planning) -> ExpertPlan | None:
+    """Return how experts are spread over ranks; None where each rank has all of them."""
+    mesh, dynamo, parallelism = at.mesh, at.ctx.strategy.dynamo, at.ctx.strategy.parallelism
+    if mesh.size("ep") == 1 or at.engine != "shard":
+        return None
+    if mesh.size("tp") > 1:
+        raise ConfigurationError(
+            f"ep_size={mesh.ep_size} and tp_size={mesh.size('tp')}: expert and tensor parallelism can't be "
+            "combined yet. Set one of them to 1."
+        )
+    if dynamo.backend != DynamoBackend.NO:
+        raise ConfigurationError(
+            f"ep_size={mesh.ep_size} and dynamo_backend={str(dynamo.backend)!r}: the number of "
+            "rows that experts get differs between steps, which no compiled block supports. Leave one of the "
+            "two out."
+        )
+    handler = None if parallelism is None else parallelism.ep_handler
+    return plan_experts(handler or ExpertParallelConfig(), at.facts, mesh.ep_size)
+
+
+def apply(at: Application) -> None:
+    """Spread experts over ranks, if they are to be."""
+    plan: ExpertPlan | None = at.plans["experts"]
+    if plan is not None and at.ctx.mesh is not None:
+        apply_experts(at.model, plan, at.ctx.mesh.device_mesh("ep"))
+        retie(at.before, at.model)

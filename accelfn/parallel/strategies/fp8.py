@@ -21,6 +21,8 @@ from accelfn.context.config import (
 )
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of
+from accelfn.parallel.strategies.shard_plan import ignored_at
+from accelfn.parallel.strategies.strategy import Application, Planning
 
 #: Names of the engines' packages, for people.
 _PACKAGES: Mapping[FP8Backend, str] = MappingProxyType(
@@ -369,3 +371,19 @@ def run_in_fp8(model: nn.Module, plan: Fp8Plan | None) -> None:
         from accelfn.parallel.engines import transformer_engine
 
         transformer_engine.with_fp8_autocast(model, plan.choice.recipe)
+
+
+def plan(at: Planning) -> Fp8Plan | None:
+    """Return which layers compute in 8 bits; None without mixed precision "fp8"."""
+    axes = at.mesh.active()
+    return plan_fp8_of(at.ctx, at.facts, at.model, engine=at.engine, axes=axes, ignored=ignored_at(at))
+
+
+def apply(at: Application) -> None:
+    """Convert layers, if some compute in 8 bits."""
+    apply_fp8(at.model, at.plans["fp8"])
+
+
+def apply_around(at: Application) -> None:
+    """Wrap the model's forward, if layers compute in 8 bits by an engine that needs it."""
+    run_in_fp8(at.model, at.plans["fp8"])

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
+from accelfn.context import Context
 from accelfn.context.config import PipelineParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, list_text, owner_of
+from accelfn.parallel.strategies.strategy import Planning
 from accelfn.tree.structure import size_text
 
 
@@ -438,3 +440,28 @@ def _check_names(field: str, names: Mapping[str, float] | Sequence[str], known: 
 
 def _and(stages: Sequence[int]) -> str:
     return f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
+
+
+def plan_schedule_at(at: Planning) -> SchedulePlan | None:
+    """Return the schedule of a pipeline; None without one."""
+    size = at.mesh.size("pp")
+    return plan_schedule(_options(at.ctx), size) if size > 1 else None
+
+
+def plan(at: Planning) -> PipelinePlan | None:
+    """Return how a model is split into stages; None without a pipeline."""
+    schedule: SchedulePlan | None = at.plans["schedule"]
+    if schedule is None:
+        return None
+    options = _options(at.ctx)
+    return plan_stages(at.facts, schedule.num_stages, split=options.split, last=options.last)
+
+
+def narrow(plan: PipelinePlan, at: Planning) -> ModelFacts:
+    """Return the facts of a rank's stages."""
+    return plan.local(at.facts, at.plans["schedule"].stages_of(at.pp_rank))
+
+
+def _options(ctx: Context) -> PipelineParallelConfig:
+    parallelism = ctx.strategy.parallelism
+    return (None if parallelism is None else parallelism.pp_handler) or PipelineParallelConfig()

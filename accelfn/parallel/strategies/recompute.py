@@ -12,9 +12,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from accelfn.context import Context
+from accelfn.context.config import DynamoBackend
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
 from accelfn.parallel.forward import WrappedForward
+from accelfn.parallel.strategies.shard_plan import units_at
+from accelfn.parallel.strategies.strategy import Application, Planning
 
 # Names of transformers' caches, to which a block appends keys and values.
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -176,3 +179,30 @@ def recompute(ctx: Context, model: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         module = model.get_submodule(name)
         module.forward = RecomputedForward(module.forward, module, ctx.device if offloads else None)
+
+
+def plan(at: Planning) -> None:
+    """Refuse what recomputation can't be combined with."""
+    plugin, backend = at.ctx.strategy.fsdp, at.ctx.strategy.dynamo.backend
+    if plugin is None or not plugin.activation_checkpointing or at.model is None:
+        return
+    refuse_own_recomputation(at.model)
+    if plugin.activation_checkpointing_offload and backend != DynamoBackend.NO:
+        raise ConfigurationError(
+            "fsdp_plugin: activation_checkpointing_offload moves tensors between operations that "
+            f"dynamo_backend={str(backend)!r} compiles into one. Leave one out."
+        )
+
+
+def of_rank(whole: None, at: Planning) -> tuple[str, ...]:
+    """Return the names of the modules of a rank's stages that are recomputed."""
+    del whole
+    plugin = at.ctx.strategy.fsdp
+    if plugin is None or not plugin.activation_checkpointing:
+        return ()
+    return plan_recompute(at.facts, units_at(at))
+
+
+def apply(at: Application) -> None:
+    """Recompute modules in the backward pass."""
+    recompute(at.ctx, at.model, at.plans["recomputed"])

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 from accelfn.parallel.strategies.shard_plan import ShardPlan
+from accelfn.parallel.strategies.strategy import Application
 
 
 def apply_shard(
@@ -584,3 +585,12 @@ def with_named_errors(model: nn.Module, translate_error: Callable[[Exception], E
     """Make errors of a model's calls name the lost ranks that they waited for. Writes into ``model``."""
     # FSDP waits in hooks, around and inside of ``forward``; all of them run inside of _call_impl.
     vars(model)["_call_impl"] = _NamedCall(model, translate_error)
+
+
+def apply(at: Application) -> None:
+    """Shard the parameters, if they are to be."""
+    plan: ShardPlan | None = at.plans["shard"]
+    if plan is not None and at.ctx.mesh is not None:
+        device_mesh = at.ctx.mesh.device_mesh
+        of_experts = None if at.plans["experts"] is None else device_mesh(*plan.expert_dims_of_mesh)
+        apply_shard(at.model, plan, device_mesh(*plan.dims), at.ctx.device, of_experts)

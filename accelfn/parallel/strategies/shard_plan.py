@@ -15,8 +15,10 @@ from torch import nn
 from accelfn.context import MeshPlan
 from accelfn.context.config import AutoWrapPolicy, FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
+from accelfn.parallel.facts import ModelFacts, list_text, modules_of, owner_of
 from accelfn.parallel.strategies.experts import ExpertPlan
+from accelfn.parallel.strategies.strategy import Planning
+from accelfn.tree.structure import size_text
 
 if TYPE_CHECKING:
     pass
@@ -273,6 +275,31 @@ class ShardPlan(NamedTuple):
         rows, *rest = facts.shapes[name]
         return -(-rows // num_shards) * prod(rest)
 
+    def rows(self, averaged: str) -> list[tuple[str, str]]:
+        """Return the lines of the model plan's table; ``averaged`` names the axes of gradients."""
+        rest = "the rest of the model" if len(self.units) > 1 else "the complete model"
+        units = [*reversed(self.units[:-1])]
+        freed = "freed after its forward" if self.reshard else "kept until its backward"
+        kept = size_text(self.shard_bytes) + (" in host memory" if self.offload else "")
+        largest = f"the largest unit is {size_text(self.gathered_bytes)} while it computes"
+        whole = (
+            f"until the last batch of a window each rank holds {size_text(self.unreduced_bytes)}, unsharded"
+        )
+        rows = [
+            ("gradients", f"averaged over {averaged} by FSDP, and sharded over {self.num_shards}"),
+            ("units", ", ".join([list_text(units), rest]) if units else rest),
+            (
+                "parameters",
+                f"{kept} on each rank; {largest}, and {freed if units else 'kept until its backward'}",
+            ),
+            ("windows", f"{whole}; with sync_each_batch its shard of them"),
+        ]
+        if self.prefetch:
+            rows.append(("prefetch", "each unit's forward starts to gather the next one"))
+        if self.ignored:
+            rows.append(("ignored", f"unsharded on each rank: {list_text(self.ignored)}"))
+        return rows
+
 
 def plan_shard(
     plugin: FullyShardedDataParallelPlugin,
@@ -441,3 +468,52 @@ def _dtypes(
 
 def _dtype(word: str) -> torch.dtype | None:
     return next((dtype for name, dtype in _DTYPES if name == word), None)
+
+
+def units_at(at: Planning) -> tuple[str, ...]:
+    """Return the units of a rank's stages, as :func:`choose_units` does."""
+    plugin = at.ctx.strategy.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
+    return choose_units(plugin, at.facts, wrapped_at(at, plugin))
+
+
+def wrapped_at(at: Planning, plugin: FullyShardedDataParallelPlugin) -> tuple[str, ...] | None:
+    """Return the modules that a policy selects which is a callable; None where it isn't."""
+    policy = plugin.auto_wrap_policy
+    if policy is None or isinstance(policy, str):
+        return None
+    return names_of_wrapped(policy, _needed(at.model, "auto_wrap_policy"))
+
+
+def ignored_at(at: Planning) -> tuple[str, ...]:
+    """Return the names of the parameters of a rank's stages that FSDP ignores."""
+    plugin = at.ctx.strategy.fsdp
+    if at.engine != "shard" or plugin is None or plugin.ignored_modules is None:
+        return ()
+    names = names_of_ignored(plugin.ignored_modules, _needed(at.model, "ignored_modules"), at.whole)
+    return tuple(name for name in names if name in at.facts.shapes)
+
+
+def of_rank(whole: None, at: Planning) -> ShardPlan | None:
+    """Return how the parameters of a rank's stages are sharded; None where they aren't."""
+    del whole
+    if at.engine != "shard":
+        return None
+    fp8 = at.plans["fp8"]
+    return plan_shard(
+        at.ctx.strategy.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2),
+        at.facts,
+        at.mesh,
+        units_at(at),
+        mixed_precision=at.ctx.mixed_precision,
+        ignored=ignored_at(at),
+        experts=at.plans["experts"],
+        in_fp8=fp8.converted if fp8 is not None and fp8.gathers else (),
+    )
+
+
+def _needed(model: nn.Module | None, field: str) -> nn.Module:
+    if model is None:
+        raise ConfigurationError(
+            f"plan_model: {field} needs the model's modules, which its facts don't have. Pass the model."
+        )
+    return model

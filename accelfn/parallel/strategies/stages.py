@@ -32,6 +32,7 @@ from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import WrappedForward
 from accelfn.parallel.parameters import remember_whole
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan
+from accelfn.parallel.strategies.strategy import Application
 
 # The result depends only on shape, dtype and device of the first argument; or of all but the first one.
 _LIKE_FIRST = frozenset(
@@ -679,3 +680,11 @@ def _staged(model: nn.Module) -> StagedForward:
     raise ConfigurationError(
         f"run_stage: {type(model).__name__} isn't split into stages. Call apply_stages first."
     )
+
+
+def apply(at: Application) -> None:
+    """Keep this rank's stages of a model alone, if it is split into some."""
+    plan: PipelinePlan | None = at.plans["pipeline"]
+    if plan is not None:
+        own = at.plans["schedule"].stages_of(at.ctx.coordinate("pp"))
+        apply_stages(at.model, plan, own, at.ctx.device)

@@ -16,6 +16,8 @@ from torch import nn
 from accelfn.context.config import TorchTensorParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of, table_text
+from accelfn.parallel.parameters import retie
+from accelfn.parallel.strategies.strategy import Application, Planning
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -629,3 +631,20 @@ class StyledForward:
         if self.style == "sequence":
             return cast("DTensor", output).redistribute(placements=[Replicate()])
         return _shared(output, self.mesh) if self.keeps_distributed else output
+
+
+def plan(at: Planning) -> TensorPlan | None:
+    """Return how ranks share each layer; None where they don't."""
+    if at.mesh.size("tp") == 1 or at.engine == "ddp":
+        return None
+    parallelism = at.ctx.strategy.parallelism
+    handler = None if parallelism is None else parallelism.tp_handler
+    return plan_tensor(handler or TorchTensorParallelConfig(), at.facts, at.mesh.size("tp"))
+
+
+def apply(at: Application) -> None:
+    """Split layers over the ranks along "tp", if they are shared."""
+    plan: TensorPlan | None = at.plans["tensor"]
+    if plan is not None and at.ctx.mesh is not None:
+        apply_tensor(at.model, plan, at.ctx.mesh.device_mesh("tp"))
+        retie(at.before, at.model)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accelfn as af
 from accelfn import Context, TorchDynamoPlugin
-from accelfn.parallel.strategies.compile import CompiledForward, is_compiled
+from accelfn.parallel.strategies.compilation import CompiledForward, is_compiled
 from accelfn.testing import run_ranks
 from accelfn.training import MixedPrecisionForward
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from accelfn.context.config import TorchDynamoPlugin
-from accelfn.parallel.facts import repeated_blocks
+from accelfn.context.config import DynamoBackend, TorchDynamoPlugin
+from accelfn.parallel.facts import ModelFacts, repeated_blocks
 from accelfn.parallel.forward import WrappedForward, copied_without
 from accelfn.parallel.handle import uncompiled
+from accelfn.parallel.strategies.pipeline_plan import PipelinePlan
+from accelfn.parallel.strategies.shard_plan import units_at
+from accelfn.parallel.strategies.strategy import Application, Planning
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -113,3 +116,45 @@ def without_compile(model: M) -> M:
     if not is_own and all(modules[name] is before[name] for name in before):
         return model
     return copied_without(model, CompiledForward, modules)
+
+
+def modules_to_compile(
+    options: TorchDynamoPlugin,
+    facts: ModelFacts,
+    model: nn.Module | None = None,
+    units: Sequence[str] = (),
+    pipeline: PipelinePlan | None = None,
+) -> tuple[str, ...]:
+    """Return the names of the modules that are compiled, "" for the model itself.
+
+    Args:
+        options: Of the compiler.
+        facts: Of the model, or of a rank's stages.
+        model: The model, if there is one that isn't split into stages.
+        units: Of FSDP, if it shards the model.
+        pipeline: How the model is split into stages.
+    """
+    if options.backend == DynamoBackend.NO:
+        return ()
+    if len(units) > 1:  # FSDP gathers between units, which no graph can contain
+        return tuple(reversed(units[:-1]))
+    if pipeline is not None:  # the model's forward ends early on most stages
+        return tuple(name for stage in pipeline.stages for name in stage.blocks if name in facts.kinds)
+    if not options.use_regional_compilation:
+        return ("",)
+    return (facts.blocks or ("",)) if model is None else plan_regions(model)
+
+
+def of_rank(whole: None, at: Planning) -> tuple[str, ...]:
+    """Return the names of the modules of a rank's stages that are compiled."""
+    del whole
+    options, pipeline = at.ctx.strategy.dynamo, at.plans["pipeline"]
+    if options.backend == DynamoBackend.NO:
+        return ()
+    units = units_at(at) if at.engine == "shard" else ()
+    return modules_to_compile(options, at.facts, None if pipeline else at.model, units, pipeline)
+
+
+def apply(at: Application) -> None:
+    """Compile modules of the model."""
+    compile_(at.model, at.ctx.strategy.dynamo, at.plans["compiled"])

@@ -1,0 +1,72 @@
+"""What a strategy is: how it is planned, and how it is applied to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from accelfn.context import Context, MeshPlan
+from accelfn.parallel.facts import ModelFacts
+
+Engine = Literal["none", "ddp", "shard"]
+
+
+class Planning(NamedTuple):
+    """What a strategy is planned from.
+
+    Attributes:
+        ctx: The mesh and the options.
+        mesh: The mesh.
+        engine: What averages gradients.
+        model: The model; None where there are facts alone.
+        whole: Facts of the complete model.
+        facts: Facts of what the strategies before leave to a rank.
+        pp_rank: The rank's coordinate along "pp".
+        plans: Of the strategies before, by name.
+    """
+
+    ctx: Context
+    mesh: MeshPlan
+    engine: Engine
+    model: nn.Module | None
+    whole: ModelFacts
+    facts: ModelFacts
+    pp_rank: int
+    plans: Mapping[str, Any]
+
+
+class Application(NamedTuple):
+    """What a strategy is applied to.
+
+    Attributes:
+        ctx: The world of the plans.
+        model: The model, as the strategies before have left it.
+        plans: Of all strategies, by name.
+        before: Parameters and buffers of the model before the first strategy, by name.
+    """
+
+    ctx: Context
+    model: nn.Module
+    plans: Mapping[str, Any]
+    before: Mapping[str, torch.Tensor]
+
+
+class Strategy(NamedTuple):
+    """A row of the table of strategies: all are pure but ``apply``, which writes into the model.
+
+    Attributes:
+        name: Of its plan in a :class:`accelfn.parallel.ModelPlan`; "" where it follows another one's.
+        plan: Returns the plan of the complete model; None where the strategy has no part in it.
+        of_rank: Returns the plan of a rank's stages, from that of the complete model.
+        narrow: Returns the facts of what its plan leaves to a rank.
+        apply: Carries the plan out.
+    """
+
+    name: str
+    plan: Callable[[Planning], Any] = lambda at: None
+    of_rank: Callable[[Any, Planning], Any] = lambda plan, at: plan
+    narrow: Callable[[Any, Planning], ModelFacts] = lambda plan, at: at.facts
+    apply: Callable[[Application], None] = lambda at: None
