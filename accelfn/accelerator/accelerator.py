@@ -29,7 +29,6 @@ from accelfn.accelerator.proxies import (
     AcceleratedScheduler,
     AccumulateBlock,
     is_loader_of,
-    unwrap,
     unwrap_optimizer,
 )
 from accelfn.accelerator.saving import Saving
@@ -55,13 +54,14 @@ from accelfn.data import MicroBatch, Uneven, plan_microbatch
 from accelfn.data.metrics import batch_or_pass, gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.optimizers import steps_in_backward
-from accelfn.parallel.strategies.fp8 import with_msamp
 from accelfn.training.backward import add_gradients
-from accelfn.training.prepare import check_together
+from accelfn.training.prepare import Kind, prepare_kinds
 from accelfn.training.scaler import may_skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+
+_SCHEDULERS = (LRScheduler, AcceleratedScheduler)
 
 
 def _loading(config: DataLoaderConfiguration | None, **fields: bool | None) -> DataLoaderConfiguration | None:
@@ -205,48 +205,43 @@ class Accelerator(Extras, Saving):
         Returns:
             The object itself for one, a tuple for several, in the order given.
         """
-        prepared = [*args, *named.values()]
-        self._check_to_prepare(prepared, named, device_placement)
-        prepared = with_msamp(self.context, prepared)
-        self._prepare_with_engine(prepared, device_placement)
-        places = device_placement or [None] * len(prepared)
-        # Schedulers last, since their optimizers may come after them.
-        for index in sorted(range(len(prepared)), key=lambda index: isinstance(prepared[index], LRScheduler)):
-            prepared[index] = self._prepare_one(prepared[index], places[index])
+        items = [*args, *named.values()]
+        self._check_to_prepare(items, named, device_placement)
+        places = device_placement or [None] * len(items)
+        kinds: tuple[Kind, ...] = (
+            (nn.Module, lambda index, item: self.prepare_model(item, places[index])),
+            (Optimizer, lambda index, item: self.prepare_optimizer(item, places[index])),
+            (self._loaders(), lambda index, item: self.prepare_data_loader(item, places[index])),
+            (_SCHEDULERS, lambda _, item: self.prepare_scheduler(item)),
+        )
+        prepared = prepare_kinds(self.context, items, kinds)
         self.checkpoint_names(**dict(zip(named, prepared[len(args) :], strict=True)))
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _loaders(self) -> tuple[type[Any], ...]:
+        return DataLoader, data.PreparedDataLoader, *self.context.loading.custom_classes
 
     def _check_to_prepare(
         self, items: Sequence[Any], named: Mapping[str, Any], device_placement: Sequence[bool] | None
     ) -> None:
         if not items:
             raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
+        engine = self.context.strategy.engine
         if device_placement is not None and len(device_placement) != len(items):
             raise ValueError(
                 f"device_placement needs one entry for each object: got {len(device_placement)} for "
                 f"{len(items)} objects."
             )
-        kinds = (nn.Module, Optimizer, LRScheduler, AcceleratedScheduler)
+        if device_placement is not None and engine is not None:
+            raise ValueError(
+                f"device_placement has no effect with {engine}, which places models. Leave it out."
+            )
         for name, item in named.items():
-            if not isinstance(item, kinds) and not self._is_loader(item):
+            if not isinstance(item, (nn.Module, Optimizer, *_SCHEDULERS, *self._loaders())):
                 raise TypeError(
                     f"prepare: {name} is of type {type(item).__name__}, but names are for models, "
                     "optimizers, loaders and schedulers. To save it, pass it to register_for_checkpointing."
                 )
-        check_together(items)
-
-    def _prepare_with_engine(self, items: list[Any], device_placement: Sequence[bool] | None) -> None:
-        """Prepare a model with its optimizer, if an engine owns the step; writes into ``items``."""
-        engine = self.context.strategy.engine
-        if engine is None:
-            return
-        if device_placement is not None:
-            raise ValueError(
-                f"device_placement has no effect with {engine}, which places models. Leave it out."
-            )
-        trained = training.prepare_with_engine(self.context, list(map(unwrap, items)))
-        for index, item in trained.items():
-            items[index] = item
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Make another of the ``deepspeed_plugins`` the active one, for models prepared later.
@@ -261,21 +256,6 @@ class Accelerator(Extras, Saving):
                 f"{', '.join(plugins) or 'none'}."
             )
         self.context: Context = self.context.replace(deepspeed_plugin=plugins[name])
-
-    def _is_loader(self, item: Any) -> bool:
-        loaders = (DataLoader, data.PreparedDataLoader)
-        return isinstance(item, (*loaders, *self.context.loading.custom_classes))
-
-    def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
-        if isinstance(item, nn.Module):
-            return self.prepare_model(item, device_placement)
-        if isinstance(item, Optimizer):
-            return self.prepare_optimizer(item, device_placement)
-        if isinstance(item, (LRScheduler, AcceleratedScheduler)):
-            return self.prepare_scheduler(item)
-        if self._is_loader(item):
-            return self.prepare_data_loader(cast("DataLoader[Any]", item), device_placement)
-        return item
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

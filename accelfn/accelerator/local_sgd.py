@@ -12,7 +12,7 @@ import accelfn.training as training
 from accelfn.accelerator.accelerator import Accelerator
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.training.step import check_local_sgd
+from accelfn.training.local_sgd import check_local_sgd
 
 
 class LocalSGD:

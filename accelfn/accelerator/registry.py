@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
-from accelfn.training.prepare import parameters_of
+from accelfn.training.optimizers import parameters_of
 
 T = TypeVar("T")
 

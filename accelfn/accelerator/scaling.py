@@ -13,7 +13,7 @@ from accelfn.accelerator.registry import WeakRegistry
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.training import ScalerState
-from accelfn.training.prepare import parameters_of
+from accelfn.training.optimizers import parameters_of
 
 
 class Scaling:

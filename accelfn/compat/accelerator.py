@@ -222,11 +222,12 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
 
     # --- prepare ---------------------------------------------------------------------------------
 
-    def _prepare_with_engine(self, items: list[Any], device_placement: Sequence[bool] | None) -> None:
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None, **named: Any) -> Any:
+        """Prepare models, optimizers, loaders and schedulers."""
         plugin = self.given["deepspeed_plugin"]
         if isinstance(plugin, DeepSpeedPlugin):  # the program may have filled its configuration meanwhile
             self.context = self.context.replace(deepspeed_plugin=plugin.frozen_for(self._own_window))
-        super()._prepare_with_engine(items, device_placement)
+        return super().prepare(*args, device_placement=device_placement, **named)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -20,7 +20,7 @@ from accelfn.parallel.strategies.pipeline_plan import (
     plan_stages as plan_stages,
 )
 from accelfn.parallel.plan import ModelPlan as ModelPlan, plan_model as plan_model
-from accelfn.parallel.strategies.replicate import convert_sync_batchnorm as convert_sync_batchnorm
+from accelfn.parallel.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from accelfn.parallel.strategies.shard_plan import ShardPlan as ShardPlan
 from accelfn.parallel.strategies.shard import register_forward_method as register_forward_method
 from accelfn.parallel.strategies.tensor import TensorPlan as TensorPlan, plan_tensor as plan_tensor

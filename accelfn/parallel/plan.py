@@ -1,25 +1,19 @@
-"""Plan how a model is prepared on a mesh, and apply the plan."""
+"""Plan how a model is prepared on a mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import nn
 
 from accelfn.context import Context, MeshPlan, check_context, plan_mesh
 from accelfn.context.config import FullyShardedDataParallelPlugin
-from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.agreement import check_each_forward
-from accelfn.parallel.buffers import sync_buffers
+from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import xla
 from accelfn.parallel.engines.xla import XlaShardPlan
 from accelfn.parallel.facts import ModelFacts, list_text, read_facts, table_text
-from accelfn.parallel.handle import Handle, LocalHandle
-from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release
 from accelfn.parallel.strategies import (
     attention,
     compilation,
@@ -35,12 +29,9 @@ from accelfn.parallel.strategies import (
 from accelfn.parallel.strategies.attention import AttentionPlan
 from accelfn.parallel.strategies.experts import ExpertPlan
 from accelfn.parallel.strategies.fp8 import Fp8Plan
-from accelfn.parallel.strategies.pipeline import PipelineHandle
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan
-from accelfn.parallel.strategies.replicate import replicate
-from accelfn.parallel.strategies.shard import ShardHandle, with_named_errors
 from accelfn.parallel.strategies.shard_plan import ShardPlan
-from accelfn.parallel.strategies.strategy import Application, Engine, Planning, Strategy
+from accelfn.parallel.strategies.strategy import Engine, Planning, Strategy
 from accelfn.parallel.strategies.tensor import TensorPlan
 
 
@@ -179,14 +170,14 @@ def _local(plan: Any, at: Planning) -> ModelFacts:
 STRATEGIES: tuple[Strategy, ...] = (
     Strategy("schedule", plan=pipeline_plan.plan_schedule_at),
     Strategy("pipeline", plan=pipeline_plan.plan, narrow=pipeline_plan.narrow, apply=stages.apply),
-    Strategy("tensor", plan=tensor.plan, of_rank=_only, narrow=_local, apply=tensor.apply),
     Strategy("experts", plan=experts.plan, of_rank=_only, narrow=_local, apply=experts.apply),
-    Strategy("attention", of_rank=attention.of_rank, apply=attention.apply),
-    Strategy("fp8", plan=fp8.plan, of_rank=_only, apply=fp8.apply),
+    Strategy("tensor", plan=tensor.plan, of_rank=_only, narrow=_local, apply=tensor.apply),
+    Strategy("attention", of_rank=attention.of_rank, apply=attention.apply, is_compute=True),
+    Strategy("fp8", plan=fp8.plan, of_rank=_only, apply=fp8.apply, is_compute=True),
     Strategy("recomputed", plan=recompute.plan, of_rank=recompute.of_rank, apply=recompute.apply),
-    Strategy("compiled", of_rank=compilation.of_rank, apply=compilation.apply),
+    Strategy("compiled", of_rank=compilation.of_rank, apply=compilation.apply, is_compute=True),
     Strategy("xla", of_rank=xla.of_rank, apply=xla.apply),
-    Strategy("", apply=fp8.apply_around),
+    Strategy("", apply=fp8.apply_around, is_compute=True),
     Strategy("shard", of_rank=shard_plan.of_rank, apply=shard.apply),
 )
 
@@ -253,9 +244,10 @@ def plan_whole(
     mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
     chosen = _choose_engine(ctx, mesh, engine)
     plans: dict[str, Any] = {}
-    for name, plan, *_ in STRATEGIES:
+    for strategy in STRATEGIES:
         at = Planning(ctx, mesh, chosen, real, whole, whole, 0, plans)
-        plans[name] = known[name] if known.get(name) is not None else plan(at)
+        known_one = known.get(strategy.name)
+        plans[strategy.name] = strategy.plan(at) if known_one is None else known_one
     return WholePlan(ctx, whole, real, mesh, chosen, plans)
 
 
@@ -263,11 +255,11 @@ def plan_rank(whole: WholePlan, pp_rank: int) -> ModelPlan:
     """Return the plan for the ranks at a coordinate along "pp"."""
     ctx, facts, mesh, names = whole.ctx, whole.facts, whole.mesh, whole.facts.own_names
     plans: dict[str, Any] = {}
-    for name, _, of_rank, narrow, _ in STRATEGIES:
+    for strategy in STRATEGIES:
         at = Planning(ctx, mesh, whole.engine, whole.model, whole.facts, facts, pp_rank, plans)
-        plans[name] = plan = of_rank(whole.plans[name], at)
+        plans[strategy.name] = plan = strategy.of_rank(whole.plans[strategy.name], at)
         if plan is not None:
-            facts = narrow(plan, at)
+            facts = strategy.narrow(plan, at)
     del plans[""]
     return ModelPlan(
         model=facts.kinds[""],
@@ -330,79 +322,3 @@ def _precision(mode: str, shard: ShardPlan | None) -> str:
         "outputs in": shard.output_dtype,
     }
     return ", ".join(f"{what} {str(dtype).removeprefix('torch.')}" for what, dtype in words.items() if dtype)
-
-
-M = TypeVar("M", bound=nn.Module)
-
-
-def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
-    """Prepare a model as planned: stages, shared layers, recomputation, compilation, shards, replicas.
-
-    Its parameters get the values of rank 0. Replaced parameters point at their successors, so that optimizers
-    that hold them find these.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: The world of the plan.
-        model: On this rank's device; if it is spread over ranks, on any device, also meta. Written into.
-        plan: From :func:`plan_model`.
-
-    Returns:
-        The model to call: ``model`` itself, or a ``DistributedDataParallel`` around it.
-
-    Raises:
-        MismatchError: The models of the ranks differ in a name, shape or dtype.
-        ConfigurationError: Rank 0 lacks values that another rank has.
-        Exception: Raised by torch's engines.
-    """
-    before = named(model)
-    values = _release(ctx, model, plan) if plan.is_spread else None
-    at = Application(ctx, model, plan._asdict(), before)
-    for strategy in STRATEGIES:
-        strategy.apply(at)
-    result: nn.Module = model
-    if values is not None:
-        _fill(ctx, model, plan, values)
-    elif plan.engine == "ddp" or ctx.reduction is not None:
-        result = replicate(ctx, model)
-    leave_pointers(before, model)
-    return cast("M", result)
-
-
-def _placed(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.to(device)
-
-
-def _release(ctx: Context, model: nn.Module, plan: ModelPlan) -> Any:
-    """Return the values of a model that ranks share, whose tensors have no memory from then on."""
-    if ctx.mesh is None:
-        raise NotAvailableError(
-            "a model that is spread over ranks needs a mesh. Pass fsdp_plugin or parallelism_config to "
-            "init_context."
-        )
-    if plan.tensor is not None or plan.shard is not None:  # before anything is changed: threads have none
-        ctx.mesh.device_mesh(*(("tp",) if plan.shard is None else plan.shard.dims))
-    return release(ctx, model)
-
-
-def _fill(ctx: Context, model: nn.Module, plan: ModelPlan, values: Any) -> None:
-    """Allocate a rank's parts of a model on its device, and set their values; then watch the model."""
-    own = plan.shard
-    if own is None:  # FSDP places what isn't on "meta" itself
-        cast("Any", model)._apply(partial(_placed, ctx.device))
-    materialize(model, torch.device("cpu") if own is not None and own.offload else ctx.device)
-    fill(ctx, model, values)
-    handle: Handle
-    if own is None:
-        handle = LocalHandle(model)
-    else:
-        handle = ShardHandle(model, [model.get_submodule(name) for name in own.units], ctx, own)
-        if plan.fp8 is not None and plan.fp8.gathers:
-            handle.gather_in_fp8()
-    if plan.pipeline is not None and plan.schedule is not None:
-        PipelineHandle(ctx, model, plan.pipeline, plan.schedule, handle)  # which agrees once for each batch
-        return
-    with_named_errors(model, ctx.collectives.translate_error)
-    check_each_forward(ctx, model)
-    sync_buffers(ctx, model, handle)

@@ -1,17 +1,28 @@
 """Prepare, compute in mixed precision, accumulate, clip, step."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-from accelfn.training.backward import (
-    Loss as Loss,
+from accelfn.parallel.strategies.precision import (
+    MixedPrecisionForward as MixedPrecisionForward,
+    autocast as autocast,
+)
+from accelfn.training.accumulate import (
     accumulate as accumulate,
+    no_sync as no_sync,
+    trigger_sync_in_backward as trigger_sync_in_backward,
+)
+from accelfn.training.backward import (
     backward as backward,
     forward as forward,
     forward_backward as forward_backward,
     lomo_backward as lomo_backward,
-    no_sync as no_sync,
-    trigger_sync_in_backward as trigger_sync_in_backward,
 )
 from accelfn.training.join import join_uneven_inputs as join_uneven_inputs
+from accelfn.training.local_sgd import (
+    LocalSGDState as LocalSGDState,
+    average_parameters as average_parameters,
+    local_sgd_step as local_sgd_step,
+)
+from accelfn.training.loss import Loss as Loss
 from accelfn.training.megatron import (
     MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
@@ -24,21 +35,16 @@ from accelfn.training.memory import (
     is_out_of_memory as is_out_of_memory,
     release_memory as release_memory,
 )
+from accelfn.training.placement import verify_device_map as verify_device_map
 from accelfn.training.prepare import (
-    MixedPrecisionForward as MixedPrecisionForward,
-    autocast as autocast,
     prepare as prepare,
     prepare_model as prepare_model,
     prepare_optimizer as prepare_optimizer,
     prepare_scheduler as prepare_scheduler,
-    prepare_with_engine as prepare_with_engine,
-    unwrap_model as unwrap_model,
-    verify_device_map as verify_device_map,
 )
 from accelfn.training.pure_step import (
     PureOptimizer as PureOptimizer,
     PureTrainState as PureTrainState,
-    value_and_grad as value_and_grad,
 )
 from accelfn.training.scaler import (
     ScalerState as ScalerState,
@@ -49,11 +55,8 @@ from accelfn.training.scaler import (
     update_scaler as update_scaler,
 )
 from accelfn.training.step import (
-    LocalSGDState as LocalSGDState,
-    average_parameters as average_parameters,
     clip_grad_norm_ as clip_grad_norm_,
     clip_grad_value_ as clip_grad_value_,
-    local_sgd_step as local_sgd_step,
     optimizer_step as optimizer_step,
     scheduler_step as scheduler_step,
 )
@@ -62,4 +65,6 @@ from accelfn.training.train_step import (
     init_train_state as init_train_state,
     make_train_step as make_train_step,
 )
+from accelfn.training.unwrap import unwrap_model as unwrap_model
+from accelfn.training.value_and_grad import value_and_grad as value_and_grad
 from accelfn.training.window import StepMetrics as StepMetrics

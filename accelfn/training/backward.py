@@ -1,193 +1,28 @@
-"""Forward and backward passes of one batch, and the accumulation window around them."""
+"""Forward and backward passes of one batch."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accelfn.context import (
-    BackwardPass,
-    Context,
-    check_context,
-    device_module,
-    device_random_state,
-    note_failure,
-    set_device_random_state,
-)
+from accelfn.context import BackwardPass, Context, check_context, note_failure
 from accelfn.data import MicroBatch
-from accelfn.data.microbatch import Draws, check_micro
-from accelfn.devices import device_type
+from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.agreement import at_place
 from accelfn.parallel.engines import owner_of_step
-from accelfn.parallel.handle import (
-    BatchRun,
-    Handle,
-    check_averaged_at_once,
-    handle_of,
-    local_steps,
-    raise_explained,
-    syncing,
-)
+from accelfn.parallel.handle import BatchRun, Handle, check_averaged_at_once, handle_of, raise_explained
 from accelfn.parallel.optimizers import steps_in_backward
-from accelfn.parallel.strategies.exact import exact_batch
 from accelfn.parallel.strategies.pipeline import PipelineHandle
-from accelfn.training.prepare import is_averaged
-from accelfn.training.scaler import ScalerState, check_scaler, parameters_in
-from accelfn.tree import flatten
-
-
-class Loss(NamedTuple):
-    """The result of a loss function that isn't just a mean.
-
-    Attributes:
-        value: Shape ``()``, with a gradient: a mean over the rows, or with ``weight`` a sum.
-        weight: Divisor of the sum, such as the number of tokens; at least 0, and shape ``()`` if it is a
-            tensor. The weights of the window and of all ranks are added first.
-        aux: A tree of tensors and numbers that is averaged as the loss is: of means, or with ``weight`` of
-            sums. None for nothing.
-    """
-
-    value: torch.Tensor
-    weight: torch.Tensor | float | None = None
-    aux: Any = None
-
-
-def check_means(ctx: Context, operation: str) -> None:
-    """Refuse a mean where ranks share sequences: its number of tokens is unknown.
-
-    Ranks have different numbers of ignored labels and of padding.
-
-    Raises:
-        ConfigurationError: There are ranks along "cp" or "sp".
-    """
-    if ctx.mesh is not None and ctx.mesh.plan.size("seq") > 1:
-        raise ConfigurationError(
-            f"{operation}: ranks along {' x '.join(ctx.mesh.plan.active('seq'))} share sequences and have "
-            "different numbers of labels, so the mean of each rank's would be wrong. Pass the sum, as of "
-            'cross_entropy(..., reduction="sum"), and its weight, (labels != -100).sum(): to backward, or as '
-            "accelfn.Loss(total, weight=count) in forward_backward or make_train_step."
-        )
-
-
-def read_loss(ctx: Context, operation: str, result: object, *, needs_gradient: bool = True) -> Loss:
-    """Check a loss, and return it as a :class:`Loss` with ``value`` of shape ``()``.
-
-    Raises:
-        ConfigurationError: It is a mean, and ranks share sequences.
-        TypeError: It is neither a tensor nor a :class:`Loss` with one.
-        ValueError: The loss or its weight has several elements, the weight is negative or NaN, or the loss
-            has no gradient.
-    """
-    loss = result if isinstance(result, Loss) else Loss(cast("torch.Tensor", result))
-    value, weight, aux = loss
-    check_loss(operation, value, weight, needs_gradient=needs_gradient)
-    if weight is None and ctx.mesh is not None:
-        check_means(ctx, operation)
-    return Loss(value.reshape(()), weight, aux) if value.dim() else loss
-
-
-def check_loss(operation: str, value: object, weight: object, *, needs_gradient: bool = True) -> None:
-    """Check a loss and its weight by themselves; errors as in :func:`read_loss`."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"{operation}: the loss must be a tensor, got {type(value).__name__}. Pass the mean of a batch. "
-            "In a train step loss_fn may also return accelfn.Loss(total, weight=count) or Loss(mean, "
-            "aux={...}), but no other pair."
-        )
-    if value.numel() != 1:
-        raise _not_one_number(operation, "loss", value)
-    if isinstance(weight, torch.Tensor):
-        if weight.numel() != 1:
-            raise _not_one_number(operation, "weight", weight)
-    elif weight is not None and not cast("float", weight) >= 0:
-        raise ValueError(f"{operation}: the weight must be at least 0, got {weight}.")
-    if needs_gradient and not value.requires_grad:
-        raise ValueError(
-            f"{operation}: the loss has no gradient. It was detached, computed under torch.no_grad() or from "
-            "what gather, reduce, broadcast or scatter returned (all_gather and reduce_scatter have "
-            "gradients), or all parameters that it depends on are frozen."
-        )
-
-
-def _not_one_number(operation: str, name: str, tensor: torch.Tensor) -> ValueError:
-    return ValueError(
-        f"{operation}: the {name} must be one number, got a tensor of shape {tuple(tensor.shape)}. "
-        "Take the mean of losses, or their sum with its weight."
-    )
-
-
-def join_losses(parts: Sequence[Loss]) -> Loss:
-    """Return the loss of a batch from those of its equally large parts: tensors without gradients.
-
-    Raises:
-        ValueError: Some have a weight and some have none, or their ``aux`` differ in structure.
-    """
-    leaves, structure = flatten(parts[0])
-    columns: list[list[Any]] = [[] for _ in leaves]
-    for part in parts:
-        part_leaves, other = flatten(part)
-        if other != structure:
-            raise ValueError(
-                "forward_backward: the loss function returned a weight, or an aux of another structure, for "
-                "one microbatch and not for another. Return the same for each."
-            )
-        for column, leaf in zip(columns, part_leaves, strict=True):
-            column.append(
-                leaf.detach() if isinstance(leaf, torch.Tensor) else torch.tensor(leaf, device="cpu")
-            )
-    device = parts[0].value.device
-    sums = [torch.stack([leaf.to(device) for leaf in column]).sum(0) for column in columns]
-    if parts[0].weight is None:
-        sums = [leaf / len(parts) for leaf in sums]
-    return cast("Loss", structure.unflatten(sums))
-
-
-@contextmanager
-def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
-    """Make random numbers inside depend on the samples of a batch, whichever rank has it.
-
-    Seeds torch's default generators (those of the CPU and of the context's device), and restores their states
-    afterwards. Doesn't wait for the device.
-
-    Ranks: every rank of ``ctx``; doesn't communicate.
-
-    Args:
-        ctx: In exact mode.
-        micro: Of the batch, with its place in the data. One that doesn't come from
-            :func:`accelfn.microbatches` is identified by its index and epoch alone.
-    """
-    assert ctx.reduction is not None  # called in exact mode only
-    number = micro.index * ctx.num_processes + ctx.rank
-    draws = micro.draws or Draws(f"batch {number} of epoch {micro.epoch}")
-    block, draws.blocks = draws.blocks, draws.blocks + 1
-    seed = _fold(ctx.reduction.seed, draws.name, block)
-    on_device: Any = None if ctx.device.type == "cpu" else device_module(ctx.device.type)
-    state = torch.default_generator.get_state()
-    device_state = None if on_device is None else device_random_state(ctx.device)
-    torch.default_generator.manual_seed(seed)
-    if on_device is not None:
-        on_device.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
-        if device_state is not None:
-            set_device_random_state(ctx.device, device_state)
-
-
-def _fold(*parts: object) -> int:
-    """Hash values to a seed, by their text. Pure."""
-    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
+from accelfn.training.accumulate import accumulate, modules_in
+from accelfn.training.loss import Loss, check_loss, check_means, divide_loss, read_loss
+from accelfn.training.optimizers import parameters_in
+from accelfn.training.scaler import ScalerState, check_scaler, with_loss
+from accelfn.training.window import join_losses
 
 Model = TypeVar("Model")
 Batch = TypeVar("Batch")
@@ -254,8 +89,8 @@ def add_gradients(
     check_scaler("backward", scaler_state)
     check_loss("backward", loss, weight)
     value = loss.reshape(()) if loss.dim() else loss
-    differentiate(ctx, _to_differentiate(ctx, value, weight, scaler_state, micro), **kwargs)
-    return _next_state("backward", scaler_state, weight, micro)
+    differentiate(ctx, divide_loss(ctx, value, weight, scaler_state, micro), **kwargs)
+    return with_loss("backward", scaler_state, weight, micro)
 
 
 # What an engine's error means, by a part of its text.
@@ -422,7 +257,7 @@ def run_batch(
     def to_differentiate(loss: Loss, num_parts: int) -> torch.Tensor:
         factor = share / num_parts
         value = loss.value * factor if loss.weight is None and factor != 1.0 else loss.value
-        return _to_differentiate(ctx, value, loss.weight if counts_weight else None, scaler, micro)
+        return divide_loss(ctx, value, loss.weight if counts_weight else None, scaler, micro)
 
     add_gradients = partial(differentiate, ctx)
     work = BatchRun(compute, model, batch, to_differentiate, add_gradients, join_losses, num_batches)
@@ -431,162 +266,7 @@ def run_batch(
     except Exception as error:
         note_failure(ctx.collectives.call_log, ctx.rank, error, operation)
         raise
-    return _next_state(operation, scaler, loss.weight if counts_weight else None, micro), loss
-
-
-def modules_in(operation: str, model: object) -> list[nn.Module]:
-    """Return the modules of a tree of modules, or of a single one.
-
-    Raises:
-        TypeError: A leaf isn't a module, or there is none.
-    """
-    leaves, structure = flatten(model)
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, nn.Module):
-            raise TypeError(
-                f"{operation}: {structure.paths('model')[index]} is of type {type(leaf).__name__}. Pass a "
-                "module or a tree of modules, from prepare_model."
-            )
-    if not leaves:
-        raise TypeError(
-            f"{operation}: got no model. Pass model=, a module or a tree of modules, from prepare_model."
-        )
-    return leaves
-
-
-def _to_differentiate(
-    ctx: Context,
-    value: torch.Tensor,
-    weight: torch.Tensor | float | None,
-    scaler_state: ScalerState,
-    micro: MicroBatch | None,
-) -> torch.Tensor:
-    """Return the loss divided for its window, and multiplied by the loss scale."""
-    if scaler_state.unscaled:
-        raise ValueError(
-            "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
-            "Unscale and clip only where micro.sync is True, and pass on the state that optimizer_step "
-            "returns."
-        )
-    if weight is None:
-        if scaler_state.weight is not None:
-            raise ValueError(
-                "backward: earlier losses in this window have a weight, and this one has none. Pass a weight "
-                "for all of them, or for none."
-            )
-        number = 1 if micro is None else micro.window
-        if ctx.reduction is not None:  # without exact mode, averaging gradients divides by the ranks
-            number *= ctx.world.size
-        if number > 1:
-            value = value / number
-    return value * scaler_state.scale if ctx.precision.scales_loss else value
-
-
-def _next_state(
-    operation: str, scaler_state: ScalerState, weight: torch.Tensor | float | None, micro: MicroBatch | None
-) -> ScalerState:
-    """Return the state after a backward pass: with the loss weight, and whether the window is still open."""
-    total = scaler_state.weight if weight is None else _add_weight(scaler_state, weight)
-    is_open = True if micro is not None and not micro.sync else None
-    following = ScalerState(*scaler_state[:5], total, is_open)  # a third of the cost of _replace
-    scaler_state.superseded_by = operation
-    return following
-
-
-def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torch.Tensor:
-    before = scaler_state.weight
-    if before is None:
-        # Sums of integers are exact in it, in any order.
-        is_wide = device_type(scaler_state.scale.device.type).has_float64
-        dtype = torch.float64 if is_wide else torch.float32
-        before = torch.zeros_like(scaler_state.scale, dtype=dtype)
-    return before + (weight.detach().reshape(()).to(before) if isinstance(weight, torch.Tensor) else weight)
-
-
-@contextmanager
-def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
-    """Don't average the gradients of ``models`` in backward passes inside; they accumulate on each rank.
-
-    A step inside uses each rank's own gradients, as in local SGD. A step outside needs a backward pass
-    outside before it, which averages the accumulated gradients.
-
-    Ranks: all of ``ctx`` in the same way; doesn't communicate.
-    """
-    check_context("no_sync", ctx)
-    del ctx
-    with syncing(False, *models), local_steps(*models):
-        yield
-
-
-@contextmanager
-def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, None, None]:
-    """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
-
-    Gradients accumulated by earlier backward passes are averaged with it. For windows whose length is only
-    known after their forward passes.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: The world.
-        model: From :func:`prepare_model`; models without an engine are ignored.
-
-    Raises:
-        ConfigurationError: ``static_graph`` is on, which needs torch to know in the forward pass.
-    """
-    check_context("trigger_sync_in_backward", ctx)
-    del ctx
-    with syncing(True, model):
-        yield
-
-
-def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractContextManager[None]:
-    """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
-
-    In exact mode, torch's random numbers inside depend on the batch's samples, whichever rank has them; the
-    default generators are restored afterwards.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: The world, and whether each batch is averaged all the same (``sync_each_batch``).
-        micro: Of the batch.
-        *models: Prepared models that get gradients inside.
-
-    Raises:
-        ConfigurationError: There are several ranks, and the gradients of a model aren't averaged: it was not
-            prepared, or with ``evaluation_mode``; or the context is in exact mode, and the model was prepared
-            without it.
-    """
-    check_context("accumulate", ctx)
-    check_micro("accumulate", micro, is_needed=True)
-    if ctx.world.size == 1 and ctx.reduction is None:
-        return nullcontext()
-    return accumulate_block(ctx, micro, models)
-
-
-@contextmanager
-def accumulate_block(
-    ctx: Context, micro: MicroBatch, models: Sequence[nn.Module], *, is_held: bool = False
-) -> Generator[None, None, None]:
-    """Run :func:`accumulate`; ``is_held`` as in :func:`accelfn.parallel.strategies.exact.exact_batch`."""
-    for index, model in enumerate(models):
-        if ctx.world.size > 1 and not is_averaged(model):
-            raise ConfigurationError(
-                f"accumulate: model {index}, a {type(model).__name__}, was not prepared for training, so its "
-                "gradients are not averaged over the ranks. Pass the model that prepare_model(ctx, model) "
-                "returns, without evaluation_mode."
-            )
-    # Part of the agreement on forward passes, so that ranks at different batches don't match.
-    place = f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)"
-    with at_place(place, *models), ExitStack() as stack:
-        if ctx.reduction is not None:
-            for model in dict.fromkeys(models):
-                stack.enter_context(exact_batch(model, micro, micro.place, micro.window, is_held))
-            stack.enter_context(draw_for(ctx, micro))
-        if not micro.sync and not ctx.accumulation.sync_each_batch:
-            stack.enter_context(syncing(False, *models, is_in_window=True))
-        yield
+    return with_loss(operation, scaler, loss.weight if counts_weight else None, micro), loss
 
 
 def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -14,10 +14,48 @@ from accelfn.context import Context
 from accelfn.context.config import DeepSpeedPlugin
 from accelfn.data import PreparedDataLoader
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.engines import DummyScheduler, apply_deepspeed, deepspeed_facts, plan_deepspeed
+from accelfn.parallel.engines import (
+    REPLACED,
+    DummyScheduler,
+    EngineOptimizer,
+    apply_deepspeed,
+    deepspeed_facts,
+    plan_deepspeed,
+)
 from accelfn.parallel.engines.megatron import MegatronLMDummyScheduler
 from accelfn.parallel.optimizers import steps_in_backward
+from accelfn.training.mark import MARK, is_prepared, mark_of
 from accelfn.training.megatron import prepare_megatron_loaders, prepare_with_megatron
+
+
+def prepare_with_engine(ctx: Context, objects: Sequence[object]) -> dict[int, Any]:
+    """Prepare a model, its optimizer and its schedulers together, with the engine of the context.
+
+    Ranks: every rank of ``ctx``.
+
+    Returns:
+        What replaces each of them, by index. Objects that are prepared already aren't in it.
+    """
+    kinds = (nn.Module, "model"), (Optimizer, "optimizer")
+    known = {
+        index
+        for index, item in enumerate(objects)
+        for kind, name in kinds
+        if isinstance(item, kind) and is_prepared(ctx, item, name)
+    }
+    trained = prepare_trained(ctx, {i: item for i, item in enumerate(objects) if i not in known})
+    for index, item in trained.items():
+        if isinstance(item, (nn.Module, Optimizer)):
+            setattr(item, MARK, mark_of(ctx))
+        if isinstance(item, EngineOptimizer):
+            setattr(item.optimizer, MARK, mark_of(ctx))
+        before = objects[index]
+        if isinstance(before, nn.Module):
+            setattr(before, MARK, mark_of(ctx)._replace(is_wrapped=True))
+        elif isinstance(before, Optimizer):  # a scheduler may be over it
+            setattr(before, MARK, mark_of(ctx))
+            setattr(before, REPLACED, item is not before)
+    return trained
 
 
 def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, Any]:

@@ -30,9 +30,10 @@ from accelfn.parallel.handle import handles_of
 from accelfn.parallel.parameters import gathered, named, names_on_meta
 from accelfn.parallel.strategies.compilation import without_compile
 from accelfn.parallel.strategies.position_check import random_states_restored
-from accelfn.training.backward import Loss
-from accelfn.training.prepare import prepare_model, unwrap_model
+from accelfn.training.loss import Loss
+from accelfn.training.prepare import prepare_model
 from accelfn.training.train_step import init_train_state, make_train_step
+from accelfn.training.unwrap import unwrap_model
 from accelfn.tree import count_rows, flatten, is_dtensor, map_tensors, slice_tensors
 
 M = TypeVar("M", bound=nn.Module)

@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
 from accelfn.context.config import GradientCheck
-from accelfn.devices import DEVICE_TYPES
+from accelfn.data import MicroBatch
+from accelfn.devices import DEVICE_TYPES, device_type
 from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.handle import follow_optimizers, handles_of
+from accelfn.training.optimizers import list_optimizers, parameters_in
 from accelfn.tree import local_of
 
 
@@ -180,7 +182,7 @@ def _unscaled(
         return scaler_state._replace()
     if engines:  # their steps divide
         return scaler_state._replace(unscaled=(*scaler_state.unscaled, *map(id, left)))
-    grads, error = catch(lambda: _gradients(left, scales))
+    grads, error = catch(lambda: _scaled_gradients(left, scales))
     if ctx.num_processes > 1:  # before anything changes
         check(ctx, Call("unscale_gradients", f"scaled={scales} weighted={weight is not None}"), error)
     elif error is not None:
@@ -200,6 +202,27 @@ def _unscaled(
     return following._replace(found_inf=found_inf, unscaled=unscaled)
 
 
+def with_loss(
+    operation: str, scaler_state: ScalerState, weight: torch.Tensor | float | None, micro: MicroBatch | None
+) -> ScalerState:
+    """Return the state after a backward pass: with the loss weight, and whether the window is still open."""
+    total = scaler_state.weight if weight is None else _add_weight(scaler_state, weight)
+    is_open = True if micro is not None and not micro.sync else None
+    following = ScalerState(*scaler_state[:5], total, is_open)  # a third of the cost of _replace
+    scaler_state.superseded_by = operation
+    return following
+
+
+def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torch.Tensor:
+    before = scaler_state.weight
+    if before is None:
+        # Sums of integers are exact in it, in any order.
+        is_wide = device_type(scaler_state.scale.device.type).has_float64
+        dtype = torch.float64 if is_wide else torch.float32
+        before = torch.zeros_like(scaler_state.scale, dtype=dtype)
+    return before + (weight.detach().reshape(()).to(before) if isinstance(weight, torch.Tensor) else weight)
+
+
 def divide_(
     ctx: Context, gradients: Sequence[torch.Tensor], scaler_state: ScalerState, share: torch.Tensor | None
 ) -> ScalerState:
@@ -216,25 +239,40 @@ def divide_(
     Returns:
         The state; where losses are scaled, with ``found_inf`` of these gradients.
     """
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    if not ctx.precision.scales_loss:
+        if share is not None:
+            multiply_(gradients, share)
+        return scaler_state
     with torch.no_grad():
-        if not ctx.precision.scales_loss:
-            for (device, _), grads in by_kind.items() if share is not None else ():
-                torch._foreach_mul_(grads, cast("torch.Tensor", share).to(device))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-            return scaler_state
         # In float64 if the device has it.
         wide = torch.float32 if scaler_state.scale.device.type in _WITHOUT_FLOAT64 else torch.float64
         factor = ((1.0 if share is None else share.to(wide)) / scaler_state.scale.to(wide)).float()
         found_inf = torch.zeros_like(scaler_state.found_inf)
-        for (device, _), grads in by_kind.items():
+        for device, grads in _by_kind(gradients):
             found_here = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
                 grads, found_here, factor.to(device)
             )
             found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
     return scaler_state._replace(found_inf=found_inf)
+
+
+def multiply_(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients by a factor of shape ``()``. Writes into them.
+
+    Ranks: local.
+    """
+    with torch.no_grad():
+        for device, grads in _by_kind(gradients):
+            torch._foreach_mul_(grads, factor.to(device))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def _by_kind(gradients: Iterable[torch.Tensor]) -> list[tuple[torch.device, list[torch.Tensor]]]:
+    """Return gradients in groups of one device and dtype, with the device."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return [(device, grads) for (device, _), grads in by_kind.items()]
 
 
 def share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
@@ -260,10 +298,15 @@ def inverse_of_weight(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(weight == 0, torch.zeros_like(weight), 1 / weight)
 
 
-def _gradients(optimizers: Sequence[Optimizer], are_scaled: bool) -> list[torch.Tensor]:
-    """Return the gradients of optimizers, each once; of sharded ones this rank's shard."""
+def local_gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """Return the gradients of optimizers, each once: this rank's shards, and the values of sparse ones."""
     found = [item.grad for item in parameters_in(optimizers) if item.grad is not None]
-    grads = [grad._values() if grad.is_sparse else grad for grad in map(local_of, found)]
+    return [grad._values() if grad.is_sparse else grad for grad in map(local_of, found)]
+
+
+def _scaled_gradients(optimizers: Sequence[Optimizer], are_scaled: bool) -> list[torch.Tensor]:
+    """Return the gradients of optimizers, after a check of those of scaled losses."""
+    grads = local_gradients(optimizers)
     for grad in grads:
         if are_scaled and grad.dtype == torch.float16:
             raise ValueError(
@@ -271,38 +314,6 @@ def _gradients(optimizers: Sequence[Optimizer], are_scaled: bool) -> list[torch.
                 "Keep the model's parameters in float32; autocast computes in float16 where it helps."
             )
     return grads
-
-
-def list_optimizers(operation: str, optimizer: object, or_else: str = "") -> tuple[Optimizer, ...]:
-    """Return one optimizer or several as a tuple; ``or_else`` is added to the error.
-
-    Raises:
-        TypeError: It is anything else.
-    """
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, Optimizer):
-        return (optimizer,)
-    several = cast("Sequence[object]", optimizer) if isinstance(optimizer, (list, tuple)) else ()
-    found = tuple(one for one in several if isinstance(one, Optimizer))
-    if not found or len(found) < len(several):
-        raise TypeError(
-            f"{operation}: optimizer must be a torch optimizer or a sequence of them{or_else}; got {kind}."
-        )
-    return found
-
-
-def parameters_in(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Return the parameters of optimizers, each once; of an engine's those of its model."""
-    found: dict[int, torch.Tensor] = {}
-    for optimizer in optimizers:
-        if isinstance(optimizer, EngineOptimizer):  # its groups hold the engine's own tensors
-            groups = [{"params": optimizer.model_parameters}]
-        else:
-            groups = optimizer.param_groups
-        for group in groups:
-            for item in group["params"]:
-                found[id(item)] = item
-    return list(found.values())
 
 
 def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
@@ -331,13 +342,13 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
 
     Writes into the gradients. For optimizers that share a scale and step at different times.
     """
+    optimizers = [*optimizers]
     parameters = parameters_in(optimizers)
     ratio = after.scale / before.scale
     with torch.no_grad():
         for handle in {handle for parameter in parameters for handle in handles_of(parameter)}:
             handle.scale_held(parameters, ratio)
-        for grad in [parameter.grad for parameter in parameters if parameter.grad is not None]:
-            grad.mul_(ratio.to(grad.device, grad.dtype))
+        multiply_(local_gradients(optimizers), ratio)
 
 
 def may_skip(ctx: Context) -> bool:

@@ -18,14 +18,10 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.handle import handle_of, has_engine
 from accelfn.parallel.parameters import repoint
-from accelfn.training.backward import (
-    Loss,
-    accumulate,
-    accumulate_block,
-    differentiate,
-    modules_in,
-    run_batch,
-)
+from accelfn.training.accumulate import accumulate, accumulate_block, modules_in
+from accelfn.training.backward import differentiate, run_batch
+from accelfn.training.loss import Loss
+from accelfn.training.optimizers import list_optimizers, parameters_in
 from accelfn.training.pure_step import (
     PureOptimizer,
     PureTrainState,
@@ -37,8 +33,8 @@ from accelfn.training.scaler import (
     ScalerState,
     init_scaler,
     inverse_of_weight,
-    list_optimizers,
-    parameters_in,
+    local_gradients,
+    multiply_,
     unscale_gradients,
 )
 from accelfn.training.step import (
@@ -107,7 +103,7 @@ def module_step(
         else:
             terms, _ = average(ctx, add_terms(parts))
         if terms.divisor is not None and not has_engine_step and (is_exact or terms.weight is None):
-            _divide_gradients(optimizers, terms.divisor)
+            multiply_(local_gradients(optimizers), inverse_of_weight(terms.divisor))
         norm = None
         if max_norm is not None:
             scaler = unscale_gradients(ctx, optimizers, scaler)
@@ -179,13 +175,6 @@ def _unequal_rows() -> ConfigurationError:
         "make_train_step: ranks or windows have batches of different numbers of rows, and the engine "
         "averages the means of the ranks. Return the sum and its weight, accelfn.Loss(total, weight=count)."
     )
-
-
-def _divide_gradients(optimizers: Sequence[Optimizer], weight: torch.Tensor) -> None:
-    factor = inverse_of_weight(weight)
-    for parameter in parameters_in(optimizers):
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad))
 
 
 def _place(index: int, count: int) -> MicroBatch:

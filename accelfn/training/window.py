@@ -11,14 +11,12 @@ from accelfn.comm import Call, agree, catch, check, reduce
 from accelfn.comm.agreement import layout_call
 from accelfn.context import Context
 from accelfn.parallel.strategies.exact import OrderedSum
-from accelfn.training.backward import Loss
+from accelfn.training.loss import Loss
 from accelfn.training.scaler import inverse_of_weight
 from accelfn.tree import (
     TreeSpec,
     count_rows,
-    find_batch_size,
     flatten,
-    map_tensors,
     plan_layout,
     slice_tensors,
 )
@@ -156,7 +154,13 @@ def first_number(ctx: Context) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu" if is_read else ctx.device)
 
 
-def terms_of(loss: Loss, piece: Piece, num_pieces: int, rows: float | None = None) -> Terms:
+def terms_of(
+    loss: Loss,
+    piece: Piece,
+    num_pieces: int,
+    rows: float | None = None,
+    operation: str = "make_train_step",
+) -> Terms:
     """Return the terms of a piece in its window, without gradients.
 
     Args:
@@ -164,6 +168,7 @@ def terms_of(loss: Loss, piece: Piece, num_pieces: int, rows: float | None = Non
         piece: The piece.
         num_pieces: Of the window, whose mean is computed.
         rows: Weight of a mean among the ranks, as of :func:`splitter`; None for no weight.
+        operation: Name of the operation in errors.
 
     Raises:
         TypeError: A leaf of ``aux`` is neither a tensor nor a number.
@@ -174,7 +179,7 @@ def terms_of(loss: Loss, piece: Piece, num_pieces: int, rows: float | None = Non
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, (torch.Tensor, int, float)):
             raise TypeError(
-                f"make_train_step: {structure.paths('aux')[index]} is of type {type(leaf).__name__}, which "
+                f"{operation}: {structure.paths('aux')[index]} is of type {type(leaf).__name__}, which "
                 "can't be averaged. Loss.aux takes tensors and numbers."
             )
     device = loss.value.device
@@ -198,21 +203,32 @@ def _plain(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
-def add_terms(pieces: Sequence[Terms]) -> Terms:
-    """Add the terms of the pieces of a window.
+def join_losses(parts: Sequence[Loss]) -> Loss:
+    """Return the loss of a batch from those of its equally large parts: tensors without gradients.
+
+    Raises:
+        ValueError: Some have a weight and some have none, or their ``aux`` differ in structure or shape.
+    """
+    whole, operation = Piece(None, 1.0), "forward_backward"
+    terms = [terms_of(part, whole, len(parts), operation=operation) for part in parts]
+    return Loss(*add_terms(terms, operation)[:3])
+
+
+def add_terms(pieces: Sequence[Terms], operation: str = "make_train_step") -> Terms:
+    """Add the terms of the pieces of a window; ``operation`` is named in errors.
 
     Raises:
         ValueError: Some have a weight and some have none, or their ``aux`` differ in structure or shape.
     """
     total = pieces[0]
     for piece in pieces[1:]:
-        structure = _common_structure(total, piece)
+        structure = _common_structure(operation, total, piece)
         leaves = zip(flatten(total)[0], flatten(piece)[0], strict=True)
         total = cast("Terms", structure.unflatten([left + right for left, right in leaves]))
     return total
 
 
-def _common_structure(before: Terms, new: Terms) -> TreeSpec:
+def _common_structure(operation: str, before: Terms, new: Terms) -> TreeSpec:
     """Return the structure of the terms of two pieces.
 
     Raises:
@@ -220,14 +236,14 @@ def _common_structure(before: Terms, new: Terms) -> TreeSpec:
     """
     if (before.weight is None) != (new.weight is None):
         raise ValueError(
-            "make_train_step: loss_fn returned a weight for one piece of the batch and none for another. "
+            f"{operation}: loss_fn returned a weight for one piece of the batch and none for another. "
             "Return a weight with each loss, or with none."
         )
     left, structure = flatten(before)
     right, other = flatten(new)
     if other != structure or any(a.shape != b.shape for a, b in zip(left, right, strict=True)):
         raise ValueError(
-            "make_train_step: the aux that loss_fn returned has another structure or other shapes for one "
+            f"{operation}: the aux that loss_fn returned has another structure or other shapes for one "
             "piece of the batch than for another, so it can't be averaged. It must not depend on the number "
             "of rows."
         )
@@ -276,7 +292,7 @@ def average_in_order(
         first = pieces[0][0]
         structure = flatten(first)[1]
         for terms, _ in pieces:
-            _common_structure(first, terms)
+            _common_structure("make_train_step", first, terms)
         return structure, [[*cast("list[torch.Tensor]", flatten(terms)[0]), *more] for terms, more in pieces]
 
     found, error = catch(read)
@@ -305,36 +321,6 @@ def not_compiled(function: F) -> F:
 
 # Sums of these dtypes are computed in float32 and rounded once.
 _NARROW = (torch.float16, torch.bfloat16)
-
-
-def split_into_microbatches(ctx: Context, arguments: Any) -> list[Any]:
-    """Split each tensor with the batch's number of rows into one part for each batch of a window. Pure.
-
-    Args:
-        ctx: Has the number of batches.
-        arguments: Of a loss function: any tree. The first tensor with a dimension has the batch's number of
-            rows; tensors with other numbers, and other leaves, are in every part.
-
-    Raises:
-        ValueError: There is no such tensor, or its rows can't be split into equal parts.
-    """
-    number = ctx.gradient_accumulation_steps
-    size = find_batch_size(arguments)
-    if size % number or not size:
-        raise ValueError(
-            f"value_and_grad: a batch of {size} rows can't be split into {number} equal microbatches, as "
-            f"{number * ctx.num_processes} microbatches on {ctx.num_processes} ranks need. Pass a multiple "
-            f"of {number} rows on each rank."
-        )
-    rows = size // number
-
-    def part(start: int) -> Any:
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[start : start + rows] if tensor.dim() and tensor.shape[0] == size else tensor
-
-        return map_tensors(take, arguments)
-
-    return [part(start) for start in range(0, size, rows)]
 
 
 def mean_of_microbatches(

@@ -34,14 +34,14 @@ def windows_are_divided_by_their_full_length(
 
 
 _BACKWARD = importlib.import_module("accelfn.training.backward")
-_divided = _BACKWARD._to_differentiate
+_divided = _BACKWARD.divide_loss
 
 
 # Each with features of which the finding has one.
 FAULTS: list[tuple[Any, str, Callable[..., Any], set[str]]] = [
     (ThreadDDP, "_average", gradients_are_not_averaged, {"dp", "world"}),
     (BufferSync, "is_due", buffers_are_not_broadcast, {"dp", "shard", "world", "block"}),
-    (_BACKWARD, "_to_differentiate", windows_are_divided_by_their_full_length, {"accumulation"}),
+    (_BACKWARD, "divide_loss", windows_are_divided_by_their_full_length, {"accumulation"}),
 ]
 
 

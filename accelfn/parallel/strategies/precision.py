@@ -9,12 +9,32 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from accelfn.context import Context, Precision
+from accelfn.context import Context, Precision, check_context
 from accelfn.context.config import AutocastKwargs
 from accelfn.parallel.forward import WrappedForward
 from accelfn.tree import convert_to_fp32
 
 M = TypeVar("M", bound=nn.Module)
+
+
+def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+    """Compute in the context's precision inside a ``with`` block.
+
+    Prepared models do so in their ``forward``; use this for computations outside of them, and to compute
+    parts in full precision.
+
+    Ranks: local.
+
+    Args:
+        ctx: Has precision and device.
+        autocast_handler: Used instead of the context's, such as ``AutocastKwargs(enabled=False)``.
+
+    >>> with autocast(Context().replace(mixed_precision="bf16")):
+    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    torch.bfloat16
+    """
+    check_context("autocast", ctx)
+    return autocast_in(ctx.precision, ctx.device.type, autocast_handler)
 
 
 def autocast_in(

@@ -1,32 +1,30 @@
 """Data parallelism: every rank holds the full model, and DistributedDataParallel averages its gradients."""
 
-# No postponed annotations: torch looks at those of the hook.
+from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from accelfn.comm import reduce, verify_structure
-from accelfn.context import Context, check_context
-from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.context import Context
+from accelfn.context.config import DistributedDataParallelKwargs
+from accelfn.errors import ConfigurationError
 from accelfn.parallel.agreement import WITHOUT_TENSORS, check_each_forward
 from accelfn.parallel.buffers import IGNORED, sync_buffers
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle, handles_of
 from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.parameters import is_made_of_others, refuse_hook_of_replica, send_values
+from accelfn.parallel.strategies.comm_hooks import choose_comm_hook, register_comm_hook
 from accelfn.parallel.strategies.exact import ExactReplica, ThreadDDP
 from accelfn.tree import is_dtensor
 
@@ -46,145 +44,6 @@ class ImmediateReplica(ThreadDDP):
         with torch.no_grad():
             gradient.copy_(reduce(self._ctx, gradient, "mean"))
         self._unreduced = None
-
-
-class Reductions:
-    """A communication hook that reduces gradients as torch does, but watches other ranks while waiting.
-
-    Torch waits inside of C++, where neither another rank's exception nor a rank that never comes to its
-    backward pass is noticed. Here the reductions start when torch wants them, and are awaited at the end of
-    the backward pass. For tensors on the CPU: accelerators wait on their streams.
-    """
-
-    def __init__(self, ctx: Context) -> None:
-        """Reduce in the world of ``ctx``, which has a process group."""
-        self._ctx = ctx
-        self._backward = -1  # torch's id of the backward pass that they belong to
-        self._begun: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
-
-    def begin(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start the reduction of a bucket: torch's hook.
-
-        Args:
-            bucket: Gradients in one buffer, which is averaged over the ranks in place.
-        """
-        group = self._ctx.world.group
-        assert group is not None  # it carries the model
-        # A product, as in torch's own hook: a quotient may differ in the last bit.
-        buffer = bucket.buffer().mul_(1.0 / self._ctx.num_processes)
-        work = group.allreduce([buffer])
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        if number < 0:  # no backward pass: torch's Join stands in for a rank without data
-            self._ctx.collectives.finish(work, buffer.device)
-            future.set_result(buffer)
-            return future
-        if number != self._backward:  # drop the reductions of a failed backward pass
-            self._backward, self._begun = number, []
-            # Runs before torch's callback that waits for these futures, which comes with the last bucket.
-            cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._finish)
-        self._begun.append((work, buffer, future))
-        return future
-
-    def _finish(self) -> None:
-        begun, self._begun = self._begun, []
-        call_log = self._ctx.collectives.call_log
-        call_log.inside = "the backward pass of"
-        try:
-            for work, buffer, future in begun:
-                self._ctx.collectives.finish(work, buffer.device)
-                future.set_result(buffer)
-        finally:
-            call_log.inside = ""
-        call_log.reductions += 1
-
-
-class CommHook(NamedTuple):
-    """A communication hook of torch, with its state."""
-
-    state: Any
-    hook: Callable[..., Any]
-
-
-def choose_comm_hook(ctx: Context) -> CommHook | None:
-    """Return the hook that ``comm_hook`` and its companions select; None without compression.
-
-    Ranks: local; the same on every rank.
-
-    Raises:
-        ConfigurationError: ``comm_state_option`` doesn't fit.
-        NotAvailableError: Ranks are threads, or this torch can't run the hook.
-    """
-    options: DistributedDataParallelKwargs = ctx.strategy.ddp
-    kinds = DDPCommunicationHookType
-    if options.comm_hook == kinds.NO:
-        return None
-    if ctx.world.group is None:
-        raise NotAvailableError(
-            f"comm_hook={str(options.comm_hook)!r} compresses the messages of DistributedDataParallel, which "
-            "ranks that are threads don't send. Leave it out there, or use processes."
-        )
-    hooks: dict[DDPCommunicationHookType, Callable[..., Any]] = {
-        kinds.FP16: default_hooks.fp16_compress_hook,
-        kinds.BF16: default_hooks.bf16_compress_hook,
-        kinds.POWER_SGD: powerSGD_hook.powerSGD_hook,
-        kinds.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-    }
-    wrappers: dict[DDPCommunicationHookType, Callable[..., Any]] = {
-        kinds.FP16: default_hooks.fp16_compress_wrapper,
-        kinds.BF16: default_hooks.bf16_compress_wrapper,
-    }
-    hook = hooks[DDPCommunicationHookType(options.comm_hook)]
-    state: Any = ctx.world.group
-    if options.comm_hook == kinds.BATCHED_POWER_SGD and not _batched_power_sgd_works():
-        raise NotAvailableError(
-            f"comm_hook='batched_power_sgd' fails in torch {torch.__version__} as soon as it begins to "
-            "compress. Use comm_hook='power_sgd'."
-        )
-    if options.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
-        try:
-            state = powerSGD_hook.PowerSGDState(
-                process_group=ctx.world.group, **dict(options.comm_state_option)
-            )
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"comm_state_option takes options of torch's PowerSGDState, got "
-                f"{dict(options.comm_state_option)}: {error}"
-            ) from error
-    if options.comm_wrapper != kinds.NO:
-        hook = wrappers[DDPCommunicationHookType(options.comm_wrapper)](hook)
-    return CommHook(state, hook)
-
-
-def _batched_power_sgd_works() -> bool:
-    try:
-        cast("Any", powerSGD_hook)._orthogonalize(torch.ones(2, 1))
-    except AssertionError:
-        return False
-    return True
-
-
-def register_comm_hook(ctx: Context, model: DistributedDataParallel, comm_hook: CommHook | None) -> None:
-    """Register ``comm_hook``, or without one a reduction that watches other ranks, on a model.
-
-    Ranks: every rank of ``ctx``.
-
-    Raises:
-        ConfigurationError: Torch has no such hook for this backend.
-    """
-    options: DistributedDataParallelKwargs = ctx.strategy.ddp
-    if comm_hook is None:
-        # With a static graph torch waits for the first reductions before any callback runs.
-        if ctx.guard.mode != GuardMode.OFF and ctx.device.type == "cpu" and not options.static_graph:
-            cast("Any", model).register_comm_hook(Reductions(ctx), Reductions.begin)
-        return
-    try:
-        cast("Any", model).register_comm_hook(comm_hook.state, comm_hook.hook)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"comm_hook={str(options.comm_hook)!r} is not supported by torch for backend "
-            f"{ctx.world.backend}: {error}"
-        ) from error
 
 
 class DDPHandle(Handle):
@@ -422,55 +281,6 @@ def _unfinished(ddp: Any) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
-
-
-M = TypeVar("M", bound=nn.Module)
-
-
-def convert_sync_batchnorm(ctx: Context, model: M) -> M:
-    """Convert batch normalisation to torch's SyncBatchNorm, with mean and variance over all ranks' batches.
-
-    Call it before ``prepare``, and make the optimizer from the model that it returns. Names and values of the
-    state dict don't change.
-
-    Ranks: every rank of ``ctx``, in the same way; doesn't communicate.
-
-    Args:
-        ctx: The world, whose process group the layers will use.
-        model: Its BatchNorm layers are replaced in place.
-
-    Returns:
-        The model; a new module if it is a BatchNorm layer itself. With one process, or without such layers,
-        it is returned unchanged.
-
-    Raises:
-        NotAvailableError: Torch has no SyncBatchNorm on the CPU or for ranks that are threads.
-        ConfigurationError: The model was prepared already.
-
-    >>> model = nn.BatchNorm1d(3)
-    >>> convert_sync_batchnorm(Context(), model) is model
-    True
-    """
-    check_context("convert_sync_batchnorm", ctx)
-    if ctx.num_processes == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        return model
-    if ctx.world.group is None:
-        raise NotAvailableError(
-            "convert_sync_batchnorm: ranks that are threads have no process group, which torch's "
-            "SyncBatchNorm needs. Keep BatchNorm there, or use processes with an accelerator each."
-        )
-    if ctx.device.type == "cpu":
-        raise NotAvailableError(
-            "convert_sync_batchnorm: torch's SyncBatchNorm does not support the CPU. Keep BatchNorm there, "
-            "or use a norm over single samples, such as GroupNorm."
-        )
-    if isinstance(model, DistributedDataParallel):
-        raise ConfigurationError(
-            "convert_sync_batchnorm: the model was prepared already, and DistributedDataParallel keeps its "
-            "layers. Convert it first, and prepare the result."
-        )
-    converter = cast("Any", nn.SyncBatchNorm)
-    return cast("M", converter.convert_sync_batchnorm(model, ctx.world.group))
 
 
 # The package of torch's classes of sharded modules, of both versions.

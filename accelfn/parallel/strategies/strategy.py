@@ -63,6 +63,8 @@ class Strategy(NamedTuple):
         of_rank: Returns the plan of a rank's stages, from that of the complete model.
         narrow: Returns the facts of what its plan leaves to a rank.
         apply: Carries the plan out.
+        is_compute: Whether it is about how a rank computes, and not about what it holds. Such a strategy also
+            applies to a model that isn't trained.
     """
 
     name: str
@@ -70,3 +72,4 @@ class Strategy(NamedTuple):
     of_rank: Callable[[Any, Planning], Any] = lambda plan, at: plan
     narrow: Callable[[Any, Planning], ModelFacts] = lambda plan, at: at.facts
     apply: Callable[[Application], None] = lambda at: None
+    is_compute: bool = False
