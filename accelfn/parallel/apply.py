@@ -79,6 +79,7 @@ def apply_compute(ctx: Context, model: nn.Module) -> None:
     _reset_forward(model)
     facts = read_facts(model)
     mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
+    mesh = mesh.restrict("seq")  # along other axes the model is whole
     plans: dict[str, Any] = {strategy.name: None for strategy in STRATEGIES}
     at = Planning(ctx, mesh, "none", model, facts, facts, 0, plans)
     computing = [strategy for strategy in STRATEGIES if strategy.is_compute]
