@@ -24,7 +24,7 @@ import torch
 from accelfn.context import Context, Unsettled, call_site, check_context, publish, refuse_if_over, text_of
 from accelfn.context.config import GuardMode
 from accelfn.errors import Caller, Disagreement, MismatchError, RemoteRankError, UnevenDataError
-from accelfn.tree import Buffer, PackSpec, TreeSpec, flatten, flatten_group
+from accelfn.tree import PackSpec, TreeSpec, flatten
 
 # Buffers are aligned to the largest element (complex128), so that they can be viewed as any dtype.
 ALIGNMENT = 16
@@ -46,25 +46,6 @@ def as_bytes(tensor: torch.Tensor, length: int | None = None) -> bytes:
 def padded_size(num_bytes: int) -> int:
     """Round up to the alignment of buffers."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def write_groups(target: torch.Tensor, groups: tuple[Buffer, ...], leaves: list[torch.Tensor]) -> None:
-    """Write the leaves of ``groups`` consecutively into ``target``, which is uint8 and large enough."""
-    start = 0
-    for group in groups:
-        if group.num_bytes:
-            target[start : start + group.num_bytes] = flatten_group(group, leaves).view(torch.uint8)
-        start += padded_size(group.num_bytes)
-
-
-def read_groups(source: torch.Tensor, groups: tuple[Buffer, ...]) -> list[torch.Tensor]:
-    """Return one flat view of ``source`` per group, as :func:`write_groups` wrote them."""
-    start = 0
-    buffers: list[torch.Tensor] = []
-    for group in groups:
-        buffers.append(source[start : start + group.num_bytes].view(group.dtype))
-        start += padded_size(group.num_bytes)
-    return buffers
 
 
 _MAX_ROWS = 20
@@ -244,6 +225,7 @@ T = TypeVar("T")
 
 # Fingerprint of all calls, number of this one, bytes of payload in this exchange, status.
 _HEADER = struct.Struct("<16sQQB15x")
+_LENGTH = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size  # a multiple of the alignment, so that the payload after it is aligned too
 
 _READY, _FAILED = 0, 1
@@ -605,19 +587,16 @@ def _explain(ctx: Context, call: Call, started_call: _Started) -> MismatchError:
             (entry.number, entry.operation, entry.site, entry.chain.hex()) for entry in call_log.recent()
         ],
     )
-    messages = _gather_texts(ctx, json.dumps(record._asdict()))
-    return find_mismatch([CallRecord(**json.loads(message)) for message in messages])
+    blob = json.dumps(record._asdict()).encode()
+    rows = ctx.collectives.all_gather_bytes(as_tensor(_LENGTH.pack(len(blob))))
+    lengths = [_LENGTH.unpack(as_bytes(row, _LENGTH.size))[0] for row in rows]
+    return find_mismatch([CallRecord(**json.loads(message)) for message in gather_known(ctx, blob, lengths)])
 
 
-def _gather_texts(ctx: Context, text: str) -> list[bytes]:
-    """Gather texts of any length without an agreement, since all ranks are known to take part."""
-    blob = text.encode()
-    rows = ctx.collectives.all_gather_bytes(as_tensor(struct.pack("<Q", len(blob))))
-    lengths = [struct.unpack("<Q", as_bytes(row, 8))[0] for row in rows]
-    gathered = [b""] * len(lengths)
-    chunk = max(ctx.collectives.chunk, 1024)  # supported by any exchange
-    for start in range(0, max(lengths), chunk):
-        rows = ctx.collectives.all_gather_bytes(as_tensor(blob[start : start + chunk]))
-        for rank, row in enumerate(rows):
-            gathered[rank] += as_bytes(row, max(0, min(chunk, lengths[rank] - start)))
-    return gathered
+def gather_known(ctx: Context, blob: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """Gather bytes whose lengths every rank knows, without an agreement: all ranks are known to take part."""
+    longest = max(lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    padded[: len(blob)] = as_tensor(blob)
+    rows = ctx.collectives.all_gather(padded).view(len(lengths), longest)
+    return [as_bytes(row, length) for row, length in zip(rows, lengths, strict=True)]

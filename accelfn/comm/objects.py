@@ -22,6 +22,7 @@ from accelfn.comm.agreement import (
     capacity,
     catch,
     check_rank,
+    gather_known,
     padded_size,
 )
 from accelfn.context import Context, check_context
@@ -113,17 +114,11 @@ def gather_bytes(ctx: Context, call: Call, blob: bytes, error: Exception | None 
     rows = agree(ctx, call, as_tensor(_LENGTH.pack(len(blob)) + blob[:first]), error)
     lengths = [_LENGTH.unpack(as_bytes(row, _LENGTH.size))[0] for row in rows]
     heads = [as_bytes(row[_LENGTH.size :]) for row in rows]
-    rest = max(lengths) - first
-    if rest <= 0:
+    rest = [max(0, length - first) for length in lengths]
+    if not any(rest):
         return heads
-    padded = torch.zeros(rest, dtype=torch.uint8, device="cpu")
-    tail = as_tensor(blob[first:])
-    padded[: tail.numel()] = tail
-    joined = ctx.collectives.all_gather(padded).view(len(rows), rest)
-    return [
-        head + as_bytes(row[: max(0, length - first)])
-        for head, row, length in zip(heads, joined, lengths, strict=True)
-    ]
+    tails = gather_known(ctx, blob[first:], rest)
+    return [head + tail for head, tail in zip(heads, tails, strict=True)]
 
 
 def broadcast_bytes(

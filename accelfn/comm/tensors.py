@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from accelfn.comm.agreement import agree, catch, check_rank, layout_call, read_groups
+from accelfn.comm.agreement import catch, check, check_rank, layout_call
 from accelfn.comm.transfer import (
     REDUCED_HERE,
     REDUCTIONS,
@@ -20,12 +20,11 @@ from accelfn.comm.transfer import (
     check_arithmetic,
     combine,
     detached,
-    exchange_tree,
-    fits,
     open_call,
-    payload_of,
     prepare_tree,
+    read_groups,
     scale_,
+    stack_buffers,
     unwrap,
 )
 from accelfn.context import Context, ReduceOp, check_context
@@ -64,14 +63,11 @@ def gather(ctx: Context, tree: T) -> T:
             return tree
         return layout.structure.unflatten([_rows(leaf.detach()) for leaf in leaves])
 
-    if prepared is not None and fits(ctx, prepared):
-        by_group = exchange_tree(ctx, layout_call("gather", "", prepared.layout), prepared)
+    (leaves, layout), rows = open_call(ctx, "gather", "", prepared, error)
+    if rows is not None:
+        by_group = stack_buffers(rows, layout)
     else:
-        prepared = open_call(ctx, "gather", "", prepared, error)
-        by_group = [
-            all_gather_rows(ctx, flatten_group(group, prepared.leaves)) for group in prepared.layout.groups
-        ]
-    layout = prepared.layout
+        by_group = [all_gather_rows(ctx, flatten_group(group, leaves)) for group in layout.groups]
     gathered: list[Any] = [None] * len(layout.shapes)
     for group, block in zip(layout.groups, by_group, strict=True):
         for index, part in zip(group.leaves, torch.split(block, list(group.sizes), dim=1), strict=True):
@@ -123,7 +119,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
 
     prepared, error = catch(prepare)
     if size > 1 and error is None and reduction == "none":  # the other ranks may pass another reduction
-        open_call(ctx, "reduce", "reduction='none'", prepared, None)
+        check(ctx, layout_call("reduce", "reduction='none'", unwrap(prepared, error).layout))
     if size == 1 or (error is None and reduction == "none"):
         leaves, layout = prepared = unwrap(prepared, error)
         if scale == 1.0:
@@ -133,16 +129,15 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     op: ReduceOp = "max" if reduction == "max" else "min" if reduction == "min" else "sum"
     divisor = size if reduction == "mean" else 1
     options = f"reduction={reduction!r} scale={scale!r}"
-    if prepared is not None and fits(ctx, prepared):
-        by_group = exchange_tree(ctx, layout_call("reduce", options, prepared.layout), prepared)
-        buffers = [combine(block, op, divisor, scale) for block in by_group]
+    (leaves, layout), rows = open_call(ctx, "reduce", options, prepared, error)
+    if rows is not None:
+        buffers = [combine(block, op, divisor, scale) for block in stack_buffers(rows, layout)]
     else:
-        prepared = open_call(ctx, "reduce", options, prepared, error)
         buffers = [
-            _all_reduce(ctx, flatten_group(group, prepared.leaves, copy=True), op, divisor, scale)
-            for group in prepared.layout.groups
+            _all_reduce(ctx, flatten_group(group, leaves, copy=True), op, divisor, scale)
+            for group in layout.groups
         ]
-    return unpack(Packed(tuple(buffers), prepared.layout))
+    return unpack(Packed(tuple(buffers), layout))
 
 
 def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
@@ -178,25 +173,20 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
         return detached(tree, unwrap(prepared, error))
     options = f"from {from_process}"
     sends = ctx.world.rank == from_process
-    if prepared is not None and fits(ctx, prepared):
-        leaves, layout = prepared
-        payload = payload_of(prepared) if sends else None
-        rows = agree(ctx, layout_call("broadcast", options, layout, pairs=False), payload)
-        if sends:
-            return detached(tree, prepared)
-        received = [buffer.clone() for buffer in read_groups(rows[from_process], layout.groups)]
-        return unpack(Packed(tuple(received), layout))
-    prepared = open_call(ctx, "broadcast", options, prepared, error, pairs=False)
+    prepared, rows = open_call(ctx, "broadcast", options, prepared, error, pairs=False, sends=sends)
     leaves, layout = prepared
     buffers: list[torch.Tensor] = []
-    for group in layout.groups:
-        buffer = (
-            flatten_group(group, leaves)
-            if sends
-            else torch.empty(sum(group.sizes), dtype=group.dtype, device=group.device)
-        )
-        ctx.collectives.broadcast(buffer.view(torch.uint8), from_process)
-        buffers.append(buffer)
+    if rows is None:
+        for group in layout.groups:
+            buffer = (
+                flatten_group(group, leaves)
+                if sends
+                else torch.empty(sum(group.sizes), dtype=group.dtype, device=group.device)
+            )
+            ctx.collectives.broadcast(buffer.view(torch.uint8), from_process)
+            buffers.append(buffer)
+    elif not sends:
+        buffers = [buffer.clone() for buffer in read_groups(rows[from_process], layout.groups)]
     return detached(tree, prepared) if sends else unpack(Packed(tuple(buffers), layout))
 
 

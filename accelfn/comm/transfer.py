@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -15,12 +15,10 @@ from accelfn.comm.agreement import (
     has_transforms,
     layout_call,
     padded_size,
-    read_groups,
-    write_groups,
 )
 from accelfn.context import Context, ReduceOp
 from accelfn.errors import NotAvailableError
-from accelfn.tree import PackSpec, flatten, plan_layout, require_tensors
+from accelfn.tree import Buffer, PackSpec, flatten, flatten_group, plan_layout, require_tensors
 
 T = TypeVar("T")
 
@@ -75,21 +73,6 @@ def detached(tree: T, prepared: PackedTree) -> T:
     return layout.structure.unflatten([leaf.detach() for leaf in leaves])
 
 
-def fits(ctx: Context, prepared: PackedTree) -> bool:
-    """Return whether the tree fits into the opening exchange: the same on every rank with this layout."""
-    layout = prepared.layout
-    return all(group.device.type == "cpu" for group in layout.groups) and _payload_bytes(layout) <= capacity(
-        ctx
-    )
-
-
-def payload_of(prepared: PackedTree) -> torch.Tensor:
-    """Return the bytes of all buffers of a tree."""
-    payload = torch.empty(_payload_bytes(prepared.layout), dtype=torch.uint8, device="cpu")
-    write_groups(payload, prepared.layout.groups, prepared.leaves)
-    return payload
-
-
 def open_call(
     ctx: Context,
     operation: str,
@@ -98,29 +81,57 @@ def open_call(
     error: Exception | None,
     *,
     pairs: bool = True,
-) -> PackedTree:
-    """Open an operation whose tensors follow after the agreement."""
-    call = Call(operation)
-    if prepared is not None:
-        call = layout_call(operation, options, prepared.layout, pairs=pairs)
-    check(ctx, call, error)
-    return cast("PackedTree", prepared)
+    sends: bool = True,
+) -> tuple[PackedTree, list[torch.Tensor] | None]:
+    """Open an operation on a tree, and send the tree with it if it is small.
+
+    Args:
+        ctx: The world.
+        operation: Name of the public function.
+        options: Everything that must be equal on every rank besides the tree, as text.
+        prepared: The tree; None if this rank can't take part.
+        error: Why it can't.
+        pairs: As for :class:`Call`.
+        sends: Whether this rank's tree is needed.
+
+    Returns:
+        The tree; and for each rank the bytes of its buffers, None if they follow after the agreement. That
+        depends on the layout alone, which is the same on every rank.
+    """
+    if prepared is None:
+        check(ctx, Call(operation), error)
+    leaves, layout = unwrap(prepared, error)
+    call = layout_call(operation, options, layout, pairs=pairs)
+    size = sum(padded_size(group.num_bytes) for group in layout.groups)
+    if size > capacity(ctx) or any(group.device.type != "cpu" for group in layout.groups):
+        check(ctx, call)
+        return PackedTree(leaves, layout), None
+    payload = torch.empty(size, dtype=torch.uint8, device="cpu") if sends else None
+    if payload is not None:
+        for group, buffer in zip(layout.groups, read_groups(payload, layout.groups), strict=True):
+            buffer.copy_(flatten_group(group, leaves))
+    return PackedTree(leaves, layout), agree(ctx, call, payload)
 
 
-def exchange_tree(ctx: Context, call: Call, prepared: PackedTree) -> list[torch.Tensor]:
-    """Gather a small tree of every rank with the agreement: per group a block of shape (P, n)."""
-    rows = agree(ctx, call, payload_of(prepared))
-    by_rank = [read_groups(row, prepared.layout.groups) for row in rows]
+def read_groups(source: torch.Tensor, groups: tuple[Buffer, ...]) -> list[torch.Tensor]:
+    """Return a flat view of ``source``, which is uint8, for each group; they are consecutive and aligned."""
+    start = 0
+    buffers: list[torch.Tensor] = []
+    for group in groups:
+        buffers.append(source[start : start + group.num_bytes].view(group.dtype))
+        start += padded_size(group.num_bytes)
+    return buffers
+
+
+def stack_buffers(rows: list[torch.Tensor], layout: PackSpec) -> list[torch.Tensor]:
+    """Return what :func:`open_call` has received as a block of shape (P, n) for each buffer."""
+    by_rank = [read_groups(row, layout.groups) for row in rows]
     return [torch.stack(buffers) for buffers in zip(*by_rank, strict=True)]
 
 
 def all_gather_rows(ctx: Context, buffer: torch.Tensor) -> torch.Tensor:
     """Gather a flat buffer of every rank: shape (P, n). Sent as bytes, which works for any dtype."""
     return ctx.collectives.all_gather(buffer.view(torch.uint8)).view(buffer.dtype).view(ctx.world.size, -1)
-
-
-def _payload_bytes(layout: PackSpec) -> int:
-    return sum(padded_size(group.num_bytes) for group in layout.groups)
 
 
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
@@ -180,16 +191,15 @@ def combine(stacked: torch.Tensor, op: ReduceOp, divisor: int = 1, factor: float
 
 def _combine_unsigned(stacked: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     dtype = stacked.dtype
-    if dtype != torch.uint64:
-        wide = stacked.to(torch.int64)
-        result = wide.sum(0) if op == "sum" else wide.amax(0) if op == "max" else wide.amin(0)
-        return result.to(dtype)
-    signed = stacked.view(torch.int64)
+    is_longest = dtype == torch.uint64
+    signed = stacked.view(torch.int64) if is_longest else stacked.to(torch.int64)
     if op == "sum":  # two's complement: the sum of the signed values has the same bits
-        return signed.sum(0).view(dtype)
-    flipped = signed ^ torch.iinfo(torch.int64).min  # keeps the unsigned order
-    result = flipped.amax(0) if op == "max" else flipped.amin(0)
-    return (result ^ torch.iinfo(torch.int64).min).view(dtype)
+        result = signed.sum(0)
+    else:
+        flip = torch.iinfo(torch.int64).min if is_longest else 0  # keeps the unsigned order
+        flipped = signed ^ flip
+        result = (flipped.amax(0) if op == "max" else flipped.amin(0)) ^ flip
+    return result.view(dtype) if is_longest else result.to(dtype)
 
 
 def scale_(buffer: torch.Tensor, factor: float) -> torch.Tensor:
