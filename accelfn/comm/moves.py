@@ -279,7 +279,7 @@ class SumPieces(Move):
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Reduce and scatter."""
-        blocks = [_blocks(leaf, plan) for leaf, plan in zip(leaves, self.plans, strict=True)]
+        blocks = [split_blocks(leaf, plan) for leaf, plan in zip(leaves, self.plans, strict=True)]
         rank = self.ctx.rank
         return [
             piece.narrow(dim, 0, lengths[rank]).clone(memory_format=torch.contiguous_format)
@@ -316,9 +316,9 @@ class Exchange(Move):
         for leaf, (outgoing, incoming) in zip(leaves, self.plans, strict=True):
             if outgoing.dim == incoming.dim:
                 longest = max(*outgoing.lengths, *incoming.lengths)
-                blocks.append(_blocks(leaf, outgoing, longest))
+                blocks.append(split_blocks(leaf, outgoing, longest))
             else:
-                blocks.append(_blocks(_pad(leaf, incoming.dim, max(incoming.lengths)), outgoing))
+                blocks.append(split_blocks(_pad(leaf, incoming.dim, max(incoming.lengths)), outgoing))
         results: list[torch.Tensor] = []
         for pieces, (outgoing, incoming) in zip(_transfer(blocks, self._exchange), self.plans, strict=True):
             if outgoing.dim != incoming.dim:
@@ -394,7 +394,7 @@ def _pad(leaf: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return torch.cat([leaf, leaf.new_zeros(shape)], dim)
 
 
-def _blocks(leaf: torch.Tensor, plan: Pieces, length: int | None = None) -> torch.Tensor:
+def split_blocks(leaf: torch.Tensor, plan: Pieces, length: int | None = None) -> torch.Tensor:
     """Split a leaf into one piece for each rank, padded to ``length``: shape (P, ...)."""
     longest = max(plan.lengths) if length is None else length
     if plan.are_equal and longest == plan.lengths[0]:

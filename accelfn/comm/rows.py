@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from accelfn.comm.agreement import Call, catch, check_rank, tree_call
+from accelfn.comm.moves import Pieces, split_blocks
 from accelfn.comm.objects import broadcast_bytes, gather_bytes
 from accelfn.comm.transfer import PackedTree, detached, prepare_tree, unwrap
 from accelfn.context import Context, check_context
@@ -159,13 +160,17 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
         broadcast_bytes(ctx, Call("scatter", f"from {from_process}"), blob, from_process, error)
     )
     info, structure = flatten(stubs, lambda value: isinstance(value, TensorInformation))
+    received: list[torch.Tensor] = []
     # One leaf at a time, since parts are contiguous rows, and scatter isn't used in inner loops.
-    received = [
-        _scatter_leaf(
-            ctx, leaf, None if prepared is None else prepared.leaves[index], on_cpu[index], from_process
-        )
-        for index, leaf in enumerate(cast("list[TensorInformation]", info))
-    ]
+    for index, (shape, dtype) in enumerate(cast("list[TensorInformation]", info)):
+        sizes, buffer = split_sizes(shape[0], ctx.world.size), None
+        if prepared is not None:  # scatter needs equal parts, so shorter ones are padded
+            blocks = split_blocks(prepared.leaves[index], Pieces(0, tuple(sizes)))
+            buffer = flatten_tensor(blocks).view(torch.uint8)
+        device = torch.device("cpu") if on_cpu[index] else ctx.device
+        part = torch.empty(sizes[0], *shape[1:], dtype=dtype, device=device)
+        ctx.collectives.scatter(part.view(-1).view(torch.uint8), buffer, from_process)
+        received.append(part[: sizes[ctx.world.rank]])
     return structure.unflatten(received)
 
 
@@ -251,30 +256,3 @@ def _can_hold(dtype: torch.dtype, value: float) -> bool:
         return value in (0, 1)
     limits = torch.iinfo(dtype)
     return limits.min <= value <= limits.max
-
-
-def _scatter_leaf(
-    ctx: Context, info: TensorInformation, leaf: torch.Tensor | None, on_cpu: bool, from_process: int
-) -> torch.Tensor:
-    device = torch.device("cpu") if on_cpu else ctx.device
-    sizes = split_sizes(info.shape[0], ctx.world.size)
-    row = math.prod(info.shape[1:])
-    longest = sizes[0] * row
-    buffer = None
-    if leaf is not None:
-        flat = flatten_tensor(leaf)
-        if longest * ctx.world.size == flat.numel():
-            buffer = flat
-        else:  # scatter needs equal parts, so shorter ones are padded
-            parts = [
-                torch.nn.functional.pad(
-                    part.view(torch.uint8), (0, (longest - part.numel()) * info.dtype.itemsize)
-                )
-                for part in torch.split(flat, [rows * row for rows in sizes])
-            ]
-            buffer = torch.cat(parts).view(info.dtype)
-        buffer = buffer.view(torch.uint8)
-    output = torch.empty(longest, dtype=info.dtype, device=device)
-    ctx.collectives.scatter(output.view(torch.uint8), buffer, from_process)
-    num_rows = sizes[ctx.world.rank]
-    return output[: num_rows * row].view(num_rows, *info.shape[1:])

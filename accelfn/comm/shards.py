@@ -100,7 +100,7 @@ def unshard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     >>> run_ranks(lambda ctx: unshard(ctx, shard(ctx, torch.arange(3))), 2)
     [tensor([0, 1, 2]), tensor([0, 1, 2])]
     """
-    return _join(ctx, "unshard", axis, tree, dim, _flatten_tensors, is_shared=True)
+    return _join(ctx, "unshard", axis, tree, dim, is_shared=True)
 
 
 def all_gather(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
@@ -130,7 +130,7 @@ def all_gather(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     >>> run_ranks(lambda ctx: all_gather(ctx, torch.full((1, 2), ctx.rank), dim=1), 2)[0]
     tensor([[0, 0, 1, 1]])
     """
-    return _join(ctx, "all_gather", axis, tree, dim, _flatten_rows, is_shared=False)
+    return _join(ctx, "all_gather", axis, tree, dim, is_shared=False)
 
 
 def reduce_scatter(ctx: Context, tree: T, axis: Axis = None, dim: int = 0, reduction: str = "sum") -> T:
@@ -286,11 +286,6 @@ class _FlatTree(NamedTuple):
     are_new: bool = False  # whether some leaves aren't those of the tree
     options: str = ""  # validated options, which must be equal on every rank
 
-    def free_lengths(self) -> list[int]:
-        """List the lengths along free dimensions; 0 for a leaf without one."""
-        free = self.free or ()
-        return [0 if dim is None else leaf.shape[dim] for leaf, dim in zip(self.leaves, free, strict=True)]
-
 
 # The length of each leaf along its free dimension, by rank.
 _Lengths = Sequence[tuple[int, ...]]
@@ -329,7 +324,8 @@ def _operate(
     call = Call(operation) if flat is None else _describe(operation, options + flat.options, flat)
     lengths: list[tuple[int, ...]] = []
     if uneven:
-        message = b"" if flat is None else array("q", flat.free_lengths()).tobytes()
+        free = () if flat is None else zip(flat.leaves, flat.free or (), strict=True)
+        message = array("q", [0 if dim is None else leaf.shape[dim] for leaf, dim in free]).tobytes()
         with beneath_transforms():
             rows = [array("q", row[: len(message)]) for row in gather_bytes(ctx, call, message, error)]
         lengths = list(zip(*rows, strict=True))
@@ -339,18 +335,9 @@ def _operate(
     return flat.structure.unflatten(apply_move(plan(ctx, flat, lengths), flat.leaves))
 
 
-def _join(
-    ctx: Context,
-    operation: str,
-    axis: Axis,
-    tree: T,
-    dim: int,
-    flatten_tree: Callable[[str, Any, int], _FlatTree],
-    *,
-    is_shared: bool,
-) -> T:
+def _join(ctx: Context, operation: str, axis: Axis, tree: T, dim: int, *, is_shared: bool) -> T:
     def prepare(ctx: Context) -> _FlatTree:
-        flat = flatten_tree(operation, tree, dim)
+        flat = _flatten_tensors(operation, tree, dim, has_rows=not is_shared)
         return flat._replace(free=flat.dims)
 
     def join(ctx: Context, flat: _FlatTree, lengths: _Lengths) -> Move:
@@ -360,38 +347,30 @@ def _join(
     return _operate(ctx, operation, axis, tree, f"dim={dim}", prepare, join, uneven=True)
 
 
-def _flatten_tensors(operation: str, tree: Any, dim: int | None) -> _FlatTree:
+def _flatten_tensors(operation: str, tree: Any, dim: int | None, *, has_rows: bool = False) -> _FlatTree:
     """Flatten a tree of tensors.
 
     Args:
         operation: For messages.
         tree: Of tensors.
         dim: A dimension that each leaf must have; None for any shape.
+        has_rows: A 0-d tensor counts as one row.
     """
     leaves, structure = flatten(tree, is_packed_sequence)
-    return _with_dim(operation, require_tensors(operation, leaves, structure), structure, dim)
-
-
-def _flatten_rows(operation: str, tree: Any, dim: int) -> _FlatTree:
-    """Flatten a tree, in which a 0-d tensor counts as one row."""
-    leaves, structure = flatten(tree, is_packed_sequence)
     tensors = require_tensors(operation, leaves, structure)
-    rows = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
-    are_new = any(row is not leaf for row, leaf in zip(rows, leaves, strict=True))
-    return _with_dim(operation, rows, structure, dim)._replace(are_new=are_new)
-
-
-def _with_dim(operation: str, leaves: list[torch.Tensor], structure: TreeSpec, dim: int | None) -> _FlatTree:
+    are_new = has_rows and not all(tensor.dim() for tensor in tensors)
+    if are_new:
+        tensors = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
     if dim is None:
-        return _FlatTree(leaves, structure, [0] * len(leaves))
-    for index, leaf in enumerate(leaves):
+        return _FlatTree(tensors, structure, [0] * len(tensors))
+    for index, leaf in enumerate(tensors):
         if not -leaf.dim() <= dim < leaf.dim():
             plural = "" if leaf.dim() == 1 else "s"
             raise ValueError(
                 f"{operation}: {structure.paths()[index]} has {leaf.dim()} dimension{plural}, shape "
                 f"{tuple(leaf.shape)}, but no dim {dim}. Reshape it, or leave it out of the tree."
             )
-    return _FlatTree(leaves, structure, [dim % leaf.dim() for leaf in leaves])
+    return _FlatTree(tensors, structure, [dim % leaf.dim() for leaf in tensors], are_new=are_new)
 
 
 def _describe(operation: str, options: str, flat: _FlatTree) -> Call:
