@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import cast
 
 import torch
 
 from accelfn.comm.agreement import Call, as_bytes, as_tensor, catch
 from accelfn.comm.objects import broadcast_bytes
+from accelfn.comm.transfer import unwrap
 from accelfn.context import (
     Context,
     check_context,
@@ -82,42 +84,32 @@ def synchronize_rng_states(
     check_context("synchronize_rng_states", ctx)
     names = [item.value if isinstance(item, RNGType) else item for item in types]
 
-    def read() -> bytes:
-        return b"".join(as_bytes(_state(ctx, name, generator)) for name in names)
+    def read() -> list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
+        return [_state(ctx, name, generator) for name in names]
 
     own, error = catch(read)
     if ctx.world.size == 1:
-        if error is not None:
-            raise error
+        unwrap(own, error)
         return
-    call = Call("synchronize_rng_states", ",".join(names))
-    received = broadcast_bytes(ctx, call, own or b"", 0, error)
+    blob = b"".join(as_bytes(state) for state, _ in own or ())
+    received = broadcast_bytes(ctx, Call("synchronize_rng_states", ",".join(names)), blob, 0, error)
     start = 0
-    for name in names:
-        length = _state(ctx, name, generator).numel()
-        _set_state(ctx, name, generator, as_tensor(received[start : start + length]))
-        start += length
+    for state, restore in unwrap(own, error):
+        end = start + state.numel()
+        restore(as_tensor(received[start:end]))
+        start = end
 
 
-def _state(ctx: Context, name: str, generator: torch.Generator | None) -> torch.Tensor:
+def _state(
+    ctx: Context, name: str, generator: torch.Generator | None
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], None]]:
+    """Return the state of a generator of this rank, and what sets it."""
     if name == "generator":
         if generator is None:
             raise ValueError('synchronize_rng_states: the type "generator" needs generator=.')
-        return generator.get_state()
-    return torch.get_rng_state() if name == "torch" else device_random_state(_device(ctx, name))
-
-
-def _set_state(ctx: Context, name: str, generator: torch.Generator | None, state: torch.Tensor) -> None:
-    if name == "generator":
-        assert generator is not None  # checked by _state
-        generator.set_state(state)
-    elif name == "torch":
-        torch.set_rng_state(state)
-    else:
-        set_device_random_state(_device(ctx, name), state)
-
-
-def _device(ctx: Context, name: str) -> torch.device:
+        return generator.get_state(), lambda state: cast("None", generator.set_state(state))
+    if name == "torch":
+        return torch.get_rng_state(), torch.set_rng_state
     known = tuple(item.value for item in RNGType)
     if name not in known:
         raise ConfigurationError(f"synchronize_rng_states: types are {', '.join(known)}; got {name!r}.")
@@ -126,4 +118,4 @@ def _device(ctx: Context, name: str) -> torch.device:
             f"synchronize_rng_states: the type {name!r} is of another device than this rank's, which is "
             f"{ctx.device}. Leave it out."
         )
-    return ctx.device
+    return device_random_state(ctx.device), partial(set_device_random_state, ctx.device)

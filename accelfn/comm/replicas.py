@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.nn import Module
@@ -19,7 +19,6 @@ from accelfn.comm.transfer import unwrap
 from accelfn.context import AXES, JOINED, Context, check_context
 from accelfn.errors import Drift, ReplicaDriftError
 from accelfn.tree import (
-    PackSpec,
     TreeSpec,
     digest_tensors,
     flatten,
@@ -33,13 +32,6 @@ _OPERATION = "check_replicas"
 _DIGEST_BYTES = 16
 # Unsharded tensors are the same on all ranks, except for the stages of a pipeline.
 _ALL_AXES = tuple(axis for axis in AXES if axis != "pp")
-
-
-class _Replica(NamedTuple):
-    """This rank's tensors."""
-
-    layout: PackSpec
-    digests: bytes  # of all leaves, concatenated
 
 
 def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
@@ -88,31 +80,28 @@ def _check_part(
     ctx: Context, part: tuple[list[Any], TreeSpec] | None, name: str, error: Exception | None = None
 ) -> None:
     """Check tensors that should be the same on all ranks of ``ctx``."""
-    replica = None
+    prepared = None
     if part is not None:
-        replica, error = catch(lambda: _prepare(ctx, *part, name))
+        prepared, error = catch(lambda: _prepare(ctx, *part, name))
     if ctx.world.size == 1:
-        unwrap(replica, error)
+        unwrap(prepared, error)
         return
-    call = Call(_OPERATION)
-    if replica is not None:
-        call = layout_call(_OPERATION, f"name={name!r}", replica.layout, pairs=False, name=name)
-    digests = b"" if replica is None else replica.digests
+    call, digests = prepared or (Call(_OPERATION), b"")
     summary = hashlib.blake2b(digests, digest_size=_DIGEST_BYTES).digest()
     if len(set(gather_bytes(ctx, call, summary, error))) == 1:
         return
 
     # Now all ranks are known to take part, with equally structured trees.
-    paths = cast("_Replica", replica).layout.structure.paths(name)
-    raise ReplicaDriftError(
-        _OPERATION, _find_drifted(gather_bytes(ctx, Call(_OPERATION, "digests"), digests), paths)
-    )
+    by_rank = gather_bytes(ctx, Call(_OPERATION, "digests"), digests)
+    raise ReplicaDriftError(_OPERATION, _find_drifted(by_rank, list(call.leaves())))
 
 
-def _prepare(ctx: Context, leaves: list[Any], structure: TreeSpec, name: str) -> _Replica:
+def _prepare(ctx: Context, leaves: list[Any], structure: TreeSpec, name: str) -> tuple[Call, bytes]:
+    """Return the call, and the digests of all leaves, concatenated."""
     leaves = require_tensors(_OPERATION, leaves, structure, name)
     digests = b"" if ctx.world.size == 1 else as_bytes(digest_tensors(leaves).view(torch.uint8))
-    return _Replica(plan_layout(leaves, structure), digests)
+    layout = plan_layout(leaves, structure)
+    return layout_call(_OPERATION, f"name={name!r}", layout, pairs=False, name=name), digests
 
 
 def _flatten_tensors(tree: Any) -> tuple[list[Any], TreeSpec]:
