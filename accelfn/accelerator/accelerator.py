@@ -51,7 +51,7 @@ from accelfn.context.config import (
     TorchDynamoPlugin,
 )
 from accelfn.data import MicroBatch, Uneven, plan_microbatch
-from accelfn.data.metrics import batch_or_pass, gather_valid
+from accelfn.data.metrics import gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.optimizers import steps_in_backward
 from accelfn.training.backward import add_gradients
@@ -517,18 +517,12 @@ class Accelerator(Extras, Saving):
             ValueError: The rows match several passes or batches, whose padding differs; or in a loop, they
                 may be those of its pass.
         """
+        ended: Sequence[MicroBatch] = ()
         if micro is None and of is None:
-            batch, passes = self.micro, self.ended
+            micro, ended = self.micro, self.ended
         else:
-            batch, passes = batch_or_pass("gather_for_metrics", micro or self.last_micro, of)
-        return gather_valid(
-            self.context,
-            input_data,
-            batch,
-            passes,
-            is_sure=of is not None,
-            as_objects=use_gather_object,
-        )
+            micro = micro or self.last_micro
+        return gather_valid(self.context, input_data, micro, of, ended, as_objects=use_gather_object)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Combine tensors of all ranks; see :func:`accelfn.reduce`."""

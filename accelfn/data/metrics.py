@@ -15,7 +15,7 @@ from accelfn.data.microbatch import MicroBatch, check_micro
 from accelfn.errors import MismatchError
 from accelfn.tree import TreeSpec, find_device, flatten
 
-__all__ = ("batch_or_pass", "gather_for_metrics", "gather_objects_for_metrics", "gather_valid")
+__all__ = ("gather_for_metrics", "gather_objects_for_metrics", "gather_valid")
 
 T = TypeVar("T")
 
@@ -67,8 +67,7 @@ def gather_for_metrics(
     {'x': tensor([1., 1.]), 'name': ['a', 'b'], 'loss': tensor([2.])}
     """
     check_context("gather_for_metrics", ctx)
-    batch, passes = batch_or_pass("gather_for_metrics", micro, of)
-    return gather_valid(ctx, tree, batch, passes, is_sure=of is not None)
+    return gather_valid(ctx, tree, micro, of)
 
 
 def gather_objects_for_metrics(
@@ -90,28 +89,18 @@ def gather_objects_for_metrics(
         One list, the same on every rank.
     """
     check_context("gather_objects_for_metrics", ctx)
-    batch, passes = batch_or_pass("gather_objects_for_metrics", micro, of)
-    return gather_valid(ctx, obj, batch, passes, is_sure=of is not None, as_objects=True)
-
-
-def batch_or_pass(
-    function: str, micro: MicroBatch | None, of: Literal["batch", "pass"] | None
-) -> tuple[MicroBatch | None, list[MicroBatch]]:
-    """Return the batch and the passes that rows may belong to, as :func:`gather_valid` takes them."""
-    check_micro(function, micro)
-    if of not in ("batch", "pass", None):
-        raise ValueError(f'{function}: of must be "batch" or "pass", got {of!r}.')
-    return (None, [micro]) if of == "pass" and micro is not None else (micro, [])
+    return gather_valid(ctx, obj, micro, of, as_objects=True, function="gather_objects_for_metrics")
 
 
 def gather_valid(
     ctx: Context,
     tree: Any,
-    batch: MicroBatch | None,
-    passes: Sequence[MicroBatch] = (),
+    micro: MicroBatch | None,
+    of: Literal["batch", "pass"] | None = None,
+    ended: Sequence[MicroBatch] = (),
     *,
-    is_sure: bool = False,
     as_objects: bool = False,
+    function: str = "gather_for_metrics",
 ) -> Any:
     """Gather as :func:`gather_for_metrics` does, what belongs to a batch or to one of several passes.
 
@@ -122,17 +111,23 @@ def gather_valid(
     Args:
         ctx: The world.
         tree: As for :func:`gather_for_metrics`.
-        batch: The batch, if there is one.
-        passes: The last micro-batch of each pass.
-        is_sure: They don't belong to the pass that ``batch`` is in.
+        micro: As for :func:`gather_for_metrics`, if there is one.
+        of: As for :func:`gather_for_metrics`.
+        ended: The last micro-batch of each pass whose rows they may be instead of those of a batch.
         as_objects: The tree is one list of objects, or one object.
+        function: For messages.
 
     Raises:
-        ValueError: The rows of a leaf match several of these, whose padding differs; or may be those of the
-            pass that ``batch`` is in.
+        TypeError: ``micro`` isn't a MicroBatch.
+        ValueError: ``of`` is something else; or the rows of a leaf match several of these, whose padding
+            differs, or may be those of the pass that the batch is in.
     """
+    check_micro(function, micro)
+    if of not in ("batch", "pass", None):
+        raise ValueError(f'{function}: of must be "batch" or "pass", got {of!r}.')
+    batch, passes = (None, [micro]) if of == "pass" and micro is not None else (micro, ended)
     ctx = ctx.along("dp")  # the ranks along other axes have the same rows
-    leaves, structure = flatten(tree, _is_any if as_objects else _is_object_list)
+    leaves, structure = flatten(tree, (lambda _: True) if as_objects else _is_object_list)
     is_tensor = [isinstance(leaf, torch.Tensor) and not as_objects for leaf in leaves]
     lengths = [_length(leaf, as_objects) for leaf in leaves]
     known = [*passes] if batch is None else [batch, *passes]
@@ -140,9 +135,11 @@ def gather_valid(
     if have_no_padding and all(is_tensor):  # on all ranks alike
         return _gather(ctx, tree, batch)
     report = _RankReport(
-        batch=(None, None) if batch is None else (batch.num_rows, batch.own_valid),
-        passes=[(other.pass_rows, other.pass_valid) for other in passes],
-        around=(None, None) if batch is None or is_sure else (batch.pass_rows, batch.pass_valid),
+        parts=[
+            (None, None) if batch is None else (batch.num_rows, batch.own_valid),
+            (None, None) if batch is None or of is not None else (batch.pass_rows, batch.pass_valid),
+            *((other.pass_rows, other.pass_valid) for other in passes),
+        ],
         lengths=lengths,
         objects=[None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)],
     )
@@ -169,28 +166,20 @@ class _RankReport(NamedTuple):
     """What one rank sends to the others.
 
     Attributes:
-        batch: Rows of its batch (None if unknown), and how many of the first rows aren't padding (None for
-            all).
-        passes: The same for each pass whose rows may have been collected.
-        around: The same for the pass of the batch, up to it, if they may be its rows.
+        parts: Rows of its batch (None if unknown), and how many of the first rows aren't padding (None for
+            all); the same for the pass of the batch, up to it, if they may be its rows; and for each pass
+            whose rows may have been collected.
         lengths: Number of rows of each leaf; None for a leaf without rows.
         objects: The leaves that aren't tensors.
     """
 
-    batch: tuple[int | None, int | None]
-    passes: list[tuple[int | None, int | None]]
-    around: tuple[int | None, int | None]
+    parts: list[tuple[int | None, int | None]]
     lengths: list[int | None]
     objects: list[Any]
 
 
 def _is_object_list(node: Any) -> bool:
     return type(node) in (list, tuple) and find_device(node) is None
-
-
-def _is_any(node: Any) -> bool:
-    del node
-    return True
 
 
 def _length(leaf: Any, as_objects: bool) -> int | None:
@@ -242,9 +231,8 @@ def _valid_rows(lengths: list[int | None], reports: Sequence[_RankReport]) -> li
     if None in lengths:
         return None
     rows = cast("list[int]", lengths)
-    batches = [report.batch for report in reports]
-    parts = [batches, *zip(*(report.passes for report in reports), strict=False)]
-    found = [match for part in parts if (match := _match(rows, part)) is not None]
+    batches, within, *passes = zip(*(report.parts for report in reports), strict=False)
+    found = [match for part in (batches, *passes) if (match := _match(rows, part)) is not None]
     matches = [valid for times, valid in found if times <= 1] or [valid for _, valid in found]
     if any(match != matches[0] for match in matches):
         raise ValueError(
@@ -252,7 +240,7 @@ def _valid_rows(lengths: list[int | None], reports: Sequence[_RankReport]) -> li
             "differs. Pass micro=, the MicroBatch of the batch that they were computed from; for the rows of "
             'a pass, that of its last batch (accelerator.last_micro at the end of its loop) and of="pass".'
         )
-    around = _match(rows, [report.around for report in reports])
+    around = _match(rows, within)
     is_exact = any(times <= 1 for times, _ in found)
     if not is_exact and around is not None and around[0] == 1 and [around[1]] != (matches[:1] or [rows]):
         raise ValueError(
