@@ -12,20 +12,15 @@ import torch
 
 from accelfn.data.workers import begin_reading
 
-__all__ = ("isolate_generators", "read_isolated", "restore_generators", "save_generators", "seed_from")
+__all__ = ("read_isolated", "restore_generators", "save_generators", "seed_from")
 
 T = TypeVar("T")
-
-# The class in C of Python's generator, whose methods take no Python call each.
-_Twister: Any = random.Random.__base__
 
 
 def seed_from(key: tuple[int, ...]) -> None:
     """Seed the generators of this process from ``key``: the same in a worker as in the rank's process."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
-    python: Any = random.random.__self__
-    _Twister.seed(python, seed)
-    python.gauss_next = None  # as random.seed does with a number
+    random.seed(seed)
     # Not torch.manual_seed, which queues a call for every device that isn't initialised yet.
     torch.default_generator.manual_seed(seed >> 1)
     numpy = sys.modules.get("numpy.random")
@@ -37,22 +32,19 @@ def save_generators() -> tuple[Any, ...]:
     """Return the states of Python's generator, torch's on the CPU, and numpy's if it is imported."""
     numpy = sys.modules.get("numpy.random")  # numpy imports this module on first use
     state = None if numpy is None else numpy.get_state(legacy=False)
-    python: Any = random.random.__self__
-    return (_Twister.getstate(python), python.gauss_next), torch.default_generator.get_state(), state
+    return random.getstate(), torch.default_generator.get_state(), state
 
 
 def restore_generators(states: tuple[Any, ...]) -> None:
     """Set the generators to states that :func:`save_generators` returned."""
-    (python_state, gauss_next), torch_state, numpy_state = states
-    python: Any = random.random.__self__
-    _Twister.setstate(python, python_state)
-    python.gauss_next = gauss_next
+    python_state, torch_state, numpy_state = states
+    random.setstate(python_state)
     torch.default_generator.set_state(torch_state)
     if numpy_state is not None:
         sys.modules["numpy.random"].set_state(numpy_state)
 
 
-def isolate_generators(batches: Iterator[T], *, continues: bool) -> Iterator[T]:
+def _isolate_generators(batches: Iterator[T], *, continues: bool) -> Iterator[T]:
     """Yield batches without advancing the program's generators.
 
     Args:
@@ -81,14 +73,10 @@ def read_isolated(loader: Any, *, is_resumed: bool, continues: bool = False, dra
     Args:
         loader: A DataLoader; see :func:`begin_reading`.
         is_resumed: Whether samples of the epoch have been read before.
-        continues: As for :func:`isolate_generators`.
+        continues: Each batch starts from the generators' state after the previous one.
         draws: Whether random numbers may be drawn while a batch is made.
     """
-    generator: torch.Generator | None = loader.generator
-    before = None if generator is None else generator.get_state()
-    batches = begin_reading(loader, is_resumed=is_resumed)
-    if generator is not None and before is not None:
-        generator.set_state(before)  # torch draws a base seed from it, which nothing here uses
+    batches = begin_reading(loader, is_resumed=is_resumed, is_seeded=True)
     if loader.num_workers or not draws:
         return batches
-    return isolate_generators(batches, continues=continues)
+    return _isolate_generators(batches, continues=continues)

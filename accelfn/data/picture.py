@@ -11,7 +11,7 @@ __all__ = ("draw_plan", "draw_plan_svg")
 
 # Longer runs of consecutive positions are written as first..last.
 _MAX_LISTED = 4
-_GAP = "..."
+_GAP, _NONE = "...", "-"
 
 # Sizes in the drawing's units.
 _ROW, _EDGE, _BETWEEN = 30, 10, 4
@@ -44,7 +44,7 @@ def draw_plan(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max_ran
     rank 1  2 3     6 7     10 (0)
     """
     rows = [
-        [name, *(" ".join(_cell(read, padding)) for read, padding in cells)]
+        [name, *(f"{new} ({again})".lstrip() if again else new for new, again in cells)]
         for name, cells in _table(plan, sharing, max_steps, max_ranks)
     ]
     rows.insert(0, ["", *_steps(plan, max_steps)])
@@ -80,7 +80,7 @@ def draw_plan_svg(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max
     names = max((len(name) for name, _ in table), default=0)
     lefts = [_EDGE + names * CHAR + 2 * _EDGE]
     for head, column in zip(heads, columns, strict=True):
-        longest = max(len(head), *(len(" ".join(_words(read, padding))) for read, padding in column))
+        longest = max(len(head), *(len(f"{new} {again}".strip()) for new, again in column))
         lefts.append(lefts[-1] + longest * CHAR + 2 * _EDGE + 2 * _BETWEEN)
     notes = _notes(plan)
     width = max([lefts[-1] + _EDGE, *(len(note) * CHAR + 2 * _EDGE for note in notes)])
@@ -91,16 +91,16 @@ def draw_plan_svg(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max
     for row, (name, cells) in enumerate(table, 1):
         top = _EDGE + row * _ROW
         parts.append(text_svg(_EDGE, top + _BASE, name, GREY))
-        for left, right, (read, padding) in zip(lefts, lefts[1:], cells, strict=False):
-            parts += _draw_cell(left, top, right - left - 2 * _BETWEEN, read, padding)
+        for left, right, (new, again) in zip(lefts, lefts[1:], cells, strict=False):
+            parts += _draw_cell(left, top, right - left - 2 * _BETWEEN, new, again)
     for row, note in enumerate(notes, 1 + len(table)):
         parts.append(text_svg(_EDGE, _EDGE + row * _ROW + _BASE, note, GREY))
     title = f"{plan.num_samples} samples in batches of {plan.rank_batch} on {plan.size} ranks"
     return write_svg(width, height, title, parts)
 
 
-# The positions that a rank reads in a step, and those of its padding; None for cells that aren't shown.
-_Cell = tuple[Sequence[int] | None, Sequence[int]]
+# The positions that a rank reads in a step, and those of its padding, as text.
+_Cell = tuple[str, str]
 
 
 def _table(plan: EpochPlan, sharing: int, max_steps: int, max_ranks: int) -> list[tuple[str, list[_Cell]]]:
@@ -109,13 +109,13 @@ def _table(plan: EpochPlan, sharing: int, max_steps: int, max_ranks: int) -> lis
             f"max_steps and max_ranks must be at least 2: got max_steps={max_steps}, max_ranks={max_ranks}."
         )
     steps = _select(plan.num_steps, max_steps)
-    empty: list[_Cell] = [] if steps else [((), ())]
+    empty: list[_Cell] = [] if steps else [(_NONE, "")]
     rows: list[tuple[str, list[_Cell]]] = []
     for rank in _select(plan.size, max_ranks):
         if rank is None:
-            rows.append((_GAP, [(None, ())] * len(steps) or empty))
+            rows.append((_GAP, [(_GAP, "")] * len(steps) or empty))
         else:
-            cells = [(None, ()) if step is None else _read(plan, step, rank) for step in steps]
+            cells = [(_GAP, "") if step is None else _read(plan, step, rank) for step in steps]
             name = f"rank {rank}" if sharing == 1 else f"ranks {rank * sharing}..{(rank + 1) * sharing - 1}"
             rows.append((name, cells or empty))
     return rows
@@ -124,7 +124,8 @@ def _table(plan: EpochPlan, sharing: int, max_steps: int, max_ranks: int) -> lis
 def _read(plan: EpochPlan, step: int, rank: int) -> _Cell:
     positions = plan.positions(step, rank)
     valid = plan.batch_info(step, rank).own_valid or 0
-    return positions[:valid], positions[valid:]
+    new, again = (" ".join(_runs(part)) for part in (positions[:valid], positions[valid:]))
+    return new if positions else _NONE, again
 
 
 def _select(number: int, most: int) -> list[int | None]:
@@ -143,18 +144,6 @@ def _notes(plan: EpochPlan) -> list[str]:
     done = plan.consumed(plan.num_steps - 1) if plan.num_steps else plan.start
     notes = (("read before", 0, plan.start), ("left out", done, plan.num_samples))
     return [f"{what}: {' '.join(_run(first, end))}" for what, first, end in notes if first < end]
-
-
-def _words(read: Sequence[int] | None, padding: Sequence[int]) -> list[str]:
-    if read is None:
-        return [_GAP]
-    return [*_runs(read), *_runs(padding)] or ["-"]
-
-
-def _cell(read: Sequence[int] | None, padding: Sequence[int]) -> list[str]:
-    if read is None or not padding:
-        return _words(read, padding)
-    return [*_runs(read), f"({' '.join(_runs(padding))})"]
 
 
 def _runs(positions: Sequence[int]) -> list[str]:
@@ -179,12 +168,9 @@ def _run(first: int, end: int) -> list[str]:
     return list(map(str, range(first, end)))
 
 
-def _draw_cell(
-    left: int, top: int, width: int, read: Sequence[int] | None, padding: Sequence[int]
-) -> list[str]:
-    if not read and not padding:
-        return [text_svg(left + _EDGE, top + _BASE, _words(read, padding)[0], GREY)]
-    new, again = " ".join(_runs(read or ())), " ".join(_runs(padding))
+def _draw_cell(left: int, top: int, width: int, new: str, again: str) -> list[str]:
+    if new in (_GAP, _NONE):
+        return [text_svg(left + _EDGE, top + _BASE, new, GREY)]
     cut = left if not new else left + _EDGE + len(new) * CHAR + CHAR // 2
     parts: list[str] = []
     if new:

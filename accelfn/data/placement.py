@@ -31,11 +31,9 @@ def placer(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
 
     if device.type == "xla":
         return partial(place_on_xla, device=device)
-
-    def place(batch: Any) -> Any:
-        return send_to_device(batch, device, non_blocking=non_blocking)
-
-    return place_on_cpu if device.type == "cpu" else place
+    if device.type == "cpu":
+        return place_on_cpu
+    return partial(send_to_device, device=device, non_blocking=non_blocking)
 
 
 def place_on_xla(batch: Any, device: torch.device) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from accelfn.comm import unshard
-from accelfn.context import Context, MeshPlan, check_context, plan_mesh
+from accelfn.context import Context, check_context
 from accelfn.tree import flatten
 
 __all__ = ("gather_sequence", "sequence_sharder", "shard_sequence")
@@ -54,13 +54,11 @@ def shard_sequence(ctx: Context, batch: T, dims: Dims, padding: Padding | None =
     {'ids': tensor([0, 1, 6, 7]), 'row': 1}
     """
     check_context("shard_sequence", ctx)
-    plan = _plan_of(ctx)
-    if plan.size("seq") == 1:
+    size, rank, is_ring = ctx.axis_size("seq"), ctx.coordinate("seq"), ctx.axis_size("cp") > 1
+    if size == 1:
         return batch
 
     def shard(tensor: torch.Tensor, dim: int, name: Key) -> torch.Tensor:
-        size, rank = plan.size("seq"), ctx.coordinate("seq")
-        is_ring = plan.size("cp") > 1
         number = 2 * size if is_ring else size
         tensor = _pad_to_multiple(tensor, dim, name, number, padding or {})
         chunks = tensor.chunk(number, dim)
@@ -101,8 +99,7 @@ def gather_sequence(ctx: Context, tree: T, dims: Dims) -> T:
         MismatchError: The trees differ between ranks.
     """
     check_context("gather_sequence", ctx)
-    plan = _plan_of(ctx)
-    size = plan.size("seq")
+    size = ctx.axis_size("seq")
     if size == 1:
         return tree
     shards: list[torch.Tensor] = []
@@ -117,17 +114,13 @@ def gather_sequence(ctx: Context, tree: T, dims: Dims) -> T:
     def join(tensor: torch.Tensor, dim: int, name: Key) -> torch.Tensor:
         del tensor, name
         joined = next(gathered)
-        if plan.size("cp") > 1:  # where chunk c is among the ranks' chunks
+        if ctx.axis_size("cp") > 1:  # where chunk c is among the ranks' chunks
             order = [2 * c if c < size else 2 * (2 * size - 1 - c) + 1 for c in range(2 * size)]
             chunks = joined.chunk(2 * size)
             joined = torch.cat([chunks[index] for index in order])
         return joined.movedim(0, dim)
 
     return _map_tensors("gather_sequence", tree, dims, join)
-
-
-def _plan_of(ctx: Context) -> MeshPlan:
-    return plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
 
 
 def _pad_to_multiple(

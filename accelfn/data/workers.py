@@ -18,7 +18,7 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
 from traceback import walk_tb
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -49,16 +49,14 @@ class SignalHolder:
         raise NotImplementedError
 
 
-class _Held(NamedTuple):
-    number: int
-    holds: tuple[Hold, ...]
+_Held: TypeAlias = "tuple[int, tuple[Hold, ...]]"
 
 
 def held_signals() -> tuple[_Held, ...]:
     """Return the signals that workers of this process ignore, with their flags."""
     handlers = ((number, signal.getsignal(number)) for number in sorted(signal.valid_signals()))
     return tuple(
-        _Held(number, handler.holds()) for number, handler in handlers if isinstance(handler, SignalHolder)
+        (number, handler.holds()) for number, handler in handlers if isinstance(handler, SignalHolder)
     )
 
 
@@ -99,7 +97,7 @@ def _ignore_signal(holds: tuple[Hold, ...], parent: int, number: int, frame: Fra
         os._exit(0)  # as torch's handler does for a signal from the rank
 
 
-def begin_reading(loader: Any, *, is_resumed: bool = False) -> Any:
+def begin_reading(loader: Any, *, is_resumed: bool = False, is_seeded: bool = False) -> Any:
     """Begin a pass over a DataLoader, starting its workers with :class:`StartWorker`.
 
     torch draws a number from the program's generator when a pass begins. A resumed pass must not: that number
@@ -108,14 +106,18 @@ def begin_reading(loader: Any, *, is_resumed: bool = False) -> Any:
     Args:
         loader: The loader.
         is_resumed: Whether samples of the epoch have been read before.
+        is_seeded: Nothing uses what torch draws from the loader's own generator, which is to stay as it is;
+            otherwise its state is restored with the sampler's.
     """
-    if not is_resumed or loader.generator is not None:  # a loader's generator is restored with the sampler
-        return _begin(loader)
-    before = torch.get_rng_state()
+    own: torch.Generator | None = loader.generator
+    generator = torch.default_generator if own is None else own
+    keeps = is_resumed if own is None else is_seeded
+    before = generator.get_state() if keeps else None
     try:
         return _begin(loader)
     finally:
-        torch.set_rng_state(before)
+        if before is not None:
+            generator.set_state(before)
 
 
 def _begin(loader: Any) -> Any:

@@ -178,7 +178,7 @@ def test_where_nobody_holds_signals_workers_are_torchs() -> None:
 
 
 def test_where_somebody_does_workers_stay_and_the_users_own_beginning_comes_after(holder: Holder) -> None:
-    assert [(held.number, held.holds) for held in held_signals()] == [(signal.SIGTERM, (holder.hold,))]
+    assert held_signals() == ((signal.SIGTERM, (holder.hold,)),)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert read() == [1] * 8
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
