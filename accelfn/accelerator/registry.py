@@ -119,7 +119,7 @@ def name_all(
     # A loader that skips batches of another one shares its position.
     places: list[Any] = []
     for one in loaders:
-        if not any(passes_of(one).is_shared_with(passes_of(other)) for other in places):
+        if not any(passes_of(one).position is passes_of(other).position for other in places):
             places.append(one)
     return {
         "models": cast("dict[str, Any]", named_models),

@@ -222,7 +222,7 @@ class DataLoaderShard(AcceleratedDataLoader[T]):
                     vars(self).update(end_of_dataloader=True, remainder=self._last_remainder(latest[1]))
                 yield latest[0]
                 latest = following
-            passes.release()
+            passes.position.held = None
         finally:  # also after a break
             loops[:] = [loop for loop in loops if loop is not self]
 

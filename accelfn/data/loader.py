@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, overload
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import Self
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context, check_context
 from accelfn.context.call_log import LoaderPlace
-from accelfn.data.dispatch import SliceFunction, check_slicing
+from accelfn.data.dispatch import SliceFunction
 from accelfn.data.order import make_keys
 from accelfn.data.passes import Passes
 from accelfn.data.plan import EpochPlan
-from accelfn.data.presharded import PreshardedReader, known_counts
+from accelfn.data.presharded import PreshardedReader
 from accelfn.data.reader import Reader
-from accelfn.data.rebuild import Proxy, import_stateful, sampler_of, twin_of
+from accelfn.data.rebuild import Proxy, batch_sampler_of, import_stateful, sampler_of, twin_of
 from accelfn.data.resume import LoaderState, read_state
-from accelfn.data.sampled import read_indexed
+from accelfn.data.sampled import BatchedReader, SampledReader
 from accelfn.data.stream import read_stream
 from accelfn.errors import ConfigurationError
 
@@ -254,20 +254,17 @@ def prepare_data_loader(
     seeded_alike = None if ctx.loading.data_seed is not None else _generator_of(source)
     place = ctx.collectives.call_log.place_loader(seeded_alike)
     agree = partial(_agree_on_seed, ctx, source, place)
-    reader = _choose_reader(ctx, source, sharding, slice_fn, agree)
+    reader = _choose_reader(ctx, source, sharding, slice_fn)
+    reader.seed = agree(reader.what)
     passes = Passes(ctx, source, reader, agree)
     passes.position.has_seed |= sharding == "already_sharded"  # which draws as the loader does
     return PreparedDataLoader(passes, cast("object", loader))
 
 
 def _choose_reader(
-    ctx: Context,
-    loader: DataLoader[T],
-    sharding: Sharding,
-    slice_fn: SliceFunction | None,
-    agree: Callable[[str], int],
+    ctx: Context, loader: DataLoader[T], sharding: Sharding, slice_fn: SliceFunction | None
 ) -> Reader[T]:
-    """Return the reader for a loader; arguments as for ``prepare_data_loader`` and ``read_stream``."""
+    """Return the reader for a loader; arguments as for ``prepare_data_loader``."""
     if ctx.loading.use_stateful_dataloader:
         import_stateful()  # raises if it is missing, even if this data doesn't need it
     dispatches = ctx.loading.dispatch_batches
@@ -278,27 +275,33 @@ def _choose_reader(
         )
     if dispatches:
         _refuse_disorder(loader)
-        check_slicing(loader, slice_fn)
+        if slice_fn is not None and batch_sampler_of(loader) is None:
+            raise ConfigurationError(
+                "slice_fn slices the batch of a whole step, but a loader with batch_size=None makes no "
+                "batches. Leave slice_fn out, or give the loader a batch size."
+            )
     elif slice_fn is not None:
         raise ConfigurationError(
             "slice_fn slices the batches that rank 0 reads for all ranks, but here each rank reads its own. "
             "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
         )
     if sharding == "already_sharded":
-        known = known_counts(loader)  # never compared later
-        batches = "" if known is None else f": {sum(known)} batches"
-        return PreshardedReader(ctx, loader, agree(f"already sharded{batches}"))
+        return PreshardedReader(ctx, loader)
+    if ctx.loading.split_batches and batch_sampler_of(loader) is None:
+        raise ConfigurationError(
+            "split_batches divides the loader's batches, but a loader with batch_size=None makes none. Use "
+            "split_batches=False, or give the loader a batch size."
+        )
     if isinstance(loader.dataset, IterableDataset):
-        return read_stream(ctx, loader, sharding == "by_source", slice_fn, agree)
+        return read_stream(ctx, loader, sharding == "by_source", slice_fn)
     if sharding == "by_source":
         raise ConfigurationError(
             'sharding="by_source" is for streams, and this dataset is map-style. Use sharding="global", with '
             "which each rank reads its own indices."
         )
     _refuse_disorder(loader)
-    reader = read_indexed(ctx, loader, slice_fn)
-    reader.seed = agree(f"dispatched by rank 0: {reader.what}" if dispatches else reader.what)
-    return reader
+    is_custom = type(batch_sampler_of(loader)) not in (BatchSampler, type(None))
+    return (BatchedReader if is_custom else SampledReader)(ctx, loader, slice_fn)
 
 
 def _refuse_disorder(loader: DataLoader[Any]) -> None:

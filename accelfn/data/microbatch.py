@@ -14,7 +14,7 @@ from accelfn.comm import Call, check, failing_together, gather_bytes
 from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader, passes_of
-from accelfn.data.passes import Passes
+from accelfn.data.passes import Position
 from accelfn.data.plan import BatchInfo
 from accelfn.data.reader import EVEN_BATCHES, EpochPass, length_of, rows_of
 from accelfn.data.sequence import sequence_sharder
@@ -197,14 +197,14 @@ def microbatches(
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
     world_ctx, ctx = ctx, ctx.along("dp")  # ranks that share a batch have the same number of batches
     passes = passes_of(loader) if isinstance(loader, PreparedDataLoader) else None
-    position = None if passes is None else passes.position
     if passes is None:
         begun, source = _begin_unprepared(ctx, loader, uneven)
-        epoch, before = 0, 0
+        position, epoch = Position(), 0
     else:
         begun = passes.begin()
-        epoch, before = passes.epoch, passes.consumed  # read after begin(), which may start the next epoch
+        position, epoch = passes.position, passes.epoch  # read after begin(), which may start the next epoch
         source = f"epoch {epoch}"
+    before = position.latest.consumed
     steps = (
         _with_known_counts(ctx, begun, begun.counts, epoch, uneven)
         if begun.counts
@@ -228,8 +228,7 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
                 rows += own
                 valid += own if own_valid is None else own_valid
             is_full = is_full and by_all is not None and most is not None and by_all == most * size
-            if position is not None:
-                position.latest = info
+            position.latest = info
             draws = None
             if ctx.reduction is not None:
                 draws = _name_draws(ctx, source, index, info, before, begun.is_rank_local)
@@ -244,17 +243,12 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
         # Detects a source that yielded fewer batches than its length.
         if world_ctx.num_processes > 1 and uneven != "join":
             now.has_ended = True
-            read = _describe_progress(passes, begun, uneven)
+            read = ""
+            if passes is not None and uneven == "error" and (begun.in_step or begun.counts is not None):
+                read = f" and {position.latest.consumed} samples of epoch {position.epoch}"
             check(world_ctx, Call("microbatches", f"the end after {index} batches{read}"))
     if passes is not None:  # even if this rank has batches left
         passes.finish()
-
-
-def _describe_progress(passes: Passes[Any] | None, begun: EpochPass[Any], uneven: Uneven) -> str:
-    """Return how far the ranks have read, as text, if it must be the same on all of them."""
-    if passes is None or uneven != "error" or not (begun.in_step or begun.counts is not None):
-        return ""
-    return f" and {passes.consumed} samples of epoch {passes.epoch}"
 
 
 def _begin_unprepared(ctx: Context, loader: Iterable[T], uneven: Uneven) -> tuple[EpochPass[T], str]:

@@ -80,19 +80,10 @@ class Passes(Generic[T]):
         twin._skips_since = self.position.num_moves
         return twin
 
-    def is_shared_with(self, other: Passes[Any]) -> bool:
-        """Return whether both share their position, as a loader and the same one with skipped batches do."""
-        return self.position is other.position
-
     @property
     def epoch(self) -> int:
         """Epoch of the pass that is in progress or was left early, otherwise of the next pass."""
         return self.position.epoch
-
-    @property
-    def consumed(self) -> int:
-        """Samples of the epoch that all ranks have read, the batch yielded last included."""
-        return self.position.latest.consumed
 
     def state(self) -> LoaderState:
         """Return the position; see :func:`accelfn.loader_state`."""
@@ -101,13 +92,9 @@ class Passes(Generic[T]):
     def hold(self) -> None:
         """Keep the position of the batch read last as the state, while a loop reads ahead of it.
 
-        Until :meth:`release`, another call, a pass that begins, or a position that is set.
+        Until another call, a pass that begins, a position that is set, or ``position.held`` is None again.
         """
         self.position.held = self._read_position()
-
-    def release(self) -> None:
-        """Undo :meth:`hold`."""
-        self.position.held = None
 
     def _read_position(self) -> LoaderState:
         position, reader = self.position, self.reader
@@ -142,9 +129,8 @@ class Passes(Generic[T]):
             raise TypeError(f"set_epoch: epoch must be an int, got {epoch!r}.")
         if epoch < 0:
             raise ValueError(f"set_epoch: epoch must not be negative, got {epoch}.")
-        self.release()
         position = self.position
-        position.epoch = epoch
+        position.epoch, position.held = epoch, None
         position.start, position.latest = 0, BatchInfo()
         position.in_progress = False
         if position.is_restored:
@@ -171,21 +157,6 @@ class Passes(Generic[T]):
         position.num_moves += 1
         if seed is not None:
             self.reader.seed, position.has_seed = seed, True
-
-    @property
-    def even_batches(self) -> bool | None:
-        """Whether the ranks have equally many full batches; None if the loader can't choose."""
-        return self.reader.even_batches
-
-    @property
-    def can_choose_even(self) -> bool:
-        """Whether :meth:`choose_even` can be called."""
-        # Ranks that receive their batches from rank 0 can't end at different steps.
-        return self.reader.can_choose_even and not self.context.loading.dispatch_batches
-
-    def choose_even(self, even: bool) -> None:
-        """Set ``even_batches`` from the next pass on, the same on every rank."""
-        self.reader.even_batches = even
 
     def count(self) -> int | None:
         """Return this rank's number of batches in an epoch; None if it is unknown before reading."""
@@ -217,11 +188,10 @@ class Passes(Generic[T]):
         self.position.held = held
 
     def __iter__(self) -> Iterator[T]:
-        position, batches, place = self.position, self._begin().batches, self._placer()
-        # Around the loop rather than in it: exceptions of the user's loop aren't raised in this generator.
-        with self.reading(), self._told_to_others():
+        position, batches = self.position, self.begin().batches
+        with self.reading():
             for batch, position.latest in batches:
-                yield batch if place is None else place(batch)
+                yield batch
         self.finish()
 
     @contextmanager
@@ -246,19 +216,16 @@ class Passes(Generic[T]):
             reads.remove(own)
 
     def _placed(self, batches: Iterator[tuple[T, BatchInfo]]) -> Iterator[tuple[T, BatchInfo]]:
-        place = self._placer()
-        with self._told_to_others():
-            for batch, info in batches:
-                yield batch if place is None else place(batch), info
-
-    def _placer(self) -> Callable[[T], T] | None:
-        """Return what moves a batch to the rank's device and shards its sequences; None for neither."""
+        """Yield batches that are on the rank's device, with its shards of sequences."""
         ctx = self.context
         place = placer(ctx.device, ctx.loading.non_blocking) if ctx.device_placement else None
         shard = sequence_sharder(ctx)
-        if shard is None or place is None:
-            return place or shard
-        return lambda batch: shard(place(batch))
+        # Around the loop rather than in it: exceptions of the user's loop aren't raised in this generator.
+        with self._told_to_others():
+            for batch, info in batches:
+                if place is not None:
+                    batch = place(batch)
+                yield batch if shard is None else shard(batch), info
 
     @contextmanager
     def _told_to_others(self) -> Generator[None, None, None]:
@@ -268,8 +235,11 @@ class Passes(Generic[T]):
 
     def _begin(self) -> EpochPass[T]:
         position = self.position
-        self.release()
-        self._synchronize()
+        position.held = None
+        generator: torch.Generator | None = cast("Any", self.source).generator
+        types = [name for name in self.context.rng_types if name != "generator" or generator is not None]
+        if types:
+            synchronize_rng_states(self.context, types, generator)
         if not position.has_seed:
             self.reader.seed, position.has_seed = self._agree_on_seed(), True
         if position.in_progress:  # the previous pass was left early, which ends its epoch
@@ -293,10 +263,8 @@ class Passes(Generic[T]):
         position.start, position.latest = 0, BatchInfo(consumed=start)
         self.reader.restore(restored, at)
         with self._told_to_others():
-            if skips and plan is None:
-                begun = self.reader.begin_after(position.epoch, self._num_skipped)
-            else:
-                begun = self.reader.begin(position.epoch, start)
+            num_skipped = self._num_skipped if skips and plan is None else 0
+            begun = self.reader.begin(position.epoch, start, num_skipped)
         position.user_state, position.in_progress = UserState(begun.sampler, restored.stream), True
         position.num_begun += 1
         return begun
@@ -318,10 +286,3 @@ class Passes(Generic[T]):
         if not start or full is None or remaining is None:
             return False
         return remaining.num_steps == 0 and full.num_steps > self._num_skipped
-
-    def _synchronize(self) -> None:
-        """Set the random states that the context names to those of rank 0."""
-        generator: torch.Generator | None = cast("Any", self.source).generator
-        types = [name for name in self.context.rng_types if name != "generator" or generator is not None]
-        if types:
-            synchronize_rng_states(self.context, types, generator)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from accelfn.context import plan_mesh
-from accelfn.context.config import DataLoaderConfiguration, ParallelismConfig
+from accelfn.context.config import ParallelismConfig
 from accelfn.data.states import State
 from accelfn.errors import ConfigurationError
 
@@ -21,8 +21,6 @@ __all__ = (
     "EpochPlan",
     "data_rank",
     "plan_epoch",
-    "plan_stream",
-    "refuse_unsplittable",
 )
 
 
@@ -283,39 +281,3 @@ def data_rank(parallelism: ParallelismConfig, rank: int) -> DataRank:
     mesh = plan_mesh(parallelism, parallelism.total_size)
     size = mesh.size("dp")
     return DataRank(mesh.coordinate(rank, "dp"), size, mesh.num_ranks // size)
-
-
-def plan_stream(
-    loading: DataLoaderConfiguration, size: int, batch_size: int | None, drop_last: bool
-) -> EpochPlan:
-    """Plan a stream of unknown length, with ``num_samples`` 0. Pure.
-
-    If the loader makes no batches, each of its items counts as one sample.
-
-    Args:
-        loading: The user's configuration.
-        size: Number of ranks that read different data.
-        batch_size: Of the user's loader.
-        drop_last: Of the user's loader.
-
-    Raises:
-        ConfigurationError: ``split_batches`` is set, and the batch can't be split.
-    """
-    refuse_unsplittable(loading, batch_size)
-    return plan_epoch(
-        0,
-        batch_size or 1,
-        size,
-        split_batches=loading.split_batches,
-        even_batches=loading.even_batches,
-        drop_last=drop_last,
-    )
-
-
-def refuse_unsplittable(loading: DataLoaderConfiguration, batch_size: int | None) -> None:
-    """Raise if ``split_batches`` is set for a loader that makes no batches."""
-    if loading.split_batches and batch_size is None:
-        raise ConfigurationError(
-            "split_batches divides the loader's batches, but a loader with batch_size=None makes none. Use "
-            "split_batches=False, or give the loader a batch size."
-        )

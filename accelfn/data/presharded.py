@@ -12,17 +12,17 @@ from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
 from accelfn.data.order import set_epoch_of
 from accelfn.data.plan import BatchInfo
-from accelfn.data.reader import EpochPass, Reader, ReadSettings, StreamStates, UserState, length_of, rows_of
-from accelfn.data.rebuild import Proxy, batch_sampler_of, follow_epochs, remake, twin_of
+from accelfn.data.reader import EpochPass, Reader, ReadSettings, UserState, length_of, rows_of
+from accelfn.data.rebuild import Proxy, batch_sampler_of, follow_epochs, keeps_states, remake, twin_of
 from accelfn.data.states import State, TrackedStream, iterate_once, restore_sampler, sampler_state
 from accelfn.data.workers import begin_reading
 
-__all__ = ("PreshardedReader", "known_counts")
+__all__ = ("PreshardedReader",)
 
 T = TypeVar("T")
 
 
-def known_counts(loader: DataLoader[Any]) -> tuple[int, ...] | None:
+def _known_counts(loader: DataLoader[Any]) -> tuple[int, ...] | None:
     """Return each rank's number of batches, if the batch sampler has it as ``counts_by_rank``."""
     return getattr(batch_sampler_of(loader), "counts_by_rank", None)
 
@@ -30,29 +30,30 @@ def known_counts(loader: DataLoader[Any]) -> tuple[int, ...] | None:
 class PreshardedReader(Reader[T]):
     """Yields the batches of the user's loader. ``start`` and ``consumed`` count batches."""
 
-    def __init__(self, ctx: Context, source: DataLoader[T], seed: int) -> None:
+    def __init__(self, ctx: Context, source: DataLoader[T]) -> None:
         """Read ``source``."""
-        self.seed = seed
+        known = _known_counts(source)  # never compared later
+        self.what: str = "already sharded" if known is None else f"already sharded: {sum(known)} batches"
         self.even_batches: bool | None = False
         self._ctx = ctx = ctx.along("dp")
         self._epoch = torch.zeros((), dtype=torch.int64, device="cpu")
         followed = follow_epochs(source, self._epoch)
         self._source: Any = source if followed is source.dataset else twin_of(source, dataset=followed)
         self._sampler: Any = None
-        self._states: StreamStates | None = None
+        self._tracked: TrackedStream | None = None
         self._tracked_dataset: _TrackedDataset | None = None
         if isinstance(source.dataset, IterableDataset):
-            self._states = StreamStates(ctx, source, source.dataset)
+            self._tracked = TrackedStream(source.dataset, source.num_workers, keeps_states(ctx, source))
             if source.num_workers == 0:
-                self._tracked_dataset = _TrackedDataset(self._states.tracked)
+                self._tracked_dataset = _TrackedDataset(self._tracked)
                 self._source = twin_of(source, dataset=self._tracked_dataset)
-            elif self._states.of_workers:
+            elif self._tracked.of_workers:
                 batching = {"batch_size": source.batch_size, "drop_last": source.drop_last}
                 self._source = remake(source, followed, stateful=True, **batching)
         else:
             batching = batch_sampler_of(source)  # may have no length, so its truth value isn't asked for
             self._sampler = cast("Any", source).sampler if batching is None else batching
-        num_workers = None if self._states is None else source.num_workers
+        num_workers = None if self._tracked is None else source.num_workers
         self.settings: ReadSettings = ReadSettings(
             num_workers=num_workers, num_processes=ctx.num_processes, rank=ctx.rank
         )
@@ -65,22 +66,22 @@ class PreshardedReader(Reader[T]):
 
     def _number(self) -> int | None:
         """Return the number of batches; None if unknown: each worker of a stream may end its part early."""
-        return None if self._states is not None and self._source.num_workers > 1 else self.count()
+        return None if self._tracked is not None and self._source.num_workers > 1 else self.count()
 
     def can_restore(self, stream: State) -> bool:
         """Return whether a stream's state belongs to this kind of loader."""
-        return self._states is not None and self._states.can_restore(stream)
+        return self._tracked is not None and self._tracked.can_restore(stream)
 
     def idle_state(self) -> UserState:
         """Return the states between passes."""
         sampler = None if self._sampler is None else sampler_state(self._sampler)
-        return UserState(sampler, None if self._states is None else self._states.idle_state())
+        return UserState(sampler, None if self._tracked is None else self._tracked.idle_state())
 
-    def begin(self, epoch: int, start: int) -> EpochPass[T]:
+    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
         """Begin a pass; batches before ``start`` are read and dropped."""
         self._epoch.fill_(epoch)
-        if self._tracked_dataset is not None:
-            self._tracked_dataset.tracked.rewind()
+        if self._tracked is not None and self._tracked_dataset is not None:
+            self._tracked.rewind()
             set_epoch_of(self._tracked_dataset, epoch)
         counts = self._counts(start)
         restored, at = self._pop_restored()
@@ -88,12 +89,12 @@ class PreshardedReader(Reader[T]):
             restore_sampler(self._sampler, restored.sampler)
         before = None if self._sampler is None else sampler_state(self._sampler)
         batches = self._read(start, restored.stream, at)
-        return EpochPass(counts, batches, sampler=before, is_rank_local=True)
+        return EpochPass(counts, batches, sampler=before, is_rank_local=True).after(num_skipped)
 
     def _counts(self, start: int) -> tuple[int, ...] | None:
         """Return each rank's number of batches from ``start`` on; exchanged, unless the sampler knows it."""
         number = self._number()
-        known = known_counts(self._source)
+        known = _known_counts(self._source)
         if known is not None and known[self._ctx.rank] == number:
             return tuple(max(0, count - start) for count in known)
         message = b"" if number is None else str(max(0, number - start)).encode()
@@ -120,7 +121,7 @@ class PreshardedReader(Reader[T]):
             state: State | None = None
             if self._tracked_dataset is not None:
                 state = self._tracked_dataset.state()
-            elif self._states is not None and self._states.of_workers:
+            elif self._tracked is not None and self._tracked.of_workers:
                 state = batches.state_dict()
             yield batch, BatchInfo(num_rows=rows_of(batch), consumed=number, stream=state)
 

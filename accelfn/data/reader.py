@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar, cast
 
-from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import NamedTuple  # typing's can be generic only from Python 3.11
 
-from accelfn.context import Context
 from accelfn.data.plan import BatchInfo, EpochPlan
-from accelfn.data.rebuild import is_stateful, num_workers_of
-from accelfn.data.states import State, TrackedStream, rewind_state
+from accelfn.data.states import State, rewind_state
 from accelfn.tree import find_batch_size
 
 __all__ = (
@@ -22,10 +18,10 @@ __all__ = (
     "EpochPass",
     "ReadSettings",
     "Reader",
-    "StreamStates",
     "UserState",
     "length_of",
     "rows_of",
+    "with_actual_rows",
 )
 
 T = TypeVar("T")
@@ -92,16 +88,17 @@ class EpochPass(NamedTuple, Generic[T]):
 
     def after(self, num_steps: int) -> EpochPass[T]:
         """Return the pass without its first steps, which are read and dropped."""
+        if not num_steps:
+            return self
         counts, info_at = self.counts, self.info_at
+        later: Callable[[int], BatchInfo] | None = (
+            None if info_at is None else lambda step: info_at(step + num_steps)
+        )
         return self._replace(
             counts=None if counts is None else tuple(max(0, count - num_steps) for count in counts),
             batches=islice(self.batches, num_steps, None),
-            info_at=None if info_at is None else partial(_info_after, info_at, num_steps),
+            info_at=later,
         )
-
-
-def _info_after(info_at: Callable[[int], BatchInfo], num_steps: int, step: int) -> BatchInfo:
-    return info_at(step + num_steps)
 
 
 class Reader(Generic[T]):
@@ -111,6 +108,7 @@ class Reader(Generic[T]):
         length: Samples in an epoch; None if unknown.
         batch_size: Samples of all ranks in a step; None if unknown.
         seed: Of the order, and of random numbers in workers; restoring a state replaces it.
+        what: Describes the data, the same text on all ranks.
         settings: The settings under which a position in the data is valid.
         even_batches: Whether all ranks have equally many full batches; None if that can't be chosen.
         can_choose_even: Whether ``even_batches`` may be set, from the next pass on.
@@ -119,6 +117,7 @@ class Reader(Generic[T]):
     length: int | None = None
     batch_size: int | None = None
     seed: int = 0
+    what: str = ""
     settings: ReadSettings = ReadSettings()
     even_batches: bool | None = None
     can_choose_even: bool = False
@@ -133,13 +132,12 @@ class Reader(Generic[T]):
         """Return this rank's number of batches in an epoch, if it is known before a pass."""
         return None
 
-    def begin(self, epoch: int, start: int) -> EpochPass[T]:
-        """Begin a pass at sample ``start`` of ``epoch``, on every rank of the world."""
-        raise NotImplementedError
+    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
+        """Begin a pass at sample ``start`` of ``epoch``, on every rank of the world.
 
-    def begin_after(self, epoch: int, num_steps: int) -> EpochPass[T]:
-        """Begin a pass after the first steps of an epoch that has no plan."""
-        return self.begin(epoch, 0).after(num_steps)
+        If the epoch has no plan, its first ``num_skipped`` steps may be skipped instead.
+        """
+        raise NotImplementedError
 
     def restore(self, state: UserState, start: int) -> None:
         """Begin the next pass from ``state``, whose stream is at sample ``start``."""
@@ -165,40 +163,18 @@ class Reader(Generic[T]):
         return state, start
 
 
-class StreamStates:
-    """The states of a stream: torchdata's, of the workers that read it, or the dataset's in this process.
-
-    Attributes:
-        of_workers: Workers read the stream, and torchdata keeps the state after each batch, since they
-            prefetch.
-        tracked: The dataset, in this process or, with torchdata, in each worker.
-    """
-
-    def __init__(self, ctx: Context, source: DataLoader[Any], dataset: IterableDataset[Any]) -> None:
-        """Track ``dataset``, as ``source`` reads it."""
-        self._num_workers = source.num_workers
-        self.of_workers: bool = source.num_workers > 0 and is_stateful(ctx, source)
-        self.tracked: TrackedStream = TrackedStream(
-            dataset, tracks=self.of_workers or source.num_workers == 0
-        )
-
-    def can_restore(self, stream: State) -> bool:
-        """Return whether ``stream`` is a state of this kind of loader."""
-        if self.of_workers:
-            return num_workers_of(stream) == self._num_workers
-        return self._num_workers == 0 and self.tracked.accepts(stream)
-
-    def idle_state(self) -> State | None:
-        """Return the state between passes, if this process reads the stream."""
-        return None if self._num_workers else self.tracked.idle_state()
-
-
 def length_of(thing: object) -> int | None:
     """Return the length of a dataset or loader; None if it has none."""
     try:
         return len(cast("Sized", thing))
     except (TypeError, NotImplementedError):
         return None
+
+
+def with_actual_rows(batch: Any, info: BatchInfo) -> BatchInfo:
+    """Return the BatchInfo of a planned item that is a batch itself, so that only it tells its rows."""
+    own_valid = None if info.own_valid else 0
+    return BatchInfo(rows_of(batch), own_valid=own_valid, is_last=info.is_last, consumed=info.consumed)
 
 
 def rows_of(batch: Any) -> int | None:

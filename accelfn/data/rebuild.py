@@ -6,8 +6,6 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
-from operator import getitem
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -28,9 +26,8 @@ __all__ = (
     "batch_sampler_of",
     "follow_epochs",
     "import_stateful",
-    "is_stateful",
+    "keeps_states",
     "may_draw",
-    "num_workers_of",
     "rebuild",
     "remake",
     "sampler_of",
@@ -130,6 +127,11 @@ class Proxy:
             setattr(self._target, name, value)
 
 
+def _read_samples(dataset: Any, indices: list[Any]) -> Any:
+    read = getattr(dataset, "__getitems__", None)
+    return read(indices) if read else [dataset[index] for index in indices]
+
+
 class _SeededDataset(Proxy):
     """A map-style dataset that draws the same random numbers for a batch, whichever process reads it.
 
@@ -146,9 +148,7 @@ class _SeededDataset(Proxy):
     def __getitems__(self, indices: Keyed) -> Any:
         """Return the samples of a batch, read as torch would."""
         seed_from(indices.key)
-        target = self._target
-        read = getattr(target, "__getitems__", None)
-        return read(list(indices)) if read else list(map(partial(getitem, target), indices))
+        return _read_samples(self._target, list(indices))
 
 
 class _FollowingDataset(Proxy):
@@ -163,9 +163,7 @@ class _FollowingDataset(Proxy):
 
     def __getitems__(self, indices: list[Any]) -> Any:
         self._follow()
-        target = self._target
-        read = getattr(target, "__getitems__", None)
-        return read(indices) if read else list(map(partial(getitem, target), indices))
+        return _read_samples(self._target, indices)
 
     def _follow(self) -> None:
         epoch = int(self._epoch)
@@ -254,17 +252,12 @@ def twin_of(source: DataLoader[T], **changes: Any) -> DataLoader[T]:
     return twin
 
 
-def is_stateful(ctx: Context, source: DataLoader[Any]) -> bool:
-    """Return whether workers' states are kept: by configuration, or because the loader is of that class."""
+def keeps_states(ctx: Context, source: DataLoader[Any]) -> bool:
+    """Return whether its workers' states are kept: by configuration, or since the loader is of that class."""
     # Not imported: a loader of this class exists only if its package has been imported.
     kind = getattr(sys.modules.get(_STATEFUL), "StatefulDataLoader", None)
-    return ctx.loading.use_stateful_dataloader or (kind is not None and isinstance(source, kind))
-
-
-def num_workers_of(state: Any) -> int | None:
-    """Return the number of workers in a state of a StatefulDataLoader; None for another state."""
-    snapshot: Any = state.get("_snapshot")
-    return None if snapshot is None else len(snapshot["_worker_snapshots"])
+    is_kept = ctx.loading.use_stateful_dataloader or (kind is not None and isinstance(source, kind))
+    return is_kept and source.num_workers > 0
 
 
 def import_stateful() -> type[DataLoader[Any]]:

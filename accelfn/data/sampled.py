@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from accelfn.context import Context
-from accelfn.data.dispatch import DispatchedSteps, SliceFunction
+from accelfn.data.dispatch import SliceFunction, dispatch_steps, splits_steps
 from accelfn.data.draws import read_isolated
 from accelfn.data.order import IndexFn, draw_together, index_list, read_order, refuse_sharded
-from accelfn.data.plan import BatchInfo, EpochPlan, plan_epoch, refuse_unsplittable
+from accelfn.data.plan import BatchInfo, EpochPlan, plan_epoch
 from accelfn.data.reader import (
     EVEN_BATCHES,
     EVEN_OR_DROP_LAST,
@@ -21,13 +21,13 @@ from accelfn.data.reader import (
     Reader,
     ReadSettings,
     UserState,
-    rows_of,
+    with_actual_rows,
 )
 from accelfn.data.rebuild import Batches, Keyed, ListsOf, batch_sampler_of, may_draw, rebuild, sampler_of
 from accelfn.data.states import State
 from accelfn.errors import ConfigurationError
 
-__all__ = ("BatchedReader", "LocalSteps", "SampledReader", "read_indexed")
+__all__ = ("BatchedReader", "SampledReader")
 
 T = TypeVar("T")
 
@@ -37,87 +37,46 @@ _BLOCK = 16_384
 _FIRST_BLOCK = 256
 
 
-class LocalSteps(Generic[T]):
-    """Carries out planned steps: each rank reads its own batches.
-
-    Attributes:
-        splits_batch: Each step is read as one batch, whose rows are divided among the ranks.
-    """
-
-    def __init__(self, ctx: Context, source: DataLoader[T], rank: int) -> None:
-        """Read with a loader like ``source``; ``rank`` numbers the ranks that read different data."""
-        self.splits_batch: bool = ctx.loading.split_batches
-        self._rank = rank
-        self._batches = Batches()
-        self._loader = rebuild(source, self._batches)
-        self._draws = may_draw(source)
-
-    def begin(
-        self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], epoch: int
-    ) -> Iterator[tuple[T, BatchInfo]]:
-        """Return this rank's batches of a plan, each with its BatchInfo."""
-        self._batches.begin(epoch, partial(lists, plan, range(self._rank, self._rank + 1)))
-        batches = read_isolated(self._loader, is_resumed=plan.start > 0, draws=self._draws)
-        return zip(batches, infos, strict=True)
-
-
-def read_indexed(
-    ctx: Context, source: DataLoader[T], slice_fn: SliceFunction | None = None
-) -> SampledReader[T]:
-    """Return the reader of ``source``, a loader over a map-style dataset.
-
-    Args:
-        ctx: The world.
-        source: The user's loader.
-        slice_fn: As for :func:`accelfn.prepare_data_loader`.
-
-    Raises:
-        ConfigurationError: A sampler already shards the samples, or a batch can't be split.
-        TypeError: The dataset or the sampler has no length.
-    """
-    rank, size = ctx.coordinate("dp"), ctx.axis_size("dp")
-    if ctx.loading.dispatch_batches:
-        steps: LocalSteps[T] | DispatchedSteps[T] = DispatchedSteps(ctx, source, slice_fn)
-    else:
-        steps = LocalSteps(ctx, source, rank)
-    is_custom = type(batch_sampler_of(source)) not in (BatchSampler, type(None))
-    return (BatchedReader if is_custom else SampledReader)(ctx, source, rank, size, steps)
-
-
 class SampledReader(Reader[T]):
     """Reads by an order of samples, whose positions are computed in constant time without a list.
 
     If the loader makes no batches, each rank reads one item per step; ``start`` and ``consumed`` then count
     items.
-
-    Attributes:
-        what: Describes the data, the same text on all ranks.
     """
 
-    can_choose_even = True
+    def __init__(self, ctx: Context, source: DataLoader[T], slice_fn: SliceFunction | None = None) -> None:
+        """Read ``source``.
 
-    def __init__(
-        self,
-        ctx: Context,
-        source: DataLoader[T],
-        rank: int,
-        size: int,
-        steps: LocalSteps[T] | DispatchedSteps[T],
-    ) -> None:
-        """Read ``source`` as ``rank`` of ``size`` that read different data; see :func:`read_indexed`."""
+        Args:
+            ctx: The world.
+            source: The user's loader, over a map-style dataset.
+            slice_fn: As for :func:`accelfn.prepare_data_loader`.
+
+        Raises:
+            ConfigurationError: A sampler already shards the samples, or a batch can't be split.
+            TypeError: The dataset or the sampler has no length.
+        """
         self.even_batches: bool | None = ctx.loading.even_batches
-        self._ctx, self._rank, self._size, self._steps = ctx, rank, size, steps
+        # Ranks that receive their batches from rank 0 can't end at different steps.
+        self.can_choose_even: bool = not ctx.loading.dispatch_batches
+        self._ctx, self._rank, self._size = ctx, ctx.coordinate("dp"), ctx.axis_size("dp")
+        self._slice_fn = slice_fn
+        self._indices = Batches()
+        # With dispatch_batches, rank 0 reads for all.
+        reads = ctx.is_main_process or not ctx.loading.dispatch_batches
+        self._loader = rebuild(source, self._indices) if reads else None
+        self._draws = may_draw(source)
         self._dataset: Any = source.dataset
         self._batching: Any = batch_sampler_of(source)
         self._drop_last = bool(getattr(self._batching, "drop_last", False))
         size_of_batch = getattr(self._batching, "batch_size", None)
         self._rows: int | None = None if size_of_batch is None else int(size_of_batch)
         self._sampler_after: State | None = None
-        self.what: str = self._read_source(source)
+        prefix = "dispatched by rank 0: " if ctx.loading.dispatch_batches else ""
+        self.what: str = f"{prefix}{self._read_source(source)}"
 
     def _read_source(self, source: DataLoader[T]) -> str:
         """Configure the reader by the loader's sampler, and return its description."""
-        refuse_unsplittable(self._ctx.loading, self._rows)
         sampler = sampler_of(source)
         self._order = read_order(sampler, source.dataset, 0)
         self._sampler = sampler if self._order.kind == "sampler" else None
@@ -142,7 +101,7 @@ class SampledReader(Reader[T]):
         """Return the sampler's state after the latest epoch."""
         return UserState(self._sampler_after)
 
-    def begin(self, epoch: int, start: int) -> EpochPass[T]:
+    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
         """Begin a pass.
 
         Raises:
@@ -168,9 +127,13 @@ class SampledReader(Reader[T]):
         plan = self._plan(order.num_samples, start)
         begun = self._begin_samples(plan, index_fn, epoch)
         if self._rows is None:  # each item is a batch, whose number of rows is known only after reading it
+
+            def info_at(step: int) -> BatchInfo:
+                return BatchInfo(consumed=plan.consumed(step))
+
             begun = begun._replace(
-                batches=map(_with_actual_rows, begun.batches),
-                info_at=partial(_consumed_at, plan),
+                batches=((batch, with_actual_rows(batch, info)) for batch, info in begun.batches),
+                info_at=info_at,
                 remedies=EVEN_BATCHES,
             )
         return begun._replace(sampler=before)
@@ -179,10 +142,28 @@ class SampledReader(Reader[T]):
         """Begin a pass over samples in the order of ``index_fn``."""
         rank = self._rank
         lists = partial(_batches_of, index_fn=index_fn, key=(self.seed, epoch))
-        batches = self._steps.begin(plan, lists, plan.batch_infos(rank), epoch)
+        batches = self._begin_steps(plan, lists, plan.batch_infos(rank), epoch)
         return EpochPass(
             plan.counts, batches, info_at=partial(plan.batch_info, rank=rank), remedies=EVEN_OR_DROP_LAST
         )
+
+    def _begin_steps(
+        self, plan: EpochPlan, lists: ListsOf, infos: Iterator[BatchInfo], epoch: int
+    ) -> Iterator[tuple[T, BatchInfo]]:
+        """Return this rank's batches of a plan, each with its BatchInfo."""
+        ctx, read, ranks = self._ctx, plan, range(self._rank, self._rank + 1)
+        if ctx.loading.dispatch_batches:
+            # The pieces of a step are consecutive: together they are the batch of a world of one.
+            read = plan.of_one_rank() if splits_steps(ctx, self._slice_fn) else plan
+            ranks = range(read.size)
+        batches: Any = None
+        if self._loader is not None:
+            self._indices.begin(epoch, partial(lists, read, ranks))
+            batches = read_isolated(self._loader, is_resumed=plan.start > 0, draws=self._draws)
+        if not ctx.loading.dispatch_batches:
+            return zip(batches, infos, strict=True)
+        steps = dispatch_steps(ctx, plan, epoch, batches, self._slice_fn)
+        return ((parts[0], next(infos)) for parts in steps if parts)
 
     def _draw(self, sampler: Any, epoch: int) -> tuple[list[Any], State | None]:
         """Draw an epoch from a custom sampler; return it with the sampler's state before."""
@@ -195,23 +176,11 @@ class SampledReader(Reader[T]):
             number,
             self._rows or 1,
             self._size,
-            split_batches=self._ctx.loading.split_batches and self._rows is not None,
+            split_batches=self._ctx.loading.split_batches,
             even_batches=bool(self.even_batches),
             drop_last=self._drop_last,
             start=start,
         )
-
-
-def _with_actual_rows(item: tuple[T, BatchInfo]) -> tuple[T, BatchInfo]:
-    batch, info = item
-    own_valid = None if info.own_valid else 0
-    return batch, BatchInfo(
-        num_rows=rows_of(batch), own_valid=own_valid, is_last=info.is_last, consumed=info.consumed
-    )
-
-
-def _consumed_at(plan: EpochPlan, step: int) -> BatchInfo:
-    return BatchInfo(consumed=plan.consumed(step))
 
 
 class BatchedReader(SampledReader[T]):
@@ -239,22 +208,15 @@ class BatchedReader(SampledReader[T]):
         splits = self._ctx.loading.split_batches
         return number if splits else self._by_batch(number, 0).num_batches(self._rank)
 
-    def begin(self, epoch: int, start: int) -> EpochPass[T]:
-        """Draw the batches and begin a pass."""
-        return self._begin(epoch, start, 0)
-
-    def begin_after(self, epoch: int, num_steps: int) -> EpochPass[T]:
-        """Begin a pass after the first steps, without reading them."""
-        return self._begin(epoch, 0, num_steps)
-
-    def _begin(self, epoch: int, start: int, num_steps: int) -> EpochPass[T]:
+    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
+        """Draw the batches and begin a pass, without reading what is skipped."""
         items, before = self._draw(self._batching, epoch)
         drawn, rows = [list(batch) for batch in items], self._rows
         if rows and all(len(batch) == rows for batch in drawn[:-1]) and len((drawn or [[]])[-1]) <= rows:
             samples = [index for batch in drawn for index in batch]
-            plan = self._plan(len(samples), start).after(num_steps)
+            plan = self._plan(len(samples), start).after(num_skipped)
             begun = self._begin_samples(plan, index_list(samples), epoch)
-        elif self._steps.splits_batch:
+        elif splits_steps(self._ctx, self._slice_fn):
             raise ConfigurationError(
                 "split_batches and slice_fn divide each batch into equal parts, but the batch sampler "
                 f"{type(self._batching).__name__} yields batches of different sizes. Leave them out."
@@ -264,11 +226,11 @@ class BatchedReader(SampledReader[T]):
             ends = list(accumulate(lengths))
             # If `start` is within a batch, that batch is read again.
             first = next((number for number, end in enumerate(ends) if end > start), len(ends))
-            plan = self._by_batch(len(ends), first).after(num_steps)
+            plan = self._by_batch(len(ends), first).after(num_skipped)
             info_at = partial(_batch_info, plan, self._rank, lengths, ends)
             infos = map(info_at, range(plan.num_batches(self._rank)))
             lists = partial(_user_batches, drawn=drawn, key=(self.seed, epoch))
-            batches = self._steps.begin(plan, lists, infos, epoch)
+            batches = self._begin_steps(plan, lists, infos, epoch)
             begun = EpochPass(plan.counts, batches, info_at=info_at)
         return begun._replace(remedies=EVEN_BATCHES, sampler=before)
 

@@ -6,12 +6,12 @@ import copy
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
-from inspect import isfunction
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
+from accelfn.comm.agreement import as_bytes, as_tensor
 from accelfn.errors import ConfigurationError
 
 __all__ = (
@@ -121,7 +121,7 @@ def sampler_state(sampler: Any) -> State | None:
         generator = getattr(thing, "generator", None)
         if isinstance(generator, torch.Generator):
             # As text, which compares equal and fits into JSON.
-            states[f"{name}.generator"] = _bytes_of(generator.get_state()).hex()
+            states[f"{name}.generator"] = as_bytes(generator.get_state()).hex()
     return states or None
 
 
@@ -132,15 +132,11 @@ def restore_sampler(sampler: Any, state: State) -> None:
             thing.load_state_dict(copy.deepcopy(state[name]))
         generator, numbers = getattr(thing, "generator", None), state.get(f"{name}.generator")
         if numbers is not None and isinstance(generator, torch.Generator):
-            generator.set_state(torch.tensor(list(bytes.fromhex(numbers)), dtype=torch.uint8, device="cpu"))
+            generator.set_state(as_tensor(bytes.fromhex(numbers)))
 
 
 def _parts_of(sampler: Any) -> list[tuple[str, Any]]:
     return [("outer", sampler), ("inner", getattr(sampler, "sampler", None))]
-
-
-def _bytes_of(numbers: torch.Tensor) -> bytes:
-    return bytes(cast("list[int]", numbers.tolist()))  # pyright: ignore[reportUnknownMemberType]
 
 
 def rewind_state(state: State | None) -> State | None:
@@ -154,10 +150,6 @@ def _stream_state(begin: Any, dataset: Any, *, begun: bool = False, ended: bool 
 
 def iterate_once(samples: Iterator[T]) -> Iterator[T]:
     """Return an iterator over ``samples`` that doesn't call its ``__iter__``, which may restart it."""
-    return _call_next(samples) if isfunction(getattr(type(samples), "__iter__", None)) else samples
-
-
-def _call_next(samples: Iterator[T]) -> Iterator[T]:
     while True:
         try:
             sample = next(samples)
@@ -170,25 +162,37 @@ class TrackedStream:
     """Iterates over a user's stream, pass after pass, and returns its state at any position.
 
     A state consists of ``begin``, the dataset's state at the start of the pass; ``dataset``, its current
-    state; ``begun``, whether a pass is in progress; and ``ended``, whether it is exhausted.
+    state; ``begun``, whether a pass is in progress; and ``ended``, whether it is exhausted. If workers read
+    the stream, each has a copy of this object, and torchdata keeps their states with each batch, since they
+    prefetch.
 
     Attributes:
         dataset: The user's stream.
+        of_workers: Workers read the stream, and torchdata keeps their states.
         has_state: Whether the dataset has a state, from which a pass can be resumed.
         in_progress: Whether the dataset is in the middle of a pass.
     """
 
-    def __init__(self, dataset: Any, *, tracks: bool = True) -> None:
-        """Iterate over ``dataset``; without ``tracks``, ignore its state."""
+    def __init__(self, dataset: Any, num_workers: int, of_workers: bool) -> None:
+        """Iterate over ``dataset``, which ``num_workers`` read."""
         self.dataset: Any = dataset
-        self.has_state: bool = tracks and has_state(dataset)
+        self.of_workers: bool = of_workers
+        self._num_workers = num_workers
+        self.has_state: bool = (of_workers or not num_workers) and has_state(dataset)
         self._begin: Any = None
         self._final: Any = None  # state at the end of the pass, after which the dataset isn't queried
         self.in_progress: bool = False
 
     def accepts(self, state: State) -> bool:
-        """Return whether this stream can restore ``state``."""
+        """Return whether this stream can restore ``state``, in the process that reads it."""
         return self.has_state and state.get("dataset") is not None
+
+    def can_restore(self, state: State) -> bool:
+        """Return whether ``state`` is one of this kind of loader."""
+        if not self.of_workers:
+            return not self._num_workers and self.accepts(state)
+        snapshot: Any = state.get("_snapshot")  # of a StatefulDataLoader
+        return snapshot is not None and len(snapshot["_worker_snapshots"]) == self._num_workers
 
     def begin(self, state: State | None = None) -> Iterator[Any]:
         """Begin a pass, from its start or from ``state``."""
@@ -236,8 +240,8 @@ class TrackedStream:
         return _stream_state(self._begin, current, begun=True, ended=ended)
 
     def idle_state(self) -> State | None:
-        """Return the state between passes."""
-        if not self.has_state:
+        """Return the state between passes, if this process reads the stream."""
+        if self._num_workers or not self.has_state:
             return None
         state = self._begin if self.in_progress else copy.deepcopy(self.dataset.state_dict())
         return _stream_state(state, state)

@@ -15,24 +15,24 @@ from torch.utils.data import DataLoader
 from accelfn.comm import failing_together
 from accelfn.comm.objects import ObjectScatter
 from accelfn.context import Context
-from accelfn.data.dispatch import BatchSplitter, SliceFunction, scatter_batches
+from accelfn.data.dispatch import SliceFunction, scatter_batches, split_step, splits_steps
 from accelfn.data.draws import read_isolated
 from accelfn.data.groups import CollatePiece, GroupedStream, Piece, stream_ended
 from accelfn.data.order import set_epoch_of
-from accelfn.data.plan import BatchInfo, EpochPlan, plan_stream
+from accelfn.data.plan import BatchInfo, EpochPlan, plan_epoch
 from accelfn.data.reader import (
     EVEN_BATCHES,
     EVEN_OR_DROP_LAST,
     EpochPass,
     Reader,
     ReadSettings,
-    StreamStates,
     UserState,
     length_of,
     rows_of,
+    with_actual_rows,
 )
-from accelfn.data.rebuild import remake
-from accelfn.data.states import State, count_shards, select_shards
+from accelfn.data.rebuild import keeps_states, remake
+from accelfn.data.states import State, TrackedStream, count_shards, select_shards
 from accelfn.data.workers import begin_reading
 from accelfn.errors import ConfigurationError
 
@@ -42,29 +42,29 @@ T = TypeVar("T")
 
 
 def read_stream(
-    ctx: Context,
-    source: DataLoader[T],
-    by_source: bool,
-    slice_fn: SliceFunction | None,
-    agree: Callable[[str], int],
+    ctx: Context, source: DataLoader[T], by_source: bool, slice_fn: SliceFunction | None
 ) -> Reader[T]:
     """Return the reader of ``source``, a loader over an iterable dataset.
-
-    Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
         source: The user's loader.
         by_source: Require shards for each rank; otherwise they are used if there are enough.
         slice_fn: As for :func:`accelfn.prepare_data_loader`.
-        agree: Compares a description of what the ranks will read, and returns a common seed.
 
     Raises:
-        ConfigurationError: There are too few shards, the dataset was already split, the batch can't be split,
-            or the workers return batches out of order.
+        ConfigurationError: There are too few shards, the dataset was already split, the number of ranks
+            doesn't divide the batch, or the workers return batches out of order.
     """
     size, dispatches = ctx.axis_size("dp"), ctx.loading.dispatch_batches
-    plan = plan_stream(ctx.loading, size, source.batch_size, source.drop_last)
+    plan = plan_epoch(  # of unknown length; if the loader makes no batches, each of its items is a sample
+        0,
+        source.batch_size or 1,
+        size,
+        split_batches=ctx.loading.split_batches,
+        even_batches=ctx.loading.even_batches,
+        drop_last=source.drop_last,
+    )
     dataset: Any = source.dataset
     num_shards = count_shards(dataset)
     kind = "unsplit batches" if source.batch_size is None else f"batches of {plan.rank_batch} per rank"
@@ -77,19 +77,19 @@ def read_stream(
             'shard(num_shards, index); otherwise use sharding="global".'
         )
     if size > 1 and num_shards is not None and num_shards >= size and not dispatches:
-        seed = agree(f"{num_shards} shards, {what}")
         shards = select_shards(dataset, ctx.coordinate("dp"), size)
-        return StreamReader(ctx, source, shards, replace(plan, size=1, even=False), True, seed)
+        own = StreamReader(ctx, source, shards, replace(plan, size=1, even=False), True)
+        own.what = f"{num_shards} shards, {what}"
+        return own
     if dispatches:
-        length = None if source.num_workers > 1 else length_of(dataset)
-        seed = agree(f"a stream of {length} samples, dispatched by rank 0: {what}")
-        return StreamDispatch(ctx, source, plan, seed, slice_fn)
+        dispatched = StreamDispatch(ctx, source, plan, slice_fn)
+        dispatched.what = f"a stream of {dispatched.length} samples, dispatched by rank 0: {what}"
+        return dispatched
     if size > 1 and source.num_workers > 1 and not getattr(source, "in_order", True):
         raise ConfigurationError(
             "in_order=False yields batches in the order in which workers finish them, but ranks that share a "
             "stream need the same order. Use in_order=True, or num_workers=1."
         )
-    seed = agree(f"a stream of {length_of(dataset)} samples, {what}")
     if size > 1 and ctx.is_main_process:
         warnings.warn(
             f"each of {size} ranks reads the full stream and keeps its part, so the data is read {size} "
@@ -97,7 +97,9 @@ def read_stream(
             'index), or give each rank its own part and use sharding="already_sharded".',
             stacklevel=4,
         )
-    return StreamReader(ctx, source, dataset, plan, False, seed)
+    reader = StreamReader(ctx, source, dataset, plan, False)
+    reader.what = f"a stream of {length_of(dataset)} samples, {what}"
+    return reader
 
 
 class _Stream(Reader[T]):
@@ -110,9 +112,7 @@ class _Stream(Reader[T]):
         dataset: Any,
         plan: EpochPlan,
         is_rank_local: bool,
-        seed: int,
     ) -> None:
-        self.seed = seed
         self._dataset = dataset
         self._plan = plan  # of unknown length
         self._rank = ctx.coordinate("dp") if plan.size > 1 else 0
@@ -183,26 +183,19 @@ class _Stream(Reader[T]):
         plan: EpochPlan | None,
     ) -> BatchInfo:
         """Return the BatchInfo of this rank's batch of a group of ``num_valid`` samples."""
-        rank, rows, even = self._rank, self._plan.rank_batch, self._plan.even
-        own_valid = max(0, min(rows, num_valid - rank * rows))
+        info = replace(self._plan, num_samples=num_valid).batch_info(0, self._rank)
         if self._is_rank_local:
             # is_last stays unknown: the other ranks' streams may be longer.
-            num_rows = rows_of(content) if self._unbatched else own_valid
+            num_rows = rows_of(content) if self._unbatched else info.own_valid
             return BatchInfo(num_rows=num_rows, consumed=consumed)
         if plan is not None:
-            is_last = step == plan.num_batches(rank) - 1
-        if self._unbatched:  # the number of rows is known only from the batch
-            padding = None if own_valid else 0
-            return BatchInfo(rows_of(content), own_valid=padding, is_last=is_last, consumed=consumed)
-        return BatchInfo(
-            num_rows=rows if even else own_valid,
-            max_rows=rows if even else min(rows, num_valid),
-            # If ranks may end at different steps, those without a piece of the last group don't see its size.
-            num_valid=num_valid if plan is not None or self._plan.in_step else None,
-            own_valid=own_valid,
-            is_last=is_last,
-            consumed=consumed,
-        )
+            is_last = step == plan.num_batches(self._rank) - 1
+        info = info._replace(is_last=is_last, consumed=consumed)
+        if self._unbatched:
+            return with_actual_rows(content, info)
+        # If ranks may end at different steps, those without a piece of the last group don't see its size.
+        is_known = plan is not None or self._plan.in_step
+        return info if is_known else info._replace(num_valid=None)
 
 
 class StreamReader(_Stream[T]):
@@ -215,7 +208,6 @@ class StreamReader(_Stream[T]):
         dataset: Any,
         plan: EpochPlan,
         is_rank_local: bool,
-        seed: int,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         """Read ``dataset``, which is that of ``source`` or some shards of it.
@@ -226,10 +218,9 @@ class StreamReader(_Stream[T]):
             dataset: The stream to read.
             plan: Divides each group among the ranks; of unknown length.
             is_rank_local: No other rank reads this stream.
-            seed: Of random numbers in workers.
             collate: Makes a batch from the samples of a piece; None for that of ``source``.
         """
-        super().__init__(ctx, source, dataset, plan, is_rank_local, seed)
+        super().__init__(ctx, source, dataset, plan, is_rank_local)
         self._unbatched = source.batch_size is None and collate is None
         if not self._unbatched:
             self.batch_size: int | None = plan.rank_batch * (
@@ -241,9 +232,9 @@ class StreamReader(_Stream[T]):
             self._position.share_memory_()
         # Weak: a pass that was left early, and its workers, must end when the loop drops its iterator.
         self._unfinished: weakref.ref[Generator[Piece, None, None]] | None = None
-        self._states = StreamStates(ctx, source, dataset)
+        self._tracked = TrackedStream(dataset, source.num_workers, keeps_states(ctx, source))
         self._grouped = GroupedStream(
-            self._states.tracked,
+            self._tracked,
             plan,
             self._rank,
             self._position,
@@ -252,13 +243,13 @@ class StreamReader(_Stream[T]):
         self._loader: Any = remake(
             source,
             self._grouped,
-            stateful=self._states.of_workers,
+            stateful=self._tracked.of_workers,
             collate_fn=CollatePiece(collate or cast("Any", source).collate_fn, self._unbatched),
         )
 
-    def begin(self, epoch: int, start: int) -> EpochPass[T]:
+    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
         """Begin a pass."""
-        self._states.tracked.rewind()
+        self._tracked.rewind()
         set_epoch_of(self._dataset, epoch)  # shards are another object than the loader's dataset
         self._position.copy_(torch.tensor([self.seed, epoch, start], device="cpu"))
         self.length: int | None = self._length()
@@ -268,19 +259,19 @@ class StreamReader(_Stream[T]):
         pieces = self._pieces(restored, at, start > 0)
         self._unfinished = None if self._is_rank_local else weakref.ref(pieces)
         first = start
-        if self._states.of_workers and restored is not None:
+        if self._tracked.of_workers and restored is not None:
             first = at
         elif self._num_workers > 1:  # they read from the stream's start, and this process counts their groups
             first = 0
-        return self._pass(self._read(pieces, first, start, plan), plan)
+        return self._pass(self._read(pieces, first, start, plan), plan).after(num_skipped)
 
     def can_restore(self, stream: State) -> bool:
         """Return whether a stream's state belongs to this kind of loader."""
-        return self._states.can_restore(stream)
+        return self._tracked.can_restore(stream)
 
     def idle_state(self) -> UserState:
         """Return the state of the stream between passes, if this process reads it."""
-        return UserState(stream=self._states.idle_state())
+        return UserState(stream=self._tracked.idle_state())
 
     def finish(self) -> None:
         """Exhaust a stateful dataset's iterator, since a loop that knows its length stops before its end.
@@ -288,12 +279,12 @@ class StreamReader(_Stream[T]):
         At its end the dataset prepares for the next pass, in the same way on all ranks that read it.
         """
         pieces = None if self._unfinished is None else self._unfinished()
-        if pieces is not None and not self._num_workers and self._states.tracked.has_state:
+        if pieces is not None and not self._num_workers and self._tracked.has_state:
             for _ in pieces:
                 pass
 
     def _pieces(self, restored: State | None, at: int, is_resumed: bool) -> Generator[Piece, None, None]:
-        if not self._states.of_workers:
+        if not self._tracked.of_workers:
             self._grouped.restore(restored, at)
             yield from read_isolated(self._loader, is_resumed=is_resumed, continues=True)
             return
@@ -351,25 +342,24 @@ class StreamDispatch(_Stream[T]):
         ctx: Context,
         source: DataLoader[T],
         plan: EpochPlan,
-        seed: int,
         slice_fn: SliceFunction | None,
     ) -> None:
         """Read ``source``; ``plan`` divides each group among the ranks."""
-        super().__init__(ctx, source, source.dataset, plan, False, seed)
+        super().__init__(ctx, source, source.dataset, plan, False)
         self.batch_size: int | None = None if self._unbatched else plan.global_batch
         self._ctx = ctx
-        self._splitter = BatchSplitter(ctx, slice_fn)
+        self._slice_fn = slice_fn
         self._reader: Reader[Any] = Reader()  # without data, on the other ranks
         if ctx.is_main_process:
             collate: Any = cast("Any", source).collate_fn
-            if not self._splitter.splits_batch:
+            if not splits_steps(ctx, slice_fn):
                 collate = functools.partial(_collate_parts, collate, plan.rank_batch, self._unbatched)
             # For this reader, a group is one batch of a world of one.
             self._reader = StreamReader(
-                ctx, source, source.dataset, plan.of_one_rank(), False, seed, collate=collate
+                ctx, source, source.dataset, plan.of_one_rank(), False, collate=collate
             )
 
-    def begin(self, epoch: int, start: int) -> EpochPass[T]:
+    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
         """Begin a pass."""
         self.length: int | None = self._length()
         plan = self.plan(start)
@@ -381,7 +371,7 @@ class StreamDispatch(_Stream[T]):
             self._reader.restore(user_state, at)
             steps = self._steps(self._reader.begin(epoch, start).batches)
         scatter = scatter_batches(self._ctx, f"epoch {epoch} from sample {start}")
-        return self._pass(self._read(scatter, steps, plan), plan)
+        return self._pass(self._read(scatter, steps, plan), plan).after(num_skipped)
 
     def can_restore(self, stream: State) -> bool:
         """Return whether a stream's state belongs to this kind of loader; False on all ranks but 0."""
@@ -428,9 +418,10 @@ class StreamDispatch(_Stream[T]):
         """Yield the parts of each group, with num_valid, is_last and consumed; on rank 0."""
         for content, info in groups:
             parts: list[Any] = content
-            if self._splitter.splits_batch:
+            if splits_steps(self._ctx, self._slice_fn):
                 group = replace(self._plan, num_samples=info.num_rows or 0)
-                parts = self._splitter.split(content, [group.num_rows(0, rank) for rank in range(group.size)])
+                rows = [group.num_rows(0, rank) for rank in range(group.size)]
+                parts = split_step(content, rows, self._slice_fn)
             self._latest = self._latest._replace(stream=info.stream)
             if info.is_last:
                 # Checks that the stream ends where its length says.

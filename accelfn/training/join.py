@@ -88,9 +88,9 @@ def _check_loader(loader: object, even: bool) -> None:
             f"join_uneven_inputs: loaders must be prepared, got {type(loader).__name__}. Pass the loaders "
             "that prepare_data_loader returns."
         )
-    passes = passes_of(cast("PreparedDataLoader[Any]", loader))
-    if passes.even_batches != even and not passes.can_choose_even:
-        kind = type(passes.reader).__name__
+    reader = passes_of(cast("PreparedDataLoader[Any]", loader)).reader
+    if reader.even_batches != even and not reader.can_choose_even:
+        kind = type(reader).__name__
         raise ConfigurationError(
             f"join_uneven_inputs: one of the loaders doesn't support even_batches={even}, because of the way "
             f"it reads ({kind}). Call without even_batches, and set it in DataLoaderConfiguration for the "
@@ -137,16 +137,12 @@ def _joinables_of(ctx: Context, items: Sequence[Any]) -> list[Joinable]:
 
 @contextmanager
 def _evened(loader: PreparedDataLoader[Any], even: bool) -> Generator[None, None, None]:
-    passes = passes_of(loader)
-    before = passes.even_batches
-    if before == even:
-        yield
-        return
-    passes.choose_even(even)
+    reader = passes_of(loader).reader
+    before, reader.even_batches = reader.even_batches, even  # from the next pass on
     try:
         yield
     finally:
-        passes.choose_even(bool(before))
+        reader.even_batches = before
 
 
 @contextmanager

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import accelfn as af
+from accelfn.context.world import World
 from accelfn.data.loader import passes_of
-from accelfn.data.sampled import LocalSteps, SampledReader
+from accelfn.data.sampled import SampledReader
 from tests.bench.timing import Times, compare, growth_of, on_ranks, plain, show_beside, show_table
 
 
@@ -176,8 +177,7 @@ def counted(num: int) -> DataLoader[Any]:
 
 def reader_of(num: int, rank: int, size: int) -> SampledReader[Any]:
     """Return what reads for one rank of a large world; nothing is communicated by it."""
-    source, ctx = counted(num), af.Context()
-    return SampledReader(ctx, source, rank, size, LocalSteps(ctx, source, rank))
+    return SampledReader(af.Context(world=World(rank=rank, size=size, local_size=size)), counted(num))
 
 
 def first_of(make: Callable[[], Iterable[Any]]) -> Callable[[], object]:

@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 import accelfn as af
 from accelfn import Context
 from accelfn.data import next_plan
-from accelfn.data.loader import passes_of
-from accelfn.data.rebuild import Keyed
+from accelfn.data.rebuild import Batches as Indices
+from accelfn.data.rebuild import Keyed, rebuild
 from accelfn.errors import ConfigurationError, RemoteRankError
 from accelfn.testing import run_ranks
 from tests.data.sources import Listed, consecutive, numbers
@@ -163,7 +163,7 @@ def test_all_options_of_the_loader_are_kept() -> None:
     }
 
     def inner(source: DataLoader[Any]) -> Any:
-        return vars(vars(passes_of(af.prepare_data_loader(Context(), source)).reader)["_steps"])["_loader"]
+        return rebuild(source, Indices())
 
     kept = inner(numbers(8, **options))
     assert {name: getattr(kept, name) for name in options} == options

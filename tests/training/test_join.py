@@ -176,7 +176,7 @@ def test_with_even_batches_nobody_has_to_be_joined(config: bool) -> None:
             assert not is_joined
             lengths = [len(x) for x, _ in loader]
             train(ctx, model, loader)
-        assert passes_of(loader).even_batches is config
+        assert passes_of(loader).reader.even_batches is config
         return lengths
 
     for on in ("memory", "processes"):
@@ -228,7 +228,7 @@ def test_what_can_not_be_joined_is_refused_on_every_rank_before_anything_changes
             af.join_uneven_inputs(ctx, joinables, loaders, even_batches=case == "own"),
         ):
             raise AssertionError("went in")
-        assert passes_of(loader).even_batches is True
+        assert passes_of(loader).reader.even_batches is True
         af.wait_for_everyone(ctx)
         return str(caught.value)
 
