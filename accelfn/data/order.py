@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -228,11 +229,10 @@ def permute(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.
     # If there are more pairs than halves, hash each half once and look the result up.
     shifts = _shifts(keys, width, height) if width <= min(numbers.numel(), _MAX_TABLE) else None
 
-    def pass_rounds(numbers: torch.Tensor) -> torch.Tensor:
-        if shifts is None:
-            return _hash_rounds(keys, width, height, numbers)
-        return _look_up_rounds(shifts, width, height, numbers)
-
+    if shifts is None:
+        pass_rounds = partial(_hash_rounds, keys, width, height)
+    else:
+        pass_rounds = partial(_look_up_rounds, shifts, width, height)
     numbers = pass_rounds(numbers)
     outside = torch.nonzero(numbers >= size).reshape(-1)
     while outside.numel():

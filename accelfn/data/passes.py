@@ -15,7 +15,7 @@ from accelfn.context.call_log import OpenRead
 from accelfn.data.order import set_epoch_of
 from accelfn.data.placement import placer
 from accelfn.data.plan import BatchInfo, EpochPlan
-from accelfn.data.reader import EpochPass, Reader, UserState
+from accelfn.data.reader import EpochPass, PassStart, Reader, UserState
 from accelfn.data.resume import LoaderState, check_state
 from accelfn.data.sequence import sequence_sharder
 from accelfn.data.workers import explain_dead_workers
@@ -261,10 +261,12 @@ class Passes(Generic[T]):
         else:
             at = start
         position.start, position.latest = 0, BatchInfo(consumed=start)
-        self.reader.restore(restored, at)
+        states = restored
+        if states.stream is not None and not self.reader.can_restore(states.stream):
+            states = states._replace(stream=None)
+        num_skipped = self._num_skipped if skips and plan is None else 0
         with self._told_to_others():
-            num_skipped = self._num_skipped if skips and plan is None else 0
-            begun = self.reader.begin(position.epoch, start, num_skipped)
+            begun = self.reader.begin(PassStart(position.epoch, start, num_skipped, states, at))
         position.user_state, position.in_progress = UserState(begun.sampler, restored.stream), True
         position.num_begun += 1
         return begun

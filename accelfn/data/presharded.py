@@ -12,7 +12,7 @@ from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
 from accelfn.data.order import set_epoch_of
 from accelfn.data.plan import BatchInfo
-from accelfn.data.reader import EpochPass, Reader, ReadSettings, UserState, length_of, rows_of
+from accelfn.data.reader import EpochPass, PassStart, Reader, ReadSettings, UserState, length_of, rows_of
 from accelfn.data.rebuild import Proxy, batch_sampler_of, follow_epochs, keeps_states, remake, twin_of
 from accelfn.data.states import State, TrackedStream, iterate_once, restore_sampler, sampler_state
 from accelfn.data.workers import begin_reading
@@ -77,19 +77,18 @@ class PreshardedReader(Reader[T]):
         sampler = None if self._sampler is None else sampler_state(self._sampler)
         return UserState(sampler, None if self._tracked is None else self._tracked.idle_state())
 
-    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
-        """Begin a pass; batches before ``start`` are read and dropped."""
-        self._epoch.fill_(epoch)
+    def begin(self, at: PassStart) -> EpochPass[T]:
+        """Begin a pass; batches before its start are read and dropped."""
+        self._epoch.fill_(at.epoch)
         if self._tracked is not None and self._tracked_dataset is not None:
             self._tracked.rewind()
-            set_epoch_of(self._tracked_dataset, epoch)
-        counts = self._counts(start)
-        restored, at = self._pop_restored()
-        if self._sampler is not None and restored.sampler is not None:
-            restore_sampler(self._sampler, restored.sampler)
+            set_epoch_of(self._tracked_dataset, at.epoch)
+        counts = self._counts(at.sample)
+        if self._sampler is not None and at.states.sampler is not None:
+            restore_sampler(self._sampler, at.states.sampler)
         before = None if self._sampler is None else sampler_state(self._sampler)
-        batches = self._read(start, restored.stream, at)
-        return EpochPass(counts, batches, sampler=before, is_rank_local=True).after(num_skipped)
+        batches = self._read(at.sample, at.states.stream, at.states_at)
+        return EpochPass(counts, batches, sampler=before, is_rank_local=True).after(at.num_skipped)
 
     def _counts(self, start: int) -> tuple[int, ...] | None:
         """Return each rank's number of batches from ``start`` on; exchanged, unless the sampler knows it."""

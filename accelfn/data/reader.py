@@ -16,6 +16,7 @@ __all__ = (
     "EVEN_BATCHES",
     "EVEN_OR_DROP_LAST",
     "EpochPass",
+    "PassStart",
     "ReadSettings",
     "Reader",
     "UserState",
@@ -45,6 +46,24 @@ class UserState(NamedTuple):
     def at_start(self) -> UserState:
         """Return the state with its stream at the start of the epoch."""
         return UserState(self.sampler, rewind_state(self.stream))
+
+
+class PassStart(NamedTuple):
+    """Where a pass begins.
+
+    Attributes:
+        epoch: From 0.
+        sample: Number of its samples that have been read.
+        num_skipped: Number of its first steps that are skipped instead, if the epoch has no plan.
+        states: What the user's objects are set to before.
+        states_at: Sample at which the stream has its state.
+    """
+
+    epoch: int
+    sample: int = 0
+    num_skipped: int = 0
+    states: UserState = UserState()
+    states_at: int = 0
 
 
 class ReadSettings(NamedTuple):
@@ -121,7 +140,7 @@ class Reader(Generic[T]):
     settings: ReadSettings = ReadSettings()
     even_batches: bool | None = None
     can_choose_even: bool = False
-    _restored: tuple[UserState, int] = (UserState(), 0)
+    _rank: int = 0  # among those that read different data
 
     def plan(self, start: int) -> EpochPlan | None:
         """Return the plan of the epoch from sample ``start`` on, if it is known before a pass."""
@@ -130,18 +149,12 @@ class Reader(Generic[T]):
 
     def count(self) -> int | None:
         """Return this rank's number of batches in an epoch, if it is known before a pass."""
-        return None
+        plan = self.plan(0)
+        return None if plan is None else plan.num_batches(self._rank)
 
-    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
-        """Begin a pass at sample ``start`` of ``epoch``, on every rank of the world.
-
-        If the epoch has no plan, its first ``num_skipped`` steps may be skipped instead.
-        """
+    def begin(self, at: PassStart) -> EpochPass[T]:
+        """Begin a pass, on every rank of the world."""
         raise NotImplementedError
-
-    def restore(self, state: UserState, start: int) -> None:
-        """Begin the next pass from ``state``, whose stream is at sample ``start``."""
-        self._restored = state, start
 
     def idle_state(self) -> UserState:
         """Return the states between passes, as far as this rank knows them."""
@@ -154,13 +167,6 @@ class Reader(Generic[T]):
         """Return whether a stream's state can be restored; if not, a position is reached by reading."""
         del stream
         return False
-
-    def _pop_restored(self) -> tuple[UserState, int]:
-        """Return what :meth:`restore` was called with, without a stream's state of another kind."""
-        (state, start), self._restored = self._restored, (UserState(), 0)
-        if state.stream is not None and not self.can_restore(state.stream):
-            state = state._replace(stream=None)
-        return state, start
 
 
 def length_of(thing: object) -> int | None:

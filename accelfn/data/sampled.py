@@ -18,6 +18,7 @@ from accelfn.data.reader import (
     EVEN_BATCHES,
     EVEN_OR_DROP_LAST,
     EpochPass,
+    PassStart,
     Reader,
     ReadSettings,
     UserState,
@@ -92,16 +93,11 @@ class SampledReader(Reader[T]):
         """Plan the samples from ``start`` on."""
         return self._plan(self._order.num_samples, start)
 
-    def count(self) -> int | None:
-        """Count this rank's batches."""
-        plan = self.plan(0)
-        return None if plan is None else plan.num_batches(self._rank)
-
     def idle_state(self) -> UserState:
         """Return the sampler's state after the latest epoch."""
         return UserState(self._sampler_after)
 
-    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
+    def begin(self, at: PassStart) -> EpochPass[T]:
         """Begin a pass.
 
         Raises:
@@ -115,17 +111,17 @@ class SampledReader(Reader[T]):
                 f"was prepared, and now has length {len(self._dataset)}. Prepare a new loader."
             )
         if self._sampler is None:
-            before, index_fn = None, order.index_fn(self.seed, epoch)
+            before, index_fn = None, order.index_fn(self.seed, at.epoch)
         else:
-            drawn, before = self._draw(self._sampler, epoch)
+            drawn, before = self._draw(self._sampler, at)
             if len(drawn) != order.num_samples:
                 raise ValueError(
                     f"the sampler {type(self._sampler).__name__} has length {order.num_samples} but drew "
                     f"{len(drawn)} samples. Its __len__ must return what its __iter__ yields."
                 )
             index_fn = index_list(drawn)
-        plan = self._plan(order.num_samples, start)
-        begun = self._begin_samples(plan, index_fn, epoch)
+        plan = self._plan(order.num_samples, at.sample)
+        begun = self._begin_samples(plan, index_fn, at.epoch)
         if self._rows is None:  # each item is a batch, whose number of rows is known only after reading it
 
             def info_at(step: int) -> BatchInfo:
@@ -165,10 +161,9 @@ class SampledReader(Reader[T]):
         steps = dispatch_steps(ctx, plan, epoch, batches, self._slice_fn)
         return ((parts[0], next(infos)) for parts in steps if parts)
 
-    def _draw(self, sampler: Any, epoch: int) -> tuple[list[Any], State | None]:
+    def _draw(self, sampler: Any, at: PassStart) -> tuple[list[Any], State | None]:
         """Draw an epoch from a custom sampler; return it with the sampler's state before."""
-        restored, _ = self._pop_restored()
-        drawn, before, self._sampler_after = draw_together(self._ctx, sampler, epoch, restored.sampler)
+        drawn, before, self._sampler_after = draw_together(self._ctx, sampler, at.epoch, at.states.sampler)
         return drawn, before
 
     def _plan(self, number: int, start: int) -> EpochPlan:
@@ -208,14 +203,14 @@ class BatchedReader(SampledReader[T]):
         splits = self._ctx.loading.split_batches
         return number if splits else self._by_batch(number, 0).num_batches(self._rank)
 
-    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
+    def begin(self, at: PassStart) -> EpochPass[T]:
         """Draw the batches and begin a pass, without reading what is skipped."""
-        items, before = self._draw(self._batching, epoch)
+        items, before = self._draw(self._batching, at)
         drawn, rows = [list(batch) for batch in items], self._rows
         if rows and all(len(batch) == rows for batch in drawn[:-1]) and len((drawn or [[]])[-1]) <= rows:
             samples = [index for batch in drawn for index in batch]
-            plan = self._plan(len(samples), start).after(num_skipped)
-            begun = self._begin_samples(plan, index_list(samples), epoch)
+            plan = self._plan(len(samples), at.sample).after(at.num_skipped)
+            begun = self._begin_samples(plan, index_list(samples), at.epoch)
         elif splits_steps(self._ctx, self._slice_fn):
             raise ConfigurationError(
                 "split_batches and slice_fn divide each batch into equal parts, but the batch sampler "
@@ -224,13 +219,13 @@ class BatchedReader(SampledReader[T]):
         else:
             lengths = [len(batch) for batch in drawn]
             ends = list(accumulate(lengths))
-            # If `start` is within a batch, that batch is read again.
-            first = next((number for number, end in enumerate(ends) if end > start), len(ends))
-            plan = self._by_batch(len(ends), first).after(num_skipped)
+            # If it starts within a batch, that batch is read again.
+            first = next((number for number, end in enumerate(ends) if end > at.sample), len(ends))
+            plan = self._by_batch(len(ends), first).after(at.num_skipped)
             info_at = partial(_batch_info, plan, self._rank, lengths, ends)
             infos = map(info_at, range(plan.num_batches(self._rank)))
-            lists = partial(_user_batches, drawn=drawn, key=(self.seed, epoch))
-            batches = self._begin_steps(plan, lists, infos, epoch)
+            lists = partial(_user_batches, drawn=drawn, key=(self.seed, at.epoch))
+            batches = self._begin_steps(plan, lists, infos, at.epoch)
             begun = EpochPass(plan.counts, batches, info_at=info_at)
         return begun._replace(remedies=EVEN_BATCHES, sampler=before)
 

@@ -24,6 +24,7 @@ from accelfn.data.reader import (
     EVEN_BATCHES,
     EVEN_OR_DROP_LAST,
     EpochPass,
+    PassStart,
     Reader,
     ReadSettings,
     UserState,
@@ -122,12 +123,9 @@ class _Stream(Reader[T]):
         # The facts of the latest step of all ranks, even if this rank had no batch in it.
         self._latest = BatchInfo()
         self.length: int | None = self._length()
-        self.settings: ReadSettings = ReadSettings(
-            num_workers=source.num_workers,
-            group=plan.global_batch if source.num_workers > 1 else None,
-            num_processes=ctx.axis_size("dp") if is_rank_local else None,
-            rank=ctx.coordinate("dp") if is_rank_local else None,
-        )
+        group = plan.global_batch if source.num_workers > 1 else None
+        own = (ctx.axis_size("dp"), ctx.coordinate("dp")) if is_rank_local else ()
+        self.settings: ReadSettings = ReadSettings(source.num_workers, group, *own)
 
     def plan(self, start: int) -> EpochPlan | None:
         """Plan the samples from ``start`` on, if the stream has a length.
@@ -141,11 +139,6 @@ class _Stream(Reader[T]):
         if start > number:
             raise ValueError(f"can't resume at sample {start}: the dataset has only {number} samples.")
         return replace(self._plan, num_samples=number, start=start)
-
-    def count(self) -> int | None:
-        """Count this rank's batches, if the stream has a length."""
-        plan = self.plan(0)
-        return None if plan is None else plan.num_batches(self._rank)
 
     def _length(self) -> int | None:
         """Return the number of samples that all ranks read together, if known."""
@@ -247,23 +240,23 @@ class StreamReader(_Stream[T]):
             collate_fn=CollatePiece(collate or cast("Any", source).collate_fn, self._unbatched),
         )
 
-    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
+    def begin(self, at: PassStart) -> EpochPass[T]:
         """Begin a pass."""
+        start, restored = at.sample, at.states.stream
         self._tracked.rewind()
-        set_epoch_of(self._dataset, epoch)  # shards are another object than the loader's dataset
-        self._position.copy_(torch.tensor([self.seed, epoch, start], device="cpu"))
+        set_epoch_of(self._dataset, at.epoch)  # shards are another object than the loader's dataset
+        self._position.copy_(torch.tensor([self.seed, at.epoch, start], device="cpu"))
         self.length: int | None = self._length()
         plan = self.plan(start)
-        (_, restored), at = self._pop_restored()
         self._latest = BatchInfo()
-        pieces = self._pieces(restored, at, start > 0)
+        pieces = self._pieces(restored, at.states_at, start > 0)
         self._unfinished = None if self._is_rank_local else weakref.ref(pieces)
         first = start
         if self._tracked.of_workers and restored is not None:
-            first = at
+            first = at.states_at
         elif self._num_workers > 1:  # they read from the stream's start, and this process counts their groups
             first = 0
-        return self._pass(self._read(pieces, first, start, plan), plan).after(num_skipped)
+        return self._pass(self._read(pieces, first, start, plan), plan).after(at.num_skipped)
 
     def can_restore(self, stream: State) -> bool:
         """Return whether a stream's state belongs to this kind of loader."""
@@ -359,19 +352,17 @@ class StreamDispatch(_Stream[T]):
                 ctx, source, source.dataset, plan.of_one_rank(), False, collate=collate
             )
 
-    def begin(self, epoch: int, start: int, num_skipped: int = 0) -> EpochPass[T]:
+    def begin(self, at: PassStart) -> EpochPass[T]:
         """Begin a pass."""
         self.length: int | None = self._length()
-        plan = self.plan(start)
+        plan = self.plan(at.sample)
         self._latest = BatchInfo()
-        user_state, at = self._pop_restored()
         steps: Iterator[tuple[list[Any], Any]] | None = None
         if self._ctx.is_main_process:
             self._reader.seed = self.seed
-            self._reader.restore(user_state, at)
-            steps = self._steps(self._reader.begin(epoch, start).batches)
-        scatter = scatter_batches(self._ctx, f"epoch {epoch} from sample {start}")
-        return self._pass(self._read(scatter, steps, plan), plan).after(num_skipped)
+            steps = self._steps(self._reader.begin(at._replace(num_skipped=0)).batches)
+        scatter = scatter_batches(self._ctx, f"epoch {at.epoch} from sample {at.sample}")
+        return self._pass(self._read(scatter, steps, plan), plan).after(at.num_skipped)
 
     def can_restore(self, stream: State) -> bool:
         """Return whether a stream's state belongs to this kind of loader; False on all ranks but 0."""

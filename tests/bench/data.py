@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import accelfn as af
 from accelfn.context.world import World
 from accelfn.data.loader import passes_of
+from accelfn.data.reader import PassStart
 from accelfn.data.sampled import SampledReader
 from tests.bench.timing import Times, compare, growth_of, on_ranks, plain, show_beside, show_table
 
@@ -152,7 +153,7 @@ def measure_alone() -> None:
 
     ours = reader_of(large, rank, size)
     begin = {
-        f"accelfn, {large:,} samples": first_of(lambda: ours.begin(0, 0).batches),
+        f"accelfn, {large:,} samples": first_of(lambda: ours.begin(PassStart(0)).batches),
         f"plain torch, {num:,} samples": first_of(plain_start),
         f"Accelerate, {num:,} samples": first_of(lambda: theirs(counted(num), rank, size)),
     }
