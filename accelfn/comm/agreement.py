@@ -93,10 +93,9 @@ def find_mismatch(records: Sequence[CallRecord]) -> MismatchError:
     if earlier is not None:
         return earlier
     rows, hint = _rows(records)
-    num_omitted = len(rows) - _MAX_ROWS
-    if num_omitted > 0:
-        hint = f"  ... and {num_omitted} more\n{hint}"
-    rows = rows[:_MAX_ROWS]
+    if len(rows) > _MAX_ROWS:
+        hint = f"  ... and {len(rows) - _MAX_ROWS} more\n{hint}"
+        rows = rows[:_MAX_ROWS]
     uneven = _find_uneven(records)
     if uneven is not None:
         counts, ended = uneven
@@ -321,14 +320,6 @@ def agree(
         MissingRankError: A rank has ended instead.
         CollectiveTimeoutError: A rank did not arrive in time.
     """
-    rows, headers = _exchange_headers(ctx, call, payload, error)
-    return [_payload(row, header) for row, header in zip(rows, headers, strict=True)]
-
-
-def _exchange_headers(
-    ctx: Context, call: Call, payload: torch.Tensor | None, error: Exception | None
-) -> tuple[tuple[torch.Tensor, ...], list[tuple[Any, ...]]]:
-    """Open an operation, and return the rows of all ranks and their headers."""
     started_call = _begin(ctx, call)
     shared = call.shared
     if shared is not None and error is None:
@@ -339,7 +330,8 @@ def _exchange_headers(
     with beneath_transforms():
         message = _message(ctx, payload, _READY if error is None else _FAILED)
         rows = ctx.collectives.all_gather_bytes(message)
-        return rows, _evaluate(ctx, call, started_call, rows, error)
+        headers = _evaluate(ctx, call, started_call, rows, error)
+        return [_payload(row, header) for row, header in zip(rows, headers, strict=True)]
 
 
 def _message(ctx: Context, payload: torch.Tensor | None, status: int) -> torch.Tensor:
@@ -402,7 +394,7 @@ def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
         Exception: As :func:`agree`.
     """
     if _is_due(ctx):
-        _exchange_headers(ctx, call, None, error)
+        agree(ctx, call, None, error)
         return
     _begin(ctx, call)
     if error is not None:
