@@ -205,6 +205,13 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
         position, epoch = passes.position, passes.epoch  # read after begin(), which may start the next epoch
         source = f"epoch {epoch}"
     before = position.latest.consumed
+    windows = ctx.accumulation
+    if uneven == "join" and windows.num_steps > 1 and not (begun.counts and windows.sync_with_dataloader):
+        raise ConfigurationError(
+            'microbatches: uneven="join" closes windows when a rank ends, so windows of several batches need '
+            f"data with a length, and sync_with_dataloader=True: got windows of {windows.num_steps} batches. "
+            'Use windows of 1 batch, or uneven="pad".'
+        )
     steps = (
         _with_known_counts(ctx, begun, begun.counts, epoch, uneven)
         if begun.counts
@@ -284,14 +291,11 @@ def _with_known_counts(
     steps, ends_window = ctx.accumulation.num_steps, ctx.accumulation.sync_with_dataloader
     own = number = counts[ctx.rank if len(counts) > 1 else 0]  # one where ranks compare nothing
     batches = begun.batches
-    if uneven == "join":
-        if steps > 1 and not ends_window:
-            raise _no_joined_windows(steps)
-    elif uneven == "pad":
+    if uneven == "pad":
         number = max(counts)
         if own < number:
             batches = _repeat_latest(batches, number, begun.info_at)
-    else:
+    elif uneven != "join":
         number = min(counts)
     ends = sorted(set(counts)) if uneven == "join" else [number]
     index, place, window, start = -1, 0, 1, 0
@@ -322,8 +326,6 @@ def _wrong_length(number: int, what: str) -> ValueError:
 def _by_window(ctx: Context, begun: EpochPass[T], uneven: Uneven) -> Iterator[_Step[T]]:
     """Yield the batches of a pass of unknown length, one window at a time."""
     steps = ctx.accumulation.num_steps
-    if steps > 1 and uneven == "join":
-        raise _no_joined_windows(steps)
     if steps > 1 and not ctx.accumulation.sync_with_dataloader:
         raise ConfigurationError(
             "sync_with_dataloader=False continues windows in the next epoch, but data without a length has "
@@ -375,14 +377,6 @@ def _repeat_latest(
         batch, info = latest
         planned = info if info_at is None else info_at(index)
         yield batch, planned._replace(num_rows=info.num_rows, own_valid=0)
-
-
-def _no_joined_windows(steps: int) -> ConfigurationError:
-    return ConfigurationError(
-        'microbatches: uneven="join" closes windows when a rank ends, so windows of several batches '
-        f"need data with a length, and sync_with_dataloader=True: got windows of {steps} batches. Use "
-        'windows of 1 batch, or uneven="pad".'
-    )
 
 
 def _check_counts(counts: Sequence[int], remedies: Sequence[str], uneven: Uneven) -> None:

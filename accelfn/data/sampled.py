@@ -166,14 +166,15 @@ class SampledReader(Reader[T]):
         drawn, before, self._sampler_after = draw_together(self._ctx, sampler, at.epoch, at.states.sampler)
         return drawn, before
 
-    def _plan(self, number: int, start: int) -> EpochPlan:
+    def _plan(self, number: int, start: int, *, by_batch: bool = False) -> EpochPlan:
+        """Plan samples, or the batches of a batch sampler, which aren't split."""
         return plan_epoch(
             number,
-            self._rows or 1,
+            1 if by_batch else self._rows or 1,
             self._size,
             split_batches=self._ctx.loading.split_batches,
             even_batches=bool(self.even_batches),
-            drop_last=self._drop_last,
+            drop_last=self._drop_last and (self._size > 1 or not by_batch),
             start=start,
         )
 
@@ -201,7 +202,7 @@ class BatchedReader(SampledReader[T]):
             return None
         number = len(self._batching)
         splits = self._ctx.loading.split_batches
-        return number if splits else self._by_batch(number, 0).num_batches(self._rank)
+        return number if splits else self._plan(number, 0, by_batch=True).num_batches(self._rank)
 
     def begin(self, at: PassStart) -> EpochPass[T]:
         """Draw the batches and begin a pass, without reading what is skipped."""
@@ -221,23 +222,13 @@ class BatchedReader(SampledReader[T]):
             ends = list(accumulate(lengths))
             # If it starts within a batch, that batch is read again.
             first = next((number for number, end in enumerate(ends) if end > at.sample), len(ends))
-            plan = self._by_batch(len(ends), first).after(at.num_skipped)
+            plan = self._plan(len(ends), first, by_batch=True).after(at.num_skipped)
             info_at = partial(_batch_info, plan, self._rank, lengths, ends)
             infos = map(info_at, range(plan.num_batches(self._rank)))
             lists = partial(_user_batches, drawn=drawn, key=(self.seed, at.epoch))
             batches = self._begin_steps(plan, lists, infos, at.epoch)
             begun = EpochPass(plan.counts, batches, info_at=info_at)
         return begun._replace(remedies=EVEN_BATCHES, sampler=before)
-
-    def _by_batch(self, number: int, start: int) -> EpochPlan:
-        return plan_epoch(
-            number,
-            1,
-            self._size,
-            even_batches=bool(self.even_batches),
-            drop_last=self._drop_last and self._size > 1,
-            start=start,
-        )
 
 
 def _batch_info(
@@ -270,12 +261,10 @@ def _user_batches(
         drawn: All batches, by position.
         key: Seed and epoch.
     """
-    for step in range(plan.num_steps):
-        for rank in ranks:
-            for position in plan.positions(step, rank):
-                batch = Keyed(drawn[position])
-                batch.key = (*key, plan.start + step * plan.size + rank)
-                yield batch
+    for alone in _batches_of(plan, ranks, index_list(drawn), key):
+        batch = Keyed(alone[0])
+        batch.key = alone.key
+        yield batch
 
 
 def _batches_of(plan: EpochPlan, ranks: range, index_fn: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:

@@ -124,8 +124,8 @@ class _Stream(Reader[T]):
         self._latest = BatchInfo()
         self.length: int | None = self._length()
         group = plan.global_batch if source.num_workers > 1 else None
-        own = (ctx.axis_size("dp"), ctx.coordinate("dp")) if is_rank_local else ()
-        self.settings: ReadSettings = ReadSettings(source.num_workers, group, *own)
+        size, rank = (ctx.axis_size("dp"), ctx.coordinate("dp")) if is_rank_local else (None, None)
+        self.settings: ReadSettings = ReadSettings(source.num_workers, group, size, rank)
 
     def plan(self, start: int) -> EpochPlan | None:
         """Plan the samples from ``start`` on, if the stream has a length.
