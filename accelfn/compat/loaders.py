@@ -184,7 +184,7 @@ class DataLoaderShard(AcceleratedDataLoader[T]):
     @property
     def total_batch_size(self) -> int:
         """Samples of all ranks in one step."""
-        ctx, rows = passes_of(self).context, _batch_size_of(self._original)
+        ctx, rows = passes_of(self).context, _batch_size_of(self._target)
         if rows is None:
             raise AttributeError
         return rows if ctx.loading.split_batches else rows * ctx.axis_size("dp")

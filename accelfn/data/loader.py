@@ -45,7 +45,7 @@ R_co = TypeVar("R_co", covariant=True)
 Sharding = Literal["global", "already_sharded", "by_source"]
 
 
-class PreparedDataLoader(Generic[T]):
+class PreparedDataLoader(Proxy, Generic[T]):
     """This rank's share of a DataLoader. Made by :func:`prepare_data_loader`.
 
     Iterating it yields the batches of one epoch, on the rank's device. Each pass is the next epoch, whether
@@ -58,11 +58,10 @@ class PreparedDataLoader(Generic[T]):
     """
 
     _passes: Passes[T]
-    _original: Any
 
     def __init__(self, passes: Passes[T], original: object) -> None:
         """Use :func:`prepare_data_loader` instead."""
-        vars(self).update(_passes=passes, _original=original)  # the user's, which may be any iterable
+        super().__init__(original, _passes=passes)  # the user's loader may be any iterable
 
     @property
     def epoch(self) -> int:
@@ -88,7 +87,7 @@ class PreparedDataLoader(Generic[T]):
         Raises:
             TypeError: It has no length.
         """
-        return len(cast("Sized", getattr(self._original, "dataset", self._passes.source.dataset)))
+        return len(cast("Sized", getattr(self._target, "dataset", self._passes.source.dataset)))
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next pass, from its start, even after a state was loaded or a pass left early.
@@ -128,19 +127,15 @@ class PreparedDataLoader(Generic[T]):
         return iter(self._passes)
 
     def __getattr__(self, name: str) -> Any:
-        # Copy and pickle look these up before __init__.
-        if name in ("_passes", "_original") or name.startswith("__"):
-            raise AttributeError(name)
         if name == "total_batch_size":
             raise AttributeError("total_batch_size: the loader has no batch size.")
-        return getattr(self._original, name)
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The properties of this class refuse to be set; everything else belongs to the user's loader.
-        if name in vars(self) or hasattr(type(self), name) or name.startswith("__"):
-            super().__setattr__(name, value)
+        if hasattr(type(self), name):  # a property, which refuses to be set
+            object.__setattr__(self, name, value)
         else:
-            setattr(self._original, name, value)
+            super().__setattr__(name, value)
 
 
 def passes_of(loader: PreparedDataLoader[T]) -> Passes[T]:
