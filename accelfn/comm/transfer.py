@@ -150,20 +150,16 @@ def check_arithmetic(prepared: PackedTree, reduction: str, scale: float) -> None
         TypeError: With the path of the leaf.
     """
     for index, dtype in enumerate(prepared.layout.dtypes):
-        if dtype.is_floating_point:
-            continue
-        if dtype.is_complex:
-            if reduction in ("max", "min"):
-                path = prepared.layout.structure.paths()[index]
-                raise TypeError(
-                    f"reduce: {path} is complex, and complex numbers have no {reduction}. Use 'sum'."
-                )
-        elif reduction == "mean" or scale != 1.0:
-            path = prepared.layout.structure.paths()[index]
-            raise TypeError(
-                f"reduce: {path} has dtype {dtype}, which can't represent a mean or a scaled sum "
-                f"(reduction={reduction!r}, scale={scale!r}). Convert it with .float(), or use 'sum'."
+        if dtype.is_complex and reduction in ("max", "min"):
+            wrong = f"is complex, and complex numbers have no {reduction}. Use 'sum'."
+        elif not (dtype.is_floating_point or dtype.is_complex) and (reduction == "mean" or scale != 1.0):
+            wrong = (
+                f"has dtype {dtype}, which can't represent a mean or a scaled sum (reduction={reduction!r}, "
+                f"scale={scale!r}). Convert it with .float(), or use 'sum'."
             )
+        else:
+            continue
+        raise TypeError(f"reduce: {prepared.layout.structure.paths()[index]} {wrong}")
 
 
 def combine(stacked: torch.Tensor, op: ReduceOp, divisor: int = 1, factor: float = 1.0) -> torch.Tensor:

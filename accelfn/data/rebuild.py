@@ -197,11 +197,9 @@ def follow_epochs(source: DataLoader[Any], epoch: torch.Tensor) -> Any:
 def may_draw(source: DataLoader[Any]) -> bool:
     """Return whether random numbers may be drawn while a batch is made: not of torch's tensors in memory."""
     loader = cast("Any", source)
-    collates_plainly = (
-        loader.batch_sampler is not None and loader.collate_fn is cast("Any", data).default_collate
-    )
-    dataset: object = loader.dataset
-    return not (collates_plainly and type(loader) is DataLoader and type(dataset) is TensorDataset)
+    is_plain = type(source) is DataLoader and type(loader.dataset) is TensorDataset
+    collates = loader.batch_sampler is None or loader.collate_fn is not cast("Any", data).default_collate
+    return collates or not is_plain
 
 
 def rebuild(source: DataLoader[T], batches: Batches) -> DataLoader[T]:
