@@ -5,7 +5,6 @@ from accelfn.context.call_log import (
     BackwardPass as BackwardPass,
     CallLog as CallLog,
     Entry as Entry,
-    OpenPass as OpenPass,
     Unsettled as Unsettled,
     call_site as call_site,
 )
@@ -46,11 +45,8 @@ from accelfn.context.environment import (
     detect_environment as detect_environment,
 )
 from accelfn.context.failure import (
-    Departure as Departure,
     MessageBoard as MessageBoard,
     announce_end as announce_end,
-    as_error as as_error,
-    explain_departure as explain_departure,
     news as news,
     note_failure as note_failure,
     publish as publish,
@@ -75,12 +71,10 @@ from accelfn.context.options import ContextOptions as ContextOptions
 from accelfn.context.peer_monitor import (
     PeerMonitor as PeerMonitor,
     late_error as late_error,
-    start_watchdog as start_watchdog,
 )
 from accelfn.context.planned import plan_context as plan_context
 from accelfn.context.process_group import (
     close_gloo_connections as close_gloo_connections,
-    make_gloo_group as make_gloo_group,
     process_group_collectives as process_group_collectives,
 )
 from accelfn.context.threads import (

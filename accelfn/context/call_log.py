@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
@@ -52,6 +55,16 @@ _MAX_FORMS = 4096
 _CHAIN_BYTES = 16
 # For callables of Collectives outside of any operation: a guard's default timeout.
 _PATIENCE_S = 300.0
+_PRINT_S = 1.0
+
+
+def _print_stacks(seconds: float) -> None:
+    # To the file of stderr: what a notebook or a test has put in the place of sys.stderr may be none.
+    title = (
+        f"accelfn: process {os.getpid()} has begun no operation across ranks for {seconds:g} s. Its stacks:"
+    )
+    os.write(2, f"{title}\n".encode())
+    faulthandler.dump_traceback(2)
 
 
 class Entry(NamedTuple):
@@ -63,6 +76,22 @@ class Entry(NamedTuple):
     chain: bytes  # fingerprint of this call and all previous ones; zeros if nothing is compared
 
 
+class Position(NamedTuple):
+    """How far a rank has come, as it tells the others."""
+
+    rank: int
+    number: int  # of its last operation; 0 before the first
+    operation: str
+    site: str
+    chain: str  # hexadecimal
+    reductions: int  # number of gradient reductions that it has finished
+    gathers: int  # and of gatherings of units
+
+    def __str__(self) -> str:
+        """Return the operation and its line."""
+        return f"call {self.number}: {self.operation} at {self.site}"
+
+
 class Unsettled(NamedTuple):
     """An agreement that has started, and whose result hasn't been read yet."""
 
@@ -70,6 +99,7 @@ class Unsettled(NamedTuple):
     abandon: Callable[[], None]  # drop it
 
 
+@dataclass(slots=True, eq=False)
 class OpenPass:
     """A pass over data that the ranks have begun together, and not yet ended together.
 
@@ -79,13 +109,9 @@ class OpenPass:
         has_ended: Whether this rank has reached its end, where it waits for the other ranks.
     """
 
-    __slots__ = ("batches", "has_ended", "number")
-
-    def __init__(self, number: int) -> None:
-        """Start with no batch."""
-        self.number: int = number
-        self.batches: int = 0
-        self.has_ended: bool = False
+    number: int
+    batches: int = 0
+    has_ended: bool = False
 
 
 class BackwardPass(list[Callable[[], None]]):
@@ -100,6 +126,7 @@ class BackwardPass(list[Callable[[], None]]):
     value: torch.Tensor | None = None
 
 
+@dataclass(slots=True, eq=False)
 class OpenRead:
     """A loop over a prepared loader that has begun.
 
@@ -107,13 +134,10 @@ class OpenRead:
         has_ended: Whether it has read the pass to its end.
     """
 
-    __slots__ = ("has_ended",)
-
-    def __init__(self) -> None:
-        """Start before the end."""
-        self.has_ended: bool = False
+    has_ended: bool = False
 
 
+@dataclass(frozen=True, eq=False)
 class LoaderPlace:
     """The place of a prepared loader among those of its world that are seeded alike. Ends with the loader.
 
@@ -122,12 +146,8 @@ class LoaderPlace:
         number: From 0.
     """
 
-    __slots__ = ("__weakref__", "generator", "number")
-
-    def __init__(self, generator: object | None, number: int) -> None:
-        """Take the place; use :meth:`CallLog.place_loader`."""
-        self.generator: object | None = generator
-        self.number: int = number
+    generator: object | None
+    number: int
 
 
 class CallLog:
@@ -153,6 +173,7 @@ class CallLog:
         failure: What this rank's latest computation failed with, as on the message board; "" after the next
             operation has begun.
         backward: The backward pass that runs; None outside of ``accelfn.backward``.
+        watchdog: Prints the stacks of this process unless the next operation begins in time; None for none.
     """
 
     def __init__(self) -> None:
@@ -171,6 +192,7 @@ class CallLog:
         self.unsettled: Unsettled | None = None
         self.failure: str = ""
         self.backward: BackwardPass | None = None
+        self.watchdog: threading.Timer | None = None
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._first_sites: dict[int, str] = {}  # by form of call
         self._places: WeakSet[LoaderPlace] = WeakSet()
@@ -198,13 +220,39 @@ class CallLog:
         if material is not None:
             self.chain = hashlib.blake2b(self.chain + material.encode(), digest_size=_CHAIN_BYTES).digest()
         self._entries.append(Entry(self.number, operation, site, self.chain))
+        if self.watchdog is not None:
+            self.watch(patience_s)
 
-    def awaits(self, reductions: int, gathers: int) -> bool:
-        """Return whether a rank with these numbers has not finished what this rank waits in.
+    def watch(self, seconds: float) -> None:
+        """Print the stacks of this process's threads in ``seconds``, unless an operation begins before."""
+        self.unwatch()
+        self.watchdog = threading.Timer(min(seconds, threading.TIMEOUT_MAX), _print_stacks, (seconds,))
+        self.watchdog.daemon = True
+        self.watchdog.start()
+
+    def unwatch(self) -> None:
+        """Print no stacks any more."""
+        if self.watchdog is not None:
+            self.watchdog.cancel()
+
+    def await_watchdog(self) -> None:
+        """Wait until the stacks are printed, since the time is over."""
+        if self.watchdog is not None:
+            self.watchdog.join(_PRINT_S)
+
+    def position(self, rank: int) -> Position:
+        """Return how far this rank, which is ``rank``, has come."""
+        now = self.current
+        return Position(
+            rank, now.number, now.operation, now.site, now.chain.hex(), self.reductions, self.gathers
+        )
+
+    def awaits(self, other: Position) -> bool:
+        """Return whether another rank has not finished what this rank waits in.
 
         One that has may be ahead, or gone, by as long as messages take.
         """
-        return bool(self.inside) and reductions <= self.reductions and gathers <= self.gathers
+        return bool(self.inside) and other.reductions <= self.reductions and other.gathers <= self.gathers
 
     @contextmanager
     def open_pass(self) -> Generator[OpenPass, None, None]:

@@ -11,20 +11,21 @@ import json
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
 
-from accelfn.context.call_log import CallLog
+from accelfn.context.call_log import CallLog, Position
 from accelfn.errors import (
     CollectiveTimeoutError,
-    Disagreement,
     DistributedError,
     MismatchError,
     MissingRankError,
     RemoteRankError,
     UnevenDataError,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +51,23 @@ def store_board(store: Store) -> MessageBoard:
     """Return a board in one of torch's key-value stores."""
     held = [PrefixStore("accelfn/board", store)]  # cleared by close, since the store may own a port
 
-    def post(key: str, text: str) -> None:
+    def ask(request: Callable[[Store], T], otherwise: T) -> T:
         with contextlib.suppress(RuntimeError):
             for part in held:
-                part.set(key, text)
-
-    def post_once(key: str, text: str) -> str:
-        with contextlib.suppress(RuntimeError):
-            for part in held:
-                return part.compare_set(key, "", text).decode()
-        return text
+                return request(part)
+        return otherwise
 
     def read(key: str) -> str | None:
-        with contextlib.suppress(RuntimeError):
-            for part in held:
-                text = part.compare_set(key, _NOTHING, _NOTHING).decode()  # one request, writes nothing
-                return None if text == _NOTHING else text
-        return None
+        # One request, which writes nothing.
+        text = ask(lambda part: part.compare_set(key, _NOTHING, _NOTHING).decode(), _NOTHING)
+        return None if text == _NOTHING else text
 
-    return MessageBoard(post=post, post_once=post_once, read=read, close=held.clear)
+    return MessageBoard(
+        post=lambda key, text: ask(lambda part: part.set(key, text), None),
+        post_once=lambda key, text: ask(lambda part: part.compare_set(key, "", text).decode(), text),
+        read=read,
+        close=held.clear,
+    )
 
 
 def board_within(board: MessageBoard, world: MessageBoard) -> MessageBoard:
@@ -93,18 +92,6 @@ _TRACEBACK_CHARS = 20_000
 _MESSAGE_CHARS = 100_000
 _CELL_CHARS = 500
 _MAX_ROWS = 200
-
-
-class Departure(NamedTuple):
-    """The message that a rank has ended without an error."""
-
-    rank: int
-    number: int  # of the last operation it took part in
-    operation: str
-    site: str
-    reductions: int  # number of gradient reductions
-    gathers: int  # and of gatherings of units
-    failure: str = ""  # what it failed with before, as on the board, if its program handled that
 
 
 def publish(board: MessageBoard, call_log: CallLog, rank: int, error: BaseException, doing: str = "") -> None:
@@ -162,17 +149,8 @@ def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
     with contextlib.suppress(Exception):  # a mismatch in an operation whose result isn't needed any more
         call_log.settle()
     call_log.over = "its context is closed"
-    entry = call_log.current
-    departure = Departure(
-        rank,
-        entry.number,
-        entry.operation,
-        entry.site,
-        call_log.reductions,
-        call_log.gathers,
-        call_log.failure,
-    )
-    board.post_once(_END, json.dumps(departure))
+    # With what it failed with before, if its program handled that.
+    board.post_once(_END, json.dumps([call_log.position(rank), call_log.failure]))
     board.post(NEWS, "yes")
 
 
@@ -182,30 +160,23 @@ def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
     if text:
         return as_error(text)
     text = board.read(_END)
-    if text:
-        departure = Departure(*json.loads(text))
-        # A rank that left after this operation has taken part in it.
-        took_part = departure.number > call_log.number or (
-            departure.number == call_log.number
-            and not call_log.awaits(departure.reductions, departure.gathers)
-        )
-        if departure.rank != rank and not took_part:
-            return explain_departure(departure, call_log, rank)
-    return None
-
-
-def explain_departure(departure: Departure, call_log: CallLog, rank: int) -> Exception:
-    """Return the error of a rank that waits for a rank that has ended."""
-    if departure.failure:
-        return as_error(departure.failure)
-    entry = call_log.current
+    if not text:
+        return None
+    numbers, failure = json.loads(text)
+    ended, entry = Position(*numbers), call_log.current
+    # A rank that left after this operation has taken part in it.
+    took_part = (ended.number, not call_log.awaits(ended)) >= (call_log.number, True)
+    if ended.rank == rank or took_part:
+        return None
+    if failure:
+        return as_error(failure)
     last = (
-        f"after {departure.operation} at {departure.site}, call {departure.number}"
-        if departure.number
+        f"after {ended.operation} at {ended.site}, call {ended.number}"
+        if ended.number
         else "without any operation across ranks"
     )
     return MissingRankError(
-        f"{entry.operation}: rank {departure.rank} has ended {last}, while rank {rank} waits for it in call "
+        f"{entry.operation}: rank {ended.rank} has ended {last}, while rank {rank} waits for it in call "
         f"{entry.number} at {entry.site}. Every rank must call the same operations in the same order."
     )
 
@@ -249,7 +220,10 @@ def _serialize(rank: int, error: BaseException, doing: str) -> str:
             hint = f"  ... and {len(error.rows) - _MAX_ROWS} more\n{hint}"
         details = [
             error.operation,
-            [_truncate_row(row) for row in error.rows[:_MAX_ROWS]],
+            [
+                (row.rank, *(_truncate(text, _CELL_CHARS) for text in row[1:]))
+                for row in error.rows[:_MAX_ROWS]
+            ],
             hint,
             error.callers,
         ]
@@ -287,15 +261,6 @@ def text_of(error: BaseException) -> str:
 def _truncate(text: str, length: int) -> str:
     excess = len(text) - length
     return text if excess <= 0 else f"{text[:length]} ... ({excess} more characters)"
-
-
-def _truncate_row(row: Disagreement) -> Disagreement:
-    return Disagreement(
-        row.rank,
-        _truncate(row.path, _CELL_CHARS),
-        _truncate(row.expected, _CELL_CHARS),
-        _truncate(row.found, _CELL_CHARS),
-    )
 
 
 # --- processes that are lost, in a launch that outlives them ---------------------------------------

@@ -1,93 +1,17 @@
-"""Wait for other ranks while watching for failures, and print the stacks of all ranks before a timeout."""
+"""Wait for other ranks while watching for failures."""
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from accelfn.context.call_log import CallLog, Entry
+from accelfn.context.call_log import CallLog, Entry, Position
 from accelfn.context.failure import NEWS, MessageBoard, news, publish
 from accelfn.errors import Caller, CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError
-
-_WATCH_S = 0.5
-_ANSWERS_S = 2.5
-
-
-def start_watchdog(board: MessageBoard, rank: int, *, whole_process: bool) -> Callable[[], None]:
-    """Start a thread that posts this rank's Python stacks when another rank requests them.
-
-    Ranks: local; call it on the rank's own thread.
-
-    Args:
-        board: Of the world.
-        rank: This rank.
-        whole_process: Post the stacks of all threads; otherwise, if ranks are threads, of the calling thread.
-
-    Returns:
-        A function that ends the thread.
-    """
-    done = threading.Event()
-    shown = None if whole_process else threading.get_ident()
-    board.post(f"watched/{rank}", "yes")
-    thread = threading.Thread(
-        target=_watch, args=(board, rank, shown, done), name="accelfn watchdog", daemon=True
-    )
-    thread.start()
-
-    def stop() -> None:
-        done.set()
-        thread.join(_WATCH_S)
-
-    return stop
-
-
-def print_all_stacks(board: MessageBoard, rank: int, size: int) -> None:
-    """Request the stacks of all watched ranks and print them on stderr; nothing if no rank is watched.
-
-    If several ranks request them, only the first one prints.
-    """
-    watched = [peer for peer in range(size) if board.read(f"watched/{peer}")]
-    if not watched or board.post_once("stacks", str(rank)) != str(rank):
-        return
-    stacks: dict[int, str] = {}
-    end = time.monotonic() + _ANSWERS_S
-    while len(stacks) < len(watched) and time.monotonic() < end:
-        for peer in watched:
-            text = board.read(f"stacks/{peer}")
-            if text:
-                stacks[peer] = text
-        time.sleep(_WATCH_S / 10)
-    parts = [
-        f"--- rank {peer} ---\n{stacks.get(peer, 'did not answer: it is stopped, or its process has ended')}"
-        for peer in watched
-    ]
-    title = "accelfn: an operation across ranks has timed out. Stacks of each rank:"
-    print("\n".join([title, *parts]), file=sys.stderr, flush=True)
-
-
-def _watch(board: MessageBoard, rank: int, shown: int | None, done: threading.Event) -> None:
-    while not done.wait(_WATCH_S):
-        if board.read("stacks"):
-            board.post(f"stacks/{rank}", _stacks(shown))
-            return
-
-
-def _stacks(shown: int | None) -> str:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    this_thread = threading.get_ident()
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage] -- documented
-        if ident != this_thread and shown in (None, ident)
-    )
-
 
 # A rank that waits longer than this starts to monitor its peers.
 _POLL_S = 0.2
@@ -100,19 +24,7 @@ _PLACES_AT_FIRST = 8
 _ROLL_CALL_S = 0.6
 _JOIN_S = 1.0
 _LAST_SENDS_S = 0.5
-# Longer than the watchdogs' answers take.
 _BOARD_S = 5.0
-
-
-class _Position(NamedTuple):
-    """The operation in which a rank waits."""
-
-    number: int
-    operation: str
-    site: str
-    chain: str  # hexadecimal
-    reductions: int  # number of gradient reductions that the rank has finished
-    gathers: int  # and of gatherings of units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +70,10 @@ class PeerMonitor:
                 if arrived(min(_POLL_S, left_s)):
                     return
             _run_within(_BOARD_S, lambda: [self._look_at(rank, state) for rank in self._peers()])
-            missing = [rank for rank in self._peers() if not self._has_arrived(state, rank)]
+            arrivals = {rank for rank, at in state.positions.items() if at.number >= self.call_log.number}
+            missing = [rank for rank in self._peers() if rank not in arrivals]
             error = late_error(self.call_log, self.rank, patience_s, missing, state.positions)
-            _run_within(_BOARD_S, lambda: print_all_stacks(self.board, self.rank, self.size))
+            self.call_log.await_watchdog()
             _run_within(_BOARD_S, lambda: publish(self.board, self.call_log, self.rank, error))
             raise error
 
@@ -209,17 +122,13 @@ class PeerMonitor:
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def _has_arrived(self, state: _Observed, rank: int) -> bool:
-        position = state.positions.get(rank)
-        return position is not None and position.number >= self.call_log.number
-
-    def _look_at(self, peer: int, state: _Observed) -> _Position | None:
+    def _look_at(self, peer: int, state: _Observed) -> Position | None:
         """Read where another rank waits, if it does."""
         text = self.board.read(f"at/{peer}")
         if not text:
             state.positions.pop(peer, None)
             return None
-        state.positions[peer] = position = _Position(*json.loads(text))
+        state.positions[peer] = position = Position(*json.loads(text))
         return position
 
     @contextmanager
@@ -236,10 +145,7 @@ class PeerMonitor:
             thread.join(_JOIN_S)
 
     def _observe(self, state: _Observed) -> None:
-        log, entry = self.call_log, self.call_log.current
-        own = _Position(
-            entry.number, entry.operation, entry.site, entry.chain.hex(), log.reductions, log.gathers
-        )
+        own, entry = self.call_log.position(self.rank), self.call_log.current
         self.board.post(f"at/{self.rank}", json.dumps(own))
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         first = 0
@@ -263,7 +169,8 @@ class PeerMonitor:
                 same_call = self.call_log.find(position.number)
                 if state.error is None and same_call is not None and same_call.chain.hex() != position.chain:
                     state.error = self._mismatch(same_call, peer, position)
-                elif state.error is None and self._has_skipped(own, position):
+                # It has skipped the reduction or gathering in which this one waits.
+                elif state.error is None and position.number > own.number and self.call_log.awaits(position):
                     state.error = self._mismatch(entry, peer, position)
             ended_now = [rank for rank in peers if self.has_ended(rank)]
             # Their last messages may still be in flight.
@@ -277,19 +184,12 @@ class PeerMonitor:
         if not self.call_log.over:  # else it has waited in vain, and others ask who did
             self.board.post(f"at/{self.rank}", "")
 
-    def _has_skipped(self, own: _Position, other: _Position) -> bool:
-        """Return whether another rank has skipped the reduction or gathering in which this one waits."""
-        return other.number > own.number and self.call_log.awaits(other.reductions, other.gathers)
-
-    def _mismatch(self, entry: Entry, peer: int, position: _Position) -> Exception:
+    def _mismatch(self, entry: Entry, peer: int, position: Position) -> Exception:
         """Publish a mismatch of two ranks; return the error that was published first by any rank."""
-        expected = f"call {entry.number}: {entry.operation} at {entry.site}"
-        if self.call_log.inside:
-            expected = f"{self.call_log.inside} {expected}"
-        found = f"call {position.number}: {position.operation} at {position.site}"
+        expected = f"{self.call_log.inside} call {entry.number}: {entry.operation} at {entry.site}".lstrip()
         error = MismatchError(
             entry.operation,
-            [Disagreement(peer, "", expected, found)],
+            [Disagreement(peer, "", expected, str(position))],
             "Every rank must call the same operations in the same order.",
             sorted(
                 [
@@ -314,7 +214,7 @@ class _Observed:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.positions: dict[int, _Position] = {}
+        self.positions: dict[int, Position] = {}
         self.done = threading.Event()
 
 
@@ -323,7 +223,7 @@ def late_error(
     rank: int,
     waited_s: float,
     missing: Sequence[int],
-    positions: Mapping[int, _Position] | None = None,
+    positions: Mapping[int, Position] | None = None,
 ) -> CollectiveTimeoutError:
     """Return the error of a rank whose operation has timed out.
 

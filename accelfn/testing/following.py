@@ -6,7 +6,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -129,12 +129,6 @@ class ScheduledTurns(Turns):
         with self.lock:
             return None if self.running is None else self._members[self.running].rank
 
-    def wake(self, ranks: Iterable[int]) -> None:
-        """Let ranks that wait run again."""
-        for rank in ranks:
-            if self._polls.get(rank) is None:  # else it waits for something else
-                self._ready(rank)
-
     def give_up(self, rank: int, patience_s: float) -> None:
         """End the turn of a thread that waits until it is woken, or nothing else can run."""
         self._deadlines[rank] = self._now_s + patience_s
@@ -152,10 +146,6 @@ class ScheduledTurns(Turns):
 
     def fail(self, rank: int) -> None:
         """Do nothing: the rank goes on alone until it ends."""
-
-    def leave(self, rank: int, how: str) -> None:
-        """End a rank."""
-        self._finish(rank, how)
 
     def reach_of(self, rank: int) -> Reach:
         """Return how a rank announces its collectives: another thread may run first, or a fault happen."""
@@ -314,7 +304,7 @@ class ScheduledTurns(Turns):
     def _ready(self, thread: int) -> None:
         self._deadlines.pop(thread, None)
         self._polls.pop(thread, None)
-        self.may_run.add(thread)
+        super()._ready(thread)
 
     def _check_alive(self, thread: int) -> None:
         if self._members[thread].rank in self._dead:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from accelfn.context import Context, announce_end, publish, start_watchdog
+from accelfn.context import Context, announce_end, publish
 from accelfn.errors import CollectiveTimeoutError, MissingRankError, RemoteRankError
 from accelfn.testing.faults import RankDeath
 
@@ -74,15 +74,11 @@ def _consequence(outcome: Outcome, error: BaseException) -> int:
 
 
 @contextmanager
-def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
-    """Report this rank's end or exception to the other ranks.
-
-    Args:
-        ctx: Context of this rank.
-        whole_process: Whether the rank is a process rather than a thread.
-    """
+def taking_part(ctx: Context) -> Generator[None]:
+    """Report this rank's end or exception to the other ranks."""
     board, call_log, rank = ctx.collectives.board, ctx.collectives.call_log, ctx.rank
-    end_watch = start_watchdog(board, rank, whole_process=whole_process) if ctx.guard.watchdog else None
+    if ctx.guard.watchdog:
+        call_log.watch(ctx.guard.timeout_s)
 
     def leave_mesh(*, announce: bool) -> None:
         if ctx.mesh is not None:
@@ -102,5 +98,4 @@ def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
         leave_mesh(announce=True)
         announce_end(board, call_log, rank)
     finally:
-        if end_watch is not None:
-            end_watch()
+        call_log.unwatch()

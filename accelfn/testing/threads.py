@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,21 +18,17 @@ from accelfn.context import (
     CallLog,
     Collectives,
     Context,
-    Departure,
     MessageBoard,
     Part,
     ReduceOp,
-    Threads,
     World,
     WorldIdentity,
-    as_error,
     chunk_bytes,
-    explain_departure,
     late_error,
+    news,
     publish,
 )
 from accelfn.context.failure import FAILURE, board_within
-from accelfn.context.peer_monitor import print_all_stacks
 from accelfn.errors import CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError
 from accelfn.testing.faults import RankDeath, announcing
 from accelfn.testing.following import ScheduledTurns
@@ -40,50 +36,41 @@ from accelfn.testing.part import Outcome, taking_part
 from accelfn.testing.turns import Turns
 
 
-class _Contribution(NamedTuple):
-    """What one rank contributes to a rendezvous."""
-
-    call: str  # must be equal on every rank
-    value: Any
-
-
 class Rendezvous:
-    """A barrier of ``size`` threads that exchanges values, checks calls and never hangs.
+    """A barrier of threads that exchanges values, checks calls and never hangs.
 
-    One rank runs at a time (:class:`Turns`). A rank that fails doesn't block the others.
+    One rank runs at a time (:class:`Turns`). A rank that fails doesn't block the others: what they raise is
+    what ranks of processes raise, by the same board.
 
     Ranks along a mesh axis use a part of the rendezvous, numbered from 0, with the same turns.
     """
 
     def __init__(self, turns: Turns, members: Sequence[int], parent: Rendezvous | None = None) -> None:
         """Create the rendezvous of a world whose ranks take ``turns``, or of ``members`` of ``parent``."""
-        self._size = len(members)
-        self._parent = parent
-        self._members = tuple(members)
-        self._turns = turns
+        self.turns = turns
+        self.members: tuple[int, ...] = tuple(members)
         self._round = 0
-        self._contributions: dict[int, _Contribution] = {}
-        self._completed: list[_Contribution] = []
-        self._departed: dict[int, str] = {}  # "returned", "died" or "failed"
-        self._notes: dict[str, str] = {}
+        self._contributions: dict[int, tuple[str, Any]] = {}  # by rank: its call, and a value
+        self._completed: list[tuple[str, Any]] = []
         self._parts: dict[tuple[int, tuple[int, ...]], Rendezvous] = {}
-        board = MessageBoard(post=self._post, post_once=self._post_once, read=self._read)
+        notes: dict[str, str] = {}
+
+        def post_once(key: str, text: str) -> str:
+            with turns.lock:
+                said = notes.setdefault(key, text)
+                if key == FAILURE:
+                    turns.wake(tuple(turns.waiting))
+                    if parent is None:  # a rank that failed along an axis keeps running in the world
+                        turns.fail(json.loads(text)["rank"])
+                return said
+
+        board = MessageBoard(post=notes.__setitem__, post_once=post_once, read=notes.get)
         self.board: MessageBoard = board if parent is None else board_within(board, parent.board)
 
     def part(self, number: int, members: Sequence[int]) -> Rendezvous:
         """Return the rendezvous of some ranks; the same object for the same ``number``."""
-        with self._turns.lock:
-            key = (number, tuple(members))
-            if key not in self._parts:
-                made = Rendezvous(self._turns, members, self)
-                for rank in self._departed.keys() & set(members):
-                    made._departed[made._members.index(rank)] = self._departed[rank]
-                self._parts[key] = made
-            return self._parts[key]
-
-    def threads(self, rank: int) -> Threads:
-        """Return the way in which a rank starts threads and waits."""
-        return self._turns.threads(self._members[rank])
+        with self.turns.lock:
+            return self._parts.setdefault((number, tuple(members)), Rendezvous(self.turns, members, self))
 
     def meet(self, rank: int, call: str, value: Any, call_log: CallLog) -> list[Any]:
         """Contribute ``value``, wait for all ranks, and return every contribution in rank order.
@@ -94,99 +81,67 @@ class Rendezvous:
             MissingRankError: A rank returned or died before its contribution.
             CollectiveTimeoutError: A rank did not arrive in time.
         """
-        with self._turns.lock:
+        with self.turns.lock:
+            self._check_absent(rank, call_log)
             number = self._round
-            self._contributions[rank] = _Contribution(call, value)
-            complete = len(self._contributions) == self._size
-            if complete:
+            self._contributions[rank] = call, value
+            is_complete = len(self._contributions) == len(self.members)
+            if is_complete:
                 # The next round can't complete before all ranks have read this one, so one slot is enough.
-                self._completed = [self._contributions[one] for one in range(self._size)]
+                self._completed = [self._contributions[one] for one in range(len(self.members))]
                 self._contributions = {}
                 self._round += 1
-                self._turns.wake(self._members)
+                self.turns.wake(self.members)
             else:
-                self._check_absent(rank, call_log)
-                self._turns.give_up(self._members[rank], call_log.patience_s)
-        if not complete:
+                self.turns.await_ranks(self.members[rank], call_log.patience_s)
+        if not is_complete:
             self._wait(rank, number, call_log)
-        calls = [one.call for one in self._completed]
+        calls = [call for call, _ in self._completed]
         expected = max(calls, key=calls.count)
         rows = [Disagreement(rank, "", expected, own) for rank, own in enumerate(calls) if own != expected]
         if rows:
             raise MismatchError(expected, rows)
-        return [one.value for one in self._completed]
-
-    def leave(self, rank: int, how: str) -> None:
-        """Mark ``rank`` as gone and let the others run."""
-        with self._turns.lock:
-            self._depart(rank, how)
-            self._turns.leave(rank, how)
-
-    def _depart(self, rank: int, how: str) -> None:
-        self._departed.setdefault(rank, how)
-        self._contributions.pop(rank, None)
-        # Ranks that wait can no longer succeed: each gets a turn to raise.
-        self._turns.wake(self._members[one] for one in self._contributions)
-        for (_, members), part in self._parts.items():
-            if rank in members:
-                part._depart(members.index(rank), how)
-
-    def _post(self, key: str, text: str) -> None:
-        with self._turns.lock:
-            self._notes[key] = text
-
-    def _post_once(self, key: str, text: str) -> str:
-        with self._turns.lock:
-            said = self._notes.setdefault(key, text)
-            if key == FAILURE:
-                rank = json.loads(text)["rank"]
-                self._depart(rank, "failed")
-                if self._parent is None:  # a rank that failed along an axis keeps running in the world
-                    self._turns.fail(rank)
-            return said
-
-    def _read(self, key: str) -> str | None:
-        with self._turns.lock:
-            return self._notes.get(key)
+        return [value for _, value in self._completed]
 
     def _wait(self, rank: int, number: int, call_log: CallLog) -> None:
         """Wait for the turn that comes when the round is complete or can't complete any more."""
-        member = self._members[rank]
-        if self._turns.await_turn(member, call_log.patience_s):
-            with self._turns.lock:
-                if self._round == number:
-                    self._check_absent(rank, call_log)
-            return
-        with self._turns.lock:
-            complete = self._round != number
-            missing = [one for one in range(self._size) if one not in self._contributions]
-            running = self._turns.running
-            if any(self._members[one] == running for one in missing):
-                # The other missing ranks only wait for their turn.
-                missing = [one for one in missing if self._members[one] == running]
-        if complete:  # just now: the turn follows
-            self._turns.await_turn(member, math.inf)
-            return
-        error = late_error(call_log, rank, call_log.patience_s, missing)
-        print_all_stacks(self.board, rank, self._size)
+        turns, member, patience_s = self.turns, self.members[rank], call_log.patience_s
+        while True:
+            is_in_time = turns.await_turn(member, patience_s)
+            with turns.lock:
+                is_woken = member not in turns.waiting
+                turns.waiting.discard(member)
+            if not is_woken:
+                break
+            if not is_in_time:  # woken just now: the turn follows
+                turns.await_turn(member, math.inf)
+            with turns.lock:
+                if self._round != number:
+                    return
+                self._check_absent(rank, call_log)
+                turns.await_ranks(member, patience_s)  # it was woken for what others wait for
+        with turns.lock:
+            missing = [one for one in range(len(self.members)) if one not in self._contributions]
+            # If one of them has the turn, the others only wait for it.
+            missing = [one for one in missing if self.members[one] == turns.running] or missing
+        error = late_error(call_log, rank, patience_s, missing)
+        call_log.await_watchdog()
         publish(self.board, call_log, rank, error)
         raise error
 
     def _check_absent(self, rank: int, call_log: CallLog) -> None:
-        gone = next((one for one in sorted(self._departed) if one not in self._contributions), None)
-        if gone is None:
-            return
-        text = self.board.read(FAILURE)
-        if text is not None:
-            raise as_error(text)
-        text = self._notes.get("end")
-        if text is not None:
-            raise explain_departure(Departure(*json.loads(text)), call_log, rank)
-        now = call_log.current
-        raise MissingRankError(
-            f"{now.operation}: rank {gone} {self._departed[gone]} while rank {rank} waits for it in call "
-            f"{now.number} at {now.site}. Every rank must call the same operations in the same order."
-        )
+        """Raise if a rank won't come."""
+        error = news(self.board, call_log, rank)
+        if error is not None:
+            raise error
+        gone = next((one for one, member in enumerate(self.members) if member in self.turns.left), None)
+        if gone is not None:
+            now = call_log.current
+            raise MissingRankError(
+                f"{now.operation}: rank {gone} {self.turns.left[self.members[gone]]} while rank {rank} waits "
+                f"for it in call {now.number} at {now.site}. Every rank must call the same operations in the "
+                "same order."
+            )
 
 
 T = TypeVar("T")
@@ -212,10 +167,10 @@ def run_in_memory(
         try:
             turns.enter(rank)
             world = memory_world(rank, size, num_nodes)
-            collectives = memory_collectives(rendezvous, rank, size, CallLog())
+            collectives = memory_collectives(rendezvous, rank)
             collectives = announcing(collectives, rank, size, turns.reach_of(rank))
             ctx = configure(Context(world=world, collectives=collectives))
-            with taking_part(ctx, whole_process=False):
+            with taking_part(ctx):
                 outcomes[rank] = Outcome(value=fn(ctx))
         except RankDeath:
             how = "died"
@@ -224,7 +179,7 @@ def run_in_memory(
             how = f"failed with {type(raised).__name__}"
             outcomes[rank] = Outcome(error=raised)
         finally:
-            rendezvous.leave(rank, how)
+            turns.leave(rank, how)
 
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"rank {rank} of {size}", daemon=True)
@@ -273,12 +228,14 @@ def memory_world(rank: int, size: int, num_nodes: int = 1, backend: str = "memor
     )
 
 
-def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: CallLog) -> Collectives:
-    """Implement the collectives by meetings of threads.
+def memory_collectives(rendezvous: Rendezvous, rank: int) -> Collectives:
+    """Implement the collectives of a rank by meetings of threads.
 
     Buffers that the caller keeps using are read between two meetings, so that no rank returns before all have
     read them.
     """
+    size, call_log = len(rendezvous.members), CallLog()
+    threads = rendezvous.turns.threads(rendezvous.members[rank])
 
     def meet(call: str, value: Any, read: Callable[[list[Any]], Any]) -> Any:
         result = read(rendezvous.meet(rank, call, value, call_log))
@@ -329,7 +286,15 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
 
     def split(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
         del timeout
-        return tuple(_part(rendezvous.part(next(numbers), members), rank, members) for members in groups)
+        places = [rendezvous.part(next(numbers), members) for members in groups]
+        return tuple(
+            Part(
+                memory_collectives(place, place.members.index(rank))
+                if len(place.members) > 1
+                else Collectives(threads=threads)
+            )
+            for place in places
+        )
 
     return Collectives(
         all_gather_bytes=all_gather_bytes,
@@ -343,13 +308,7 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
         barrier=barrier,
         split=split,
         chunk=chunk_bytes(size),
-        threads=rendezvous.threads(rank),
+        threads=threads,
         board=rendezvous.board,
         call_log=call_log,
     )
-
-
-def _part(place: Rendezvous, rank: int, members: Sequence[int]) -> Part:
-    if len(members) == 1:
-        return Part(Collectives(threads=place.threads(0)))
-    return Part(memory_collectives(place, list(members).index(rank), len(members), CallLog()))

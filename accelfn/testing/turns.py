@@ -37,6 +37,8 @@ class Turns:
         self.lock: threading.RLock = threading.RLock()
         self.may_run: set[int] = set(range(size))
         self.running: int | None = None  # None: the thread that opened the world
+        self.waiting: set[int] = set()  # ranks that wait for other ranks
+        self.left: dict[int, str] = {}  # how ranks have ended
         self._semaphores = [threading.Semaphore(0) for _ in range(size)]
         self._random: dict[int | None, tuple[torch.Tensor, Any]] = {}  # of the threads that wait
         self._threads: dict[int, int] = {}  # by the system's identifier
@@ -51,9 +53,16 @@ class Turns:
         self._threads[threading.get_ident()] = rank
         self._semaphores[rank].acquire()
 
+    def await_ranks(self, rank: int, patience_s: float) -> None:
+        """End the turn of a rank that waits for other ranks. Needs the lock."""
+        self.waiting.add(rank)
+        self.give_up(rank, patience_s)
+
     def wake(self, ranks: Iterable[int]) -> None:
-        """Let ranks that wait run again. Needs the lock."""
-        self.may_run.update(ranks)
+        """Let ranks that wait for others run again. Needs the lock."""
+        for rank in ranks:
+            self.waiting.discard(rank)
+            self._ready(rank)
 
     def give_up(self, rank: int, patience_s: float) -> None:
         """End the turn of a rank that waits until it is woken. Needs the lock."""
@@ -73,9 +82,12 @@ class Turns:
         self._end(rank)
 
     def leave(self, rank: int, how: str) -> None:
-        """End a rank. Needs the lock."""
-        del how
-        self._end(rank)
+        """End a rank, and let the others run."""
+        with self.lock:
+            self.left[rank] = how
+            self.waiting.discard(rank)
+            self.wake(tuple(self.waiting))  # they may wait in vain
+            self._finish(rank, how)
 
     def reach_of(self, rank: int) -> Reach | None:
         """Return how a rank announces its collectives; None if it doesn't need to."""
@@ -98,6 +110,13 @@ class Turns:
                 if self.running is None:
                     self._advance()
             self._semaphores[rank].acquire()
+
+    def _ready(self, thread: int) -> None:
+        self.may_run.add(thread)
+
+    def _finish(self, thread: int, how: str) -> None:
+        del how
+        self._end(thread)
 
     def _end(self, rank: int) -> None:
         self.may_run.discard(rank)

@@ -14,7 +14,6 @@ from accelfn.context.config.checks import (
     did_you_mean,
     settle,
     settle_fields,
-    settle_path,
     unchecked,
     wrong_type,
 )
@@ -84,7 +83,6 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        settle_path(self, "project_dir", "logging_dir")
         settle_fields(self)
         if self.logging_dir is None:
             settle(self, logging_dir=self.project_dir)
@@ -171,8 +169,9 @@ class Guard(Record):
             seconds. Default 5 minutes.
         long_timeout: The same for what may take long on one rank alone: ``main_process_first``, saving, and
             the first forward pass of a model. Never less than ``timeout``. Default 30 minutes.
-        watchdog: Whether every rank prints the Python stacks of all its threads before an operation is given
-            up. Costs one thread that sleeps. Default False.
+        watchdog: Whether a rank's process prints the stacks of all its threads on stderr when an operation of
+            the world takes its whole timeout, or no other has begun for that long: so do both the ranks that
+            wait and the one that they wait for. Costs a thread that sleeps. Default False.
         check_replicas_every: Steps of an optimizer between two checks that its parameters are equal on all
             ranks, bit by bit; ``None`` for none. Default None.
         check_gradients: Whether each step of an optimizer looks for gradients that are infinite or NaN
