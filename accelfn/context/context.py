@@ -48,10 +48,17 @@ def _no_axes() -> dict[tuple[str, ...], Context]:
 class Context(Config):
     """The identity of this process, its connections to other ranks, and its configuration.
 
-    Frozen: nothing in the library changes it. Two objects that it references do change, and all variants of a
-    context share them: the log of this rank's operations (``collectives.call_log``, with the messages between
-    ranks), and the save in the background (``world.background``). There is no other hidden state: training
-    changes the user's own objects, and functions take and return records.
+    Frozen: nothing in the library changes its fields. What changes behind them, variants of a context share:
+
+    - ``collectives.call_log``: the operations of this rank, the passes over data and the backward pass that
+      run, and the loaders that were prepared; ``collectives.board``: messages between ranks;
+    - ``world.background``: the save in the background, and the snapshots of an elastic run;
+    - the connections, which :func:`accelfn.close_context` ends: the process group, the one beside it
+      (``world.group_owner``), and those of the mesh, which also keeps torch's meshes once they are asked for.
+
+    A context itself keeps what :meth:`along` has returned. Of the process, ``init_context`` sets with several
+    ranks the current device, torch's process group with its ``sys.excepthook``, and an exit handler. There is
+    no other hidden state: training changes the user's own objects, and functions take and return records.
 
     Created by :func:`accelfn.init_context`, or directly in a test: ``Context()`` is one process on the CPU.
     Also a context manager, which calls :func:`accelfn.close_context` at its end.
@@ -190,10 +197,9 @@ class Context(Config):
         if wanted == plan.parts(*AXES):
             return self
         if wanted not in self._along:
-            world, collectives = World(device=self.device), Collectives()
+            world, collectives, mesh = World(device=self.device), Collectives(), None
             if self.mesh is not None:
-                world, collectives = self.mesh.part(wanted)
-            mesh = None if self.mesh is None else self.mesh.restrict(wanted)
+                world, collectives, mesh = self.mesh.along(wanted)
             self._along[wanted] = dataclasses.replace(self, world=world, collectives=collectives, mesh=mesh)
         return self._along[wanted]
 
@@ -432,8 +438,7 @@ def _leave(ctx: Context) -> None:
     if call_log.closed:
         return
     call_log.closed = True
-    if owned.end_watch is not None:
-        owned.end_watch()
+    call_log.unwatch()
     if owned.at_exit is not None:
         atexit.unregister(owned.at_exit)
     if ctx.world.size > 1:

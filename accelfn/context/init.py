@@ -24,7 +24,6 @@ from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
     Guard,
     InitProcessGroupKwargs,
-    Strategy,
     read_settings,
 )
 from accelfn.context.config.handlers import sort_handlers
@@ -38,15 +37,11 @@ from accelfn.context.device import (
     read_hardware,
 )
 from accelfn.context.environment import EnvironmentPlan, detect_environment
-from accelfn.context.failure import MessageBoard, announce_end, publish, store_board
+from accelfn.context.failure import announce_end, publish
 from accelfn.context.options import ContextOptions, apply_options, drop_none, merge_settings
-from accelfn.context.peer_monitor import start_watchdog
-from accelfn.context.process_group import (
-    make_gloo_group,
-    process_group_collectives,
-)
+from accelfn.context.process_group import process_group_collectives
 from accelfn.context.rendezvous import address_of, join_store
-from accelfn.context.world import GroupOwner, Owned, World, WorldIdentity
+from accelfn.context.world import Owned, World, WorldIdentity, numbers_of
 from accelfn.context.xla import is_xla_requested, read_xla_place, use_spmd
 from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
@@ -161,8 +156,11 @@ def _init(
         settings = dataclasses.replace(settings, downcast_bf16=False)  # the launcher has told XLA
     options = merge_settings(passed, settings)
     base = apply_options(Context(), options)  # raises for invalid options before anything is started
-    if is_xla:
-        _check_xla(base.strategy)
+    if is_xla and base.strategy.parallelism is not None:
+        raise NotAvailableError(
+            "parallelism_config arranges ranks in a mesh, which accelfn doesn't support on XLA's devices. "
+            "Leave it out; fsdp_plugin shards over all devices of a host."
+        )
     if settings.bypass_device_map:
         base = dataclasses.replace(base, strategy=dataclasses.replace(base.strategy, bypass_device_map=True))
     joining = sort_handlers(passed.get("kwargs_handlers")).get("process_group", InitProcessGroupKwargs())
@@ -171,42 +169,37 @@ def _init(
     timeout = joining.timeout or timedelta(seconds=base.guard.timeout_s)
     use_cpu = bool(options.get("cpu"))
     backend = None if use_cpu else load_sagemaker_backend(settings)
+    backend = joining.backend or backend
     hardware = read_hardware(_kind_of(device) if device is not None else "cpu" if use_cpu else None)
 
-    if group is not None or dist.is_initialized():
-        adopted = group if group is not None else dist.group.WORLD
-        if adopted is None:
-            raise ConfigurationError(
-                "torch.distributed is initialised but has no default group. Pass group=."
-            )
+    adopted = dist.group.WORLD if group is None else group
+    unset: list[str] = []
+    if adopted is None and is_xla and base.strategy.fsdp is not None:
+        use_spmd()
+    if adopted is not None:
         place = _plan_adopted(adopted)
-        base = with_window(base, place.size)
         _check_adopted_backend(adopted, joining)
-        plan = plan_device(place, hardware, cpu=use_cpu, device=device or _current_device(adopted, use_cpu))
-        check_precision(base.precision, plan.facts)
+        device = device or _current_device(adopted, use_cpu)
+        backend = None
+    elif meeting is not None:
+        place = meeting.place
+        kind = device or hardware.devices[0].type
+        if not use_cpu and device_type(_kind_of(kind)).numbering == "local_rank" and ":" not in kind:
+            device = f"{kind}:{meeting.device_index}"
+    else:
+        place = read_xla_place() if is_xla else detect_environment(environment)
+        if place.launcher == "env" and not joining.init_method:
+            unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    base = with_window(base, place.size)
+    plan = plan_device(place, hardware, cpu=use_cpu, device=device, backend=backend)
+    check_precision(base.precision, plan.facts)
+    if adopted is not None:
         world, collectives = _adopt(adopted, place, plan, timeout)
     else:
-        if is_xla and base.strategy.fsdp is not None:
-            use_spmd()
-        if meeting is None:
-            place = read_xla_place() if is_xla else detect_environment(environment)
-        else:
-            place = meeting.place
-            kind = device or hardware.devices[0].type
-            if not use_cpu and device_type(_kind_of(kind)).numbering == "local_rank" and ":" not in kind:
-                device = f"{kind}:{meeting.device_index}"
-        base = with_window(base, place.size)
-        plan = plan_device(place, hardware, cpu=use_cpu, device=device, backend=joining.backend or backend)
-        check_precision(base.precision, plan.facts)
         if place.local_size > 1:
             check_peers(plan, environment)
-        names = () if place.launcher != "env" or joining.init_method else ("MASTER_ADDR", "MASTER_PORT")
-        unset = [name for name in names if not environment.get(name)]
         patience = timeout if joining.timeout or not unset else min(timeout, _DEFAULT_ADDRESS_TIMEOUT)
-        if meeting is None:
-            world, collectives = _join(place, plan, joining.init_method, timeout, patience, unset)
-        else:
-            world, collectives = _join(place, plan, None, timeout, meeting.patience, (), meeting.store)
+        world, collectives = _join(place, plan, joining.init_method, timeout, patience, unset, meeting)
     joined = dataclasses.replace(
         base, world=_with_exit_hooks(world, collectives, base.guard), collectives=collectives
     )
@@ -221,25 +214,13 @@ def _kind_of(device: str) -> str:
     return device.partition(":")[0]
 
 
-def _check_xla(strategy: Strategy) -> None:
-    """Refuse what XLA's devices can't do.
-
-    Raises:
-        NotAvailableError: Ranks form a mesh.
-    """
-    if strategy.parallelism is not None:
-        raise NotAvailableError(
-            "parallelism_config arranges ranks in a mesh, which accelfn doesn't support on XLA's devices. "
-            "Leave it out; fsdp_plugin shards over all devices of a host."
-        )
-
-
 def _with_exit_hooks(world: World, collectives: Collectives, guard: Guard) -> World:
     """Return the world with hooks that notify the other ranks of this rank's end."""
     if world.size == 1 and not world.owned.group:
         return world
     board, call_log, rank = collectives.board, collectives.call_log, world.rank
-    end_watch = start_watchdog(board, rank, whole_process=True) if guard.watchdog and world.size > 1 else None
+    if guard.watchdog and world.size > 1:
+        call_log.watch(guard.timeout_s)
 
     def at_exit() -> None:
         # The exception that ended the program, if one did. An interactive session goes on after each.
@@ -247,14 +228,10 @@ def _with_exit_hooks(world: World, collectives: Collectives, guard: Guard) -> Wo
         if isinstance(error, BaseException) and not hasattr(sys, "ps1"):
             publish(board, call_log, rank, error)
         announce_end(board, call_log, rank)
-        if end_watch is not None:
-            end_watch()
 
     if world.size > 1:
         atexit.register(at_exit)
-    owned = dataclasses.replace(
-        world.owned, opened=True, at_exit=at_exit if world.size > 1 else None, end_watch=end_watch
-    )
+    owned = dataclasses.replace(world.owned, opened=True, at_exit=at_exit if world.size > 1 else None)
     return dataclasses.replace(world, owned=owned)
 
 
@@ -265,12 +242,12 @@ def _join(
     timeout: timedelta,
     patience: timedelta,
     unset: Sequence[str],
-    store: Store | None = None,
+    meeting: Meeting | None,
 ) -> tuple[World, Collectives]:
     """Join the other ranks.
 
-    ``unset`` lists the variables of the address that aren't set. With ``store``, all ranks are there already,
-    and connect within ``patience``.
+    ``unset`` lists the variables of the address that aren't set. The ranks of a meeting are there already,
+    and connect within its patience.
     """
     # Scripts for torchrun may rely on a process group even in a world of one.
     if place.size == 1 and place.launcher != "torchrun":
@@ -282,15 +259,15 @@ def _join(
     if is_bound:
         previous = torch.device(plan.device.type, torch.accelerator.current_device_index())
         torch.accelerator.set_device_index(plan.device)
+    connecting = timeout if meeting is None else meeting.patience
     try:
-        has_met = store is not None
-        store = store or join_store(place, timeout, patience, init_method)
+        store = join_store(place, timeout, patience, init_method) if meeting is None else meeting.store
         dist.init_process_group(
             plan.backend,
             store=store,
             rank=place.rank,
             world_size=place.size,
-            timeout=patience if has_met else timeout,
+            timeout=connecting,
             device_id=plan.device if is_bound else None,
         )
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
@@ -306,16 +283,15 @@ def _join(
         group=True,
         previous_device=previous,
         excepthooks=(hook, sys.excepthook),
-        hosts_store=not has_met
+        hosts_store=meeting is None
         and place.rank == 0
         and place.launcher != "torchrun"
         and method.startswith(("tcp:", "env:", "xla:")),
     )
     world = _world(place, plan, plan.backend, group, owned)
     try:
-        connecting = patience if has_met else timeout
-        connected = _connect(world, place, PrefixStore("accelfn", store), store_board(store), connecting)
-        if has_met:
+        connected = _connect(world, place, PrefixStore("accelfn", store), connecting)
+        if meeting is not None:
             cast("Any", dist.distributed_c10d)._set_pg_timeout(timeout, group)
         return connected
     except BaseException:
@@ -350,7 +326,7 @@ def _adopt(
             "Start the world with init_context, or with a backend that has one (gloo, nccl)."
         ) from error
     try:
-        return _connect(world, place, store, store_board(store), timeout)
+        return _connect(world, place, store, timeout)
     except RuntimeError as error:
         if isinstance(error, DistributedError):
             raise
@@ -361,23 +337,16 @@ def _adopt(
 
 
 def _connect(
-    world: World, place: EnvironmentPlan, store: Store, board: MessageBoard, timeout: timedelta
+    world: World, place: EnvironmentPlan, store: Store, timeout: timedelta
 ) -> tuple[World, Collectives]:
     """Connect to the other ranks, and exchange the nodes' identities if they aren't known."""
     group = world.group
     assert group is not None
-    # Not with dist.new_group, which names groups by their ranks: the next context's would collide.
-    control = make_gloo_group(PrefixStore("side", store), place.rank, place.size, timeout)
-    collectives = process_group_collectives(
-        group,
-        place.rank,
-        place.size,
-        control=control,
-        board=board,
-        one_machine=place.num_nodes == 1 or not place.nodes_known,
-        store=PrefixStore("parts", store),
+    may_share = place.num_nodes == 1 or not place.nodes_known
+    collectives, _, owner = process_group_collectives(
+        group, place.rank, place.size, store=store, timeout=timeout, one_machine=may_share
     )
-    world = dataclasses.replace(world, group_owner=GroupOwner(control))
+    world = dataclasses.replace(world, group_owner=owner)
     if not place.nodes_known and place.size > 1:
         collectives.call_log.begin("init_context", call_site(), None, timeout.total_seconds())
         world = _with_nodes(world, collectives)
@@ -461,9 +430,8 @@ def _world(
     group: dist.ProcessGroup | None,
     owned: Owned,
 ) -> World:
-    names = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
     return World(
-        **{name: getattr(place, name) for name in names},
+        **numbers_of(place),
         device=plan.device,
         backend=backend,
         group_ref=None if group is None else weakref.ref(group),

@@ -6,7 +6,7 @@ The plan is pure; :func:`build_mesh` creates its groups once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accelfn.context.collectives import Collectives, Part, disconnected
-from accelfn.context.config import ParallelismConfig
+from accelfn.context.config.parallelism import AXES, ParallelismConfig
 from accelfn.context.failure import announce_end
 from accelfn.context.process_group import is_registered
 from accelfn.context.world import World, WorldIdentity
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "dp": ("dp_replicate", "dp_shard"),
@@ -93,7 +92,10 @@ class MeshPlan(NamedTuple):
         Raises:
             ConfigurationError: No axis has that name, or the mesh doesn't have that rank.
         """
-        self._check_rank(rank)
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigurationError(
+                f"a mesh of {self.num_ranks} ranks has ranks 0 to {self.num_ranks - 1}, got {rank}."
+            )
         sizes, selected = self._sizes(), _expand(axes)
         result, stride = 0, 1
         for name in reversed(_PARTS):
@@ -109,16 +111,9 @@ class MeshPlan(NamedTuple):
         Raises:
             ConfigurationError: As :meth:`coordinate`.
         """
-        self._check_rank(rank)
-        sizes, selected = self._sizes(), _expand(axes)
-        members, stride, remainder = [0], 1, rank
-        for name in reversed(_PARTS):
-            size = sizes[name]
-            remainder, coordinate = divmod(remainder, size)
-            coordinates = range(size) if name in selected else (coordinate,)
-            members = [coordinate * stride + member for coordinate in coordinates for member in members]
-            stride *= size
-        return tuple(members)
+        offsets = self._offsets(axes, self.num_ranks)
+        first = rank - offsets[self.coordinate(rank, *axes)]
+        return tuple(first + offset for offset in offsets)
 
     def count_near(self, num_near: int, *axes: str) -> int:
         """Return how many ranks of rank 0's group along ``axes`` are among the first ``num_near`` ranks.
@@ -130,14 +125,7 @@ class MeshPlan(NamedTuple):
         >>> plan.count_near(8, "tp"), plan.count_near(8, "dp_shard")
         (4, 2)
         """
-        sizes, selected = self._sizes(), _expand(axes)
-        members, stride = [0], 1
-        for name in reversed(_PARTS):
-            if name in selected:
-                most = min(sizes[name], -(-num_near // stride))
-                members = [place * stride + member for place in range(most) for member in members]
-            stride *= sizes[name]
-        return sum(member < num_near for member in members)
+        return sum(offset < num_near for offset in self._offsets(axes, num_near))
 
     def active(self, *axes: str) -> tuple[str, ...]:
         """List the axes of more than one rank among ``axes`` (by default all), outermost first.
@@ -175,11 +163,16 @@ class MeshPlan(NamedTuple):
             zip(_PARTS, (pp, replicate, shard // self.ep_size, self.ep_size, cp, sp, tp), strict=True)
         )
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.num_ranks:
-            raise ConfigurationError(
-                f"a mesh of {self.num_ranks} ranks has ranks 0 to {self.num_ranks - 1}, got {rank}."
-            )
+    def _offsets(self, axes: Sequence[str], below: int) -> list[int]:
+        """Return the ranks of rank 0's group along ``axes``, at least all those ``below`` a rank."""
+        sizes, selected = self._sizes(), _expand(axes)
+        members, stride = [0], 1
+        for name in reversed(_PARTS):
+            if name in selected:
+                most = min(sizes[name], -(-below // stride))
+                members = [place * stride + member for place in range(most) for member in members]
+            stride *= sizes[name]
+        return members
 
     def __str__(self) -> str:
         """Draw the mesh: a row for each coordinate of the outer axes, a column for each of the innermost."""
@@ -213,7 +206,7 @@ class MeshPlan(NamedTuple):
             + (
                 "each rank reads its own."
                 if batches == self.num_ranks
-                else f"ranks {_sharing_ranks(self)} share one."
+                else f"ranks {_list_ranks(self.group(0, 'pp', 'cp', 'sp', 'tp'))} share one."
             )
         )
         return "\n".join(line.rstrip() for line in lines)
@@ -239,10 +232,6 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 def _describe_group(ranks: Sequence[int]) -> str:
     return f"Group of rank 0: {_list_ranks(ranks)}."
-
-
-def _sharing_ranks(plan: MeshPlan) -> str:
-    return _list_ranks(plan.group(0, "pp", "cp", "sp", "tp"))
 
 
 def _expand(axes: Sequence[str]) -> frozenset[str]:
@@ -379,14 +368,14 @@ class Mesh:
         assert group is not None
         return group
 
-    def part(self, axes: tuple[str, ...]) -> tuple[World, Collectives]:
-        """Return the ranks along ``axes``, in the form of :meth:`MeshPlan.parts`, as a world."""
-        world, part = self._groups.parts[axes]
-        return world, part.collectives
+    def groups(self) -> list[dist.ProcessGroup | None]:
+        """Return the groups along axes that torch knows."""
+        return [world.group for world, _ in self._groups.parts.values()]
 
-    def restrict(self, axes: tuple[str, ...]) -> Mesh:
-        """Return the mesh of the ranks along ``axes``."""
-        return Mesh(self.plan.restrict(*axes), self._groups)
+    def along(self, axes: tuple[str, ...]) -> tuple[World, Collectives, Mesh]:
+        """Return the ranks along ``axes``, in the form of :meth:`MeshPlan.parts`, as a world with a mesh."""
+        world, part = self._groups.parts[axes]
+        return world, part.collectives, Mesh(self.plan.restrict(*axes), self._groups)
 
     def leave(self, *, announce: bool) -> None:
         """Release all groups, and with ``announce`` notify the other ranks."""
@@ -442,7 +431,8 @@ def build_mesh(
         )
     if adopted is not None:
         _check_adopted(adopted, world)
-    keys = list(_proper_subsets(plan.parts(*AXES)))
+    names = plan.parts(*AXES)
+    keys = [key for count in range(len(names)) for key in itertools.combinations(names, count)]
     members = [plan.group(world.rank, *key) for key in keys]
     parts = collectives.split(members, timeout)
     nodes = _nodes(world, collectives)
@@ -467,11 +457,6 @@ def _check_adopted(mesh: DeviceMesh, world: World) -> None:
             f"context has ranks {_list_ranks(expected)} on {kind!r}. Create it with "
             f"init_device_mesh({kind!r}, config.mesh_shape, mesh_dim_names=config.mesh_dim_names)."
         )
-
-
-def _proper_subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    for count in range(len(names)):
-        yield from itertools.combinations(names, count)
 
 
 def _nodes(world: World, collectives: Collectives) -> list[int]:

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -74,13 +74,16 @@ def process_group_collectives(
     rank: int,
     size: int,
     *,
-    control: dist.ProcessGroup | None = None,
-    board: MessageBoard | None = None,
-    call_log: CallLog | None = None,
+    store: Store,
+    timeout: timedelta,
     one_machine: bool = True,
-    store: Store | None = None,
-) -> Collectives:
-    """Return collectives over ``group``.
+    within: MessageBoard | None = None,
+) -> Part:
+    """Return the communication over ``group``, and over a gloo group beside it.
+
+    That one carries ``all_gather_bytes``, and CPU tensors if ``group`` can't, so that agreement isn't
+    affected by what else the program sends through ``group``. It isn't registered with torch, and ends with
+    the part's ``group_owner``.
 
     Ranks: every rank of the group.
 
@@ -88,21 +91,22 @@ def process_group_collectives(
         group: Carries the tensors; the caller keeps it alive.
         rank: This rank in the group.
         size: Number of ranks in the group.
-        control: A gloo group of the same ranks, which carries ``all_gather_bytes``, and CPU tensors if
-            ``group`` can't; ``group`` itself when None. A separate group isn't affected by what else the
-            program sends through ``group``.
-        board: Of the world.
-        call_log: Of this rank; a new one when None.
+        store: Of these ranks alone, for their board, their rendezvous and that of parts of them.
+        timeout: How long ranks wait here for each other.
         one_machine: The ranks may all be on one machine. If they are, they use shared memory.
-        store: Rendezvous of parts of the world, see ``Collectives.split``; nothing else may use it. None if
-            the world isn't split.
+        within: The board of the world that these ranks are a part of; None if they are a world.
     """
-    board, call_log = board or MessageBoard(), call_log or CallLog()
+    call_log, board = CallLog(), store_board(store)
+    if within is not None:
+        board = board_within(board, within)
+    # Not with dist.new_group, which names groups by their ranks: the next context's would collide.
+    control = make_gloo_group(PrefixStore("side", store), rank, size, timeout)
+    owner = GroupOwner(control)
     # Weak: a context that outlives its group, or stays in a traceback, must not keep its connections open.
-    references = (weakref.ref(group), weakref.ref(control or group))
+    references = (weakref.ref(group), weakref.ref(control))
     group = cast("dist.ProcessGroup", weakref.proxy(group))
-    control_group = group if control is None else cast("dist.ProcessGroup", weakref.proxy(control))
-    carries_cpu = control is None or carries_cpu_tensors(group)
+    control = cast("dist.ProcessGroup", weakref.proxy(control))
+    carries_cpu = carries_cpu_tensors(group)
     shared: SharedRows | None = None
 
     def has_ended(other: int) -> bool:
@@ -131,9 +135,9 @@ def process_group_collectives(
                 _leak(references)
             raise
 
-    by_socket = _exchange_by_socket(control_group, rank, size, chunk, monitor, finish, references)
+    by_socket = _exchange_by_socket(control, rank, size, chunk, monitor, finish, references)
     start_all_gather_bytes = by_socket
-    if one_machine and control is not None and size > 1:
+    if one_machine and size > 1:
         most = chunk_bytes(size, _MAX_SHARED_BYTES)
         shared = share_rows(lambda message: by_socket(message).finish(), rank, size, most)
         if shared is not None:
@@ -143,28 +147,27 @@ def process_group_collectives(
     def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return start_all_gather_bytes(message).finish()
 
-    def carrier(buffer: torch.Tensor) -> dist.ProcessGroup:
-        return control_group if buffer.device.type == "cpu" and not carries_cpu else group
+    def run(operation: str, device: torch.device, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
+        carrier = control if device.type == "cpu" and not carries_cpu else group
+        with _translate_errors(operation, monitor):
+            finish(start(carrier), device)
 
+    # dist.all_gather_into_tensor is deprecated in torch 2.13, and its successor missing in 2.11.
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
-        output = buffer.new_empty(size * buffer.numel())
-        with _translate_errors("all_gather", monitor):
-            # dist.all_gather_into_tensor is deprecated in torch 2.13, and its successor missing in 2.11.
-            work = carrier(buffer)._allgather_base(output, buffer, bindings.AllgatherOptions())
-            finish(work, buffer.device)
+        output, options = buffer.new_empty(size * buffer.numel()), bindings.AllgatherOptions()
+        run("all_gather", buffer.device, lambda group: group._allgather_base(output, buffer, options))
         return output
 
     def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
         options = bindings.AllreduceOptions()
-        options.reduceOp = _reduce_op(op)
-        with _translate_errors("all_reduce", monitor):
-            finish(carrier(buffer).allreduce([buffer], options), buffer.device)
+        options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, op.upper()))
+        run("all_reduce", buffer.device, lambda group: group.allreduce([buffer], options))
 
     def reduce_scatter(buffer: torch.Tensor) -> torch.Tensor:
-        output = buffer.new_empty(buffer.numel() // size)
-        with _translate_errors("reduce_scatter", monitor):
-            work = carrier(buffer)._reduce_scatter_base(output, buffer, bindings.ReduceScatterOptions())
-            finish(work, buffer.device)
+        output, options = buffer.new_empty(buffer.numel() // size), bindings.ReduceScatterOptions()
+        run(
+            "reduce_scatter", buffer.device, lambda group: group._reduce_scatter_base(output, buffer, options)
+        )
         return output
 
     def broadcast(buffer: torch.Tensor, source: int) -> None:
@@ -173,8 +176,7 @@ def process_group_collectives(
             return
         options = bindings.BroadcastOptions()
         options.rootRank = source
-        with _translate_errors("broadcast", monitor):
-            finish(carrier(buffer).broadcast([buffer], options), buffer.device)
+        run("broadcast", buffer.device, lambda group: group.broadcast([buffer], options))
 
     def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
         if shared is not None and output.device.type == "cpu":
@@ -188,14 +190,11 @@ def process_group_collectives(
         options = bindings.ScatterOptions()
         options.rootRank = source
         parts = [list(buffer.view(size, -1).unbind())] if buffer is not None and rank == source else []
-        with _translate_errors("scatter", monitor):
-            finish(carrier(output).scatter([output], parts, options), output.device)
+        run("scatter", output.device, lambda group: group.scatter([output], parts, options))
 
     def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
-        output = torch.empty_like(buffer)
-        with _translate_errors("all_to_all", monitor):
-            work = carrier(buffer).alltoall_base(output, buffer, [], [], bindings.AllToAllOptions())
-            finish(work, buffer.device)
+        output, options = torch.empty_like(buffer), bindings.AllToAllOptions()
+        run("all_to_all", buffer.device, lambda group: group.alltoall_base(output, buffer, [], [], options))
         return output
 
     def permute(outgoing: torch.Tensor, incoming: torch.Tensor, to: int, source: int) -> None:
@@ -207,8 +206,11 @@ def process_group_collectives(
         # Not with send and recv: if one of them times out, gloo closes all connections of the group.
         sizes_out = [outgoing.numel() if other == to else 0 for other in range(size)]
         sizes_in = [incoming.numel() if other == source else 0 for other in range(size)]
-        with _translate_errors("permute", monitor):
-            finish(carrier(outgoing).alltoall_base(incoming, outgoing, sizes_in, sizes_out), outgoing.device)
+        run(
+            "permute",
+            outgoing.device,
+            lambda group: group.alltoall_base(incoming, outgoing, sizes_in, sizes_out),
+        )
 
     def finish_for_torch(work: dist.Work, device: torch.device) -> None:
         with _translate_errors(call_log.current.operation, monitor):
@@ -221,7 +223,7 @@ def process_group_collectives(
     numbers = itertools.count()
 
     def split(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
-        if store is None:
+        if within is not None:
             raise NotAvailableError(
                 "the context of a part of the mesh can't be split: use the axes of the context of the world."
             )
@@ -231,27 +233,25 @@ def process_group_collectives(
         level_group_counts(all_gather_bytes)
         parts: list[Part] = []
         for members in groups:
-            part_rank, count = list(members).index(rank), len(members)
             part_store = PrefixStore(f"split/{next(numbers)}/{members[0]}", store)
             group = make_group_within(world_group, members, timeout)
-            reference = weakref.ref(group)
-            if count == 1:
-                parts.append(Part(Collectives(), reference))
+            if len(members) == 1:
+                parts.append(Part(Collectives(), weakref.ref(group)))
                 continue
-            gloo = make_gloo_group(PrefixStore("side", part_store), part_rank, count, timeout)
-            collectives = process_group_collectives(
+            part = process_group_collectives(
                 group,
-                part_rank,
-                count,
-                control=gloo,
-                board=board_within(store_board(part_store), board),
+                list(members).index(rank),
+                len(members),
+                store=part_store,
+                timeout=timeout,
                 one_machine=one_machine,
+                within=board,
             )
-            parts.append(Part(collectives, reference, GroupOwner(gloo)))
+            parts.append(part)
         barrier()  # no rank may exit while others still connect to it
         return tuple(parts)
 
-    return Collectives(
+    collectives = Collectives(
         all_gather_bytes=all_gather_bytes,
         start_all_gather_bytes=start_all_gather_bytes,
         all_gather=all_gather,
@@ -270,6 +270,7 @@ def process_group_collectives(
         board=board,
         call_log=call_log,
     )
+    return Part(collectives, references[0], owner)
 
 
 def _exchange_by_socket(
@@ -415,8 +416,8 @@ def _leak(references: tuple[weakref.ref[dist.ProcessGroup], ...]) -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def close_gloo_connections() -> None:
-    """Close the connections of all of torch's groups that use gloo, even if torch keeps the groups alive.
+def close_gloo_connections(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Close the connections of groups that use gloo, even if torch keeps the groups alive.
 
     torch's caches for sharded tensors keep destroyed groups, so that ranks which wait in one would not notice
     that this rank has left. gloo offers no call for it, but it closes all connections of a group in which an
@@ -424,16 +425,14 @@ def close_gloo_connections() -> None:
 
     Ranks: local. Operations of other ranks in these groups end with an error.
     """
-    for group in [*cast("Any", dist).distributed_c10d._world.pg_map]:
-        with contextlib.suppress(RuntimeError):  # no backend for the CPU
-            if isinstance(group._get_backend(_CPU), cast("Any", bindings).ProcessGroupGloo):
-                for other in {*range(group.size())} - {group.rank()}:
-                    _let_time_out(group, other)
-
-
-def _let_time_out(group: Any, other: int) -> None:
-    with contextlib.suppress(RuntimeError):  # it times out, or the connection is closed
-        group.recv([torch.empty(1, device="cpu")], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    for group in groups:
+        if group is None or not (is_registered(group) and carries_cpu_tensors(group)):
+            continue
+        if isinstance(group._get_backend(_CPU), cast("Any", bindings).ProcessGroupGloo):
+            for other in {*range(group.size())} - {group.rank()}:
+                with contextlib.suppress(RuntimeError):  # it times out, or the connection is closed
+                    message = torch.empty(1, device="cpu")
+                    group.recv([message], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 @contextmanager
@@ -471,13 +470,3 @@ def _translate(error: Exception, monitor: PeerMonitor) -> Exception:
     if "onnection" in text or "peer" in text:
         return monitor.explain_loss(f"The backend reported: {text}")
     return error
-
-
-def _reduce_op(op: ReduceOp) -> dist.ReduceOp:
-    match op:
-        case "sum":
-            return dist.ReduceOp(dist.ReduceOp.SUM)
-        case "max":
-            return dist.ReduceOp(dist.ReduceOp.MAX)
-        case "min":
-            return dist.ReduceOp(dist.ReduceOp.MIN)

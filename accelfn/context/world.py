@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,6 @@ class Owned:
         opened: Whether ``init_context`` opened this world, so that closing it is announced to other ranks.
         hosts_store: Whether this process hosts the world's key-value store.
         at_exit: Notifies the other ranks if the program ends without closing.
-        end_watch: Ends the watchdog's thread.
     """
 
     group: bool = False
@@ -95,19 +94,18 @@ class Owned:
     opened: bool = False
     hosts_store: bool = False
     at_exit: Callable[[], None] | None = None
-    end_watch: Callable[[], None] | None = None
 
 
-def _from_numbers(*numbers: int) -> World:
-    rank, size, local_rank, local_size, node_rank, num_nodes = numbers
-    return World(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-    )
+_NUMBERS = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
+
+
+def numbers_of(place: object) -> dict[str, Any]:
+    """Return where a rank stands, from what has these numbers: a world, or an environment's plan."""
+    return {name: getattr(place, name) for name in _NUMBERS}
+
+
+def _from_numbers(numbers: dict[str, Any]) -> World:
+    return World(**numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +154,6 @@ class World:
         """Check that the ranks and nodes are consistent."""
         check_place(self)
 
-    def __reduce__(self) -> tuple[Callable[..., World], tuple[int, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., World], tuple[dict[str, Any]]]:
         """Pickle the numbers: a copy in another process is on the CPU, and has no group."""
-        numbers = self.rank, self.size, self.local_rank, self.local_size, self.node_rank, self.num_nodes
-        return _from_numbers, numbers
+        return _from_numbers, (numbers_of(self),)

@@ -349,7 +349,7 @@ class _Process(Generic[S, T]):
             yield ctx
         except Exception as error:
             publish(ctx.collectives.board, ctx.collectives.call_log, ctx.rank, error)
-            close_gloo_connections()
+            close_gloo_connections([ctx.world.group, *(() if ctx.mesh is None else ctx.mesh.groups())])
             hidden = (Exception,)  # of a background save that could not be completed
             raise
         finally:

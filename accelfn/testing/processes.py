@@ -21,16 +21,15 @@ import threading
 import time
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed re-exports it untyped
 
-from accelfn.context import Context, process_group_collectives, store_board, text_of
+from accelfn.context import Context, process_group_collectives, text_of
 from accelfn.context.rendezvous import serve_store
 from accelfn.errors import (
     CollectiveTimeoutError,
@@ -56,8 +55,6 @@ _DUMP_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "p
 _DUMP_TIMEOUT_S = 1.0
 # Time for a new process to multiply its first matrices, which takes milliseconds: for each attempt.
 _START_TIMEOUTS_S = (1.0, 2.0, 4.0, 8.0, 16.0)
-# The guard has its own timeout.
-_NO_TIMEOUT = timedelta(days=30)
 
 
 def run_on_processes(
@@ -262,25 +259,23 @@ def _run_rank(
         )
         group = dist.group.WORLD
         assert group is not None
-        control = cast(Callable[..., dist.ProcessGroup], dist.new_group)(backend="gloo", timeout=_NO_TIMEOUT)  # pyright: ignore[reportUnknownMemberType]
-        collectives = process_group_collectives(
+        collectives, reference, owner = process_group_collectives(
             group,
             rank,
             size,
-            control=control,
-            board=store_board(store),
+            store=PrefixStore("accelfn", store),
+            timeout=timedelta(seconds=seconds),
             one_machine=num_nodes == 1,
-            store=PrefixStore("accelfn/parts", store),
         )
+        del group  # only torch may own it
         collectives.barrier()  # no rank may end while others still connect to it
         world = memory_world(rank, size, num_nodes, "gloo")
         ctx = Context(
-            world=dataclasses.replace(world, group_ref=weakref.ref(group)),
+            world=dataclasses.replace(world, group_ref=reference, group_owner=owner),
             collectives=announcing(collectives, rank, size, reach_without_schedule(rank, faults, _die)),
         )
-        del group, control  # only torch may own them
         ctx = configure(ctx)
-        with taking_part(ctx, whole_process=True):
+        with taking_part(ctx):
             report = (fn(ctx), None, "")
         message = _pack(report)
     except BaseException as error:  # noqa: BLE001 -- reported to the parent

@@ -126,16 +126,19 @@ def test_a_rank_that_closes_its_connections_and_keeps_its_groups_ends_the_operat
     def run(ctx: Context) -> None:
         board = ctx.collectives.board
         group: Any = dist.new_group()  # pyright: ignore[reportUnknownMemberType]
+        received = torch.zeros(1)
         if ctx.rank == 0:
-            close_gloo_connections()
+            close_gloo_connections([ctx.world.group, None])
             end = time.monotonic() + 20
             while board.read("ended") is None:
                 assert time.monotonic() < end, "the other rank still waits"
                 time.sleep(0.01)
+            dist.send(torch.ones(1), group_dst=1, group=group)
         else:
-            for closed in (dist.group.WORLD, group):
-                with pytest.raises(RuntimeError, match="gloo"):
-                    dist.recv(torch.empty(1), group_src=0, group=closed)
+            with pytest.raises(RuntimeError, match="gloo"):
+                dist.recv(received, group_src=0)
             board.post("ended", "yes")
+            dist.recv(received, group_src=0, group=group)  # which is the program's own
+            assert received == 1
 
     run_ranks(run, 2, on="processes")
