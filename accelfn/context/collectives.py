@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -141,31 +141,27 @@ class Collectives:
     call_log: CallLog = field(default_factory=CallLog, compare=False)
 
 
-def _refuse(*arguments: object) -> NoReturn:
-    del arguments
-    raise NotAvailableError(
-        "this context is a copy that was pickled, such as for a worker of a loader: it has the rank and the "
-        "number of ranks, but no connection to the other ranks. Communicate in the process of the rank, and "
-        "pass on what you get."
-    )
+def refusing(why: str) -> Collectives:
+    """Return the communication of a context that has none, which raises :class:`NotAvailableError`."""
+
+    def refuse(*arguments: object) -> NoReturn:
+        del arguments
+        raise NotAvailableError(why)
+
+    calls: dict[str, Any] = {item.name: refuse for item in fields(Collectives) if callable(item.default)}
+    for name in ("translate_error", "lost_rank"):  # which don't communicate
+        del calls[name]
+    return Collectives(**calls)
 
 
 def disconnected(size: int) -> Collectives:
     """Return the communication of a pickled context of ``size`` ranks: refused if there are others."""
     if size == 1:
         return Collectives()
-    return Collectives(
-        all_gather_bytes=_refuse,
-        all_gather=_refuse,
-        all_reduce=_refuse,
-        reduce_scatter=_refuse,
-        broadcast=_refuse,
-        scatter=_refuse,
-        all_to_all=_refuse,
-        permute=_refuse,
-        barrier=_refuse,
-        finish=_refuse,
-        split=_refuse,
+    return refusing(
+        "this context is a copy that was pickled, such as for a worker of a loader: it has the rank and the "
+        "number of ranks, but no connection to the other ranks. Communicate in the process of the rank, and "
+        "pass on what you get."
     )
 
 

@@ -83,9 +83,7 @@ def read_hardware(wanted: str | None = None) -> Hardware:
         MissingExtraError: The package of ``wanted`` isn't installed, or can't be loaded.
     """
     if wanted == "xla":
-        read = read_xla()
-        facts = DeviceFacts(type="xla", backend=read.name, precisions=read.precisions)
-        return _hardware(facts)
+        return _hardware(DeviceFacts(type="xla", backend="xla", precisions=read_xla()))
     if wanted is not None or not torch.accelerator.is_available():
         _import_vendors(wanted)
     # The accelerator of this build: cuda (ROCm too), xpu, mps, mtia, or a vendor's.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn, cast
+from typing import cast
 
 from typing_extensions import Unpack
 
-from accelfn.context.collectives import Collectives, Part
+from accelfn.context.collectives import Collectives, Part, refusing
 from accelfn.context.context import Context, with_mesh, with_window
 from accelfn.context.options import ContextOptions, apply_options
 from accelfn.context.world import World, WorldIdentity
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
 
 
 def plan_context(num_processes: int, **options: Unpack[ContextOptions]) -> Context:
@@ -50,24 +50,17 @@ def plan_context(num_processes: int, **options: Unpack[ContextOptions]) -> Conte
 
 
 def _unavailable_collectives() -> Collectives:
-    """Return collectives that raise instead of communicating."""
-    calls: dict[str, Any] = {
-        item.name: _raise_unavailable for item in fields(Collectives) if callable(item.default)
-    }
-    for name in ("translate_error", "lost_rank"):  # which don't communicate
-        del calls[name]
-    calls["split"] = _split_unavailable
-    return Collectives(**calls)
+    """Return collectives that raise instead of communicating, also along axes."""
 
+    def split(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
+        del timeout
+        return tuple(Part(unavailable if len(group) > 1 else Collectives()) for group in groups)
 
-def _split_unavailable(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
-    del timeout
-    return tuple(Part(_unavailable_collectives() if len(group) > 1 else Collectives()) for group in groups)
-
-
-def _raise_unavailable(*args: object) -> NoReturn:
-    del args
-    raise NotAvailableError(
-        "this context is from plan_context, whose ranks don't exist, so it can't communicate. Use the "
-        "context of init_context in a program that accelfn launch starts."
+    unavailable = replace(
+        refusing(
+            "this context is from plan_context, whose ranks don't exist, so it can't communicate. Use the "
+            "context of init_context in a program that accelfn launch starts."
+        ),
+        split=split,
     )
+    return unavailable

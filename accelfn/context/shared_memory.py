@@ -68,7 +68,8 @@ def share_rows(exchange: Exchange, rank: int, size: int, chunk: int) -> SharedRo
     path, descriptor = "", -1
     if rank == 0 and _is_possible():
         with contextlib.suppress(OSError):
-            descriptor, path = tempfile.mkstemp(prefix="accelfn-", dir=_folder())
+            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # None: for temporary files
+            descriptor, path = tempfile.mkstemp(prefix="accelfn-", dir=folder)
             _reserve(descriptor, _bytes(size, chunk))
             os.pwrite(descriptor, nonce, 0)
     try:
@@ -76,7 +77,7 @@ def share_rows(exchange: Exchange, rank: int, size: int, chunk: int) -> SharedRo
         if len(message) > _ANSWER_BYTES:  # the path is too long
             message = json.dumps(["", ""]).encode()
         received = exchange(_tensor(message.ljust(_ANSWER_BYTES)))[0][:_ANSWER_BYTES]
-        path, nonce_text = json.loads(bytes(_as_list(received)))
+        path, nonce_text = json.loads(bytes(received.tolist()))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         if rank != 0 and path and _is_possible():
             with contextlib.suppress(OSError):
                 descriptor = os.open(path, os.O_RDWR)
@@ -102,10 +103,6 @@ def _is_possible() -> bool:
     return sys.platform != "win32" and platform.machine().lower() in ("x86_64", "amd64")
 
 
-def _folder() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # else the default temporary folder
-
-
 def _reserve(descriptor: int, num_bytes: int) -> None:
     """Allocate the file: too little memory raises here, instead of killing the process by SIGBUS later."""
     if sys.platform == "linux":
@@ -120,10 +117,6 @@ def _bytes(size: int, chunk: int) -> int:
 
 def _tensor(message: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
-
-
-def _as_list(row: torch.Tensor) -> list[int]:
-    return row.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 class SharedRows:

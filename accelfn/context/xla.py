@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,31 +44,17 @@ def import_xla(module: str = "torch_xla") -> Any:
         ) from error
 
 
-class XlaFacts(NamedTuple):
-    """What torch_xla reports about this process's device.
-
-    Attributes:
-        kind: ``"TPU"``, ``"CUDA"``, ``"CPU"`` or ``"NEURON"``.
-        precisions: Modes of mixed precision.
-        name: Of the backend for its tensors.
-    """
-
-    kind: str
-    precisions: frozenset[str]
-    name: str = "xla"
-
-
-def read_xla() -> XlaFacts:
-    """Return the facts of the XLA device, after registering torch_xla's backend with torch.distributed.
+def read_xla() -> frozenset[str]:
+    """Return the modes of mixed precision of the XLA device, after registering torch_xla's backend.
 
     Raises:
         MissingExtraError: torch_xla isn't installed.
     """
     import_xla()
     import_xla("torch_xla.distributed.xla_backend")
-    kind = str(import_xla("torch_xla.runtime").device_type())
     # float16 overflows on a TPU, which has no kernels for it.
-    return XlaFacts(kind, frozenset(("bf16",) if kind == "TPU" else ("bf16", "fp16")))
+    is_tpu = str(import_xla("torch_xla.runtime").device_type()) == "TPU"
+    return frozenset(("bf16",) if is_tpu else ("bf16", "fp16"))
 
 
 def read_xla_place() -> EnvironmentPlan:
