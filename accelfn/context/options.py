@@ -142,8 +142,6 @@ def apply_options(config: C, options: ContextOptions) -> C:
     handlers = sort_handlers(options.get("kwargs_handlers"))
     before, strategy = config.precision, config.strategy
     deepspeed, plugins = _deepspeed(strategy, options)
-    if deepspeed is not None:
-        _check_deepspeed(deepspeed, options)
     _refuse_two_engines(strategy, options)
     mode = options.get("mixed_precision") or (deepspeed and deepspeed.mixed_precision) or before.mode
     if mode == "fp8" and (deepspeed or strategy.megatron or options.get("megatron_lm_plugin")):
@@ -422,6 +420,7 @@ def _deepspeed(
 
     Raises:
         TypeError: The option holds something else.
+        ConfigurationError: The active one contradicts another option; names both.
     """
     asked: object = options.get("deepspeed_plugin")
     plugins, active = strategy.deepspeed_plugins, strategy.deepspeed
@@ -436,17 +435,14 @@ def _deepspeed(
                 "deepspeed_plugin must be a DeepSpeedPlugin, or a mapping of names to them: got "
                 f"{type(plugin).__name__}."
             )
-    return active, plugins
-
-
-def _check_deepspeed(plugin: DeepSpeedPlugin, options: ContextOptions) -> None:
-    """Refuse a configuration of DeepSpeed that contradicts another option, naming both."""
+    if active is None:
+        return None, plugins
     window = options.get("gradient_accumulation_plugin")
     steps = window.num_steps if window is not None else options.get("gradient_accumulation_steps")
     mode = options.get("mixed_precision")
     sides = (
-        ("gradient_accumulation_steps", steps, plugin.accumulation),
-        ("mixed_precision", None if mode is None else str(mode), plugin.mixed_precision),
+        ("gradient_accumulation_steps", steps, active.accumulation),
+        ("mixed_precision", None if mode is None else str(mode), active.mixed_precision),
     )
     for name, own, other in sides:
         if own is not None and other is not None and own != other and not (own == "fp8" and other == "bf16"):
@@ -454,6 +450,7 @@ def _check_deepspeed(plugin: DeepSpeedPlugin, options: ContextOptions) -> None:
                 f"{name}={own!r} contradicts the configuration of DeepSpeed, which asks for {other!r}. Set "
                 f'one of the two, and leave the other "auto".'
             )
+    return active, plugins
 
 
 def _refuse_two_engines(strategy: Strategy, options: ContextOptions) -> None:

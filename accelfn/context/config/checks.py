@@ -34,9 +34,11 @@ _ACCEPTED: Mapping[Any, tuple[tuple[type, ...], str]] = MappingProxyType(
         float: ((int, float), "a number"),
         str: ((str,), "a str"),
         timedelta: ((timedelta,), "a datetime.timedelta such as timedelta(seconds=600)"),
+        type: ((type,), "a class"),
         **{Mapping[str, kind]: ((Mapping,), "a mapping") for kind in (Any, int, float, str)},
     }
 )
+_PATH = ((str, PathLike), "a path (str or os.PathLike)")
 _SECONDS = ((timedelta, int, float), "seconds as a number, or a datetime.timedelta")
 
 
@@ -149,10 +151,10 @@ class Record:
 def settle_fields(record: DataclassInstance, /) -> None:
     """Validate and normalise every field by its annotation.
 
-    Names of an enum become its members (``| int``: also positions from 1), mappings become immutable copies,
-    and iterables of strings or comma-separated strings tuples. Strings must not be empty, numbers (``| str``:
-    or "auto") must be finite, and at least 0 unless the field's metadata has another range, and durations
-    must be positive. Other annotations are not checked.
+    Names of an enum become its members (``| int``: also positions from 1), paths strings, mappings immutable
+    copies, and iterables of strings or comma-separated strings tuples. Strings must not be empty, numbers
+    (``| str``: or "auto") must be finite, and at least 0 unless the field's metadata has another range, and
+    durations must be positive. Other annotations are not checked.
     """
     kinds = kinds_of(type(record))
     for item in fields(record):
@@ -198,8 +200,14 @@ def _settled(place: str, value: Any, kinds: tuple[Any, ...], bounds: tuple[float
         if not all(isinstance(name, str) for name in names):
             raise _wrong_type(place, value, f"an iterable of str, a comma-separated str{or_none}")
         return names
-    is_seconds = kinds[:2] == (timedelta, float)
-    accepted, expected = _SECONDS if is_seconds else _ACCEPTED.get(first, ((object,), ""))
+    if get_origin(first) is Callable:
+        if not callable(value):
+            raise _wrong_type(place, value, f"callable{or_none}")
+        return value
+    is_seconds, is_path = kinds[:2] == (timedelta, float), PathLike[str] in kinds
+    accepted, expected = (
+        _SECONDS if is_seconds else _PATH if is_path else _ACCEPTED.get(first, ((object,), ""))
+    )
     if not isinstance(value, accepted) or (int in accepted and type(cast("object", value)) is bool):
         raise _wrong_type(place, value, expected + or_none)
     is_number = int in accepted and not isinstance(cast("object", value), timedelta)
@@ -208,10 +216,12 @@ def _settled(place: str, value: Any, kinds: tuple[Any, ...], bounds: tuple[float
         raise ConfigurationError(f"{place} must be at least {bounds[0]}{most}, got {value!r}.")
     if is_seconds and is_number:
         return _settled(place, timedelta(seconds=value), (timedelta,), bounds)
-    if first is str and not value.strip():
-        raise ConfigurationError(f"{place} must not be empty, got {value!r}. Pass a str{or_none}.")
+    if first is str and not str(value).strip():
+        raise ConfigurationError(f"{place} must not be empty, got {value!r}. Pass {expected}{or_none}.")
     if first is timedelta and value <= timedelta(0):
         raise ConfigurationError(f"{place} must be longer than zero, got {value!r}.")
+    if is_path:
+        return fspath(cast("str | PathLike[str]", value))
     return FrozenOptions(value) if accepted == (Mapping,) else value
 
 
@@ -245,17 +255,3 @@ def as_choice(
     raise ConfigurationError(
         f"{place} does not know {value!r}.{did_you_mean(value, accepted)} Use one of {', '.join(accepted)}."
     )
-
-
-def settle_path(record: object, *names: str) -> None:
-    """Convert paths to strings; ``None`` is kept."""
-    for name in names:
-        value = getattr(record, name)
-        if value is None:
-            continue
-        if not isinstance(value, (str, PathLike)):
-            raise wrong_type(record, name, "a path (str or os.PathLike) or None")
-        path = fspath(cast("str | PathLike[str]", value))
-        if not path:
-            raise ConfigurationError(f"{where(record, name)} must not be empty. Pass a path or None.")
-        settle(record, **{name: path})

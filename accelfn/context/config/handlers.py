@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from os import PathLike
 from types import MappingProxyType
 from typing import Any, TypedDict, cast, get_args, get_type_hints
 
@@ -18,7 +19,6 @@ from accelfn.context.config.checks import (
     as_choice,
     settle,
     settle_fields,
-    settle_path,
     unchecked,
     where,
     wrong_type,
@@ -208,11 +208,10 @@ class ProfileKwargs(KwargsHandler):
     with_stack: bool = False
     with_flops: bool = False
     with_modules: bool = False
-    output_trace_dir: str | None = None
+    output_trace_dir: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        settle_path(self, "output_trace_dir")
         settle_fields(self)
         activities = unchecked(self, "activities")
         if isinstance(activities, str):
@@ -227,8 +226,6 @@ class ProfileKwargs(KwargsHandler):
         Raises:
             NotAvailableError: An activity can't be watched here.
         """
-        import torch  # records are read where torch isn't loaded
-
         profiler = torch.profiler
         known = {str(item.name).lower(): item for item in profiler.supported_activities()}
         activities = None if self.activities is None else [str(name) for name in self.activities]

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from accelfn.context.config.checks import POSITIVE, FrozenOptions, in_range, settle, settle_fields, where
+from accelfn.context.config.checks import POSITIVE, in_range, settle, settle_fields, where
 from accelfn.errors import ConfigurationError
 
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -18,16 +18,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root"),
         "weight_decay_incr_style": ("constant", "linear", "cosine"),
     }
-)
-_FUNCTIONS = (
-    "no_wd_decay_cond",
-    "scale_lr_cond",
-    "custom_train_step_class",
-    "custom_model_provider_function",
-    "custom_prepare_model_function",
-    "custom_megatron_datasets_provider_function",
-    "custom_get_batch_function",
-    "custom_loss_function",
 )
 
 
@@ -192,32 +182,20 @@ class MegatronLMPlugin:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        if self.attention_backend is True:  # as Accelerate's default is spelled
+        if str(self.attention_backend).strip().lower() == "true":  # as Accelerate's default is spelled
             settle(self, attention_backend="auto")
         settle_fields(self)
-        for name in _CHOICES:
-            if getattr(self, name) is not None:
-                self._settle_choice(name)
-        for name in ("custom_train_step_kwargs", "other_megatron_args"):
-            if getattr(self, name) is not None:
-                settle(self, **{name: FrozenOptions(getattr(self, name))})
-        for name in _FUNCTIONS:
+        for name, words in _CHOICES.items():
             value: object = getattr(self, name)
-            if value is not None and not callable(value):
-                raise TypeError(f"{where(self, name)} must be callable or None, got {value!r}.")
+            word = None if value is None else str(value).strip().lower()
+            if word not in (None, *words):
+                raise ConfigurationError(
+                    f"{where(self, name)} must be one of {', '.join(words)}, got {value!r}."
+                )
+            settle(self, **{name: word})
         self._settle_samples()
         self._settle_recompute()
         self._check_pairs()
-
-    def _settle_choice(self, name: str) -> None:
-        value: object = getattr(self, name)
-        word = str(value).strip().lower()
-        word = "auto" if (name, word) == ("attention_backend", "true") else word
-        if word not in _CHOICES[name]:
-            raise ConfigurationError(
-                f"{where(self, name)} must be one of {', '.join(_CHOICES[name])}, got {value!r}."
-            )
-        settle(self, **{name: word})
 
     def _settle_samples(self) -> None:
         if self.consumed_samples is None:

@@ -13,7 +13,7 @@ from accelfn.context.config.checks import POSITIVE, Record, settle, settle_field
 from accelfn.context.config.enums import ContextParallelStrategy
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-_MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 # Torch's names in lower case, with the default number of stages per rank.
 _SCHEDULES: Mapping[str, int] = MappingProxyType(
     {
@@ -246,7 +246,7 @@ class ParallelismConfig(Record):
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
         """Axes of the mesh, outermost first; those of size 1 are left out."""
-        return self._enabled(*_MESH_ORDER)
+        return self._enabled(*AXES)
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -285,7 +285,7 @@ class ParallelismConfig(Record):
     @property
     def total_size(self) -> int:
         """Number of ranks in the mesh."""
-        return prod(self._size(axis) for axis in _MESH_ORDER)
+        return prod(self._size(axis) for axis in AXES)
 
     @property
     def data_parallel_size(self) -> int:
@@ -306,7 +306,7 @@ class ParallelismConfig(Record):
         if self.total_size == num_processes:
             return
         fitting: list[str] = []
-        for axis in _MESH_ORDER:
+        for axis in AXES:
             size, rest = divmod(num_processes, self.total_size // self._size(axis))
             if not rest and size and not (axis == "dp_shard" and size % self.ep_size):
                 fitting.append(f"{axis}_size={size}")
