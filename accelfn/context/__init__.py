@@ -86,7 +86,6 @@ from accelfn.context.threads import (
 from accelfn.context.world import (
     Background as Background,
     Owned as Owned,
-    Settling as Settling,
     World as World,
     WorldIdentity as WorldIdentity,
 )

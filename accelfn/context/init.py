@@ -41,7 +41,7 @@ from accelfn.context.failure import announce_end, publish
 from accelfn.context.options import ContextOptions, apply_options, drop_none, merge_settings
 from accelfn.context.process_group import process_group_collectives
 from accelfn.context.rendezvous import address_of, join_store
-from accelfn.context.world import Owned, World, WorldIdentity, numbers_of
+from accelfn.context.world import Owned, World, WorldIdentity, numbers_among, numbers_of
 from accelfn.context.xla import is_xla_requested, read_xla_place, use_spmd
 from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
@@ -404,15 +404,7 @@ def _with_nodes(world: World, collectives: Collectives) -> World:
     host = _host().ljust(_HOST_BYTES, b"\0")
     rows = collectives.all_gather_bytes(torch.frombuffer(bytearray(host), dtype=torch.uint8))
     hosts = [bytes(row[:_HOST_BYTES].tolist()) for row in rows]  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-    nodes = list(dict.fromkeys(hosts))
-    local_ranks = [rank for rank, other in enumerate(hosts) if other == host]
-    return dataclasses.replace(
-        world,
-        local_rank=local_ranks.index(world.rank),
-        local_size=len(local_ranks),
-        node_rank=nodes.index(host),
-        num_nodes=len(nodes),
-    )
+    return dataclasses.replace(world, **numbers_among(world.rank, hosts))
 
 
 def _host() -> bytes:

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from accelfn.context.collectives import Collectives, Part, disconnected
 from accelfn.context.config.parallelism import AXES, ParallelismConfig
 from accelfn.context.failure import announce_end
-from accelfn.context.process_group import is_registered
-from accelfn.context.world import World, WorldIdentity
+from accelfn.context.process_group import gather_number, is_registered
+from accelfn.context.world import World, WorldIdentity, numbers_among
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -435,7 +435,9 @@ def build_mesh(
     keys = [key for count in range(len(names)) for key in itertools.combinations(names, count)]
     members = [plan.group(world.rank, *key) for key in keys]
     parts = collectives.split(members, timeout)
-    nodes = _nodes(world, collectives)
+    nodes = [0] * world.size
+    if world.num_nodes > 1:
+        nodes = gather_number(collectives.all_gather_bytes, world.node_rank)
     worlds = [_world_of(world, ranks, nodes, part) for ranks, part in zip(members, parts, strict=True)]
     by_key = dict(zip(keys, zip(worlds, parts, strict=True), strict=True))
     return Mesh(plan, _Groups(plan, world, by_key, adopted))
@@ -459,26 +461,9 @@ def _check_adopted(mesh: DeviceMesh, world: World) -> None:
         )
 
 
-def _nodes(world: World, collectives: Collectives) -> list[int]:
-    """Return the node of every rank."""
-    if world.num_nodes == 1:
-        return [0] * world.size
-    message = torch.tensor([world.node_rank], device="cpu").view(torch.uint8)
-    rows = collectives.all_gather_bytes(message)
-    return [int(row[: message.numel()].clone().view(torch.int64)) for row in rows]
-
-
 def _world_of(world: World, members: Sequence[int], nodes: Sequence[int], part: Part) -> World:
-    node = nodes[world.rank]
-    local_ranks = [rank for rank in members if nodes[rank] == node]
-    member_nodes = list(dict.fromkeys(nodes[rank] for rank in members))
     return World(
-        rank=members.index(world.rank),
-        size=len(members),
-        local_rank=local_ranks.index(world.rank),
-        local_size=len(local_ranks),
-        node_rank=member_nodes.index(node),
-        num_nodes=len(member_nodes),
+        **numbers_among(members.index(world.rank), [nodes[rank] for rank in members]),
         device=world.device,
         backend=world.backend if len(members) > 1 else None,
         group_ref=part.group,

@@ -361,6 +361,17 @@ def make_group_within(
     return make(ranks=ranks, backend=backend, timeout=timeout, use_local_synchronization=True, **order)
 
 
+def gather_number(
+    all_gather_bytes: Callable[[torch.Tensor], Sequence[torch.Tensor]], number: int
+) -> list[int]:
+    """Return a number of each rank.
+
+    Ranks: every rank of ``all_gather_bytes``.
+    """
+    rows = all_gather_bytes(torch.tensor([number], device="cpu").view(torch.uint8))
+    return [int(row[:8].clone().view(torch.int64)) for row in rows]
+
+
 def level_group_counts(all_gather_bytes: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
     """Equalise the number of registered groups on all ranks by creating groups of one.
 
@@ -370,8 +381,7 @@ def level_group_counts(all_gather_bytes: Callable[[torch.Tensor], Sequence[torch
     Ranks: every rank of ``all_gather_bytes``.
     """
     count = len(cast("Any", dist.distributed_c10d)._world.pg_names)
-    rows = all_gather_bytes(torch.tensor([count], device="cpu").view(torch.uint8))
-    most = max(int(row[:8].clone().view(torch.int64)) for row in rows)
+    most = max(gather_number(all_gather_bytes, count))
     make = cast("Callable[..., dist.ProcessGroup]", dist.new_group)  # pyright: ignore[reportUnknownMemberType]
     for _ in range(most - count):
         make(ranks=[dist.get_rank()], backend="gloo", use_local_synchronization=True)

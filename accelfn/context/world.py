@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -102,6 +102,18 @@ _NUMBERS = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes"
 def numbers_of(place: object) -> dict[str, Any]:
     """Return where a rank stands, from what has these numbers: a world, or an environment's plan."""
     return {name: getattr(place, name) for name in _NUMBERS}
+
+
+def numbers_among(rank: int, nodes: Sequence[object]) -> dict[str, Any]:
+    """Return where a rank stands, from what identifies the node of every rank.
+
+    >>> numbers_among(2, ["a", "b", "a"])["local_rank"]
+    1
+    """
+    own, known = nodes[rank], list(dict.fromkeys(nodes))
+    local_ranks = [other for other, node in enumerate(nodes) if node == own]
+    numbers = rank, len(nodes), local_ranks.index(rank), len(local_ranks), known.index(own), len(known)
+    return dict(zip(_NUMBERS, numbers, strict=True))
 
 
 def _from_numbers(numbers: dict[str, Any]) -> World:

@@ -29,6 +29,7 @@ from accelfn.context import (
     publish,
 )
 from accelfn.context.failure import FAILURE, board_within
+from accelfn.context.world import numbers_among
 from accelfn.errors import CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError
 from accelfn.testing.faults import RankDeath, announcing
 from accelfn.testing.following import ScheduledTurns
@@ -215,17 +216,8 @@ def memory_world(rank: int, size: int, num_nodes: int = 1, backend: str = "memor
         raise ValueError(
             f"run_ranks: num_nodes must divide world_size, got world_size={size}, num_nodes={num_nodes}."
         )
-    local_size = size // num_nodes
-    return World(
-        rank=rank,
-        size=size,
-        local_rank=rank % local_size,
-        local_size=local_size,
-        node_rank=rank // local_size,
-        num_nodes=num_nodes,
-        backend=backend,
-        identity=WorldIdentity(),
-    )
+    nodes = [one * num_nodes // size for one in range(size)]
+    return World(**numbers_among(rank, nodes), backend=backend, identity=WorldIdentity())
 
 
 def memory_collectives(rendezvous: Rendezvous, rank: int) -> Collectives:
