@@ -67,22 +67,6 @@ class ContextOptions(TypedDict, total=False):
     reduction: str | CanonicalReduction | None
 
 
-# A setting is the default of the option of its name, unless one of these is passed.
-_OVERRIDES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "mixed_precision": (),
-        "reduction": (),
-        "gradient_accumulation_steps": ("gradient_accumulation_plugin",),
-        "cpu": (),
-        "dynamo_plugin": ("dynamo_backend",),
-        "deepspeed_plugin": (),
-        "fsdp_plugin": (),
-        "megatron_lm_plugin": (),
-        "parallelism_config": (),
-    }
-)
-
-
 def merge_settings(options: ContextOptions, settings: Settings) -> ContextOptions:
     """Return ``options`` with the environment's settings as defaults. Pure.
 
@@ -101,13 +85,17 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
     plugin = _deepspeed(Strategy(), options)[0]
     decided = {
         "gradient_accumulation_steps": sets_window
+        or "gradient_accumulation_plugin" in options
         or (plugin is not None and plugin.accumulation is not None),
         "mixed_precision": plugin is not None and plugin.mixed_precision is not None,
+        "dynamo_plugin": "dynamo_backend" in options,
+        **dict.fromkeys(("guard", "debug"), True),  # which decide each other, see below
     }
+    # A setting is the default of the option of its name.
     defaults = {
         name: getattr(settings, name)
-        for name, overrides in _OVERRIDES.items()
-        if options.keys().isdisjoint((name, *overrides)) and not decided.get(name)
+        for name in ContextOptions.__annotations__
+        if hasattr(settings, name) and name not in options and not decided.get(name)
     }
     merged = drop_none(cast("ContextOptions", {**defaults, **options}))
     handlers = options.get("kwargs_handlers")

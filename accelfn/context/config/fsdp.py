@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 from torch import nn
@@ -28,11 +29,8 @@ _STRATEGIES = (
     (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
 )
 _STRATEGIES_OF_2 = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
-# Spellings of a dtype, torch's own repr included, so that torch need not be imported to read one.
-_DTYPE_SPELLINGS = (
-    ("fp32", ("fp32", "float32", "float", "torch.float32")),
-    ("fp16", ("fp16", "float16", "half", "torch.float16")),
-    ("bf16", ("bf16", "bfloat16", "torch.bfloat16")),
+_DTYPES = MappingProxyType(
+    {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 )
 
 
@@ -253,8 +251,8 @@ def check_fsdp(plugin: FullyShardedDataParallelPlugin, num_replicas: int) -> Non
 
 
 def _dtype_name(place: str, value: object) -> str:
-    text = str(value).lower()
-    for name, spellings in _DTYPE_SPELLINGS:
-        if text in spellings:
-            return name
-    raise ConfigurationError(f"{place} does not know the dtype {value!r}. Use fp32, fp16 or bf16.")
+    text = str(value).lower().removeprefix("torch.")
+    name = _DTYPES.get(text, text)
+    if name not in _DTYPES.values():
+        raise ConfigurationError(f"{place} does not know the dtype {value!r}. Use fp32, fp16 or bf16.")
+    return name

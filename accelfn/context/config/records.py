@@ -133,14 +133,8 @@ class DataLoaderConfiguration(Record):
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
         settle_fields(self)
-        own = unchecked(self, "custom_classes")
-        classes = (
-            ()
-            if own is None
-            else tuple(cast("Iterable[object]", own))
-            if isinstance(own, Iterable)
-            else (None,)
-        )
+        own = unchecked(self, "custom_classes") or ()
+        classes = tuple(cast("Iterable[object]", own)) if isinstance(own, Iterable) else (None,)
         if not all(isinstance(one, type) for one in classes):
             raise wrong_type(self, "custom_classes", "a tuple of classes, such as (MyLoader,)")
         settle(self, custom_classes=classes)
