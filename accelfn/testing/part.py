@@ -77,25 +77,20 @@ def _consequence(outcome: Outcome, error: BaseException) -> int:
 def taking_part(ctx: Context) -> Generator[None]:
     """Report this rank's end or exception to the other ranks."""
     board, call_log, rank = ctx.collectives.board, ctx.collectives.call_log, ctx.rank
+    is_well = False
     if ctx.guard.watchdog:
         call_log.watch(ctx.guard.timeout_s)
-
-    def leave_mesh(*, announce: bool) -> None:
-        if ctx.mesh is not None:
-            ctx.mesh.leave(announce=announce)
-
     try:
         yield
         ctx.world.background.settle()
-    except RankDeath:  # not reported
-        leave_mesh(announce=False)
-        raise
+        is_well = True
     except BaseException as error:
-        publish(board, call_log, rank, error)
-        leave_mesh(announce=False)
+        if not isinstance(error, RankDeath):  # which isn't reported
+            publish(board, call_log, rank, error)
         raise
-    else:
-        leave_mesh(announce=True)
-        announce_end(board, call_log, rank)
     finally:
         call_log.unwatch()
+        if ctx.mesh is not None:
+            ctx.mesh.leave(announce=is_well)
+        if is_well:
+            announce_end(board, call_log, rank)
