@@ -41,6 +41,7 @@ _MEANINGS: Mapping[str, str] = MappingProxyType(
         "cp": "ranks that share each sequence, by context parallelism",
         "sp": "ranks that share each sequence, by sequence parallelism",
         "tp": "ranks that share each layer",
+        "ep": "ranks that experts are distributed over, the inner part of dp_shard",
     }
 )
 # dp_shard is split in two: experts are distributed over the inner part, and replicated over the outer.
@@ -196,10 +197,11 @@ class MeshPlan(NamedTuple):
             places = [str(self.coordinate(first, name)) for name in outer]
             lines.append(_row(outer, places, cells, width))
         lines.append("")
-        lines.extend(f"{name}: {_MEANINGS[name]}. {_describe_group(self.group(0, name))}" for name in shown)
-        if self.ep_size > 1:
-            text = "ranks that experts are distributed over, the inner part of dp_shard"
-            lines.append(f"ep: {text}. {_describe_group(self.group(0, 'ep'))}")
+        named = (*shown, "ep") if self.ep_size > 1 else shown
+        lines.extend(
+            f"{name}: {_MEANINGS[name]}. Group of rank 0: {_list_ranks(self.group(0, name))}."
+            for name in named
+        )
         batches = self.size("dp")
         lines.append(
             f"Batches per step: {batches}; "
@@ -228,10 +230,6 @@ def _list_ranks(ranks: Sequence[int]) -> str:
     return " ".join(
         "..." if rank is None else str(ranks[rank]) for rank in _elide(range(len(ranks)), _MAX_NAMED)
     )
-
-
-def _describe_group(ranks: Sequence[int]) -> str:
-    return f"Group of rank 0: {_list_ranks(ranks)}."
 
 
 def _expand(axes: Sequence[str]) -> frozenset[str]:

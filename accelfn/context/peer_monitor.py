@@ -77,12 +77,12 @@ class PeerMonitor:
             _run_within(_BOARD_S, lambda: publish(self.board, self.call_log, self.rank, error))
             raise error
 
-    def explain_loss(self, text: str, lost: Sequence[int] = ()) -> Exception:
+    def explain_loss(self, text: str = "", lost: Sequence[int] = ()) -> Exception:
         """Return the error for a lost connection: what the lost rank posted, or which ranks don't answer.
 
         Args:
             text: The backend's error.
-            lost: The ranks whose connections were lost, if the backend names them.
+            lost: The ranks whose processes have ended, if that is observed.
         """
         posted: list[Exception | None] = []
         _run_within(_BOARD_S, lambda: posted.append(news(self.board, self.call_log, self.rank)))
@@ -90,7 +90,10 @@ class PeerMonitor:
             if error is not None:
                 return error
         missing = list(lost)
-        if not lost:
+        if lost:
+            process, have = ("processes", "have") if len(lost) > 1 else ("process", "has")
+            text = f"The {process} of {_ranks(lost)} {have} ended."
+        else:
             missing, state = self._roll_call()
             if state.error is not None:
                 return state.error
@@ -176,8 +179,7 @@ class PeerMonitor:
             # Their last messages may still be in flight.
             if state.error is None and ended_now and ended_now == ended:
                 if time.monotonic() - since > _LAST_SENDS_S:
-                    text = f"The process of rank {ended_now[0]} has ended."
-                    state.error = self.explain_loss(text, ended_now)
+                    state.error = self.explain_loss(lost=ended_now)
             elif ended_now != ended:
                 ended, since = ended_now, time.monotonic()
             state.done.wait(min(max(_POLL_S, waited_s / 4), _NEWS_S))

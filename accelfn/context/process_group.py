@@ -327,7 +327,7 @@ def _exchange_in_memory(
         try:
             monitor.wait(shared.wait)
         except LostRanksError as lost:
-            error = monitor.explain_loss(str(lost), lost.ranks)
+            error = monitor.explain_loss(lost=lost.ranks)
             raise error from error.__cause__  # the cause on the failed rank, rather than LostRanksError
         return shared.read()
 

@@ -45,11 +45,7 @@ class LostRanksError(Exception):
 
     def __init__(self, ranks: Sequence[int]) -> None:
         """Store the ranks."""
-        several = len(ranks) > 1
-        super().__init__(
-            f"The process{'es' if several else ''} of rank{'s' if several else ''} "
-            f"{', '.join(map(str, ranks))} {'have' if several else 'has'} ended."
-        )
+        super().__init__(*ranks)
         self.ranks: tuple[int, ...] = tuple(ranks)
 
 

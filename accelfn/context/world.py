@@ -44,6 +44,7 @@ class Settling(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Background:
     """The background tasks of a world: at most one save, and one copy of a snapshot in memory.
 
@@ -52,10 +53,8 @@ class Background:
         snapshots: Takes snapshots of an elastic run; None in other runs.
     """
 
-    def __init__(self) -> None:
-        """Start without a task."""
-        self.task: Settling | None = None
-        self.snapshots: Settling | None = None
+    task: Settling | None = None
+    snapshots: Settling | None = None
 
     def settle(self) -> None:
         """Wait for the save, and raise its error unless that was raised before."""
@@ -63,16 +62,15 @@ class Background:
             self.task.settle()
 
 
+@dataclass(slots=True, eq=False)
 class GroupOwner:
     """Keeps a process group alive that isn't registered with torch."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Keep ``group``."""
-        self._group: dist.ProcessGroup | None = group
+    group: dist.ProcessGroup | None
 
     def release(self) -> None:
         """Release the group, and with it its connections and threads."""
-        self._group = None
+        self.group = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

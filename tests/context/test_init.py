@@ -139,7 +139,7 @@ def test_an_adopted_group_gets_one_beside_it_which_closing_destroys() -> None:
             patch.setattr(process_group, "carries_cpu_tensors", carries_none)
             ctx = init_context(cpu=True, group=group)
         assert ctx.world.group_owner is not None
-        side = weakref.ref(cast("dist.ProcessGroup", vars(ctx.world.group_owner)["_group"]))
+        side = weakref.ref(cast("dist.ProcessGroup", ctx.world.group_owner.group))
         rows = ctx.collectives.all_gather_bytes(torch.tensor([outer.rank], dtype=torch.uint8))
         said = [int(row[0]) for row in rows]
         said += numbers(ctx.collectives.all_gather(torch.tensor([outer.rank])))
