@@ -296,7 +296,7 @@ SEARCH = "--search --ranks 2 --memory 1B"
         ("--mesh dp_shard=0", "sizes from 1, such as dp_shard=8,tp=2: got 'dp_shard=0'"),
         ("--mesh dp_shad=2", "no axis 'dp_shad'. Did you mean dp_shard?"),
         ("--mesh tp=2,tp=2", "--mesh gives tp twice"),
-        ("--mesh tp=3", "aren't divisible by tp_size=3"),
+        ("--mesh tp=3", "isn't divisible by tp_size=3"),
         ("--mesh tp=2 --optimizer adamv", "unknown optimizer 'adamv'. Did you mean 'adam'?"),
         ("--mesh tp=2 --optimizer torch.optim:Adan", "--optimizer torch.optim:Adan: "),
         ("--mesh tp=2 --optimizer -1", "bytes per parameter can't be negative, got -1"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from torch import nn
 from accelfn.context.config import TorchTensorParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of, table_text
+from accelfn.parallel.forward import WrappedForward
 from accelfn.parallel.parameters import retie
 from accelfn.parallel.strategies.strategy import Application, Planning
 
@@ -23,15 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_STYLES = ("colwise", "rowwise", "embedding", "gather", "sequence", "heads", "whole")
+
 STYLE_OF_WORD: Mapping[str, str] = MappingProxyType(
     {
-        "colwise": "colwise",
-        "rowwise": "rowwise",
-        "embedding": "embedding",
-        "gather": "gather",
-        "sequence": "sequence",
-        "heads": "heads",
-        "whole": "whole",
+        **{style: style for style in _STYLES},
         # The words of transformers' tp_plan.
         "colwise_gather_output": "gather",
         "colwise_rep": "gather",
@@ -134,7 +131,7 @@ class TensorPlan(NamedTuple):
     def rows(self) -> dict[str, str]:
         """Return the lines of a table: modules by style, with stars for numbers."""
         rows = {"layers": f"shared by {self.size} ranks; replicated where no style is named"}
-        for style in dict.fromkeys(STYLE_OF_WORD.values()):
+        for style in _STYLES:
             names = dict.fromkeys(_generic(name) for name, one in self.styles.items() if one == style)
             if names and style != "whole":
                 rows[style] = ", ".join(names)
@@ -206,10 +203,12 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
                 "for the layer that computes the logits."
             )
     if problems:
+        count = Counter(map(_generic, problems))  # those of equal layers count as one
+        lines = dict.fromkeys(_generic(one) if count[_generic(one)] > 1 else one for one in problems)
         source = "TorchTensorParallelConfig.plan" if is_users else "the model's own tp_plan"
         raise ConfigurationError(
             f"{source} doesn't fit {facts.kinds.get('', 'the model')} with tp_size={tp_size}:\n"
-            + "\n".join(f"  - {problem}" for problem in _summarized(problems))
+            + "\n".join(f"  - {line}" for line in lines)
         )
     found = {name: _split_dim(follows.get(name, name), full, facts) for name in facts.shapes}
     dims = {name: dim for name, dim in found.items() if dim is not None}
@@ -221,53 +220,39 @@ def _match(
 ) -> tuple[dict[str, str], list[str]]:
     """Return the style of each matched module, and the problems of the patterns."""
     styles: dict[str, str] = {}
-    chosen_by: dict[str, str] = {}
+    unmatched: list[str] = []
     problems: list[str] = []
-    matched = False
     for pattern, word in patterns.items():
         found = [
             name
             for name in facts.kinds
             if _matches(name, pattern) or _matches(name, f"base_model.model.{pattern}")  # of peft's model
         ]
-        matched = matched or bool(found)
-        if word not in STYLE_OF_WORD and (found or is_users or _names_parameter(pattern, facts)):
-            problems.append(
-                f"{pattern!r}: unknown style {word!r}. Use one of {', '.join(sorted(STYLE_OF_WORD))}."
-            )
-            continue
+        style = STYLE_OF_WORD.get(word)
         if not found:
-            if is_users:
-                problems.append(f"{pattern!r} matches no module.{_suggest(pattern, facts)}")
-            elif _names_parameter(pattern, facts):
-                problems.append(f"{pattern!r} names a parameter; only layers can be split.")
+            unmatched.append(pattern)
             continue
-        style = STYLE_OF_WORD[word]
+        if style is None:
+            known = ", ".join(sorted(STYLE_OF_WORD))
+            problems.append(f"{pattern!r}: unknown style {word!r}. Use one of {known}.")
+            continue
         if style in _SPLITTING:
             found = [layer for name in found for layer in _layers_of_lora(name, style, facts)]
-        empty = [name for name in found if name not in owners]
-        if empty and style in _SPLITTING:
-            problems.append(
-                f"{pattern!r} matches {_shown(empty, facts)}, which has no parameters of its own. "
-                f"Name the layers inside.{_suggest(f'{pattern}.*', facts)}"
-            )
-            continue
-        if style != "sequence":  # norms without parameters take their positions too
+        elif style != "sequence":  # norms without parameters take their positions too
             found = [name for name in found if name in owners]
-        for name in found:
-            if styles.setdefault(name, style) != style:
-                problems.append(
-                    f"{pattern!r} and {chosen_by[name]!r} both match {name}, with the styles {style!r} and "
-                    f"{styles[name]!r}. Keep one."
-                )
-            chosen_by.setdefault(name, pattern)
-    if not matched and is_users:
+        problems += [
+            f"{pattern!r}: {name} would be {style!r}, and by another pattern is {styles[name]!r}. Keep one."
+            for name in found
+            if styles.setdefault(name, style) != style
+        ]
+    if len(unmatched) == len(patterns):
         problems.append(
-            "If it is the plan of another model, and this one stays whole on each rank: "
+            f"none of its patterns matches a module: {', '.join(patterns)}. If it is the plan of another "
+            "model, and this one stays whole on each rank: "
             'prepare_model(ctx, model, plan=plan_model(ctx, model, engine="ddp")).'
         )
-    elif not matched:
-        problems.append(f"none of its patterns matches a module: {', '.join(patterns)}.")
+    elif is_users:
+        problems += [f"{pattern!r} matches no module." for pattern in unmatched]
     return styles, problems
 
 
@@ -288,28 +273,17 @@ def _layers_of_lora(name: str, style: str, facts: ModelFacts) -> list[str]:
 def _unsplittable(styles: Mapping[str, str], facts: ModelFacts, tp_size: int) -> Iterator[str]:
     """Yield the layers that can't have their style, and the dims that ``tp_size`` doesn't divide."""
     for name, style in styles.items():
-        if style not in _SPLITTING:
-            continue
-        kind = facts.layers.get(name)
-        dim = None if kind is None else _SPLIT_DIM.get((style, kind))
-        if dim is None:
-            fits = [other for other, fitting in _SPLIT_DIM if fitting == kind]
-            article = "an" if facts.kinds[name][:1] in "AEIOU" else "a"
-            yield f"{name} is {article} {facts.kinds[name]}, which can't be {style!r}. " + (
-                f"Use one of {', '.join(fits)}."
-                if fits
-                else "Torch splits nn.Linear and nn.Embedding; leave other modules replicated."
-            )
-            continue
-        shape = facts.shapes[f"{name}.weight" if name else "weight"]
-        if shape[dim] % tp_size:
-            what = {("linear", 0): "output", ("linear", 1): "input", ("embedding", 0): "row"}.get(
-                (str(kind), dim), "column"
-            )
-            padding = tp_size - shape[dim] % tp_size
+        dim = _SPLIT_DIM.get((style, facts.layers.get(name, "")))
+        if dim is None and style in _SPLITTING:
             yield (
-                f"{name} ({style}): {shape[dim]} {what}s aren't divisible by tp_size={tp_size}. Pad it by "
-                f"{padding}, or use a size that divides."
+                f"{name} is of class {facts.kinds[name]}, which can't be {style!r}: nn.Linear can be "
+                "colwise, gather, rowwise or embedding, and nn.Embedding gather or embedding."
+            )
+        size = 0 if dim is None else facts.shapes[f"{name}.weight" if name else "weight"][dim]
+        if size % tp_size:
+            yield (
+                f"{name} ({style}): dim {dim} of its weight has size {size}, which isn't divisible by "
+                f"tp_size={tp_size}. Pad it by {tp_size - size % tp_size}, or use a size that divides."
             )
 
 
@@ -402,38 +376,9 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _names_parameter(pattern: str, facts: ModelFacts) -> bool:
-    return any(_matches(name, pattern) for name in facts.shapes)
-
-
 def _generic(name: str) -> str:
     """Return a text with a star for each number in a name, as in patterns."""
     return _NUMBER.sub("*", name)
-
-
-def _summarized(problems: Iterable[str]) -> list[str]:
-    """Return the problems, those that differ in numbers in names as one.
-
-    >>> _summarized(["layers.0.q: 30 outputs.", "layers.1.q: 30 outputs.", "layers.1.v: 3 outputs."])
-    ['layers.*.q: 30 outputs. (2 times)', 'layers.1.v: 3 outputs.']
-    """
-    alike: dict[str, list[str]] = {}
-    for problem in problems:
-        alike.setdefault(_generic(problem), []).append(problem)
-    return [f"{text} ({len(found):,} times)" if len(found) > 1 else found[0] for text, found in alike.items()]
-
-
-def _suggest(pattern: str, facts: ModelFacts) -> str:
-    """Return a sentence with the layers that a pattern may mean; "" if none is similar."""
-    known = list(dict.fromkeys(_generic(name) for name in facts.layers))
-    last = pattern.rpartition(".")[2]
-    near = get_close_matches(_generic(pattern), known, n=3, cutoff=0.6)
-    near += [name for name in known if last != "*" and name.rpartition(".")[2] == last and name not in near]
-    return f" Did you mean {' or '.join(map(repr, near[:3]))}?" if near else ""
-
-
-def _shown(names: Sequence[str], facts: ModelFacts) -> str:
-    return f"{names[0] or 'the model itself'} ({facts.kinds[names[0]]})"
 
 
 def apply_tensor(model: nn.Module, plan: TensorPlan, device_mesh: DeviceMesh) -> None:
@@ -553,8 +498,8 @@ def _owners(module: nn.Module) -> Sequence[nn.Module]:
     return tuple(module.modules()) if isinstance(module, nn.MultiheadAttention) else (module,)
 
 
-class StyledForward:
-    """Replaces the ``forward`` of a module with DTensor parameters, so that it computes on plain tensors.
+class StyledForward(WrappedForward):
+    """The ``forward`` of a module with DTensor parameters, which computes on plain tensors.
 
     Gradients come back in the layout of the parameter: summed over the ranks where each rank had a part of
     the input.
@@ -571,7 +516,7 @@ class StyledForward:
             style: The module's style in the plan.
             keeps_distributed: Whether a plain output becomes a replicated DTensor.
         """
-        self.__wrapped__: Callable[..., Any] = module.forward
+        super().__init__(module.forward)
         self.module = module
         self.mesh = mesh
         self.style = style
