@@ -184,66 +184,6 @@ def _torn_ties(facts: ModelFacts, modules: frozenset[str]) -> Iterator[str]:
             yield f"{' and '.join(group)} are one tied parameter, which experts can't have. Untie them."
 
 
-Exchange = Callable[[torch.Tensor, "list[int] | None", "list[int] | None"], torch.Tensor]
-"""``exchange(rows, receive, send)`` sends each rank its rows, in rank order, and returns the received rows,
-in rank order; the lists have their numbers by rank. None means equally many for each."""
-
-
-class Route(NamedTuple):
-    """The routing of rows, seen from one rank.
-
-    Attributes:
-        send: Number of rows for each rank.
-        receive: Number of rows from each rank.
-        order: Order of the received rows that sorts them by this rank's experts; shape ``(sum(receive),)``.
-        counts: Number of rows of each of this rank's experts; shape ``(local experts,)``, int64.
-    """
-
-    send: list[int]
-    receive: list[int]
-    order: torch.Tensor
-    counts: torch.Tensor
-
-
-def plan_route(counts: torch.Tensor, size: int, exchange: Exchange) -> Route:
-    """Exchange the number of rows between ranks.
-
-    Ranks: the ``size`` ranks that experts are spread over.
-
-    Args:
-        counts: Number of this rank's rows for each expert; shape ``(all experts,)``, int64.
-        size: Number of ranks; they have equally many experts each.
-        exchange: Between these ranks.
-    """
-    received = exchange(counts, None, None).view(size, -1)  # by sending rank, and local expert
-    # In one transfer, since reading from a device waits for it.
-    both = cast("Any", torch.stack([counts.view(size, -1).sum(1), received.sum(1)])).tolist()
-    send, receive = cast("list[list[int]]", both)
-    experts = torch.arange(received.shape[1], device=counts.device).repeat(size)
-    order = experts.repeat_interleave(received.flatten(), output_size=sum(receive)).argsort(stable=True)
-    return Route(send, receive, order, received.sum(0))
-
-
-def dispatch(rows: torch.Tensor, route: Route, exchange: Exchange) -> torch.Tensor:
-    """Send rows to the ranks of their experts.
-
-    Args:
-        rows: Sorted by expert; shape ``(sum(route.send), ...)``.
-        route: From :func:`plan_route`.
-        exchange: Between the ranks of the route.
-
-    Returns:
-        The received rows, sorted by this rank's experts; shape ``(sum(route.receive), ...)``.
-    """
-    return exchange(rows, route.receive, route.send)[route.order]
-
-
-def combine(rows: torch.Tensor, route: Route, exchange: Exchange) -> torch.Tensor:
-    """Send rows back to their ranks: the inverse of :func:`dispatch`."""
-    came = torch.empty_like(rows).index_copy(0, route.order, rows)
-    return exchange(came, route.send, route.receive)
-
-
 def apply_experts(model: nn.Module, plan: ExpertPlan, device_mesh: DeviceMesh) -> None:
     """Spread the experts of a model over ranks. Writes into ``model``; names of parameters don't change.
 
@@ -309,30 +249,42 @@ class _ExpertForward(StyledForward):
         """Return the output of this rank's experts for rows sorted by expert."""
         raise NotImplementedError
 
-    def _route(self, counts: torch.Tensor) -> Route:
-        return plan_route(counts, self.mesh.size(), self._exchange)
+    def _send(self, rows_of: Callable[[int], torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
+        """Return the output of all ranks' experts for this rank's rows.
 
-    def _send(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
-        """Return the output of all ranks' experts for rows sorted by expert."""
-        if len(rows) != sum(route.send):
+        Args:
+            rows_of: Returns the rows, sorted by expert, from their number.
+            counts: Number of rows for each expert of all ranks; shape ``(all experts,)``, int64.
+        """
+        size = self.mesh.size()
+        received = self._exchange(counts, None, None).view(size, -1)  # by sending rank, and local expert
+        # In one transfer, since reading from a device waits for it.
+        both = cast("Any", torch.stack([counts.view(size, -1).sum(1), received.sum(1)])).tolist()
+        send, receive = cast("list[list[int]]", both)  # numbers of rows, by rank
+        rows = rows_of(sum(send))
+        if len(rows) != sum(send):
             raise ConfigurationError(
-                f"{self.name}: counts add up to {sum(route.send)}, but x has {len(rows)} rows. Pass each row "
+                f"{self.name}: counts add up to {sum(send)}, but x has {len(rows)} rows. Pass each row "
                 "once for each of its experts, sorted by expert."
             )
-        received, counts = dispatch(rows, route, self._exchange), route.counts
+        experts = torch.arange(received.shape[1], device=counts.device).repeat(size)
+        # Sorts the rows, which come by rank, by this rank's experts.
+        order = experts.repeat_interleave(received.flatten(), output_size=sum(receive)).argsort(stable=True)
+        own, own_counts = self._exchange(rows, receive, send)[order], received.sum(0)
         # A rank whose experts get no row computes with one of zeros: FSDP reduces the gradients of the
         # parameters in the loss, which must be the same on each rank.
-        is_idle = not len(received)
+        is_idle = not len(own)
         if is_idle:
-            received = torch.cat([received, received.new_zeros(1, *received.shape[1:])])
-            counts = torch.cat([torch.ones_like(counts[:1]), counts[1:]])
-        output = self._compute(received, counts)
-        if len(output) != len(received):
+            own = torch.cat([own, own.new_zeros(1, *own.shape[1:])])
+            own_counts = torch.cat([torch.ones_like(own_counts[:1]), own_counts[1:]])
+        output = self._compute(own, own_counts)
+        if len(output) != len(own):
             raise ConfigurationError(
-                f"{self.name}: forward returned {len(output)} rows for {len(received)} rows. Experts must "
+                f"{self.name}: forward returned {len(output)} rows for {len(own)} rows. Experts must "
                 "return a row for each row."
             )
-        return combine(output[:0] if is_idle else output, route, self._exchange)
+        output = output[:0] if is_idle else output
+        return self._exchange(torch.empty_like(output).index_copy(0, order, output), send, receive)
 
 
 class _CountedForward(_ExpertForward):
@@ -357,7 +309,7 @@ class _CountedForward(_ExpertForward):
                 f"{self.name}: counts must be a tensor of shape [{self.count}], with the number of rows of "
                 f"each expert; got {given}."
             )
-        return self._send(x, self._route(counts.long()))
+        return self._send(lambda number: x, counts.long())
 
 
 class _RoutedForward(_ExpertForward):
@@ -393,10 +345,10 @@ class _RoutedForward(_ExpertForward):
         counts.scatter_add_(
             0, experts.long().clamp(max=self.count), torch.ones_like(experts, dtype=torch.int64)
         )
-        route = self._route(counts[: self.count])
-        order = experts.argsort(stable=True)[: sum(route.send)]  # rows of no expert are last
-        output = self._send(flat[order // index.shape[1]], route)
-        each = output.new_zeros(len(experts), *output.shape[1:]).index_copy(0, order, output)
+        order = experts.argsort(stable=True)  # rows of no expert are last
+        output = self._send(lambda number: flat[order[:number] // index.shape[1]], counts[: self.count])
+        each = output.new_zeros(len(experts), *output.shape[1:])
+        each = each.index_copy(0, order[: len(output)], output)
         # Reshaped before the sum: the result mustn't be a view, on which FSDP's hook could be lost.
         shape = (*hidden.shape[:-1], index.shape[1], -1)
         return (each.view(shape) * weights.reshape(shape)).sum(-2).to(hidden.dtype)
