@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -74,8 +74,7 @@ class BufferWatch:
         self._was_trained = any(module.training for module in self._uncounted)
         for index, seen in enumerate(self._seen):
             tensor = seen.owner.get(seen.own_name)
-            version = 0 if tensor is None or tensor.is_inference() else tensor._version
-            self._seen[index] = seen._replace(tensor=tensor, version=version)
+            self._seen[index] = seen._replace(tensor=tensor, version=_version_of(tensor))
 
     def changed(self) -> list[str]:
         """Return the names of the buffers that have changed since the last look."""
@@ -104,6 +103,54 @@ class BufferWatch:
                 # Torch doesn't count writes to statistics either.
                 found[name] = tensor.data if own_name in _STATISTICS else tensor
         return found
+
+
+class _Kept(NamedTuple):
+    """A buffer as it was, and its copy from then."""
+
+    owner: dict[str, torch.Tensor | None]  # the buffers of its module
+    name: str
+    tensor: torch.Tensor | None
+    version: int
+    copy: torch.Tensor | None
+
+
+class KeptBuffers:
+    """Copies of buffers, with which modules compute inside; changes inside are lost. May be entered again."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """Copy the buffers that ``modules`` have now."""
+        self._kept = [
+            _Kept(owner, name, one, _version_of(one), None if one is None else one.clone())
+            for owner in [
+                cast("dict[str, torch.Tensor | None]", vars(module)["_buffers"]) for module in modules
+            ]
+            for name, one in owner.items()
+        ]
+        self._now: list[torch.Tensor | None] = []
+
+    def drop_unchanged(self) -> None:
+        """Free the copies of buffers that have not changed since."""
+        self._kept = [
+            one
+            for one in self._kept
+            if one.owner.get(one.name) is not one.tensor
+            or one.name in _STATISTICS
+            or _version_of(one.tensor) != one.version
+        ]
+
+    def __enter__(self) -> None:
+        self._now = [one.owner.get(one.name) for one in self._kept]
+        for one in self._kept:
+            one.owner[one.name] = None if one.copy is None else one.copy.clone()
+
+    def __exit__(self, *error: object) -> None:
+        for one, tensor in zip(self._kept, self._now, strict=True):
+            one.owner[one.name] = tensor
+
+
+def _version_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ import math
 import pickle
 import struct
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointError
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.buffers import BufferWatch
+from accelfn.parallel.buffers import BufferWatch, KeptBuffers
 from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, EngineName, Handle, naming_lost_ranks
 from accelfn.parallel.norm import aligned, count_stages
 from accelfn.parallel.parameters import named, whole_of
@@ -621,14 +621,12 @@ class PipelineEngine:
             ConfigurationError: Buffers were changed, and will be once for each microbatch of a training step.
         """
         model = cast("nn.Module", self._model())
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        watch = BufferWatch(model)
         devices = [] if self._ctx.device.type == "cpu" else [self._ctx.device]
-        with cast("Any", torch).random.fork_rng(devices, device_type=self._ctx.device.type):
+        fork = cast("Any", torch).random.fork_rng(devices, device_type=self._ctx.device.type)
+        with KeptBuffers(cast("Iterable[nn.Module]", model.modules())), fork:
+            watch = BufferWatch(model)
             yield
-        changed = watch.changed()
-        for buffer, value in buffers:
-            buffer.copy_(value)
+            changed = watch.changed()
         if changed and is_trained:
             raise ConfigurationError(
                 f"a pipeline can't train a model whose forward changes {changed[0]}: it computes a "

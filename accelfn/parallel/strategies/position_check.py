@@ -18,6 +18,7 @@ from torch import nn
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.comm.agreement import as_bytes
 from accelfn.context import Context, device_random_state, set_device_random_state
+from accelfn.parallel.buffers import KeptBuffers
 from accelfn.parallel.facts import modules_of
 from accelfn.tree import digest_tensors, flatten, is_dtensor
 
@@ -171,22 +172,16 @@ def _undone(ctx: Context, model: nn.Module) -> Generator[Callable[[], bool]]:
     """Run the model without effects inside; yields whether it has drawn random numbers."""
     modules = list(model.modules())
     training = [module.training for module in modules]
-    holders = [vars(module)["_buffers"] for module in modules]
-    buffers = [(holder, name, one) for holder in holders for name, one in holder.items()]
-    values = [None if one is None else one.clone() for _, _, one in buffers]
     for module in modules:
         module.training = False
     try:
         with (
+            KeptBuffers(modules),
             random_states_restored(ctx) as is_drawing,
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
         ):
             yield is_drawing
-            for (holder, name, one), value in zip(buffers, values, strict=True):
-                holder[name] = one
-                if one is not None and value is not None and not torch.equal(one, value):
-                    one.copy_(value)
     finally:
         for module, was_training in zip(modules, training, strict=True):
             module.training = was_training

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from accelfn.context import Context
 from accelfn.context.config import DynamoBackend
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.buffers import KeptBuffers
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
 from accelfn.parallel.forward import WrappedForward
 from accelfn.parallel.strategies.shard_plan import units_at
@@ -86,67 +87,15 @@ class RecomputedForward(WrappedForward):
         if torch.compiler.is_compiling():  # the compiler doesn't repeat changes of buffers
             # By this name torch.compile knows it.
             return cast("Any", checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs))
-        changed = _copies_of_buffers(self._module)
-        if changed:
-            kwargs["context_fn"] = lambda: (nullcontext(), _Restored(changed))
+        buffers = KeptBuffers(one for one in self._module.modules() if one.training)
+        kwargs["context_fn"] = lambda: (nullcontext(), buffers)
         keeping = nullcontext()
         if self._offload_from is not None:
             keeping = save_on_cpu(pin_memory=self._offload_from.type == "cuda")
         with keeping:
             output = cast("Any", checkpoint(self.__wrapped__, *args, use_reentrant=False, **kwargs))
-        changed[:] = filter(_Copied.may_have_changed, changed)
+        buffers.drop_unchanged()
         return output
-
-
-class _Copied(NamedTuple):
-    """A buffer as it was, and its copy from then."""
-
-    owner: dict[str, torch.Tensor | None]  # the buffers of its module
-    name: str
-    tensor: torch.Tensor | None
-    version: int
-    copy: torch.Tensor | None
-
-    def may_have_changed(self) -> bool:
-        """Return whether it has changed since; torch doesn't count changes of statistics."""
-        if self.owner.get(self.name) is not self.tensor or self.name in ("running_mean", "running_var"):
-            return True
-        return _version_of(self.tensor) != self.version
-
-
-def _version_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
-
-
-def _copies_of_buffers(module: nn.Module) -> list[_Copied]:
-    """Copy the buffers of the modules in training, which may change them."""
-    owners = [
-        cast("dict[str, torch.Tensor | None]", vars(one)["_buffers"])
-        for one in module.modules()
-        if one.training
-    ]
-    return [
-        _Copied(owner, name, one, _version_of(one), None if one is None else one.clone())
-        for owner in owners
-        for name, one in owner.items()
-    ]
-
-
-class _Restored:
-    """Computes with buffers as they were; changes inside are lost. May be entered again."""
-
-    def __init__(self, copied: Sequence[_Copied]) -> None:
-        self._copied = copied
-        self._now: list[torch.Tensor | None] = []
-
-    def __enter__(self) -> None:
-        self._now = [one.owner.get(one.name) for one in self._copied]
-        for one in self._copied:
-            one.owner[one.name] = None if one.copy is None else one.copy.clone()
-
-    def __exit__(self, *error: object) -> None:
-        for one, tensor in zip(self._copied, self._now, strict=True):
-            one.owner[one.name] = tensor
 
 
 def _empty(name: str, cache: Any) -> None:
