@@ -138,7 +138,9 @@ def plan_fp8(
     if choice.backend == FP8Backend.MSAMP:  # which replaces the weights itself
         return Fp8Plan(choice, (), (), {}, False, emulated)
     linears = [name for name in facts.order if facts.layers.get(name) == "linear"]
-    ends = {} if choice.backend == FP8Backend.TE else _ends(linears)
+    ends: dict[str, str] = {}
+    if linears and choice.backend != FP8Backend.TE:
+        ends = {linears[-1]: "the last linear layer", linears[0]: "the first linear layer"}
     tied = {name for group in facts.ties for name in group}
     aliased = set(facts.aliases.values())
     left_out = frozenset(ignored)
@@ -167,19 +169,11 @@ def plan_fp8(
             converted.append(name)
     if not converted:
         raise ConfigurationError(_nothing(facts, kept))
-    gathers = is_sharded and isinstance(recipe, AORecipeKwargs) and _gathers(recipe)
+    gathers = False
+    if is_sharded and isinstance(recipe, AORecipeKwargs):
+        gathers = bool((recipe.config or recipe).enable_fsdp_float8_all_gather)
     norms = _norms(facts) if choice.backend == FP8Backend.TE else ()
     return Fp8Plan(choice, tuple(converted), norms, kept, gathers, emulated)
-
-
-def _ends(linears: list[str]) -> dict[str, str]:
-    return {linears[-1]: "the last linear layer", linears[0]: "the first linear layer"} if linears else {}
-
-
-def _gathers(recipe: AORecipeKwargs) -> bool:
-    if recipe.config is None:
-        return recipe.enable_fsdp_float8_all_gather
-    return bool(recipe.config.enable_fsdp_float8_all_gather)
 
 
 def _norms(facts: ModelFacts) -> tuple[str, ...]:

@@ -34,24 +34,7 @@ from accelfn.parallel.parameters import remember_whole
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan
 from accelfn.parallel.strategies.strategy import Application
 
-# The result depends only on shape, dtype and device of the first argument; or of all but the first one.
-_LIKE_FIRST = frozenset(
-    (
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_tensor",
-    )
-)
+# The result depends only on shape, dtype and device of all arguments but the first one.
 _LIKE_OTHERS = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
 # Functions that return values for Python to branch on.
 _READS = frozenset(
@@ -109,7 +92,7 @@ class StandIn(torch.Tensor):
             result: Any = func(*args, **kwargs)
         written = args[0] if name == "__setitem__" else kwargs.get("out", result)
         used = (*args, *kwargs.values())
-        if name in _LIKE_FIRST:
+        if name.startswith("new_") or name.endswith("_like"):  # only on those of the first one
             used = used[1:]
         elif name in _LIKE_OTHERS:
             used = args[:1]
