@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -20,7 +19,6 @@ from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
 from accelfn.parallel.agreement import check_each_forward
 from accelfn.parallel.engines.deepspeed_plan import (
-    KNOWN_KEYS,
     CpuOptimizer,
     DeepSpeedFacts,
     DeepSpeedPlan,
@@ -32,7 +30,7 @@ from accelfn.parallel.handle import Communication, EngineName
 from accelfn.parallel.optimizers import why_not_flat
 from accelfn.parallel.parameters import names_on_meta
 from accelfn.parallel.strategies.precision import with_precision
-from accelfn.tree import map_tensors
+from accelfn.tree import convert_to_fp32, map_tensors
 
 # The first version whose caller may count micro-batches.
 _MINIMUM = (0, 19)
@@ -255,9 +253,7 @@ def deepspeed_facts(
     """
     check_context("deepspeed_facts", ctx)
     package = load_deepspeed()
-    zero = importlib.import_module(f"{package.__name__}.runtime.zero.config").DeepSpeedZeroConfig
     constants = vars(importlib.import_module(f"{package.__name__}.runtime.constants"))
-    known_zero = {*zero.model_fields, *(field.alias for field in zero.model_fields.values() if field.alias)}
     config: Any = getattr(model, "config", None)
     sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or ())]
     hidden = [size for size in sizes if isinstance(size, int)]
@@ -278,8 +274,7 @@ def deepspeed_facts(
         scheduler="none" if scheduler is None else "made" if made else "dummy" if is_dummy else "torch",
         total_num_steps=scheduler.total_num_steps if is_dummy else None,
         warmup_num_steps=scheduler.warmup_num_steps if is_dummy else 0,
-        known_keys=KNOWN_KEYS | {value for value in constants.values() if isinstance(value, str)},
-        known_zero_keys=frozenset(known_zero),
+        known_keys=frozenset(value for value in constants.values() if isinstance(value, str)),
     )
 
 
@@ -304,7 +299,8 @@ def apply_deepspeed(
     Raises:
         ConfigurationError: The optimizer has state or other parameters; the model is on the meta device; or
             the context isn't that of all ranks.
-        NotAvailableError: The ranks are threads, or the device doesn't support the precision.
+        NotAvailableError: The ranks are threads.
+        Exception: Raised by DeepSpeed.
     """
     package = load_deepspeed()
     _check(ctx, model, plan, optimizer)
@@ -388,11 +384,6 @@ def _check(ctx: Context, model: nn.Module, plan: DeepSpeedPlan, optimizer: Optim
             f"the {type(optimizer).__name__} has state, which DeepSpeed can't take over. Prepare it before "
             "it steps, and load its state with load_state."
         )
-    if plan.dtype == "float16" and not _supports_fp16():
-        raise NotAvailableError(
-            f"DeepSpeed doesn't support fp16 on this {ctx.device.type}. Use mixed_precision='bf16', or "
-            "zero_stage=0."
-        )
 
 
 def _has_stepped(state: Any) -> bool:
@@ -411,14 +402,11 @@ def _ignore(is_boundary: bool) -> None:
     """Do nothing where a window closes."""
 
 
-def _supports_fp16() -> bool:
-    return bool(importlib.import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported())
-
-
 def _on_host(package: Any, chosen: CpuOptimizer, optimizer: Optimizer) -> Optimizer:
     """Return DeepSpeed's optimizer for state in host memory, with the groups of ``optimizer``."""
     name, options = chosen
-    kind = getattr(importlib.import_module(f"{package.__name__}.ops.{_MODULES[name]}"), name)
+    module = name.removeprefix("DeepSpeedCPU").lower()
+    kind = getattr(importlib.import_module(f"{package.__name__}.ops.{module}"), name)
     wanted = ("lr", "betas", "eps", "weight_decay", "amsgrad")
     defaults = {key: value for key, value in optimizer.defaults.items() if key in wanted}
     if name != "DeepSpeedCPUAdam":
@@ -430,31 +418,17 @@ def _on_host(package: Any, chosen: CpuOptimizer, optimizer: Optimizer) -> Optimi
     return kind(groups, **defaults, **dict(options))
 
 
-_MODULES: Mapping[str, str] = MappingProxyType(
-    {
-        "DeepSpeedCPUAdam": "adam",
-        "DeepSpeedCPUAdagrad": "adagrad",
-        "DeepSpeedCPULion": "lion",
-    }
-)
-
-
 def _cast_around(engine: nn.Module, dtype: str | None) -> None:
     """Cast inputs of a model to its dtype, and outputs to float32, as mixed precision does elsewhere."""
     if dtype is None:
         return
     low = getattr(torch, dtype)
 
-    def cast_to(target: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda tensor: tensor.to(target) if tensor.is_floating_point() else tensor
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        del module
-        return map_tensors(cast_to(low), args), map_tensors(cast_to(low), kwargs)
+    def before(module: nn.Module, *inputs: Any) -> Any:
+        return map_tensors(lambda one: one.to(low) if one.is_floating_point() else one, inputs)
 
     def after(module: nn.Module, arguments: Any, output: Any) -> Any:
-        del module, arguments
-        return map_tensors(cast_to(torch.float32), output)
+        return convert_to_fp32(output)
 
     engine.register_forward_pre_hook(before, with_kwargs=True)
     engine.register_forward_hook(after)

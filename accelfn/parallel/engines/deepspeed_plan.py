@@ -12,25 +12,6 @@ from accelfn.context.config import DeepSpeedPlugin
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.facts import table_text
 
-# Top-level keys of DeepSpeed's configuration, besides those that the installed version names.
-KNOWN_KEYS = frozenset(
-    (
-        *("activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet"),
-        *("comms_logger", "communication_data_type", "compile", "compression_training", "csv_monitor"),
-        *("curriculum_learning", "data_efficiency", "data_types", "dataloader_drop_last"),
-        *("disable_allgather", "disable_python_gc", "dump_state", "elasticity", "expert_parallel"),
-        *("flops_profiler", "fp16", "fp32_allreduce", "gradient_accumulation_steps"),
-        *("gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor", "hybrid_engine"),
-        *("log_level", "managed_gradient_accumulation", "memory_breakdown", "nebula", "optimizer"),
-        *("pipeline", "prescale_gradients", "progressive_layer_drop", "quantize_training", "scheduler"),
-        *("seq_parallel_communication_data_type", "sequence_parallel_size", "sparse_attention"),
-        *("sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "torch_autocast"),
-        *("train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism"),
-        *("vocabulary_size", "wall_clock_breakdown", "wandb", "zero_allow_untested_optimizer"),
-        *("zero_force_ds_cpu_optimizer", "zero_optimization"),
-    )
-)
-
 # A class, and its options by name.
 CpuOptimizer = tuple[str, tuple[tuple[str, bool], ...]]
 
@@ -66,8 +47,8 @@ class DeepSpeedFacts(NamedTuple):
             one, or none.
         total_num_steps: Of the ``DummyScheduler``.
         warmup_num_steps: Of the ``DummyScheduler``.
-        known_keys: Top-level keys that DeepSpeed knows; empty to check none.
-        known_zero_keys: Keys of the section "zero_optimization" that DeepSpeed knows; empty to check none.
+        known_keys: Top-level keys that DeepSpeed knows, and maybe others: a key that is almost one of them is
+            a misspelt one. Empty to check none.
     """
 
     world_size: int = 1
@@ -84,7 +65,6 @@ class DeepSpeedFacts(NamedTuple):
     total_num_steps: int | None = None
     warmup_num_steps: int = 0
     known_keys: frozenset[str] = frozenset()
-    known_zero_keys: frozenset[str] = frozenset()
 
 
 class DeepSpeedPlan(NamedTuple):
@@ -231,16 +211,10 @@ def generated_config(plugin: DeepSpeedPlugin) -> dict[str, Any]:
 
 
 def _check_keys(config: Mapping[str, Any], facts: DeepSpeedFacts) -> None:
-    zero = cast("Mapping[str, Any]", config.get("zero_optimization", {}))
-    for place, keys, known in (
-        ("", config, facts.known_keys),
-        ("zero_optimization.", zero, facts.known_zero_keys),
-    ):
-        for key in keys if known else ():
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"Did you mean {place}{close[0]}?" if close else "Remove it."
-                raise ConfigurationError(f"DeepSpeed's configuration has no key {place}{key}. {hint}")
+    for key in config:  # DeepSpeed checks those of its sections itself
+        close = difflib.get_close_matches(key, facts.known_keys, n=1, cutoff=0.85)
+        if close and key not in facts.known_keys:
+            raise ConfigurationError(f"DeepSpeed's configuration has no key {key}. Did you mean {close[0]}?")
     if config.get("managed_gradient_accumulation") is True:
         raise NotAvailableError(
             "DeepSpeed: managed_gradient_accumulation=true counts micro-batches inside of DeepSpeed, but "

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn import Context, DeepSpeedFacts, DeepSpeedPlugin, GradScalerKwargs, plan_deepspeed
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.engines.deepspeed_plan import KNOWN_KEYS
 
-FACTS = DeepSpeedFacts(world_size=4, batch_sizes=(8, 16), num_steps=2, hidden_size=64, known_keys=KNOWN_KEYS)
+KNOWN = frozenset({"gradient_clipping", "optimizer", "scheduler"})
+FACTS = DeepSpeedFacts(world_size=4, batch_sizes=(8, 16), num_steps=2, hidden_size=64, known_keys=KNOWN)
 
 
 def plan(config: dict[str, Any] | None = None, facts: DeepSpeedFacts = FACTS, **fields: Any) -> Any:
@@ -274,7 +274,7 @@ def test_what_deepspeed_would_refuse_is_set_as_it_must_be() -> None:
     plugin = DeepSpeedPlugin(
         hf_ds_config={"_comment": "mine", "zero_optimization": zero, "scheduler": schedule}
     )
-    facts = DeepSpeedFacts(scheduler="dummy", known_keys=KNOWN_KEYS | {"zero_optimization", "scheduler"})
+    facts = DeepSpeedFacts(scheduler="dummy", known_keys=KNOWN)
     config = plan_deepspeed(plugin, facts).config
     assert config["zero_optimization"] == {"stage": 1, "overlap_comm": False}
     assert config["scheduler"]["params"]["warmup_num_steps"] == 1
