@@ -287,14 +287,11 @@ def _check_heads(facts: ModelFacts, names: Sequence[str], size: int) -> None:
         for key, count in facts.heads[name].counts.items() if name in facts.heads else ():
             is_repeated = ("kv" in key or "key_value" in key) and size % count == 0
             if count % size and not is_repeated:
+                fitting = " or ".join(str(one) for one in range(1, count + 1) if count % one == 0)
                 raise ConfigurationError(
                     f"sp_size must divide the number of heads, which ranks exchange: {name} has "
-                    f"{key}={count} on each rank, got sp_size={size}. Use {_divisors(count)}, or use cp_size."
+                    f"{key}={count} on each rank, got sp_size={size}. Use {fitting}, or use cp_size."
                 )
-
-
-def _divisors(count: int) -> str:
-    return " or ".join(str(size) for size in range(1, count + 1) if count % size == 0)
 
 
 def _check_kind(model: nn.Module, axis: str, names: Sequence[str]) -> None:
@@ -439,13 +436,6 @@ class _Sharing:
         query, key, value = call[:3]
         if self.plan.size % key.shape[1] == 0:  # fewer heads of keys and values than ranks
             key, value = (one.repeat_interleave(self.plan.size // one.shape[1], 1) for one in (key, value))
-        for what, tensor in (("queries", query), ("keys and values", key)):
-            if tensor.shape[1] % self.plan.size:
-                raise self.refusal(
-                    f"the number of heads must be divisible by sp_size, got {tensor.shape[1]} heads of "
-                    f"{what}",
-                    f"Use sp_size of {_divisors(tensor.shape[1])}, or cp_size.",
-                )
         mask = None if call.attn_mask is None else self._mask_of_heads(call.attn_mask, query)
         query, key, value = self._exchange(
             [_by_rank(tensor, 1, self.plan.size) for tensor in (query, key, value)]

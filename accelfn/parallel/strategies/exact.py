@@ -44,6 +44,9 @@ class OrderedSum:
     All tensors of one dtype and device share a flat buffer, which is split into one part per rank. Each
     microbatch is sent in parts to the ranks that sum them, and the sums are gathered by :meth:`close`. A
     tensor that a microbatch lacks counts as minus zero, which changes no sum.
+
+    Attributes:
+        summed: Indices of the tensors that have a sum since the last :meth:`close`.
     """
 
     def __init__(self, ctx: Context, tensors: Sequence[torch.Tensor]) -> None:
@@ -52,11 +55,6 @@ class OrderedSum:
         self._tensors = list(tensors)
         self._groups = plan_layout(self._tensors, flatten(self._tensors)[1]).groups
         self.drop()
-
-    @property
-    def summed(self) -> frozenset[int]:
-        """Indices of the tensors that have a sum since the last :meth:`close`."""
-        return self._touched
 
     def add(
         self,
@@ -94,7 +92,7 @@ class OrderedSum:
         else:
             masks = [present]
         found = frozenset(index for index in range(number) if any(mask[index] for mask in masks))
-        first = [before(index) if index in found - self._touched else None for index in range(number)]
+        first = [before(index) if index in found - self.summed else None for index in range(number)]
         for place, (group, flat) in enumerate(zip(self._groups, flats or (), strict=True)):
             rows = flat
             if size > 1:  # each rank gets its part of everybody's microbatches
@@ -108,7 +106,7 @@ class OrderedSum:
                 total = self._parts[place] = rest.pop(0).clone()
             for row in rest:  # not torch.sum over the rows, whose order is unspecified
                 total.add_(row)
-        self._touched |= found
+        self.summed |= found
         return found
 
     def _pack(self, group: Buffer, microbatches: Sequence[_Microbatch]) -> torch.Tensor:
@@ -134,13 +132,13 @@ class OrderedSum:
             The sum of each tensor, with the tensor's memory layout; None where nothing was added.
         """
         result: list[torch.Tensor | None] = [None] * len(self._tensors)
-        for group, part in zip(self._groups, self._parts, strict=True) if self._touched else ():
+        for group, part in zip(self._groups, self._parts, strict=True) if self.summed else ():
             joined = cast("torch.Tensor", part)
             if self._ctx.num_processes > 1:
                 joined = self._ctx.collectives.all_gather(joined.view(torch.uint8)).view(joined.dtype)
             flats = torch.split(joined[: sum(group.sizes)], list(group.sizes))
             for index, flat in zip(group.leaves, flats, strict=True):
-                if index in self._touched:
+                if index in self.summed:
                     # A tensor of its own with torch's layout: results such as its norm may depend on where
                     # it is in memory.
                     like = self._tensors[index]
@@ -150,13 +148,13 @@ class OrderedSum:
 
     def drop(self) -> None:
         """Drop the sums."""
-        self._touched: frozenset[int] = frozenset()
+        self.summed: frozenset[int] = frozenset()
         self._parts: list[torch.Tensor | None] = [None] * len(self._groups)
 
     def forget(self, indices: Iterable[int]) -> None:
         """Drop the sums of some of the tensors."""
         gone = frozenset(indices)
-        self._touched -= gone
+        self.summed -= gone
         marks = [torch.tensor(float(index in gone)) for index in range(len(self._tensors))]
         for part, marked in self._beside(marks):
             part.masked_fill_(marked != 0, -0.0)

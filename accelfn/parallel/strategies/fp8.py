@@ -100,9 +100,14 @@ def fp8_backend_of(ctx: Context) -> FP8Backend | None:
     Raises:
         MissingExtraError: It isn't installed.
     """
+    choice = _choice_of(ctx)
+    return None if choice is None else choice.backend
+
+
+def _choice_of(ctx: Context) -> Fp8Choice | None:
     if ctx.mixed_precision != "fp8":
         return None
-    return choose_fp8(ctx.precision.fp8_recipe, list_fp8_packages()).backend
+    return choose_fp8(ctx.precision.fp8_recipe, list_fp8_packages())
 
 
 def plan_fp8(
@@ -237,9 +242,9 @@ def plan_fp8_of(
             with an option.
         MissingExtraError: The engine isn't installed.
     """
-    if ctx.mixed_precision != "fp8":
+    choice = _choice_of(ctx)
+    if choice is None:
         return None
-    choice = choose_fp8(ctx.precision.fp8_recipe, list_fp8_packages())
     _refuse_combinations(ctx, choice, axes)
     if choice.backend == FP8Backend.MSAMP and MSAMP_READY not in vars(model or nn.Module()):
         raise ConfigurationError(
@@ -298,10 +303,8 @@ def with_msamp(ctx: Context, objects: Sequence[Any]) -> list[Any]:
         ConfigurationError: There isn't exactly one model with one optimizer.
     """
     found = list(objects)
-    if ctx.mixed_precision != "fp8" or ctx.strategy.engine is not None:
-        return found
-    choice = choose_fp8(ctx.precision.fp8_recipe, list_fp8_packages())
-    if not isinstance(choice.recipe, MSAMPRecipeKwargs):
+    choice = None if ctx.strategy.engine is not None else _choice_of(ctx)
+    if choice is None or not isinstance(choice.recipe, MSAMPRecipeKwargs):
         return found
     models = [index for index, item in enumerate(found) if isinstance(item, nn.Module)]
     optimizers = [index for index, item in enumerate(found) if isinstance(item, Optimizer)]

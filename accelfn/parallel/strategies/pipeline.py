@@ -337,7 +337,6 @@ def _first(loss: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 _HEADER = struct.Struct("<q16s")  # number of rows, and a digest of the rest of the batch's shape
 _SMALL_BYTES = 4096  # CPU tensors up to this size travel in the agreement
 _NUM_KEPT = 4  # batch shapes whose schedules and buffers are kept
-_TRUST = 4  # wrong guesses of outlines, beyond the right ones, after which none is made any more
 
 
 class _Shape(NamedTuple):
@@ -411,7 +410,6 @@ class PipelineEngine:
         # By rank and shape, latest last. All ranks have the same keys, but each measures only its own shapes.
         self._known: dict[tuple[int, _Shape], _Measured | None] = {}
         self._is_connected = False  # whether a schedule was built; equal on all ranks
-        self._trust = _TRUST  # in guesses; equal on all ranks
 
     def outlines_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Outline] | None:
         """Return the stages' outlines for a microbatch; None if no batch of its shape was run lately."""
@@ -561,7 +559,7 @@ class PipelineEngine:
         def outline(stage: int, before: Sequence[Outline]) -> Outline:
             return self._outline(stage, before, compute, is_trained=shape.is_trained)
 
-        if self._known and self._trust:
+        if self._known:
             expected = self._expected(shapes, sizes)
             # Not an error yet, if it isn't: it may be for what was expected.
             is_right = bool(expected) and all(
@@ -570,7 +568,6 @@ class PipelineEngine:
             call = Call(operation, "first microbatch of its shape", takes_long=True)
             is_right = not any(gather_bytes(self._ctx, call, b"" if is_right else b"differs", None))
             outlines = expected if is_right else []
-            self._trust = min(self._trust + 1, _TRUST) if is_right else self._trust - 1
         for stage in range(len(outlines), self._schedule.num_stages):
             blob, error = b"", None
             if stage in own:
