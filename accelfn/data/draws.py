@@ -16,11 +16,16 @@ __all__ = ("read_isolated", "restore_generators", "save_generators", "seed_from"
 
 T = TypeVar("T")
 
+# The class in C of Python's generator, whose methods take no Python call each: four calls of a batch.
+_Twister: Any = random.Random.__base__
+
 
 def seed_from(key: tuple[int, ...]) -> None:
     """Seed the generators of this process from ``key``: the same in a worker as in the rank's process."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
-    random.seed(seed)
+    python: Any = random.random.__self__
+    _Twister.seed(python, seed)
+    python.gauss_next = None  # as random.seed does with a number
     # Not torch.manual_seed, which queues a call for every device that isn't initialised yet.
     torch.default_generator.manual_seed(seed >> 1)
     numpy = sys.modules.get("numpy.random")
@@ -32,13 +37,16 @@ def save_generators() -> tuple[Any, ...]:
     """Return the states of Python's generator, torch's on the CPU, and numpy's if it is imported."""
     numpy = sys.modules.get("numpy.random")  # numpy imports this module on first use
     state = None if numpy is None else numpy.get_state(legacy=False)
-    return random.getstate(), torch.default_generator.get_state(), state
+    python: Any = random.random.__self__
+    return (_Twister.getstate(python), python.gauss_next), torch.default_generator.get_state(), state
 
 
 def restore_generators(states: tuple[Any, ...]) -> None:
     """Set the generators to states that :func:`save_generators` returned."""
-    python_state, torch_state, numpy_state = states
-    random.setstate(python_state)
+    (python_state, gauss_next), torch_state, numpy_state = states
+    python: Any = random.random.__self__
+    _Twister.setstate(python, python_state)
+    python.gauss_next = gauss_next
     torch.default_generator.set_state(torch_state)
     if numpy_state is not None:
         sys.modules["numpy.random"].set_state(numpy_state)

@@ -188,10 +188,11 @@ class Passes(Generic[T]):
         self.position.held = held
 
     def __iter__(self) -> Iterator[T]:
-        position, batches = self.position, self.begin().batches
-        with self.reading():
-            for batch, position.latest in batches:
-                yield batch
+        position, batches, place = self.position, self._begin().batches, self._placer()
+        # Around the loop rather than in it: exceptions of the user's loop aren't raised in this generator.
+        with self.reading(), self._told_to_others():
+            for batch, position.latest in batches:  # not in _placed: a call for each batch
+                yield batch if place is None else place(batch)
         self.finish()
 
     @contextmanager
@@ -216,16 +217,19 @@ class Passes(Generic[T]):
             reads.remove(own)
 
     def _placed(self, batches: Iterator[tuple[T, BatchInfo]]) -> Iterator[tuple[T, BatchInfo]]:
-        """Yield batches that are on the rank's device, with its shards of sequences."""
+        place = self._placer()
+        with self._told_to_others():
+            for batch, info in batches:
+                yield batch if place is None else place(batch), info
+
+    def _placer(self) -> Callable[[T], T] | None:
+        """Return what moves a batch to the rank's device and shards its sequences; None for neither."""
         ctx = self.context
         place = placer(ctx.device, ctx.loading.non_blocking) if ctx.device_placement else None
         shard = sequence_sharder(ctx)
-        # Around the loop rather than in it: exceptions of the user's loop aren't raised in this generator.
-        with self._told_to_others():
-            for batch, info in batches:
-                if place is not None:
-                    batch = place(batch)
-                yield batch if shard is None else shard(batch), info
+        if shard is None or place is None:
+            return place or shard
+        return lambda batch: shard(place(batch))
 
     @contextmanager
     def _told_to_others(self) -> Generator[None, None, None]:

@@ -6,6 +6,8 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import getitem
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -127,11 +129,6 @@ class Proxy:
             setattr(self._target, name, value)
 
 
-def _read_samples(dataset: Any, indices: list[Any]) -> Any:
-    read = getattr(dataset, "__getitems__", None)
-    return read(indices) if read else [dataset[index] for index in indices]
-
-
 class _SeededDataset(Proxy):
     """A map-style dataset that draws the same random numbers for a batch, whichever process reads it.
 
@@ -148,7 +145,9 @@ class _SeededDataset(Proxy):
     def __getitems__(self, indices: Keyed) -> Any:
         """Return the samples of a batch, read as torch would."""
         seed_from(indices.key)
-        return _read_samples(self._target, list(indices))
+        target = self._target
+        read = getattr(target, "__getitems__", None)
+        return read(list(indices)) if read else list(map(partial(getitem, target), indices))
 
 
 class _FollowingDataset(Proxy):
@@ -163,7 +162,9 @@ class _FollowingDataset(Proxy):
 
     def __getitems__(self, indices: list[Any]) -> Any:
         self._follow()
-        return _read_samples(self._target, indices)
+        target = self._target
+        read = getattr(target, "__getitems__", None)
+        return read(indices) if read else list(map(partial(getitem, target), indices))
 
     def _follow(self) -> None:
         epoch = int(self._epoch)
