@@ -117,6 +117,8 @@ class _Stream(Reader[T]):
         self._dataset = dataset
         self._plan = plan  # of unknown length
         self._rank = ctx.coordinate("dp") if plan.size > 1 else 0
+        # Of this rank's batch of a full group.
+        self._full_info = replace(plan, num_samples=plan.global_batch).batch_info(0, self._rank)
         self._is_rank_local = is_rank_local
         self._unbatched = source.batch_size is None
         self._num_workers = source.num_workers
@@ -176,7 +178,9 @@ class _Stream(Reader[T]):
         plan: EpochPlan | None,
     ) -> BatchInfo:
         """Return the BatchInfo of this rank's batch of a group of ``num_valid`` samples."""
-        info = replace(self._plan, num_samples=num_valid).batch_info(0, self._rank)
+        info = self._full_info
+        if num_valid < self._plan.global_batch:
+            info = replace(self._plan, num_samples=num_valid).batch_info(0, self._rank)
         if self._is_rank_local:
             # is_last stays unknown: the other ranks' streams may be longer.
             num_rows = rows_of(content) if self._unbatched else info.own_valid
