@@ -34,8 +34,9 @@ def unwrap_model(
     Raises:
         TypeError: Got a Context, which other functions take first.
 
+    >>> import accelfn as af
     >>> model = nn.Linear(1, 1)
-    >>> unwrap_model(prepare_model(Context(), model)) is model
+    >>> unwrap_model(af.prepare_model(Context(), model)) is model
     True
     """
     if isinstance(model, Context):
