@@ -192,7 +192,7 @@ class Context(Config):
         >>> Context().along("tp").num_processes
         1
         """
-        plan = self._plan()
+        plan = self.mesh_plan
         wanted = plan.parts(*axes)
         if wanted == plan.parts(*AXES):
             return self
@@ -212,7 +212,7 @@ class Context(Config):
         >>> Context().coordinate("tp")
         0
         """
-        return self._plan().coordinate(self.rank, *axes)
+        return self.mesh_plan.coordinate(self.rank, *axes)
 
     def axis_size(self, *axes: str) -> int:
         """Return the number of ranks along ``axes``.
@@ -223,9 +223,11 @@ class Context(Config):
         >>> Context().axis_size("dp_replicate", "tp")
         1
         """
-        return self._plan().size(*axes)
+        return self.mesh_plan.size(*axes)
 
-    def _plan(self) -> MeshPlan:
+    @property
+    def mesh_plan(self) -> MeshPlan:
+        """The plan of the mesh: pure data parallelism without one."""
         return plan_mesh(None, self.num_processes) if self.mesh is None else self.mesh.plan
 
     def tagged(self, tag: str) -> Context:

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.context import Context, init_context, text_of
-from accelfn.errors import DistributedError, MissingExtraError, MissingRankError, RemoteTraceback
+from accelfn.errors import DistributedError, MissingExtraError, RemoteTraceback
 from accelfn.testing.part import Outcome
 
 # Run by `python -c` in a rank. It sets search path and variables before the import of torch, which reads
@@ -233,12 +233,6 @@ def read_outcome(folder: Path, rank: int, attempt: int = 0) -> Outcome | None:
     if text and error is not None:
         error.__cause__ = RemoteTraceback(text)
     return Outcome(value=value, error=error)
-
-
-def describe_exit(rank: int, code: int) -> Outcome:
-    """Return the outcome of a rank whose process ended without a report."""
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
 
 
 # --- Serialization of functions, arguments and results --------------------------------------------

@@ -27,7 +27,6 @@ from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.function_ranks import (
     RANK_COMMAND,
     STACK_SIGNAL,
-    describe_exit,
     name_of,
     read_outcome,
     reported_ranks,
@@ -36,7 +35,7 @@ from accelfn.launch.function_ranks import (
 )
 from accelfn.launch.plan.commands import Script, plan_torchrun
 from accelfn.launch.plan.machine import Machine, count_cores, crowding_notes
-from accelfn.testing.part import Outcome, conclude
+from accelfn.testing.part import Outcome, conclude, died
 
 __all__ = ("debug_launcher", "launch_processes", "notebook_launcher")
 
@@ -363,7 +362,7 @@ def _run_local(
                 outcome = read_outcome(folder, rank)
                 if outcome is None and code is None:
                     continue
-                outcomes[rank] = outcome or describe_exit(rank, code or 0)
+                outcomes[rank] = outcome or died(rank, code or 0)
                 if outcomes[rank].error is not None:
                     soon = time.monotonic() + _GRACE_S
                     until = soon if until is None else min(until, soon)
@@ -449,7 +448,7 @@ def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | No
     last = max(attempts.values(), default=0)
     # Without the ranks that the agent has stopped because of another one.
     ranks = sorted({*exitcodes, *(rank for rank, attempt in attempts.items() if attempt == last)})
-    return [read_outcome(folder, rank, last) or describe_exit(rank, exitcodes.get(rank, 0)) for rank in ranks]
+    return [read_outcome(folder, rank, last) or died(rank, exitcodes.get(rank, 0)) for rank in ranks]
 
 
 def _run_on_tpu(folder: Path) -> list[Outcome]:

@@ -32,7 +32,7 @@ from accelfn.comm import (
     set_seed,
     synchronize_rng_states,
 )
-from accelfn.context import JOINED, Context, World, plan_mesh
+from accelfn.context import JOINED, Context, World
 from accelfn.context.config import DataLoaderConfiguration, GradScalerKwargs
 from accelfn.data import gather_for_metrics, loader_state, microbatches, prepare_data_loader, restore_loader
 from accelfn.launch.self_test import CHECK_NAMES
@@ -147,7 +147,7 @@ def check_collectives(trial: Trial) -> str:
 def check_mesh(trial: Trial) -> str:
     """Collectives along each mesh axis involve exactly the ranks of that axis."""
     ctx = trial.ctx
-    plan = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
+    plan = ctx.mesh_plan
     mine = torch.tensor([ctx.rank + trial.injects("value")], device=ctx.device)
     axes = plan.active()
     for axis in (*axes, *JOINED):

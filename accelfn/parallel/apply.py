@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.context import Context, plan_mesh
+from accelfn.context import Context
 from accelfn.errors import NotAvailableError
 from accelfn.parallel.agreement import check_each_forward
 from accelfn.parallel.buffers import sync_buffers
@@ -78,8 +78,7 @@ def apply_compute(ctx: Context, model: nn.Module) -> None:
     """
     _reset_forward(model)
     facts = read_facts(model)
-    mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
-    mesh = mesh.restrict("seq")  # along other axes the model is whole
+    mesh = ctx.mesh_plan.restrict("seq")  # along other axes the model is whole
     plans: dict[str, Any] = {strategy.name: None for strategy in STRATEGIES}
     at = Planning(ctx, mesh, "none", model, facts, facts, 0, plans)
     computing = [strategy for strategy in STRATEGIES if strategy.is_compute]

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from accelfn.context import Context, MeshPlan, check_context, plan_mesh
+from accelfn.context import Context, MeshPlan, check_context
 from accelfn.context.config import FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import xla
@@ -241,7 +241,7 @@ def plan_whole(
     """Return what the plans of all ranks share; see :func:`plan_each`. ``known`` has plans by strategy."""
     real = None if isinstance(model, ModelFacts) else model
     whole = facts or (model if isinstance(model, ModelFacts) else read_facts(model))
-    mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
+    mesh = ctx.mesh_plan
     chosen = _choose_engine(ctx, mesh, engine)
     plans: dict[str, Any] = {}
     for strategy in STRATEGIES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,14 @@ class Outcome:
     waits: bool = False
     seen_to_die: bool = False
     stack: str = ""
+
+
+def died(rank: int, exitcode: int | None) -> Outcome:
+    """Return the outcome of a rank whose process ended without a report."""
+    how = f"exited with code {exitcode}"
+    if exitcode is not None and exitcode < 0:
+        how = f"was killed by {signal.Signals(-exitcode).name}"
+    return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
 
 
 def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:

@@ -34,12 +34,11 @@ from accelfn.context.rendezvous import serve_store
 from accelfn.errors import (
     CollectiveTimeoutError,
     DistributedError,
-    MissingRankError,
     NotAvailableError,
     RemoteTraceback,
 )
 from accelfn.testing.faults import Fault, announcing, reach_without_schedule
-from accelfn.testing.part import Outcome, conclude, taking_part
+from accelfn.testing.part import Outcome, conclude, died, taking_part
 from accelfn.testing.threads import memory_world
 
 T = TypeVar("T")
@@ -174,7 +173,7 @@ def _collect(
                 outcomes[rank] = (
                     _receive(rank, processes[rank], receivers[rank])
                     if receivers[rank].poll()
-                    else _died(rank, processes[rank])
+                    else died(rank, processes[rank].exitcode)
                 )
             else:
                 continue
@@ -191,21 +190,11 @@ def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
     try:
         value, error, text = _unpack(receiver.recv_bytes())
     except (EOFError, OSError):  # OSError: closed in the middle of a message
-        return _died(rank, process)
+        process.join(5.0)
+        return died(rank, process.exitcode)
     if text and error is not None:
         error.__cause__ = RemoteTraceback(text)
     return Outcome(value=value, error=error)
-
-
-def _died(rank: int, process: Any) -> Outcome:
-    process.join(5.0)
-    code = process.exitcode
-    how = (
-        f"was killed by {signal.Signals(-code).name}"
-        if code is not None and code < 0
-        else f"exited with code {code}"
-    )
-    return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
 
 
 def _timed_out(rank: int, stack: str) -> Outcome:
