@@ -18,7 +18,7 @@ from typing_extensions import Self
 import accelfn.comm as comm
 from accelfn.accelerator.proxies import AcceleratedDataLoader
 from accelfn.accelerator.registry import WeakRegistry
-from accelfn.accelerator.scaling import Scaling
+from accelfn.accelerator.scaler_states import Scaling
 from accelfn.context import Context
 from accelfn.context.config import (
     DataLoaderConfiguration,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelfn.accelerator.scaling import Scaling
+from accelfn.accelerator.scaler_states import Scaling
 from accelfn.context import Context
 
 

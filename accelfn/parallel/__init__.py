@@ -21,8 +21,8 @@ from accelfn.parallel.strategies.pipeline_plan import (
 )
 from accelfn.parallel.plan import ModelPlan as ModelPlan, plan_model as plan_model
 from accelfn.parallel.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
-from accelfn.parallel.strategies.shard_plan import ShardPlan as ShardPlan
-from accelfn.parallel.strategies.shard import register_forward_method as register_forward_method
+from accelfn.parallel.strategies.fsdp_plan import ShardPlan as ShardPlan
+from accelfn.parallel.strategies.fsdp import register_forward_method as register_forward_method
 from accelfn.parallel.strategies.tensor import TensorPlan as TensorPlan, plan_tensor as plan_tensor
 
 if _TYPE_CHECKING:  # loaded when one is asked for: training needs none of them

@@ -10,17 +10,17 @@ from torch import nn
 
 from accelfn.context import Context
 from accelfn.errors import NotAvailableError
-from accelfn.parallel.agreement import check_each_forward
 from accelfn.parallel.buffers import sync_buffers
 from accelfn.parallel.facts import read_facts
 from accelfn.parallel.forward import WrappedForward, plain_forward
+from accelfn.parallel.forward_agreement import check_each_forward
 from accelfn.parallel.handle import Handle, LocalHandle
 from accelfn.parallel.parameters import fill, leave_pointers, materialize, named, release
 from accelfn.parallel.plan import STRATEGIES, ModelPlan
+from accelfn.parallel.strategies.fsdp import ShardHandle, with_named_errors
 from accelfn.parallel.strategies.pipeline import PipelineHandle
 from accelfn.parallel.strategies.precision import with_precision
 from accelfn.parallel.strategies.replicate import replicate
-from accelfn.parallel.strategies.shard import ShardHandle, with_named_errors
 from accelfn.parallel.strategies.strategy import Application, Planning
 
 M = TypeVar("M", bound=nn.Module)

@@ -26,7 +26,7 @@ L = TypeVar("L")
 EngineName = Literal["none", "ddp", "shard", "pipeline", "deepspeed", "megatron"]
 
 # Attribute of a prepared model: its handle. A plain attribute, so it is in no state dict.
-HANDLE = "_accelfn_replica"
+HANDLE = "_accelfn_handle"
 
 # Attribute of a parameter: the handles of the models that it is trained in.
 _HANDLES = "_accelfn_handles"

@@ -19,18 +19,18 @@ from accelfn.parallel.strategies import (
     compilation,
     experts,
     fp8,
+    fsdp,
+    fsdp_plan,
     pipeline_plan,
     recompute,
-    shard,
-    shard_plan,
     stages,
     tensor,
 )
 from accelfn.parallel.strategies.attention import AttentionPlan
 from accelfn.parallel.strategies.experts import ExpertPlan
 from accelfn.parallel.strategies.fp8 import Fp8Plan
+from accelfn.parallel.strategies.fsdp_plan import ShardPlan
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan
-from accelfn.parallel.strategies.shard_plan import ShardPlan
 from accelfn.parallel.strategies.strategy import Engine, Planning, Strategy
 from accelfn.parallel.strategies.tensor import TensorPlan
 
@@ -178,7 +178,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy("compiled", of_rank=compilation.of_rank, apply=compilation.apply, is_compute=True),
     Strategy("xla", of_rank=xla.of_rank, apply=xla.apply),
     Strategy("", apply=fp8.apply_around, is_compute=True),
-    Strategy("shard", of_rank=shard_plan.of_rank, apply=shard.apply),
+    Strategy("shard", of_rank=fsdp_plan.of_rank, apply=fsdp.apply),
 )
 
 

@@ -5,7 +5,7 @@ from accelfn.parallel.strategies.precision import (
     MixedPrecisionForward as MixedPrecisionForward,
     autocast as autocast,
 )
-from accelfn.training.accumulate import (
+from accelfn.training.window import (
     accumulate as accumulate,
     no_sync as no_sync,
     trigger_sync_in_backward as trigger_sync_in_backward,
@@ -67,4 +67,4 @@ from accelfn.training.train_step import (
 )
 from accelfn.training.unwrap import unwrap_model as unwrap_model
 from accelfn.training.value_and_grad import value_and_grad as value_and_grad
-from accelfn.training.window import StepMetrics as StepMetrics
+from accelfn.training.metrics import StepMetrics as StepMetrics

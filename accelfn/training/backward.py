@@ -18,11 +18,12 @@ from accelfn.parallel.engines import owner_of_step
 from accelfn.parallel.handle import BatchRun, Handle, check_averaged_at_once, handle_of, raise_explained
 from accelfn.parallel.optimizers import steps_in_backward
 from accelfn.parallel.strategies.pipeline import PipelineHandle
-from accelfn.training.accumulate import accumulate, modules_in
 from accelfn.training.loss import Loss, check_loss, check_means, divide_loss, read_loss
+from accelfn.training.metrics import join_losses
 from accelfn.training.optimizers import parameters_in
 from accelfn.training.scaler import ScalerState, check_scaler, with_loss
-from accelfn.training.window import join_losses
+from accelfn.training.window import accumulate
+from accelfn.tree import flatten
 
 Model = TypeVar("Model")
 Batch = TypeVar("Batch")
@@ -267,6 +268,26 @@ def run_batch(
         note_failure(ctx.collectives.call_log, ctx.rank, error, operation)
         raise
     return with_loss(operation, scaler, loss.weight if counts_weight else None, micro), loss
+
+
+def modules_in(operation: str, model: object) -> list[nn.Module]:
+    """Return the modules of a tree of modules, or of a single one.
+
+    Raises:
+        TypeError: A leaf isn't a module, or there is none.
+    """
+    leaves, structure = flatten(model)
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, nn.Module):
+            raise TypeError(
+                f"{operation}: {structure.paths('model')[index]} is of type {type(leaf).__name__}. Pass a "
+                "module or a tree of modules, from prepare_model."
+            )
+    if not leaves:
+        raise TypeError(
+            f"{operation}: got no model. Pass model=, a module or a tree of modules, from prepare_model."
+        )
+    return leaves
 
 
 def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -24,8 +24,8 @@ from accelfn.parallel.engines import (
 )
 from accelfn.parallel.engines.megatron import MegatronLMDummyScheduler
 from accelfn.parallel.optimizers import steps_in_backward
-from accelfn.training.mark import MARK, is_prepared, mark_of
 from accelfn.training.megatron import prepare_megatron_loaders, prepare_with_megatron
+from accelfn.training.prepared import MARK, is_prepared, mark_of
 
 
 def prepare_with_engine(ctx: Context, objects: Sequence[object]) -> dict[int, Any]:

@@ -35,9 +35,9 @@ from accelfn.parallel.parameters import (
 from accelfn.parallel.strategies.fp8 import with_msamp
 from accelfn.parallel.strategies.replicate import check_wrapped, replicate
 from accelfn.training.engines import prepare_untrained, prepare_with_engine
-from accelfn.training.mark import MARK, Mark, is_prepared, mark_of
 from accelfn.training.optimizers import parameters_of
 from accelfn.training.placement import check_devices, check_packed, is_placed
+from accelfn.training.prepared import MARK, Mark, is_prepared, mark_of
 from accelfn.tree import is_dtensor, send_to_device
 
 M = TypeVar("M", bound=nn.Module)
@@ -89,7 +89,9 @@ Kind = tuple[Any, Callable[[int, Any], Any]]
 
 
 def prepare_kinds(ctx: Context, objects: Sequence[Any], kinds: Sequence[Kind]) -> list[Any]:
-    """Prepare objects by the functions of their kinds, in the order of these; see :func:`prepare`.
+    """Prepare objects by the functions of their kinds, all of the first kind first; see :func:`prepare`.
+
+    Before these, MS-AMP converts a model with its optimizer, and an engine takes over what it trains.
 
     Ranks: every rank of ``ctx``.
     """
@@ -186,12 +188,12 @@ def prepare_model(
         engine = prepare_untrained(ctx, model, evaluation_mode)
         if engine is not None:
             setattr(model, MARK, mark_of(ctx)._replace(is_wrapped=True))
-            setattr(engine, MARK, mark_of(ctx)._replace(is_alone=True))
+            setattr(engine, MARK, mark_of(ctx)._replace(is_unaveraged=True))
             return cast("M", engine)
     was_prepared = is_prepared(ctx, model, "model")
     if was_prepared:
-        is_alone = cast("Mark", getattr(model, MARK)).is_alone
-        if evaluation_mode or not is_alone or has_engine(model):
+        is_unaveraged = cast("Mark", getattr(model, MARK)).is_unaveraged
+        if evaluation_mode or not is_unaveraged or has_engine(model):
             return model
     else:
         check_wrapped(ctx, model)
@@ -206,7 +208,7 @@ def prepare_model(
         model, empty = _placed(ctx, model)
         refuse_unfilled(model, empty)
         apply_compute(ctx, model)
-        setattr(model, MARK, mark_of(ctx)._replace(is_alone=True))
+        setattr(model, MARK, mark_of(ctx)._replace(is_unaveraged=True))
         return model
     settled = _agreed(ctx, lambda: _planned(ctx, model, plan))
     if not settled.is_spread and was_prepared:
@@ -271,7 +273,7 @@ def _placed(ctx: Context, model: M) -> tuple[M, tuple[str, ...]]:
 
 
 def _marked(ctx: Context, inner: nn.Module, result: M) -> M:
-    mark = mark_of(ctx)._replace(is_alone=not has_engine(result))
+    mark = mark_of(ctx)._replace(is_unaveraged=not has_engine(result))
     setattr(inner, MARK, mark._replace(is_wrapped=result is not inner))
     for parameter in inner.parameters():
         setattr(parameter, MARK, True)

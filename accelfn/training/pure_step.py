@@ -14,10 +14,21 @@ from typing_extensions import NamedTuple, TypeIs
 from accelfn.comm import Call, broadcast, catch, check, check_replicas
 from accelfn.context import Collectives, Context, World
 from accelfn.parallel.norm import clip_tensors_
+from accelfn.parallel.strategies.compilation import not_compiled
 from accelfn.training.loss import Loss, read_loss
+from accelfn.training.metrics import (
+    StepMetrics,
+    Terms,
+    add_terms,
+    average,
+    average_in_order,
+    first_number,
+    terms_of,
+)
+from accelfn.training.pieces import Piece, splitter
 from accelfn.training.scaler import (
     ScalerState,
-    divide_,
+    divide_gradients_,
     init_scaler,
     inverse_of_weight,
     may_skip,
@@ -25,18 +36,6 @@ from accelfn.training.scaler import (
 )
 from accelfn.training.step import check_tensors
 from accelfn.training.value_and_grad import value_and_grad
-from accelfn.training.window import (
-    Piece,
-    StepMetrics,
-    Terms,
-    add_terms,
-    average,
-    average_in_order,
-    first_number,
-    not_compiled,
-    splitter,
-    terms_of,
-)
 from accelfn.tree import flatten, send_to_device
 
 Params = TypeVar("Params")
@@ -157,7 +156,7 @@ def pure_step(
             if skips or share is not None or max_norm is not None:
                 # Copies to write into: two parameters may share a gradient tensor, or one of the batch.
                 grads = [grad.clone() for grad in grads]
-            scaler = divide_(ctx, grads, state.scaler, share)
+            scaler = divide_gradients_(ctx, grads, state.scaler, share)
             norm = None if max_norm is None else clip_tensors_(grads, max_norm)
             if skips and not scales:
                 whole = clip_tensors_(grads, math.inf) if norm is None else norm

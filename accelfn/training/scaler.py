@@ -187,8 +187,8 @@ def _unscaled(
         check(ctx, Call("unscale_gradients", f"scaled={scales} weighted={weight is not None}"), error)
     elif error is not None:
         raise error
-    share = None if weight is None else share_of_weight(ctx, weight)
-    following = divide_(ctx, grads or [], scaler_state, share)
+    share = None if weight is None else factor_of_weight(ctx, weight)
+    following = divide_gradients_(ctx, grads or [], scaler_state, share)
     unscaled = (*scaler_state.unscaled, *map(id, left))
     if not scales:
         return following._replace(unscaled=unscaled)
@@ -223,7 +223,7 @@ def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torc
     return before + (weight.detach().reshape(()).to(before) if isinstance(weight, torch.Tensor) else weight)
 
 
-def divide_(
+def divide_gradients_(
     ctx: Context, gradients: Sequence[torch.Tensor], scaler_state: ScalerState, share: torch.Tensor | None
 ) -> ScalerState:
     """Divide gradients by the loss scale, and multiply them by ``share``. Writes into them.
@@ -241,7 +241,7 @@ def divide_(
     """
     if not ctx.precision.scales_loss:
         if share is not None:
-            multiply_(gradients, share)
+            multiply_gradients_(gradients, share)
         return scaler_state
     with torch.no_grad():
         # In float64 if the device has it.
@@ -257,7 +257,7 @@ def divide_(
     return scaler_state._replace(found_inf=found_inf)
 
 
-def multiply_(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+def multiply_gradients_(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply gradients by a factor of shape ``()``. Writes into them.
 
     Ranks: local.
@@ -275,7 +275,7 @@ def _by_kind(gradients: Iterable[torch.Tensor]) -> list[tuple[torch.device, list
     return [(device, grads) for (device, _), grads in by_kind.items()]
 
 
-def share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
+def factor_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
     """Return the factor that turns averaged gradients of sums into those of the mean over all weights.
 
     Zero if the total weight is zero.
@@ -348,7 +348,7 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
     with torch.no_grad():
         for handle in {handle for parameter in parameters for handle in handles_of(parameter)}:
             handle.scale_held(parameters, ratio)
-        multiply_(local_gradients(optimizers), ratio)
+        multiply_gradients_(local_gradients(optimizers), ratio)
 
 
 def may_skip(ctx: Context) -> bool:

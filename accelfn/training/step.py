@@ -1,4 +1,4 @@
-"""Clip gradients, step optimizers and schedulers, and average parameters for local SGD."""
+"""Clip gradients, and step optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from accelfn.training.optimizers import list_optimizers, parameters_in
 from accelfn.training.scaler import (
     ScalerState,
     check_scaler,
+    factor_of_weight,
     may_skip,
-    share_of_weight,
     step_was_skipped,
     unscale_gradients,
     update_scaler,
@@ -343,7 +343,7 @@ def _step_engines(
     # Read only where it counts: reading from a device waits for it.
     divisor = float(scaler_state.scale) if ctx.precision.scales_loss else 1.0
     if scaler_state.weight is not None:
-        share = float(share_of_weight(ctx, scaler_state.weight))
+        share = float(factor_of_weight(ctx, scaler_state.weight))
         divisor = divisor / share if share else math.inf  # without any weight there is nothing to learn from
     steps = [item.run_step(divisor, max_norm) for item in optimizers]
     found = torch.full_like(scaler_state.found_inf, float(any(step.overflowed for step in steps)))

@@ -18,10 +18,20 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.handle import handle_of, has_engine
 from accelfn.parallel.parameters import repoint
-from accelfn.training.accumulate import accumulate, accumulate_block, modules_in
-from accelfn.training.backward import differentiate, run_batch
+from accelfn.parallel.strategies.compilation import not_compiled
+from accelfn.training.backward import differentiate, modules_in, run_batch
 from accelfn.training.loss import Loss
+from accelfn.training.metrics import (
+    StepMetrics,
+    Terms,
+    add_terms,
+    average,
+    average_in_order,
+    first_number,
+    terms_of,
+)
 from accelfn.training.optimizers import list_optimizers, parameters_in
+from accelfn.training.pieces import splitter
 from accelfn.training.pure_step import (
     PureOptimizer,
     PureTrainState,
@@ -34,7 +44,7 @@ from accelfn.training.scaler import (
     init_scaler,
     inverse_of_weight,
     local_gradients,
-    multiply_,
+    multiply_gradients_,
     unscale_gradients,
 )
 from accelfn.training.step import (
@@ -44,17 +54,7 @@ from accelfn.training.step import (
     named_parameters,
     optimizer_step,
 )
-from accelfn.training.window import (
-    StepMetrics,
-    Terms,
-    add_terms,
-    average,
-    average_in_order,
-    first_number,
-    not_compiled,
-    splitter,
-    terms_of,
-)
+from accelfn.training.window import accumulate, accumulate_block
 from accelfn.tree import flatten
 
 Model = TypeVar("Model")
@@ -103,7 +103,7 @@ def module_step(
         else:
             terms, _ = average(ctx, add_terms(parts))
         if terms.divisor is not None and not has_engine_step and (is_exact or terms.weight is None):
-            multiply_(local_gradients(optimizers), inverse_of_weight(terms.divisor))
+            multiply_gradients_(local_gradients(optimizers), inverse_of_weight(terms.divisor))
         norm = None
         if max_norm is not None:
             scaler = unscale_gradients(ctx, optimizers, scaler)

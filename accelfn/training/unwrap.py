@@ -13,7 +13,7 @@ from accelfn.parallel.engines import wraps_model
 from accelfn.parallel.forward import copied_without
 from accelfn.parallel.strategies.compilation import without_compile
 from accelfn.parallel.strategies.precision import MixedPrecisionForward
-from accelfn.training.mark import MARK
+from accelfn.training.prepared import MARK
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -15,7 +15,7 @@ from accelfn.context import Context, check_context
 from accelfn.errors import NotAvailableError
 from accelfn.parallel.strategies.precision import autocast
 from accelfn.training.loss import check_means
-from accelfn.training.window import mean_of_microbatches
+from accelfn.training.metrics import mean_of_microbatches
 from accelfn.tree import TreeSpec, concatenate, find_batch_size, flatten, map_tensors, require_tensors
 
 P = ParamSpec("P")

@@ -1,360 +1,151 @@
-"""One accumulation window of a train step: a batch in pieces, and the average of their losses."""
+"""The accumulation window: in which batches ranks average gradients, and what random numbers they draw."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+import hashlib
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import nn
 
-from accelfn.comm import Call, agree, catch, check, reduce
-from accelfn.comm.agreement import layout_call
-from accelfn.context import Context
-from accelfn.parallel.strategies.exact import OrderedSum
-from accelfn.training.loss import Loss
-from accelfn.training.scaler import inverse_of_weight
-from accelfn.tree import (
-    TreeSpec,
-    count_rows,
-    flatten,
-    plan_layout,
-    slice_tensors,
+from accelfn.context import (
+    Context,
+    check_context,
+    device_module,
+    device_random_state,
+    set_device_random_state,
 )
+from accelfn.data import MicroBatch
+from accelfn.data.microbatch import Draws, check_micro
+from accelfn.errors import ConfigurationError
+from accelfn.parallel.forward_agreement import at_place
+from accelfn.parallel.handle import local_steps, syncing
+from accelfn.parallel.strategies.exact import exact_batch
+from accelfn.training.prepared import is_averaged
 
-F = TypeVar("F", bound=Callable[..., Any])
 
+@contextmanager
+def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
+    """Don't average the gradients of ``models`` in backward passes inside; they accumulate on each rank.
 
-class StepMetrics(NamedTuple):
-    """Metrics of one optimizer step. Tensors, equal on every rank; reading them on the host waits.
+    A step inside uses each rank's own gradients, as in local SGD. A step outside needs a backward pass
+    outside before it, which averages the accumulated gradients.
 
-    Attributes:
-        loss: Mean over the window and all ranks, for parameters before the step; shape ``()``, float32, or
-            float64 if the loss is. Zero if the total weight is, NaN if a weight is.
-        grad_norm: Norm of the total gradient before clipping, shape ``()``; None without ``max_norm``.
-        skipped: Whether a float16 gradient overflowed, so that nothing changed; bool, shape ``()``.
-        aux: The ``aux`` of the losses, averaged; None without one.
+    Ranks: all of ``ctx`` in the same way; doesn't communicate.
     """
-
-    loss: torch.Tensor
-    grad_norm: torch.Tensor | None
-    skipped: torch.Tensor
-    aux: Any
-
-
-class Piece(NamedTuple):
-    """One piece of a batch.
-
-    Attributes:
-        batch: The batch, with fewer rows.
-        share: Its number of rows relative to the mean of all pieces.
-    """
-
-    batch: Any
-    share: float
+    check_context("no_sync", ctx)
+    del ctx
+    with syncing(False, *models), local_steps(*models):
+        yield
 
 
-class Terms(NamedTuple):
-    """Values that are added over pieces and averaged over ranks: all means, or all sums with a weight.
+@contextmanager
+def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, None, None]:
+    """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
 
-    Means of several ranks are multiplied by ``rows``, the number of rows relative to that of other ranks.
-    """
-
-    loss: torch.Tensor
-    weight: torch.Tensor | None
-    aux: Any
-    rows: torch.Tensor | None = None
-
-    @property
-    def divisor(self) -> torch.Tensor | None:
-        """What loss, ``aux`` and gradients are divided by, once; None if that is nothing, or seen to be 1."""
-        number = self.rows if self.weight is None else self.weight
-        is_one = number is not None and number.device.type == "cpu" and float(number) == 1.0
-        return None if is_one else number
-
-
-def split_window(
-    batch: Any, num_steps: int, *, equally: bool = False, may_be_empty: bool = False
-) -> list[Piece]:
-    """Split the batch of a window along the first dimension of its tensors. The pieces are views.
-
-    They differ by at most one row; a batch of fewer rows than ``num_steps`` has fewer pieces. 0-d tensors
-    go to each of them. A batch without rows, if it ``may_be_empty``, has ``num_steps`` pieces like it. With
-    one step, the piece is the batch itself, of any type.
-
-    Raises:
-        ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there is no row; or
-            the rows can't be split ``equally``.
-    """
-    if num_steps == 1:
-        return [Piece(batch, 1.0)]
-    reason = f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is split into pieces"
-    rows = count_rows(batch, "batch", reason, may_be_empty=may_be_empty)
-    count = min(num_steps, rows) or num_steps
-    least, longer = divmod(rows, count)
-    if equally and (longer or count < num_steps):
-        raise ValueError(
-            f"make_train_step: in exact mode the {rows} rows of a batch must be divisible by {num_steps}, "
-            "the number of microbatches of each rank. Pass a multiple, or drop the last batch."
-        )
-    pieces: list[Piece] = []
-    start = 0
-    for index in range(count):
-        size = least + (index < longer)
-        share = 1.0 if longer == 0 else size * count / rows
-        pieces.append(Piece(slice_tensors(batch, slice(start, start + size)), share))
-        start += size
-    return pieces
-
-
-def rows_in_common(batch: Any) -> int:
-    """Return the number of rows of a rank's batch: 1 where its tensors have no first dimension in common."""
-    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    rows = {tensor.shape[0] for tensor in tensors}
-    return rows.pop() if len(rows) == 1 else 1
-
-
-def splitter(ctx: Context) -> Callable[[Any, int], tuple[list[Piece], float | None]]:
-    """Return a function that splits this rank's batch of a window, and returns its pieces and its weight.
-
-    The weight is of a mean among the ranks: the number of rows relative to the largest of the first window.
-    It is 1 where all ranks have equally many, as nearly always; None in a world of one rank.
-
-    Ranks: local; for the function that is returned, every rank of ``ctx``. It communicates in its first call
-    alone, or with an error.
-
-    Raises:
-        ValueError: (when called) As :func:`split_window`; on the other ranks RemoteRankError.
-    """
-    equally, largest = ctx.reduction is not None, 0
-
-    @not_compiled
-    def weight(batch: Any, error: Exception | None) -> float:
-        nonlocal largest
-        if error is not None:
-            check(ctx, Call("make_train_step"), error)  # other ranks raise in their next communication
-        rows = rows_in_common(batch)
-        if not largest:
-            largest = max(
-                int(reduce(ctx.tagged("make_train_step"), torch.tensor(rows, device="cpu"), "max")), 1
-            )
-        return rows / largest
-
-    def split(batch: Any, number: int) -> tuple[list[Piece], float | None]:
-        if ctx.num_processes == 1:
-            return split_window(batch, number, equally=equally), None
-        pieces, error = catch(lambda: split_window(batch, number, equally=equally, may_be_empty=True))
-        return pieces or [], weight(batch, error)
-
-    return split
-
-
-def first_number(ctx: Context) -> torch.Tensor:
-    """Return the number of windows before the first; on the host where each window reads it."""
-    is_read = ctx.reduction is not None or ctx.guard.check_replicas_every is not None
-    return torch.zeros((), dtype=torch.int64, device="cpu" if is_read else ctx.device)
-
-
-def terms_of(
-    loss: Loss,
-    piece: Piece,
-    num_pieces: int,
-    rows: float | None = None,
-    operation: str = "make_train_step",
-) -> Terms:
-    """Return the terms of a piece in its window, without gradients.
-
-    Args:
-        loss: Of the piece.
-        piece: The piece.
-        num_pieces: Of the window, whose mean is computed.
-        rows: Weight of a mean among the ranks, as of :func:`splitter`; None for no weight.
-        operation: Name of the operation in errors.
-
-    Raises:
-        TypeError: A leaf of ``aux`` is neither a tensor nor a number.
-    """
-    if loss.aux is None and loss.weight is None and num_pieces == 1 and rows is None:  # fast path
-        return Terms(_plain(loss.value, loss.value.device).reshape(()), None, None)
-    leaves, structure = flatten(loss.aux)
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, (torch.Tensor, int, float)):
-            raise TypeError(
-                f"{operation}: {structure.paths('aux')[index]} is of type {type(leaf).__name__}, which "
-                "can't be averaged. Loss.aux takes tensors and numbers."
-            )
-    device = loss.value.device
-    value = _plain(loss.value, device).reshape(())
-    aux = [_plain(leaf, device) for leaf in leaves]
-    if loss.weight is not None:
-        return Terms(value, _plain(loss.weight, device).reshape(()), structure.unflatten(aux))
-    relative = None if rows is None else torch.full_like(value, rows / num_pieces)
-    if rows == 0:  # the mean of nothing is NaN
-        value, aux = torch.zeros_like(value), [torch.zeros_like(leaf) for leaf in aux]
-    elif num_pieces > 1 or rows not in (None, 1):
-        factor = piece.share * (1 if rows is None else rows) / num_pieces
-        value, aux = value * factor, [leaf * factor for leaf in aux]
-    return Terms(value, None, structure.unflatten(aux), relative)
-
-
-def _plain(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        return torch.full((), float(value), dtype=torch.float32, device=device)
-    value = value.detach()
-    return value if value.dtype in (torch.float32, torch.float64) else value.float()
-
-
-def join_losses(parts: Sequence[Loss]) -> Loss:
-    """Return the loss of a batch from those of its equally large parts: tensors without gradients.
-
-    Raises:
-        ValueError: Some have a weight and some have none, or their ``aux`` differ in structure or shape.
-    """
-    whole, operation = Piece(None, 1.0), "forward_backward"
-    terms = [terms_of(part, whole, len(parts), operation=operation) for part in parts]
-    return Loss(*add_terms(terms, operation)[:3])
-
-
-def add_terms(pieces: Sequence[Terms], operation: str = "make_train_step") -> Terms:
-    """Add the terms of the pieces of a window; ``operation`` is named in errors.
-
-    Raises:
-        ValueError: Some have a weight and some have none, or their ``aux`` differ in structure or shape.
-    """
-    total = pieces[0]
-    for piece in pieces[1:]:
-        structure = _common_structure(operation, total, piece)
-        leaves = zip(flatten(total)[0], flatten(piece)[0], strict=True)
-        total = cast("Terms", structure.unflatten([left + right for left, right in leaves]))
-    return total
-
-
-def _common_structure(operation: str, before: Terms, new: Terms) -> TreeSpec:
-    """Return the structure of the terms of two pieces.
-
-    Raises:
-        ValueError: They don't fit together.
-    """
-    if (before.weight is None) != (new.weight is None):
-        raise ValueError(
-            f"{operation}: loss_fn returned a weight for one piece of the batch and none for another. "
-            "Return a weight with each loss, or with none."
-        )
-    left, structure = flatten(before)
-    right, other = flatten(new)
-    if other != structure or any(a.shape != b.shape for a, b in zip(left, right, strict=True)):
-        raise ValueError(
-            f"{operation}: the aux that loss_fn returned has another structure or other shapes for one "
-            "piece of the batch than for another, so it can't be averaged. It must not depend on the number "
-            "of rows."
-        )
-    return structure
-
-
-def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, ...]]:
-    """Average the terms of a window over all ranks, and with them ``more`` trees, in one reduction.
-
-    Ranks: every rank of ``ctx``.
-
-    Returns:
-        The terms, divided by their weight if they are sums and by the ranks' rows if they are means, with the
-        mean of these over the ranks; and the other trees, not divided.
-
-    Raises:
-        MismatchError: Some ranks have weights and some none, or their ``aux`` differ.
-    """
-    if ctx.num_processes > 1:
-        terms, more = reduce(ctx.tagged("make_train_step"), (terms, more), "mean")
-    return _divided(terms), more
-
-
-def average_in_order(
-    ctx: Context, compute: Callable[[], Sequence[tuple[Terms, Sequence[torch.Tensor]]]]
-) -> tuple[Terms, list[torch.Tensor]]:
-    """Average the pieces of all ranks like :func:`average`, in the order of the microbatches.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: In exact mode.
-        compute: Returns the terms of this rank's pieces, not divided by their number, and more tensors of
-            each.
-
-    Returns:
-        As :func:`average`; the same bits on every rank.
-
-    Raises:
-        Exception: Raised by ``compute``, and RemoteRankError on the other ranks.
-        ValueError: The terms of the pieces don't fit together.
-    """
-
-    def read() -> tuple[TreeSpec, list[list[torch.Tensor]]]:
-        pieces = compute()
-        first = pieces[0][0]
-        structure = flatten(first)[1]
-        for terms, _ in pieces:
-            _common_structure("make_train_step", first, terms)
-        return structure, [[*cast("list[torch.Tensor]", flatten(terms)[0]), *more] for terms, more in pieces]
-
-    found, error = catch(read)
-    structure, rows = found or (None, [])
-    means = mean_of_microbatches(ctx.tagged("make_train_step"), rows, error)
-    assert structure is not None  # without an error
-    number = structure.num_leaves
-    return _divided(cast("Terms", structure.unflatten(means[:number]))), means[number:]
-
-
-def _divided(terms: Terms) -> Terms:
-    """Divide sums by their weight, and means by the ranks' rows."""
-    divisor = terms.divisor
-    if divisor is None:
-        return terms
-    share = inverse_of_weight(divisor)
-    leaves, structure = flatten((terms.loss, terms.aux))
-    loss, aux = structure.unflatten([leaf * share for leaf in leaves])
-    return terms._replace(loss=loss, aux=aux)
-
-
-def not_compiled(function: F) -> F:
-    """Exclude a function that communicates from ``torch.compile``."""
-    return cast("F", cast("Any", torch.compiler).disable(function))
-
-
-# Sums of these dtypes are computed in float32 and rounded once.
-_NARROW = (torch.float16, torch.bfloat16)
-
-
-def mean_of_microbatches(
-    ctx: Context, microbatches: Sequence[Sequence[torch.Tensor]], error: Exception | None = None
-) -> list[torch.Tensor]:
-    """Average tensors over the microbatches of all ranks, added in rank order and in this rank's order.
-
-    Float16 and bfloat16 are averaged in float32 and rounded once.
+    Gradients accumulated by earlier backward passes are averaged with it. For windows whose length is only
+    known after their forward passes.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        microbatches: The same tensors for each of this rank's microbatches; as many on every rank.
-        error: The exception that left this rank without any.
-
-    Returns:
-        The means; the same bits on every rank.
+        model: From :func:`prepare_model`; models without an engine are ignored.
 
     Raises:
-        Exception: ``error`` itself, and RemoteRankError on the other ranks.
-        MismatchError: The tensors differ in shape or dtype between ranks.
+        ConfigurationError: ``static_graph`` is on, which needs torch to know in the forward pass.
     """
-    if error is not None:
-        if ctx.num_processes > 1:
-            agree(ctx, Call("value_and_grad"), error=error)
-        raise error
-    likes = microbatches[0]
-    wide = [[tensor.float() if tensor.dtype in _NARROW else tensor for tensor in row] for row in microbatches]
-    layout = plan_layout(wide[0], flatten(wide[0])[1])
-    call = layout_call("value_and_grad", f"{len(wide)} microbatches a rank", layout)
-    total = OrderedSum(ctx, wide[0])
-    with torch.no_grad():
-        total.add(call, wide)
-        sums = cast("list[torch.Tensor]", total.close())
-        number = len(wide) * ctx.num_processes
-        return [tensor.div_(number).to(like.dtype) for tensor, like in zip(sums, likes, strict=True)]
+    check_context("trigger_sync_in_backward", ctx)
+    del ctx
+    with syncing(True, model):
+        yield
+
+
+def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractContextManager[None]:
+    """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
+
+    In exact mode, torch's random numbers inside depend on the batch's samples, whichever rank has them; the
+    default generators are restored afterwards.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world, and whether each batch is averaged all the same (``sync_each_batch``).
+        micro: Of the batch.
+        *models: Prepared models that get gradients inside.
+
+    Raises:
+        ConfigurationError: There are several ranks, and the gradients of a model aren't averaged: it was not
+            prepared, or with ``evaluation_mode``; or the context is in exact mode, and the model was prepared
+            without it.
+    """
+    check_context("accumulate", ctx)
+    check_micro("accumulate", micro, is_needed=True)
+    if ctx.world.size == 1 and ctx.reduction is None:
+        return nullcontext()
+    return accumulate_block(ctx, micro, models)
+
+
+@contextmanager
+def accumulate_block(
+    ctx: Context, micro: MicroBatch, models: Sequence[nn.Module], *, is_held: bool = False
+) -> Generator[None, None, None]:
+    """Run :func:`accumulate`; ``is_held`` as in :func:`accelfn.parallel.strategies.exact.exact_batch`."""
+    for index, model in enumerate(models):
+        if ctx.world.size > 1 and not is_averaged(model):
+            raise ConfigurationError(
+                f"accumulate: model {index}, a {type(model).__name__}, was not prepared for training, so its "
+                "gradients are not averaged over the ranks. Pass the model that prepare_model(ctx, model) "
+                "returns, without evaluation_mode."
+            )
+    # Part of the agreement on forward passes, so that ranks at different batches don't match.
+    place = f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)"
+    with at_place(place, *models), ExitStack() as stack:
+        if ctx.reduction is not None:
+            for model in dict.fromkeys(models):
+                stack.enter_context(exact_batch(model, micro, micro.place, micro.window, is_held))
+            stack.enter_context(draw_for(ctx, micro))
+        if not micro.sync and not ctx.accumulation.sync_each_batch:
+            stack.enter_context(syncing(False, *models, is_in_window=True))
+        yield
+
+
+@contextmanager
+def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
+    """Make random numbers inside depend on the samples of a batch, whichever rank has it.
+
+    Seeds torch's default generators (those of the CPU and of the context's device), and restores their states
+    afterwards. Doesn't wait for the device.
+
+    Ranks: every rank of ``ctx``; doesn't communicate.
+
+    Args:
+        ctx: In exact mode.
+        micro: Of the batch, with its place in the data. One that doesn't come from
+            :func:`accelfn.microbatches` is identified by its index and epoch alone.
+    """
+    assert ctx.reduction is not None  # called in exact mode only
+    number = micro.index * ctx.num_processes + ctx.rank
+    draws = micro.draws or Draws(f"batch {number} of epoch {micro.epoch}")
+    block, draws.blocks = draws.blocks, draws.blocks + 1
+    seed = _fold(ctx.reduction.seed, draws.name, block)
+    on_device: Any = None if ctx.device.type == "cpu" else device_module(ctx.device.type)
+    state = torch.default_generator.get_state()
+    device_state = None if on_device is None else device_random_state(ctx.device)
+    torch.default_generator.manual_seed(seed)
+    if on_device is not None:
+        on_device.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        if device_state is not None:
+            set_device_random_state(ctx.device, device_state)
+
+
+def _fold(*parts: object) -> int:
+    """Hash values to a seed, by their text. Pure."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
-from accelfn.parallel.agreement import check_each_forward
 from accelfn.parallel.engines.deepspeed_plan import (
     CpuOptimizer,
     DeepSpeedFacts,
@@ -26,6 +25,7 @@ from accelfn.parallel.engines.deepspeed_plan import (
 )
 from accelfn.parallel.engines.deepspeed_state import plain_state
 from accelfn.parallel.engines.engine import EngineHandle, EngineOptimizer, EngineState, EngineStep
+from accelfn.parallel.forward_agreement import check_each_forward
 from accelfn.parallel.handle import Communication, EngineName
 from accelfn.parallel.optimizers import why_not_flat
 from accelfn.parallel.parameters import names_on_meta

@@ -16,7 +16,7 @@ from accelfn.context.config import FullyShardedDataParallelPlugin
 from accelfn.context.xla import import_xla
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.facts import ModelFacts
-from accelfn.parallel.strategies.shard_plan import choose_units, wrapped_at
+from accelfn.parallel.strategies.fsdp_plan import choose_units, wrapped_at
 from accelfn.parallel.strategies.strategy import Application, Planning
 from accelfn.tree import flatten
 

@@ -16,7 +16,7 @@ from accelfn.parallel.planning.optimizer_states import OptimizerKind, OptimizerS
 from accelfn.parallel.planning.step import StepPlan, plan_step
 from accelfn.parallel.planning.traffic import traffic_at, whole_units
 from accelfn.parallel.planning.zero import ZeroPlan, memory_of_zero
-from accelfn.parallel.strategies.shard_plan import ShardPlan
+from accelfn.parallel.strategies.fsdp_plan import ShardPlan
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text
 

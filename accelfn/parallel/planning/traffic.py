@@ -15,8 +15,8 @@ from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.planning.costs import Exchange, StageCost, merge
 from accelfn.parallel.planning.step import StepPlan, plan_step
 from accelfn.parallel.planning.zero import exchanges_of_zero
+from accelfn.parallel.strategies.fsdp_plan import ShardPlan
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan
-from accelfn.parallel.strategies.shard_plan import ShardPlan
 from accelfn.tree.structure import size_text
 
 

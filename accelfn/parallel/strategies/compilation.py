@@ -12,11 +12,12 @@ from accelfn.context.config import DynamoBackend, TorchDynamoPlugin
 from accelfn.parallel.facts import ModelFacts, repeated_blocks
 from accelfn.parallel.forward import WrappedForward, copied_without
 from accelfn.parallel.handle import uncompiled
+from accelfn.parallel.strategies.fsdp_plan import units_at
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan
-from accelfn.parallel.strategies.shard_plan import units_at
 from accelfn.parallel.strategies.strategy import Application, Planning
 
 M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CompiledForward(WrappedForward):
@@ -103,6 +104,11 @@ def compile_(model: M, options: TorchDynamoPlugin, names: Iterable[str]) -> M:
         module = model.get_submodule(name)
         module.forward = CompiledForward(module.forward, options)
     return model
+
+
+def not_compiled(function: F) -> F:
+    """Exclude a function that communicates from ``torch.compile``."""
+    return cast("F", cast("Any", torch.compiler).disable(function))
 
 
 def without_compile(model: M) -> M:

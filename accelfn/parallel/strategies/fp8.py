@@ -21,7 +21,7 @@ from accelfn.context.config import (
 )
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of
-from accelfn.parallel.strategies.shard_plan import ignored_at
+from accelfn.parallel.strategies.fsdp_plan import ignored_at
 from accelfn.parallel.strategies.strategy import Application, Planning
 
 #: Names of the engines' packages, for people.

@@ -17,7 +17,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.buffers import KeptBuffers
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
 from accelfn.parallel.forward import WrappedForward
-from accelfn.parallel.strategies.shard_plan import units_at
+from accelfn.parallel.strategies.fsdp_plan import units_at
 from accelfn.parallel.strategies.strategy import Application, Planning
 
 # Names of transformers' caches, to which a block appends keys and values.

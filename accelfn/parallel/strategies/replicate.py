@@ -18,9 +18,9 @@ from accelfn.comm import reduce, verify_structure
 from accelfn.context import Context
 from accelfn.context.config import DistributedDataParallelKwargs
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.agreement import WITHOUT_TENSORS, check_each_forward
 from accelfn.parallel.buffers import IGNORED, sync_buffers
 from accelfn.parallel.facts import modules_of
+from accelfn.parallel.forward_agreement import WITHOUT_TENSORS, check_each_forward
 from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle, handles_of
 from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.parameters import is_made_of_others, refuse_hook_of_replica, send_values

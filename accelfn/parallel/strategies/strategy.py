@@ -1,4 +1,9 @@
-"""What a strategy is: how it is planned, and how it is applied to a model."""
+"""What a strategy is: how it is planned, and how it is applied to a model.
+
+The strategies are rows of :data:`accelfn.parallel.plan.STRATEGIES`, in the order in which they are planned
+and applied. A new one is a file here, a row there, and the field of its plan in
+:class:`accelfn.parallel.ModelPlan`, of the same name.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,8 @@ class Planning(NamedTuple):
         engine: What averages gradients.
         model: The model; None where there are facts alone.
         whole: Facts of the complete model.
-        facts: Facts of what the strategies before leave to a rank.
+        facts: Of the part of the model that a rank has after the strategies before: some stages of a
+            pipeline, with some of the rows or columns of their layers.
         pp_rank: The rank's coordinate along "pp".
         plans: Of the strategies before, by name.
     """
@@ -58,10 +64,13 @@ class Strategy(NamedTuple):
     """A row of the table of strategies: all are pure but ``apply``, which writes into the model.
 
     Attributes:
-        name: Of its plan in a :class:`accelfn.parallel.ModelPlan`; "" where it follows another one's.
-        plan: Returns the plan of the complete model; None where the strategy has no part in it.
-        of_rank: Returns the plan of a rank's stages, from that of the complete model.
-        narrow: Returns the facts of what its plan leaves to a rank.
+        name: Field of its plan in a :class:`accelfn.parallel.ModelPlan`; "" for a second step of a strategy,
+            which reads the plan of the first.
+        plan: Returns the plan for all ranks together, such as the stages of a pipeline; None without one.
+        of_rank: Returns the plan for one rank, from that for all ranks. Where each rank plans by itself, it
+            is the only one.
+        narrow: Returns the facts of the part of the model that a rank has with its plan; called where it has
+            one.
         apply: Carries the plan out.
         is_compute: Whether it is about how a rank computes, and not about what it holds. Such a strategy also
             applies to a model that isn't trained.

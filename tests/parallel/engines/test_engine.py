@@ -17,7 +17,7 @@ from accelfn import Context, DeepSpeedPlugin
 from accelfn.errors import ConfigurationError, RemoteRankError
 from accelfn.parallel.engines.deepspeed import DeepSpeedHandle, DeepSpeedOptimizer
 from accelfn.testing import run_ranks
-from accelfn.training.window import Terms
+from accelfn.training.metrics import Terms
 from tests.parallel.traffic import traffic_of
 
 

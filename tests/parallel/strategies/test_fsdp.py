@@ -24,7 +24,7 @@ from accelfn.errors import ConfigurationError, DistributedError, MismatchError
 from accelfn.parallel import plan_model, register_forward_method
 from accelfn.parallel.facts import read_facts
 from accelfn.parallel.handle import handle_of
-from accelfn.parallel.strategies.shard_plan import choose_units, names_of_ignored, names_of_wrapped
+from accelfn.parallel.strategies.fsdp_plan import choose_units, names_of_ignored, names_of_wrapped
 from accelfn.testing import run_ranks
 from tests.parallel import shard_models as lm
 

@@ -29,14 +29,13 @@ from accelfn.parallel.handle import (
     raise_explained,
 )
 from accelfn.parallel.parameters import WaitingGradients, refuse_hook_of_shard
+from accelfn.parallel.strategies.fsdp_plan import ShardPlan
 from accelfn.parallel.strategies.precision import autocast_in
+from accelfn.parallel.strategies.strategy import Application
 from accelfn.tree import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-from accelfn.parallel.strategies.shard_plan import ShardPlan
-from accelfn.parallel.strategies.strategy import Application
 
 
 def apply_shard(
@@ -218,7 +217,7 @@ class ShardHandle(Handle):
             vars(unit)["__deepcopy__"] = _refuse_copy  # in place of FSDP's, which is an assertion
             state._register_root_post_backward_final_callback = partial(self._enter_backward, state)
             for group in _groups_of(state):
-                group.post_backward = partial(self._leave_unit, group)
+                group.post_backward = partial(self._reduce_unit, group)
                 if self._waits:
                     group._all_gather_comm = _MonitoredAllGather(ctx, group._all_gather_comm)
                 self._groups.append(weakref.ref(group))
@@ -340,7 +339,7 @@ class ShardHandle(Handle):
         cast("Any", type(state))._register_root_post_backward_final_callback(state)
         cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(self._leave_backward)
 
-    def _leave_unit(self, group: Any, *unused: Any) -> None:
+    def _reduce_unit(self, group: Any, *unused: Any) -> None:
         """Run in place of FSDP's method that reduces the gradients of a unit, on parameters that have one.
 
         Ranks may use different ones, and must reduce the same: minus zeros count for nothing in a sum, and

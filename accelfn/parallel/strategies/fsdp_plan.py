@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from accelfn.parallel.facts import ModelFacts, list_text, modules_of, owner_of
 from accelfn.parallel.strategies.experts import ExpertPlan
 from accelfn.parallel.strategies.strategy import Planning
 from accelfn.tree.structure import size_text
-
-if TYPE_CHECKING:
-    pass
 
 
 def choose_units(

@@ -48,7 +48,6 @@ class ForwardAgreement:
         """Check each forward pass of ``model`` from now on."""
         self._drops = any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
         # Before FSDP's own hook, which begins to gather.
-        # FSDP's own begins to gather.
         model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         model.register_forward_hook(self.after)
 

@@ -26,11 +26,11 @@ class Mark(NamedTuple):
     world: WorldIdentity
     is_exact: bool = False  # whether gradients are summed in exact mode
     is_wrapped: bool = False  # whether prepare returned another object, around this one
-    is_alone: bool = False  # whether its gradients aren't averaged
+    is_unaveraged: bool = False  # whether its gradients aren't averaged
 
     def fits(self, ctx: Context) -> bool:
         """Return whether ``ctx`` would prepare an object in the same way."""
-        return self._replace(is_wrapped=False, is_alone=False) == mark_of(ctx)
+        return self._replace(is_wrapped=False, is_unaveraged=False) == mark_of(ctx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
         """Keep the mark on a copy: it is prepared as the original is."""
