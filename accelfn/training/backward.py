@@ -86,7 +86,7 @@ def add_gradients(
     weight: torch.Tensor | float | None,
     **kwargs: Any,
 ) -> ScalerState:
-    """Run :func:`backward` with the mean over ranks of their losses, also where they share sequences."""
+    """Run :func:`backward` without its checks of ``micro``, and of means where ranks share sequences."""
     check_scaler("backward", scaler_state)
     check_loss("backward", loss, weight)
     value = loss.reshape(()) if loss.dim() else loss

@@ -35,9 +35,16 @@ class StepMetrics(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Values that are added over pieces and averaged over ranks: all means, or all sums with a weight.
+    """Loss and ``aux`` of a piece or a window: all means, or all sums that are to be divided by a weight.
 
-    Means of several ranks are multiplied by ``rows``, the number of rows relative to that of other ranks.
+    They are added over the pieces of a window, and averaged over ranks.
+
+    Attributes:
+        loss: Shape ``()``.
+        weight: Of sums; None for means.
+        aux: A tree of tensors.
+        rows: Of means on several ranks, which are multiplied by it: the rank's number of rows, relative to
+            that of other ranks. None for sums, and on one rank.
     """
 
     loss: torch.Tensor
@@ -47,7 +54,7 @@ class Terms(NamedTuple):
 
     @property
     def divisor(self) -> torch.Tensor | None:
-        """What loss, ``aux`` and gradients are divided by, once; None if that is nothing, or seen to be 1."""
+        """By what loss, ``aux`` and gradients are divided; None for nothing, or where it is known to be 1."""
         number = self.rows if self.weight is None else self.weight
         is_one = number is not None and number.device.type == "cpu" and float(number) == 1.0
         return None if is_one else number

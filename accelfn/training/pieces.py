@@ -67,10 +67,11 @@ def rows_in_common(batch: Any) -> int:
 
 
 def splitter(ctx: Context) -> Callable[[Any, int], tuple[list[Piece], float | None]]:
-    """Return a function that splits this rank's batch of a window, and returns its pieces and its weight.
+    """Return a function that splits this rank's batch of a window into pieces, and returns its weight too.
 
-    The weight is of a mean among the ranks: the number of rows relative to the largest of the first window.
-    It is 1 where all ranks have equally many, as nearly always; None in a world of one rank.
+    A mean over the rank's rows counts by this weight among those of other ranks: its number of rows, divided
+    by the largest number of a rank in the first window. It is 1 where all ranks have equally many, as nearly
+    always; None in a world of one rank.
 
     Ranks: local; for the function that is returned, every rank of ``ctx``. It communicates in its first call
     alone, or with an error.

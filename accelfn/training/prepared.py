@@ -1,4 +1,4 @@
-"""The mark on what ``prepare`` has prepared: by which context, and whether another object stands for it."""
+"""Whether an object is prepared, by which context, and whether ``prepare`` returned a wrapper around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARK = "_accelfn_prepared"
 
 
 class Mark(NamedTuple):
-    """The context that prepared an object, without its world, so that nothing is kept alive."""
+    """What is known of the context that prepared an object. It holds no context, which would stay open."""
 
     rank: int
     size: int
@@ -80,7 +80,8 @@ def is_prepared(ctx: Context, item: object, kind: str) -> bool:
     Ranks: local.
 
     Raises:
-        ConfigurationError: Another context has prepared it, or what prepare returned stands for it.
+        ConfigurationError: Another context has prepared it, or prepare returned a wrapper around it, which
+            is to be used instead.
     """
     # Only a module's own attribute, since wrappers pass on attribute access; optimizer proxies may pass it
     # on.

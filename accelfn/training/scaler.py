@@ -276,9 +276,9 @@ def _by_kind(gradients: Iterable[torch.Tensor]) -> list[tuple[torch.device, list
 
 
 def factor_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
-    """Return the factor that turns averaged gradients of sums into those of the mean over all weights.
+    """Return the factor by which gradients of sums, averaged over ranks, become those of sum over weight.
 
-    Zero if the total weight is zero.
+    That is the number of ranks over the weight of all ranks; zero if the weight is zero.
 
     Ranks: every rank of ``ctx``.
     """

@@ -209,10 +209,11 @@ class ShardPlan(NamedTuple):
         unshared: Names of the expert parameters that no other rank has, and that FSDP leaves out.
         shard_bytes: Bytes of parameters on this rank, including the padding of uneven shards.
         gathered_bytes: Bytes of the largest gathered unit.
-        unreduced_bytes: Bytes of the unsharded gradients that each rank holds in an accumulation window,
-            until its last batch; with ``sync_each_batch`` it holds ``shard_bytes`` of them.
-        in_full: Units that are gathered in the dtype of their parameters: those with running statistics,
-            which torch doesn't compute in a lower one.
+        unreduced_bytes: Bytes of gradients that each rank holds until the last batch of an accumulation
+            window, when they are reduced to shards. With ``sync_each_batch`` each batch is reduced, and it
+            holds ``shard_bytes``.
+        in_full: Units that are gathered in the dtype of their parameters instead of ``param_dtype``: those
+            with running statistics, which torch doesn't compute in a lower one.
         num_expert_shards: Ranks that share each expert.
         expert_dims: The dim along which each expert parameter is sharded over these ranks, by name. Their
             modules are units. Empty without expert parallelism, or where FSDP leaves experts out.
@@ -474,7 +475,7 @@ def units_at(at: Planning) -> tuple[str, ...]:
 
 
 def wrapped_at(at: Planning, plugin: FullyShardedDataParallelPlugin) -> tuple[str, ...] | None:
-    """Return the modules that a policy selects which is a callable; None where it isn't."""
+    """Return the names of the modules that the plugin's policy selects; None where it is no callable."""
     policy = plugin.auto_wrap_policy
     if policy is None or isinstance(policy, str):
         return None

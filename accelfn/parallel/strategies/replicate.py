@@ -387,7 +387,7 @@ def _watched(ctx: Context, model: DistributedDataParallel) -> DistributedDataPar
 
 
 def check_wrapped(ctx: Context, model: nn.Module) -> None:
-    """Refuse a model that torch has already spread over ranks, unless as replicas on those of ``ctx``.
+    """Refuse a model that torch has already spread over ranks, but for DDP over the ranks of ``ctx``.
 
     Ranks: local; the same on every rank.
 
