@@ -15,8 +15,9 @@ from accelfn.data import MicroBatch
 from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import owner_of_step
-from accelfn.parallel.handle import BatchRun, Handle, check_averaged_at_once, handle_of, raise_explained
+from accelfn.parallel.handle import BatchRun, Handle, handle_of, raise_explained
 from accelfn.parallel.optimizers import steps_in_backward
+from accelfn.parallel.step_checks import check_averaged_at_once
 from accelfn.parallel.strategies.pipeline import PipelineHandle
 from accelfn.training.loss import Loss, check_loss, check_means, divide_loss, read_loss
 from accelfn.training.metrics import join_losses

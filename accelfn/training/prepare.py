@@ -21,7 +21,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel import ModelPlan, plan_model
 from accelfn.parallel.apply import apply_compute, apply_model
 from accelfn.parallel.facts import modules_of
-from accelfn.parallel.handle import average_closure, has_engine, refuse_open_window
+from accelfn.parallel.handle import has_engine
 from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
 from accelfn.parallel.parameters import (
     check_filled,
@@ -32,6 +32,7 @@ from accelfn.parallel.parameters import (
     refuse_unfilled,
     repoint,
 )
+from accelfn.parallel.step_checks import average_closure, refuse_open_window
 from accelfn.parallel.strategies.fp8 import with_msamp
 from accelfn.parallel.strategies.replicate import check_wrapped, replicate
 from accelfn.training.engines import prepare_untrained, prepare_with_engine

@@ -22,7 +22,8 @@ from accelfn.context.config import GradientCheck
 from accelfn.data import MicroBatch
 from accelfn.devices import DEVICE_TYPES, device_type
 from accelfn.parallel.engines import EngineOptimizer
-from accelfn.parallel.handle import follow_optimizers, handles_of
+from accelfn.parallel.handle import handles_of
+from accelfn.parallel.step_checks import follow_optimizers
 from accelfn.training.optimizers import list_optimizers, parameters_in
 from accelfn.tree import local_of
 

@@ -14,10 +14,10 @@ from accelfn.comm import Call, check_replicas, count_call, gather_object, reduce
 from accelfn.context import Context, check_context, end_step
 from accelfn.errors import ConfigurationError, NonFiniteGradientError, NotAvailableError
 from accelfn.parallel.engines import REPLACED, EngineOptimizer, owner_of_step
-from accelfn.parallel.handle import check_reduced, follow_optimizers
 from accelfn.parallel.norm import clip_norm_, clip_value_
 from accelfn.parallel.optimizers import check_can_step
 from accelfn.parallel.parameters import follow
+from accelfn.parallel.step_checks import check_reduced, follow_optimizers
 from accelfn.training.optimizers import list_optimizers, parameters_in
 from accelfn.training.scaler import (
     ScalerState,
