@@ -31,7 +31,7 @@ from accelfn.checkpoint.header import dtype_name
 from accelfn.checkpoint.weights_index import nesting_hint, prefix_hint, tied_by
 from accelfn.checkpoint.weights_state import own_names
 from accelfn.errors import CheckpointMismatchError, Misfit
-from accelfn.parallel.parameters import WholeModel, whole_of
+from accelfn.parallel.pointers import WholeModel, whole_of
 from accelfn.tree import is_dtensor, local_of
 
 How: TypeAlias = Literal["fill", "new", "map", "convert"]

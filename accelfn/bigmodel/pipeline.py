@@ -22,9 +22,9 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel import PipelinePlan, SchedulePlan, plan_stages, read_facts
 from accelfn.parallel.facts import owner_of
 from accelfn.parallel.forward import WrappedForward
-from accelfn.parallel.parameters import names_on_meta
 from accelfn.parallel.strategies.pipeline import PipelineEngine
 from accelfn.parallel.strategies.stages import Outline, StageRun, apply_stages, run_stage
+from accelfn.parallel.values import names_on_meta
 from accelfn.tree import count_rows, send_to_device
 
 _PREPARE = "prepare_pipeline"

@@ -23,7 +23,8 @@ from accelfn.checkpoint.random_state import random_states
 from accelfn.checkpoint.stages import first_names
 from accelfn.context import Context
 from accelfn.errors import CheckpointError
-from accelfn.parallel.parameters import WholeModel, check_filled, whole_of
+from accelfn.parallel.pointers import WholeModel, whole_of
+from accelfn.parallel.values import check_filled
 from accelfn.training import ScalerState, unwrap_model
 from accelfn.training.scaler import check_scaler
 from accelfn.tree.digest import digest_tensors

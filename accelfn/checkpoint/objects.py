@@ -32,7 +32,7 @@ from accelfn.errors import Misfit
 from accelfn.parallel import is_replicated
 from accelfn.parallel.handle import is_kept_equal
 from accelfn.parallel.optimizers import hidden_state
-from accelfn.parallel.parameters import repoint, whole_of
+from accelfn.parallel.pointers import repoint, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import local_of
 

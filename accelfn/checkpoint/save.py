@@ -57,7 +57,7 @@ from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
 from accelfn.errors import MissingRankError, ReplicaDriftError
 from accelfn.parallel.engines import with_plain_objects
-from accelfn.parallel.parameters import WholeModel
+from accelfn.parallel.pointers import WholeModel
 from accelfn.tree import local_of
 
 

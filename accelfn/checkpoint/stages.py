@@ -17,7 +17,7 @@ from accelfn.checkpoint.document.nodes import child_path, children_of, join_path
 from accelfn.checkpoint.manifest import Json
 from accelfn.checkpoint.objects import KnownNames, Names, inner_of, is_named_optimizer
 from accelfn.errors import CheckpointError
-from accelfn.parallel.parameters import WholeModel, whole_of
+from accelfn.parallel.pointers import WholeModel, whole_of
 
 _Node = dict[str, Any]
 

@@ -61,7 +61,8 @@ from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit
 from accelfn.parallel.engines import with_plain_weights
-from accelfn.parallel.parameters import WholeModel, check_filled, whole_of
+from accelfn.parallel.pointers import WholeModel, whole_of
+from accelfn.parallel.values import check_filled
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
 

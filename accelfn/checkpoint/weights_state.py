@@ -15,7 +15,8 @@ from accelfn.checkpoint.weights_index import tied_by
 from accelfn.comm import Call, agree, broadcast, catch, gather_object
 from accelfn.context import Context, check_context
 from accelfn.parallel.engines import with_plain_weights
-from accelfn.parallel.parameters import check_filled, gathered, whole_of
+from accelfn.parallel.pointers import whole_of
+from accelfn.parallel.values import check_filled, gathered
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
 

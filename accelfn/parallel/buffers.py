@@ -15,7 +15,7 @@ from accelfn.comm.agreement import as_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import Handle
-from accelfn.parallel.parameters import is_made_of_others
+from accelfn.parallel.values import is_made_of_others
 from accelfn.tree import digest_tensors, is_dtensor, pack, unpack
 
 # Attribute that torch reads: names of a model's tensors that its DistributedDataParallel ignores.

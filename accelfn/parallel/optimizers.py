@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.parameters import newest, note_holder
+from accelfn.parallel.pointers import newest, note_holder
 from accelfn.tree import is_dtensor
 
 # Attribute of a parameter: how its optimizer steps it.

@@ -13,7 +13,7 @@ from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import HANDLES, IN_NO_SYNC, Handle, handles_of
 from accelfn.parallel.optimizers import check_steps_shards
-from accelfn.parallel.parameters import repoint
+from accelfn.parallel.pointers import repoint
 from accelfn.tree import is_dtensor
 
 # Attribute of an optimizer: sizes of its groups when all their parameters were those of prepared models.

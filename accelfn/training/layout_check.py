@@ -27,9 +27,10 @@ from accelfn.data import shard_sequence
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import modules_of, table_text
 from accelfn.parallel.handle import handles_of
-from accelfn.parallel.parameters import gathered, named, names_on_meta
+from accelfn.parallel.pointers import named
 from accelfn.parallel.strategies.compilation import without_compile
 from accelfn.parallel.strategies.position_check import random_states_restored
+from accelfn.parallel.values import gathered, names_on_meta
 from accelfn.training.loss import Loss
 from accelfn.training.prepare import prepare_model
 from accelfn.training.train_step import init_train_state, make_train_step

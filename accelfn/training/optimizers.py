@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from accelfn.parallel.engines import EngineOptimizer
-from accelfn.parallel.parameters import newest
+from accelfn.parallel.pointers import newest
 
 
 def list_optimizers(operation: str, optimizer: object, or_else: str = "") -> tuple[Optimizer, ...]:

@@ -21,20 +21,14 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel import ModelPlan, plan_model
 from accelfn.parallel.apply import apply_compute, apply_model
 from accelfn.parallel.facts import modules_of
+from accelfn.parallel.gradients import refuse_hooks
 from accelfn.parallel.handle import has_engine
 from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
-from accelfn.parallel.parameters import (
-    check_filled,
-    materialize,
-    names_on_meta,
-    newest,
-    refuse_hooks,
-    refuse_unfilled,
-    repoint,
-)
+from accelfn.parallel.pointers import newest, repoint
 from accelfn.parallel.step_checks import average_closure, refuse_open_window
 from accelfn.parallel.strategies.fp8 import with_msamp
 from accelfn.parallel.strategies.replicate import check_wrapped, replicate
+from accelfn.parallel.values import check_filled, materialize, names_on_meta, refuse_unfilled
 from accelfn.training.engines import prepare_untrained, prepare_with_engine
 from accelfn.training.optimizers import parameters_of
 from accelfn.training.placement import check_devices, check_packed, is_placed

@@ -16,7 +16,7 @@ from accelfn.errors import ConfigurationError, NonFiniteGradientError, NotAvaila
 from accelfn.parallel.engines import REPLACED, EngineOptimizer, owner_of_step
 from accelfn.parallel.norm import clip_norm_, clip_value_
 from accelfn.parallel.optimizers import check_can_step
-from accelfn.parallel.parameters import follow
+from accelfn.parallel.pointers import follow
 from accelfn.parallel.step_checks import check_reduced, follow_optimizers
 from accelfn.training.optimizers import list_optimizers, parameters_in
 from accelfn.training.scaler import (

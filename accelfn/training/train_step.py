@@ -17,7 +17,7 @@ from accelfn.data.microbatch import Draws
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.handle import handle_of, has_engine
-from accelfn.parallel.parameters import repoint
+from accelfn.parallel.pointers import repoint
 from accelfn.parallel.strategies.compilation import not_compiled
 from accelfn.training.backward import differentiate, modules_in, run_batch
 from accelfn.training.loss import Loss

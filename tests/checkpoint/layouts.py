@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import accelfn as af
 from accelfn.context import Context
-from accelfn.parallel.parameters import whole_of
+from accelfn.parallel.pointers import whole_of
 
 # Imported before worlds of processes are forked.
 for _module in ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining"):

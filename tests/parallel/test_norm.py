@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from accelfn import Context, ParallelismConfig
 from accelfn.parallel.norm import clip_norm_, clip_value_
-from accelfn.parallel.parameters import follow
+from accelfn.parallel.pointers import follow
 from accelfn.testing import run_ranks
 
 KINDS = (2.0, 1.0, 3.0, 0.0, math.inf, -math.inf)

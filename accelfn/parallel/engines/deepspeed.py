@@ -28,8 +28,8 @@ from accelfn.parallel.engines.engine import EngineHandle, EngineOptimizer, Engin
 from accelfn.parallel.forward_agreement import check_each_forward
 from accelfn.parallel.handle import Communication, EngineName
 from accelfn.parallel.optimizers import why_not_flat
-from accelfn.parallel.parameters import names_on_meta
 from accelfn.parallel.strategies.precision import with_precision
+from accelfn.parallel.values import names_on_meta
 from accelfn.tree import convert_to_fp32, map_tensors
 
 # The first version whose caller may count micro-batches.

@@ -20,11 +20,11 @@ from torch.utils import _pytree
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, owner_of
-from accelfn.parallel.parameters import named, retie
 from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.planning.costs import StepCost
 from accelfn.parallel.planning.recorder import CountedTraffic, FusedAttention, Recorder
 from accelfn.parallel.planning.repeats import Repeats, find_repeats
+from accelfn.parallel.pointers import named, retie
 from accelfn.parallel.strategies.attention import apply_attention
 from accelfn.parallel.strategies.fp8 import Fp8Plan, apply_fp8
 from accelfn.parallel.strategies.pipeline_plan import outer_blocks

@@ -24,8 +24,9 @@ from accelfn.comm import Call, broadcast, catch, check, gather_bytes, reduce
 from accelfn.context import BackwardPass, Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.buffers import BufferWatch
+from accelfn.parallel.gradients import WaitingGradients, refuse_hook_of_replica
 from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle
-from accelfn.parallel.parameters import WaitingGradients, is_made_of_others, refuse_hook_of_replica
+from accelfn.parallel.values import is_made_of_others
 from accelfn.tree import Buffer, flatten, flatten_tensor, plan_layout
 
 _Microbatch = Sequence[torch.Tensor | None]

@@ -18,7 +18,7 @@ from torch import nn
 from accelfn.context.config import DynamoBackend, ExpertParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, list_text, modules_of, owner_of
-from accelfn.parallel.parameters import retie
+from accelfn.parallel.pointers import retie
 from accelfn.parallel.strategies.strategy import Application, Planning
 from accelfn.parallel.strategies.tensor import StyledForward
 

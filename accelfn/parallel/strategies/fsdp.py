@@ -18,6 +18,7 @@ from accelfn.comm import Call
 from accelfn.context import Context, Precision
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import modules_of
+from accelfn.parallel.gradients import WaitingGradients, refuse_hook_of_shard
 from accelfn.parallel.handle import (
     HANDLE,
     IN_NO_SYNC,
@@ -28,7 +29,6 @@ from accelfn.parallel.handle import (
     handle_of,
     raise_explained,
 )
-from accelfn.parallel.parameters import WaitingGradients, refuse_hook_of_shard
 from accelfn.parallel.strategies.fsdp_plan import ShardPlan
 from accelfn.parallel.strategies.precision import autocast_in
 from accelfn.parallel.strategies.strategy import Application

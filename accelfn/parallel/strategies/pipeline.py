@@ -27,7 +27,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.buffers import BufferWatch, KeptBuffers
 from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, EngineName, Handle, naming_lost_ranks
 from accelfn.parallel.norm import aligned, count_stages
-from accelfn.parallel.parameters import named, whole_of
+from accelfn.parallel.pointers import named, whole_of
 from accelfn.parallel.strategies.fsdp import ShardHandle
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan
 from accelfn.parallel.strategies.stages import Form, Outline, StageRun, has_stand_in, resized, run_stage

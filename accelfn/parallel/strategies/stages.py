@@ -30,7 +30,7 @@ from typing_extensions import override
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import WrappedForward
-from accelfn.parallel.parameters import remember_whole
+from accelfn.parallel.pointers import remember_whole
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan
 from accelfn.parallel.strategies.strategy import Application
 

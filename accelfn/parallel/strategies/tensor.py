@@ -17,7 +17,7 @@ from accelfn.context.config import TorchTensorParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of, table_text
 from accelfn.parallel.forward import WrappedForward
-from accelfn.parallel.parameters import retie
+from accelfn.parallel.pointers import retie
 from accelfn.parallel.strategies.strategy import Application, Planning
 
 if TYPE_CHECKING:

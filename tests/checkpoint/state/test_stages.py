@@ -24,7 +24,7 @@ from accelfn.checkpoint import LoadReport, verify_checkpoint
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, CheckpointMismatchError
 from accelfn.parallel import plan_stages, read_facts
-from accelfn.parallel.parameters import leave_pointers, named, repoint
+from accelfn.parallel.pointers import leave_pointers, named, repoint
 from accelfn.parallel.strategies.stages import apply_stages
 from accelfn.testing import run_ranks
 from tests.checkpoint.layouts import differing, step, whole

@@ -1,0 +1,122 @@
+"""Gradients outside of ``.grad``: hooks on them, which are refused, and those that wait for a reduction."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import nn
+
+from accelfn.errors import ConfigurationError
+from accelfn.parallel.pointers import AFTER, BEFORE
+from accelfn.parallel.values import count_writes
+from accelfn.tree import is_dtensor, local_of
+
+K = TypeVar("K")
+
+
+def _has_hook(parameter: torch.Tensor, kind: str) -> bool:
+    """Return whether a parameter has a hook of the program."""
+    hooks = cast("dict[int, Any]", getattr(parameter, kind) or {})
+    functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks.values()]
+    return not all(str(getattr(one, "__module__", "")).startswith("accelfn.") for one in functions)
+
+
+def refuse_hook_of_shard(operation: str, name: str, parameter: torch.Tensor, *kinds: str) -> None:
+    """Refuse a hook before the gradient of a parameter that ranks share, or are going to.
+
+    Args:
+        operation: Name of the operation in errors.
+        name: Of the parameter.
+        parameter: The parameter, or a shard of it.
+        kinds: Of other hooks to refuse.
+
+    Raises:
+        ConfigurationError: It has one.
+    """
+    if any(_has_hook(parameter, kind) for kind in (BEFORE, *kinds)):
+        raise ConfigurationError(
+            f"{operation}: {name} has a hook on its gradient, which ranks compute in parts, and not all of "
+            "it by autograd: the hook would see a part, or not run. Change the gradient after backward "
+            "instead (after unscale_gradients, before the step), or keep the full model on every rank."
+        )
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks on the gradients of a model that ranks are going to share.
+
+    Raises:
+        ConfigurationError: A parameter has one.
+    """
+    for name, parameter in model.named_parameters():
+        refuse_hook_of_shard("prepare_model", name, parameter, AFTER)
+
+
+def refuse_hook_of_replica(operation: str, parameter: torch.Tensor) -> None:
+    """Refuse a hook after the gradient of a replicated parameter, which isn't averaged then.
+
+    Raises:
+        ConfigurationError: It has one.
+    """
+    if _has_hook(parameter, AFTER):
+        raise ConfigurationError(
+            f"{operation}: a parameter of shape {tuple(parameter.shape)} has a hook after the accumulation "
+            "of its gradient (register_post_accumulate_grad_hook), where the gradient is this rank's own: a "
+            "step there would let the models of the ranks drift apart. Do after backward what the hook does; "
+            "or shard the model with an fsdp_plugin, and register it after prepare: FSDP averages before."
+        )
+
+
+class WaitingGradients(Generic[K]):
+    """Parameters whose gradients wait outside of ``.grad``, until an accumulation window closes.
+
+    Meanwhile their ``.grad`` are zeros that take no memory. Whoever clears them, in any way, means the
+    gradients that wait.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._held: list[tuple[K, torch.Tensor, torch.Tensor, int, torch.Tensor | None]] = []
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._held)
+
+    def hold(self, key: K, parameter: torch.Tensor) -> None:
+        """Set ``.grad`` of a parameter to zeros, until :meth:`release`."""
+        zeros = _zeros_without_memory(parameter)
+        self._held.append((key, parameter, zeros, count_writes(zeros), parameter.grad))
+        parameter.grad = zeros
+
+    def release(self) -> list[K]:
+        """Restore ``.grad`` of all parameters, except where it was cleared; return the keys of these."""
+        cleared: list[K] = []
+        for key, parameter, zeros, num_writes, before in self._held:
+            if parameter.grad is not zeros:
+                cleared.append(key)
+            elif count_writes(zeros) == num_writes:
+                parameter.grad = before
+            else:  # cleared in place
+                parameter.grad = torch.zeros_like(parameter if before is None else before)
+                cleared.append(key)
+        self._held.clear()
+        return cleared
+
+
+def _zeros_without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_of(tensor)
+    zeros = torch.zeros((), dtype=local.dtype, device=local.device).expand(local.shape)
+    if not is_dtensor(tensor):
+        return zeros
+    from torch.distributed.tensor import DTensor
+
+    spread = cast("Any", tensor)
+    return DTensor.from_local(
+        zeros,
+        spread.device_mesh,
+        spread.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
