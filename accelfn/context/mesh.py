@@ -366,6 +366,16 @@ class Mesh:
         assert group is not None
         return group
 
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that share sequences; None if there are none, or they are threads.
+
+        It isn't the world's, even if all ranks share sequences: in a backward pass, attention communicates
+        between the reductions of gradients, at a place that differs between ranks whose models compute
+        differently, and operations of one group pair by their order.
+        """
+        key = self._groups.plan.parts("seq")
+        return self._groups.parts[key][0].group if key in self._groups.parts and key else None
+
     def groups(self) -> list[dist.ProcessGroup | None]:
         """Return the groups along axes that torch knows."""
         return [world.group for world, _ in self._groups.parts.values()]
@@ -404,7 +414,7 @@ def build_mesh(
     *,
     timeout: timedelta,
 ) -> Mesh:
-    """Create the groups of ``plan``: one for each set of axes that doesn't cover the world.
+    """Create the groups of ``plan``: one for each set of axes that doesn't cover the world, and for "seq".
 
     Ranks: every rank of ``world``.
 
@@ -431,6 +441,8 @@ def build_mesh(
         _check_adopted(adopted, world)
     names = plan.parts(*AXES)
     keys = [key for count in range(len(names)) for key in itertools.combinations(names, count)]
+    if names and plan.parts("seq") == names:  # see Mesh.sequence_group
+        keys.append(names)
     members = [plan.group(world.rank, *key) for key in keys]
     parts = collectives.split(members, timeout)
     nodes = [0] * world.size

@@ -81,14 +81,15 @@ def process_group_collectives(
 ) -> Part:
     """Return the communication over ``group``, and over a gloo group beside it.
 
-    That one carries ``all_gather_bytes``, and CPU tensors if ``group`` can't, so that agreement isn't
-    affected by what else the program sends through ``group``. It isn't registered with torch, and ends with
+    That one carries ``all_gather_bytes`` and CPU tensors, so that neither is affected by what else is sent
+    through ``group``: operations of one group pair by their order, and DistributedDataParallel's begin when
+    gradients are there, earlier on some ranks than on others. It isn't registered with torch, and ends with
     the part's ``group_owner``.
 
     Ranks: every rank of the group.
 
     Args:
-        group: Carries the tensors; the caller keeps it alive.
+        group: Carries tensors on devices; the caller keeps it alive.
         rank: This rank in the group.
         size: Number of ranks in the group.
         store: Of these ranks alone, for their board, their rendezvous and that of parts of them.
@@ -106,7 +107,6 @@ def process_group_collectives(
     references = (weakref.ref(group), weakref.ref(control))
     group = cast("dist.ProcessGroup", weakref.proxy(group))
     control = cast("dist.ProcessGroup", weakref.proxy(control))
-    carries_cpu = carries_cpu_tensors(group)
     shared: SharedRows | None = None
 
     def has_ended(other: int) -> bool:
@@ -148,7 +148,7 @@ def process_group_collectives(
         return start_all_gather_bytes(message).finish()
 
     def run(operation: str, device: torch.device, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
-        carrier = control if device.type == "cpu" and not carries_cpu else group
+        carrier = control if device.type == "cpu" else group
         with _translate_errors(operation, monitor):
             finish(start(carrier), device)
 

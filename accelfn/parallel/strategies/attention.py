@@ -710,7 +710,7 @@ def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None =
     if ctx.mesh is None or ctx.mesh.plan.size("seq") == 1:
         return
     plan = plan or _plan_for(ctx, read_facts(model), ctx.mesh.plan, model)
-    group = ctx.along("seq").world.group
+    group = ctx.mesh.sequence_group()
     if plan is None or group is None:
         raise NotAvailableError(
             "ranks that share sequences must be processes with an initialised torch.distributed; these are "
