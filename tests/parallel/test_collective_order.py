@@ -4,6 +4,9 @@
 another collective of the backward pass, and on another rank after it.
 """
 
+# torch leaves manual_seed partly untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -101,7 +101,7 @@ def test_another_operation_for_a_forward_pass_is_one_error_and_no_gradient(on: W
     found = run_ranks(run, 3, on, timeout_s=PATIENCE_S)
     assert {seen.error for seen, *_ in found} == {"MismatchError"}
     assert len({seen.text for seen, *_ in found}) == 1
-    for part in ("gather", "forward", "test_agreement.py:"):
+    for part in ("gather", "forward", "test_forward_agreement.py:"):
         assert part in found[0][0].text
     late = on == "processes" and passes > WARM
     for rank, (_, untouched, ahead, bias) in enumerate(found):
