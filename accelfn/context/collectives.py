@@ -114,6 +114,9 @@ class Collectives:
         split: ``(groups, timeout)``: returns each of ``groups`` (ascending ranks, including this one) as a
             world of its own. Every rank calls it, and the k-th groups of all ranks partition the world.
             torch's operations in such a group wait for at most ``timeout``.
+        apart: Returns another group of the same ranks, for CPU tensors; None where ranks aren't processes.
+            Every rank calls it, equally often. It isn't registered with torch, and ends with its last
+            reference.
         lost_rank: Returns a rank whose process has ended, if that can be observed; None while there is none.
         threads: Starts threads, and waits for something other than ranks.
         chunk: Maximum number of bytes per rank in one ``all_gather_bytes``.
@@ -134,6 +137,7 @@ class Collectives:
     finish: Callable[[dist.Work, torch.device], None] = _wait
     translate_error: Callable[[Exception], Exception] = lambda error: error
     split: Callable[[Sequence[Sequence[int]], timedelta], tuple[Part, ...]] = _split_alone
+    apart: Callable[[], dist.ProcessGroup | None] = lambda: None
     lost_rank: Callable[[], int | None] = lambda: None
     threads: Threads = field(default_factory=Threads)
     chunk: int = MAX_CHUNK_BYTES

@@ -104,7 +104,7 @@ def process_group_collectives(
     control = make_gloo_group(PrefixStore("side", store), rank, size, timeout)
     owner = GroupOwner(control)
     # Weak: a context that outlives its group, or stays in a traceback, must not keep its connections open.
-    references = (weakref.ref(group), weakref.ref(control))
+    references = [weakref.ref(group), weakref.ref(control)]
     group = cast("dist.ProcessGroup", weakref.proxy(group))
     control = cast("dist.ProcessGroup", weakref.proxy(control))
     shared: SharedRows | None = None
@@ -222,6 +222,12 @@ def process_group_collectives(
 
     numbers = itertools.count()
 
+    def apart() -> dist.ProcessGroup:
+        other = make_gloo_group(PrefixStore(f"apart/{next(numbers)}", store), rank, size, timeout)
+        references[:] = [one for one in references if one() is not None]
+        references.append(weakref.ref(other))
+        return other
+
     def split(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
         if within is not None:
             raise NotAvailableError(
@@ -265,6 +271,7 @@ def process_group_collectives(
         finish=finish_for_torch,
         translate_error=lambda error: _translate(error, monitor) if _is_of_backend(error) else error,
         split=split,
+        apart=apart,
         lost_rank=lost_rank,
         chunk=chunk,
         board=board,
@@ -280,7 +287,7 @@ def _exchange_by_socket(
     chunk: int,
     monitor: PeerMonitor,
     finish: Callable[[dist.Work, torch.device], None],
-    references: tuple[weakref.ref[dist.ProcessGroup], ...],
+    references: Sequence[weakref.ref[dist.ProcessGroup]],
 ) -> Callable[[torch.Tensor], StartedAllGather]:
     # Allocated once, since every operation begins with an exchange.
     outgoing = torch.zeros(chunk, dtype=torch.uint8, device="cpu")
@@ -418,7 +425,7 @@ def _is_done(work: dist.Work, seconds: float) -> bool:
     return True
 
 
-def _leak(references: tuple[weakref.ref[dist.ProcessGroup], ...]) -> None:
+def _leak(references: Sequence[weakref.ref[dist.ProcessGroup]]) -> None:
     """Keep groups with an operation that won't end alive, since gloo's destructor would wait for it."""
     for reference in references:
         group = reference()

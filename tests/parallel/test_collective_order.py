@@ -143,3 +143,39 @@ def test_rows_of_all_ranks_before_layers_that_some_ranks_skip() -> None:
     found = run_ranks(losses_of_gathering, 2, on="processes", timeout_s=30, kwargs_handlers=BUCKETS)
     for losses, expected in zip(found, on_threads, strict=True):
         assert losses == pytest.approx(expected, rel=1e-4)
+
+
+class Stack(nn.Module):
+    """Layers, some of which a call may leave out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(number))
+
+    def forward(self, x: torch.Tensor, left_out: int | None = None) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != left_out:
+                x = layer(x)
+        return x
+
+
+def weights_of_two_models(ctx: Context) -> list[float]:
+    first, tower, last = (af.prepare_model(ctx, Stack(number)) for number in (1, 3, 2))
+    parameters = [*first.parameters(), *tower.parameters(), *last.parameters()]
+    optimizer = af.prepare_optimizer(ctx, torch.optim.SGD(parameters, lr=0.1))
+    scaler = af.init_scaler(ctx)
+    for step in range(STEPS):
+        rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
+        x = first(rows)
+        x = x + tower(rows, 2 if ctx.rank == 1 else None)
+        scaler = af.backward(ctx, last(x).square().mean(), scaler)
+        scaler = af.optimizer_step(ctx, optimizer, scaler)
+    return [float(one.detach().double().sum()) for one in parameters]
+
+
+def test_gradients_of_two_models_are_averaged_apart_where_a_rank_leaves_a_layer_out() -> None:
+    on_threads = run_ranks(weights_of_two_models, 2)
+    found = run_ranks(weights_of_two_models, 2, on="processes", timeout_s=30, kwargs_handlers=BUCKETS)
+    for weights, expected in zip(found, on_threads, strict=True):
+        assert weights == pytest.approx(expected, abs=1e-4)

@@ -22,13 +22,21 @@ class Reductions:
     Torch waits inside of C++, where neither another rank's exception nor a rank that never comes to its
     backward pass is noticed. Here the reductions start when torch wants them, and are awaited at the end of
     the backward pass. For tensors on the CPU: accelerators wait on their streams.
+
+    They have a group of their own, since operations of one group pair by their order: where two models are
+    trained together, and one rank's leaves a layer out, gradients of one would be averaged with the other's.
     """
 
     def __init__(self, ctx: Context) -> None:
         """Reduce in the world of ``ctx``, which has a process group."""
         self._ctx = ctx
+        self._group = ctx.collectives.apart()
         self._backward = -1  # torch's id of the backward pass that they belong to
         self._begun: list[tuple[dist.Work, torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the group: torch registers no hook on a copy."""
+        return {**vars(self), "_group": None, "_begun": []}
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the reduction of a bucket: torch's hook.
@@ -36,8 +44,8 @@ class Reductions:
         Args:
             bucket: Gradients in one buffer, which is averaged over the ranks in place.
         """
-        group = self._ctx.world.group
-        assert group is not None  # it carries the model
+        group = self._group
+        assert group is not None  # ranks of DistributedDataParallel are processes
         # A product, as in torch's own hook: a quotient may differ in the last bit.
         buffer = bucket.buffer().mul_(1.0 / self._ctx.num_processes)
         work = group.allreduce([buffer])
