@@ -6,6 +6,7 @@ import faulthandler
 import hashlib
 import os
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
@@ -59,12 +60,15 @@ _PRINT_S = 1.0
 
 
 def _print_stacks(seconds: float) -> None:
-    # To the file of stderr: what a notebook or a test has put in the place of sys.stderr may be none.
     title = (
         f"accelfn: process {os.getpid()} has begun no operation across ranks for {seconds:g} s. Its stacks:"
     )
-    os.write(2, f"{title}\n".encode())
-    faulthandler.dump_traceback(2)
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        # To the file of stderr: what a notebook or a test has put in the place of sys.stderr may be none. In
+        # one piece, since other ranks print at the same time.
+        os.write(2, f"{title}\n".encode() + file.read())
 
 
 class Entry(NamedTuple):
