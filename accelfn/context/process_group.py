@@ -224,7 +224,7 @@ def process_group_collectives(
 
     def apart() -> dist.ProcessGroup:
         other = make_gloo_group(PrefixStore(f"apart/{next(numbers)}", store), rank, size, timeout)
-        references[:] = [one for one in references if one() is not None]
+        references[2:] = [one for one in references[2:] if one() is not None]
         references.append(weakref.ref(other))
         return other
 
