@@ -17,6 +17,7 @@ from accelfn.context.config.checks import (
     FrozenOptions,
     Record,
     as_choice,
+    in_range,
     settle,
     settle_fields,
     unchecked,
@@ -92,7 +93,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         dim: Dim along which inputs would be split over devices of one process. Default 0.
         broadcast_buffers: Whether rank 0 sends its buffers before a forward if they have changed, with shards
             too. Default True.
-        bucket_cap_mb: Size of a gradient bucket, in MiB. Default 25.
+        bucket_cap_mb: Size of a gradient bucket, in MiB; may be a fraction. Default 25.
         find_unused_parameters: Whether parameters without a gradient are searched for after each
             forward. Default False.
         check_reduction: Accepted by torch, without effect there. Default False.
@@ -110,7 +111,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     dim: int = 0
     broadcast_buffers: bool = True
-    bucket_cap_mb: int = field(default=25, metadata=POSITIVE)
+    bucket_cap_mb: float = field(default=25, metadata=in_range(2**-20))
     find_unused_parameters: bool = False
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False

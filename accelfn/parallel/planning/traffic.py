@@ -165,7 +165,7 @@ def _of_copies(ctx: Context, plan: ModelPlan, facts: ModelFacts, reductions: int
     if copies == 1:
         return
     size = facts.size_bytes(*(name for name in facts.own_names if name in facts.trainable))
-    buckets = max(1, math.ceil(size / (ctx.strategy.ddp.bucket_cap_mb << 20)))
+    buckets = max(1, math.ceil(size / (ctx.strategy.ddp.bucket_cap_mb * 2**20)))
     axis, received = " x ".join(plan.mesh.active("loss")), _received(2 * size, copies)
     yield Exchange(axis, "all_reduce", "gradients", buckets, received, "backward").times(reductions)
 

@@ -22,9 +22,10 @@ _FSDP: Mapping[str, str] = MappingProxyType(
 )
 _DDP: Mapping[str, str] = MappingProxyType(
     {
-        "find_unused": "find_unused_parameters",
-        "bucket_view": "gradient_as_bucket_view",
-        "static": "static_graph",
+        "find_unused": "find_unused_parameters=True",
+        "bucket_view": "gradient_as_bucket_view=True",
+        "static": "static_graph=True",
+        "buckets": "bucket_cap_mb=0.001",
     }
 )
 
@@ -99,7 +100,7 @@ def _fsdp(p: Program, draft: Draft) -> None:
 @feature("ddp", ("", *_DDP), is_neutral=True)
 def _ddp(p: Program, draft: Draft) -> None:
     if p["ddp"]:
-        handler = f"af.DistributedDataParallelKwargs({_DDP[p['ddp']]}=True)"
+        handler = f"af.DistributedDataParallelKwargs({_DDP[p['ddp']]})"
         draft.options["kwargs_handlers"] = f"[{handler}]"
 
 
@@ -128,7 +129,8 @@ RULES: tuple[Rule, ...] = (
     Rule("ranks share a sequence along one axis", together("cp", "sp")),
     Rule("ranks in memory have replicas", lambda p: p["world"] == "memory" and p["dp"] == 1),
     Rule("ranks in memory are of one kind", together("world=memory", "shard tp cp sp pp workers ddp")),
-    Rule("options of DDP are for replicas", together("ddp", "shard tp cp sp pp exact dp=1")),
+    Rule("options of DDP are for replicas", together("ddp", "shard tp pp exact")),
+    Rule("one rank has no replicas", together("ddp !dp !cp !sp")),
     Rule("options of FSDP are for shards", together("fsdp !shard")),
     Rule("exact mode is for replicas", together("exact", "shard tp cp sp pp dp=1")),
     Rule(
