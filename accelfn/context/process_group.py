@@ -103,6 +103,7 @@ def process_group_collectives(
     # Not with dist.new_group, which names groups by their ranks: the next context's would collide.
     control = make_gloo_group(PrefixStore("side", store), rank, size, timeout)
     owner = GroupOwner(control)
+    latest = owner.latest
     # Weak: a context that outlives its group, or stays in a traceback, must not keep its connections open.
     references = [weakref.ref(group), weakref.ref(control)]
     group = cast("dist.ProcessGroup", weakref.proxy(group))
@@ -226,6 +227,7 @@ def process_group_collectives(
         other = make_gloo_group(PrefixStore(f"apart/{next(numbers)}", store), rank, size, timeout)
         references[2:] = [one for one in references[2:] if one() is not None]
         references.append(weakref.ref(other))
+        latest.append(other)
         return other
 
     def split(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -62,15 +63,26 @@ class Background:
             self.task.settle()
 
 
+_LATEST = 8
+
+
 @dataclass(slots=True, eq=False)
 class GroupOwner:
-    """Keeps a process group alive that isn't registered with torch."""
+    """Keeps process groups alive that aren't registered with torch.
+
+    Attributes:
+        group: That of the world, or of a part of it; None once it is released.
+        latest: The latest ones of models. They outlive these: a rank that fails drops its models before the
+            others, which wait in such a group, have read why.
+    """
 
     group: dist.ProcessGroup | None
+    latest: deque[dist.ProcessGroup] = field(default_factory=lambda: deque(maxlen=_LATEST))
 
     def release(self) -> None:
-        """Release the group, and with it its connections and threads."""
+        """Release the groups, and with them their connections and threads."""
         self.group = None
+        self.latest.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
