@@ -81,10 +81,10 @@ def process_group_collectives(
 ) -> Part:
     """Return the communication over ``group``, and over a gloo group beside it.
 
-    That one carries ``all_gather_bytes`` and CPU tensors, so that neither is affected by what else is sent
-    through ``group``: operations of one group pair by their order, and DistributedDataParallel's begin when
-    gradients are there, earlier on some ranks than on others. It isn't registered with torch, and ends with
-    the part's ``group_owner``.
+    That one carries ``all_gather_bytes``, and CPU tensors unless ``group`` has another backend for them, so
+    that neither is affected by what else is sent through ``group``: operations of one group pair by their
+    order, and DistributedDataParallel's begin when gradients are there, earlier on some ranks than on others.
+    It isn't registered with torch, and ends with the part's ``group_owner``.
 
     Ranks: every rank of the group.
 
@@ -108,6 +108,7 @@ def process_group_collectives(
     references = [weakref.ref(group), weakref.ref(control)]
     group = cast("dist.ProcessGroup", weakref.proxy(group))
     control = cast("dist.ProcessGroup", weakref.proxy(control))
+    is_beside = not carries_cpu_tensors(group) or _is_gloo(group)  # which is no faster than the one beside it
     shared: SharedRows | None = None
 
     def has_ended(other: int) -> bool:
@@ -149,7 +150,7 @@ def process_group_collectives(
         return start_all_gather_bytes(message).finish()
 
     def run(operation: str, device: torch.device, start: Callable[[dist.ProcessGroup], dist.Work]) -> None:
-        carrier = control if device.type == "cpu" else group
+        carrier = control if device.type == "cpu" and is_beside else group
         with _translate_errors(operation, monitor):
             finish(start(carrier), device)
 
@@ -435,6 +436,13 @@ def _leak(references: Sequence[weakref.ref[dist.ProcessGroup]]) -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether gloo carries the CPU tensors of a group that has a backend for them."""
+    if group.__class__ is not dist.ProcessGroup:  # of another package, such as torch_xla
+        return False
+    return isinstance(group._get_backend(_CPU), cast("Any", bindings).ProcessGroupGloo)
+
+
 def close_gloo_connections(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Close the connections of groups that use gloo, even if torch keeps the groups alive.
 
@@ -447,7 +455,7 @@ def close_gloo_connections(groups: Iterable[dist.ProcessGroup | None]) -> None:
     for group in groups:
         if group is None or not (is_registered(group) and carries_cpu_tensors(group)):
             continue
-        if isinstance(group._get_backend(_CPU), cast("Any", bindings).ProcessGroupGloo):
+        if _is_gloo(group):
             for other in {*range(group.size())} - {group.rank()}:
                 with contextlib.suppress(RuntimeError):  # it times out, or the connection is closed
                     message = torch.empty(1, device="cpu")
