@@ -131,6 +131,7 @@ RULES: tuple[Rule, ...] = (
     Rule("ranks in memory are of one kind", together("world=memory", "shard tp cp sp pp workers ddp")),
     Rule("options of DDP are for replicas", together("ddp", "shard tp pp exact")),
     Rule("one rank has no replicas", together("ddp !dp !cp !sp")),
+    Rule("a static graph is of replicas with data of their own", together("ddp=static !dp")),
     Rule("options of FSDP are for shards", together("fsdp !shard")),
     Rule("exact mode is for replicas", together("exact", "shard tp cp sp pp dp=1")),
     Rule(
