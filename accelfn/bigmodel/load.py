@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ from accelfn.checkpoint.weights_state import Agreement, require_module, shard_li
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context, init_context
 from accelfn.training import unwrap_model
-from accelfn.tree import is_dtensor, local_of
+from accelfn.tree import from_local, is_dtensor, local_of
 
 Read: TypeAlias = Callable[[Sequence[Reading], Callable[[int], None]], None]
 """Reads tensors into memory, and reports the bytes that were read."""
@@ -151,7 +150,10 @@ def _read_batch(
     new: list[tuple[LoadStep, torch.Tensor]] = []
     for step, target in zip(batch, targets, strict=True):
         tensor = step.target.tensor
-        value = _sharded(step, target, is_whole) if is_dtensor(tensor) else target
+        if is_whole and is_dtensor(tensor):
+            value = shard_like(tensor, target.view(tensor.shape), step.dtype)
+        else:
+            value = from_local(target, like=tensor)
         if step.how == "new":
             new.append((step, value))
         elif is_whole and is_dtensor(tensor):
@@ -160,18 +162,6 @@ def _read_batch(
             # torch didn't see the write; graphs that saved the old values must detect it.
             torch.autograd.graph.increment_version(local_of(tensor))
     return new
-
-
-def _sharded(step: LoadStep, value: torch.Tensor, is_whole: bool) -> torch.Tensor:
-    """Return a DTensor of the values that this rank has read, without communication."""
-    tensor = cast("Any", step.target.tensor)
-    if is_whole:
-        return shard_like(tensor, value.view(tensor.shape), step.dtype)
-    # Not at the top: it is slow to import, and a model with DTensors has imported it.
-    api: Any = importlib.import_module("torch.distributed.tensor")
-    mesh, placements = tensor.device_mesh, tensor.placements
-    options = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-    return api.DTensor.from_local(value, mesh, placements, **options)
 
 
 def _assign(target: Target, value: torch.Tensor) -> None:

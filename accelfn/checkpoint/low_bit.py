@@ -22,7 +22,7 @@ from accelfn.checkpoint.document.compare import Shaped
 from accelfn.checkpoint.manifest import Json
 from accelfn.checkpoint.plan import boxes_of
 from accelfn.errors import Misfit
-from accelfn.tree import is_dtensor, local_of
+from accelfn.tree import from_local, is_dtensor, local_of
 
 # Modules of torchao's classes.
 _MODULES = MappingProxyType(
@@ -162,16 +162,4 @@ def _low_bit(node: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
             attributes[1] = local.shape
         plain = {name: local_of(one) for name, one in tensors.items()}
         state = getattr(sys.modules[_MODULES[kind]], kind).__tensor_unflatten__(plain, attributes)
-    if not is_dtensor(parameter):
-        return state
-    from torch.distributed.tensor import DTensor
-
-    layout = cast("Any", parameter)
-    return DTensor.from_local(
-        state,
-        layout.device_mesh,
-        layout.placements,
-        run_check=False,
-        shape=layout.shape,
-        stride=layout.stride(),
-    )
+    return from_local(state, like=parameter)

@@ -19,7 +19,7 @@ from accelfn.checkpoint.manifest import Piece, StoredTensor, leaf_path
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, Drift, ReplicaDriftError
-from accelfn.tree import local_of
+from accelfn.tree import from_local, local_of
 from accelfn.tree.digest import digest_tensors
 
 
@@ -390,14 +390,7 @@ def memory_for(stored: StoredTensor, target: torch.Tensor | None) -> torch.Tenso
         memory = torch.empty(shape, dtype=torch.float32, device=device).view(dtype)
     else:
         memory = torch.empty(shape, dtype=dtype, device=device)
-    if not is_sharded:
-        return memory
-    from torch.distributed.tensor import DTensor
-
-    cut = cast("Any", target)
-    return DTensor.from_local(
-        memory, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
-    )
+    return memory if target is None else from_local(memory, like=target)
 
 
 def part_of(tensor: torch.Tensor, overlap: Overlap) -> torch.Tensor:

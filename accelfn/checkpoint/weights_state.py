@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
@@ -18,7 +17,7 @@ from accelfn.parallel.engines import with_plain_weights
 from accelfn.parallel.pointers import whole_of
 from accelfn.parallel.values import check_filled, gathered
 from accelfn.training import unwrap_model
-from accelfn.tree import is_dtensor
+from accelfn.tree import from_local, is_dtensor
 
 T = TypeVar("T")
 
@@ -316,12 +315,9 @@ def shard_like(target: Any, whole: torch.Tensor, dtype: torch.dtype) -> Any:
         whole: A tensor of its complete shape.
         dtype: Of the result.
     """
-    # Where there is a DTensor, torch.distributed.tensor is available; it is slow to import.
-    api: Any = importlib.import_module("torch.distributed.tensor")
     mesh, part = target.device_mesh, whole
     for dim, placement in enumerate(target.placements):
         if not placement.is_replicate():
             part = placement._shard_tensor(part, mesh, dim, None)
     part = part.to(mesh.device_type, dtype, copy=True)  # it may be a mapped file itself
-    options = {"run_check": False, "shape": target.shape, "stride": target.stride()}
-    return api.DTensor.from_local(part, mesh, target.placements, **options)
+    return from_local(part, like=target)

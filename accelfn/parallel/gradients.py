@@ -11,7 +11,7 @@ from torch import nn
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.pointers import AFTER, BEFORE
 from accelfn.parallel.values import count_writes
-from accelfn.tree import is_dtensor, local_of
+from accelfn.tree import from_local, local_of
 
 K = TypeVar("K")
 
@@ -107,16 +107,4 @@ class WaitingGradients(Generic[K]):
 def _zeros_without_memory(tensor: torch.Tensor) -> torch.Tensor:
     local = local_of(tensor)
     zeros = torch.zeros((), dtype=local.dtype, device=local.device).expand(local.shape)
-    if not is_dtensor(tensor):
-        return zeros
-    from torch.distributed.tensor import DTensor
-
-    spread = cast("Any", tensor)
-    return DTensor.from_local(
-        zeros,
-        spread.device_mesh,
-        spread.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return from_local(zeros, like=tensor)

@@ -29,6 +29,7 @@ from accelfn.tree.structure import (
     TensorInformation as TensorInformation,
     TreeSpec as TreeSpec,
     flatten as flatten,
+    from_local as from_local,
     initialize_tensors as initialize_tensors,
     is_dtensor as is_dtensor,
     is_packed_sequence as is_packed_sequence,

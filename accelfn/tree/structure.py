@@ -311,6 +311,30 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         return local._tensor if hasattr(local, "fsdp_pre_all_gather") else local
 
 
+def from_local(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of which ``local`` is this rank's part, in the shape and layout of ``like``.
+
+    Ranks: local.
+
+    Args:
+        local: Of any dtype and memory.
+        like: A ``DTensor``; of any other tensor, all of it is this rank's part.
+    """
+    if not is_dtensor(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    layout = cast("Any", like)
+    return DTensor.from_local(
+        local,
+        layout.device_mesh,
+        layout.placements,
+        run_check=False,
+        shape=layout.shape,
+        stride=layout.stride(),
+    )
+
+
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
