@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from accelfn.context import Context, Unsettled, call_site, check_context, publish, refuse_if_over, text_of
+from accelfn.context import Context, Unsettled, call_site, check_context, publish, text_of
 from accelfn.context.config import GuardMode
 from accelfn.errors import Caller, Disagreement, MismatchError, RemoteRankError, UnevenDataError
 from accelfn.tree import PackSpec, TreeSpec, flatten
@@ -459,7 +459,6 @@ class _Started(NamedTuple):
 
 def _begin(ctx: Context, call: Call) -> _Started:
     guard, call_log = ctx.guard, ctx.collectives.call_log
-    refuse_if_over(call_log, call.operation)
     call_log.settle()
     site = call_site()
     tag, first = ctx.tag if guard.call_sites else "", site

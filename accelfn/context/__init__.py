@@ -50,7 +50,6 @@ from accelfn.context.failure import (
     news as news,
     note_failure as note_failure,
     publish as publish,
-    refuse_if_over as refuse_if_over,
     store_board as store_board,
     text_of as text_of,
 )

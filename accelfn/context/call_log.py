@@ -16,6 +16,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
+from accelfn.errors import DistributedError
+
 if TYPE_CHECKING:
     import torch
 
@@ -217,7 +219,15 @@ class CallLog:
             site: Where it was called.
             material: Everything that must be equal on every rank, as text; None if nothing is compared.
             patience_s: How long it may wait.
+
+        Raises:
+            DistributedError: This rank has failed, or its context is closed.
         """
+        if self.over:
+            raise DistributedError(
+                f"{operation}: operations across ranks are no longer possible: {self.over}. Start a new "
+                "context."
+            )
         self.number += 1
         self.failure = ""
         self.patience_s = patience_s

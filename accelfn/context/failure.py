@@ -181,19 +181,6 @@ def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
     )
 
 
-def refuse_if_over(call_log: CallLog, operation: str) -> None:
-    """Raise if no further operation is possible on this rank.
-
-    Raises:
-        DistributedError: This rank has failed, or its context is closed.
-    """
-    if call_log.over:
-        raise DistributedError(
-            f"{operation}: operations across ranks are no longer possible: {call_log.over}. Start a new "
-            "context."
-        )
-
-
 def as_error(text: str) -> Exception:
     """Return the error that a rank raises when it reads what :func:`publish` posted."""
     message: Mapping[str, Any] = json.loads(text)

@@ -42,7 +42,7 @@ def place_on_xla(batch: Any, device: torch.device) -> Any:
     As torch_xla's ``MpDeviceLoader``, without its thread that reads ahead: the position of a loader counts
     the batches that were handed out.
     """
-    end_step(device)
+    end_step()
     placed = send_to_device(batch, device)
     if import_xla("torch_xla.runtime").is_spmd():
         spmd = import_xla("torch_xla.distributed.spmd")

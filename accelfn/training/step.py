@@ -286,7 +286,8 @@ def optimizer_step(
         if every is not None and ctx.world.size > 1 and not engines and _count_step(item) % every == 0:
             parameters, name = named_parameters(item)
             check_replicas(ctx, parameters, name=name)
-    end_step(ctx.world.device)
+    if ctx.world.device.type == "xla":
+        end_step()
     return scaler_state
 
 
