@@ -1,6 +1,10 @@
 """Prepare, compute in mixed precision, accumulate, clip, step."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+from accelfn.parallel.engines.megatron import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
+)
 from accelfn.parallel.strategies.precision import (
     MixedPrecisionForward as MixedPrecisionForward,
     autocast as autocast,
@@ -23,11 +27,7 @@ from accelfn.training.local_sgd import (
     local_sgd_step as local_sgd_step,
 )
 from accelfn.training.loss import Loss as Loss
-from accelfn.training.megatron import (
-    MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
-)
+from accelfn.training.megatron import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from accelfn.training.memory import (
     clear_device_cache as clear_device_cache,
     close_engines as close_engines,

@@ -22,9 +22,9 @@ from accelfn.parallel.engines import (
     deepspeed_facts,
     plan_deepspeed,
 )
-from accelfn.parallel.engines.megatron import MegatronLMDummyScheduler
+from accelfn.parallel.engines.megatron import MegatronLMDummyScheduler, prepare_megatron
 from accelfn.parallel.optimizers import steps_in_backward
-from accelfn.training.megatron import prepare_megatron_loaders, prepare_with_megatron
+from accelfn.training.megatron import prepare_megatron_loaders
 from accelfn.training.prepared import MARK, is_prepared, mark_of
 
 
@@ -36,29 +36,28 @@ def prepare_with_engine(ctx: Context, objects: Sequence[object]) -> dict[int, An
     Returns:
         What replaces each of them, by index. Objects that are prepared already aren't in it.
     """
-    kinds = (nn.Module, "model"), (Optimizer, "optimizer")
     known = {
         index
         for index, item in enumerate(objects)
-        for kind, name in kinds
+        for kind, name in ((nn.Module, "model"), (Optimizer, "optimizer"))
         if isinstance(item, kind) and is_prepared(ctx, item, name)
     }
-    trained = prepare_trained(ctx, {i: item for i, item in enumerate(objects) if i not in known})
+    trained = _prepare_trained(ctx, {i: item for i, item in enumerate(objects) if i not in known})
+    mark = mark_of(ctx)
     for index, item in trained.items():
-        if isinstance(item, (nn.Module, Optimizer)):
-            setattr(item, MARK, mark_of(ctx))
-        if isinstance(item, EngineOptimizer):
-            setattr(item.optimizer, MARK, mark_of(ctx))
         before = objects[index]
-        if isinstance(before, nn.Module):
-            setattr(before, MARK, mark_of(ctx)._replace(is_wrapped=True))
-        elif isinstance(before, Optimizer):  # a scheduler may be over it
-            setattr(before, MARK, mark_of(ctx))
+        if isinstance(item, nn.Module):
+            setattr(item, MARK, mark)
+            setattr(before, MARK, mark._replace(is_wrapped=True))
+        elif isinstance(item, Optimizer):
+            inner = item.optimizer if isinstance(item, EngineOptimizer) else item
+            for one in (item, inner, before):  # a scheduler may be over the last one
+                setattr(one, MARK, mark)
             setattr(before, REPLACED, item is not before)
     return trained
 
 
-def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, Any]:
+def _prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, Any]:
     """Prepare the model, the optimizer and the schedulers among objects with the engine of the context.
 
     Ranks: every rank of ``ctx``.
@@ -102,36 +101,34 @@ def prepare_trained(ctx: Context, objects: Mapping[int, object]) -> dict[int, An
         )
     ((at_model, model),) = models.items()
     ((at_optimizer, optimizer),) = optimizers.items()
-    at_scheduler, scheduler = next(iter(schedulers.items()), (None, None))
+    at_scheduler, scheduler = cast("tuple[Any, Any]", next(iter(schedulers.items()), (None, None)))
     if is_megatron:
-        model, optimizer, scheduler = prepare_with_megatron(ctx, model, optimizer, scheduler, loaders)
-        found = {**loaders, at_model: model, at_optimizer: optimizer}
-        return found if at_scheduler is None else {**found, at_scheduler: scheduler}
-    assert not isinstance(scheduler, MegatronLMDummyScheduler)
+        sizes = [getattr(loader, "total_batch_size", None) for loader in loaders.values()]
+        model, optimizer, scheduler = prepare_megatron(ctx, model, optimizer, scheduler, sizes)
+    elif steps_in_backward(optimizer):
+        model = _shard_for_backward(ctx, model, optimizer)
+    else:
+        plugin = cast("DeepSpeedPlugin", ctx.strategy.deepspeed)
+        sizes = [_batch_size(ctx, item) for item in objects.values()]
+        plan = plan_deepspeed(plugin, deepspeed_facts(ctx, model, optimizer, scheduler, sizes))
+        model, optimizer, scheduler = apply_deepspeed(ctx, model, plan, optimizer, scheduler)
+    found = {**loaders, at_model: model, at_optimizer: optimizer}
+    return found if at_scheduler is None else {**found, at_scheduler: scheduler}
+
+
+def _shard_for_backward(ctx: Context, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    """Return DeepSpeed's engine around a model whose shards LOMO steps in backward: it reduces by itself."""
     plugin = cast("DeepSpeedPlugin", ctx.strategy.deepspeed)
-    if steps_in_backward(optimizer):
-        _check_steps_in_backward(plugin, model, optimizer)
-        plan = plan_deepspeed(plugin, deepspeed_facts(ctx, model, None))
-        # It steps the shards alone, so no parameter may stay gathered between the passes.
-        zero = {**plan.config["zero_optimization"], "stage3_param_persistence_threshold": 0}
-        plan = plan._replace(config={**plan.config, "zero_optimization": zero})
-        return {at_model: apply_deepspeed(ctx, model, plan).model, at_optimizer: optimizer}
-    sizes = [_batch_size(ctx, item) for item in objects.values()]
-    facts = deepspeed_facts(ctx, model, optimizer, scheduler, sizes)
-    parts = apply_deepspeed(ctx, model, plan_deepspeed(plugin, facts), optimizer, scheduler)
-    found: dict[int, Any] = {at_model: parts.model, at_optimizer: parts.optimizer}
-    if at_scheduler is not None:
-        found[at_scheduler] = parts.scheduler
-    return found
-
-
-def _check_steps_in_backward(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse LOMO but on shards that existed when it was made: it reduces and steps them by itself."""
     if plugin.stage != 3 or any(not hasattr(one, "ds_tensor") for one in model.parameters()):
         raise ConfigurationError(
             f"prepare: a {type(optimizer).__name__} steps in backward, so DeepSpeed can only shard "
             "parameters for it: use zero_stage=3, and make the model and the optimizer in zero3_init(ctx)."
         )
+    plan = plan_deepspeed(plugin, deepspeed_facts(ctx, model, None))
+    # It steps the shards alone, so no parameter may stay gathered between the passes.
+    zero = {**plan.config["zero_optimization"], "stage3_param_persistence_threshold": 0}
+    plan = plan._replace(config={**plan.config, "zero_optimization": zero})
+    return apply_deepspeed(ctx, model, plan)[0]
 
 
 def prepare_untrained(ctx: Context, model: nn.Module, evaluation_mode: bool) -> nn.Module | None:
@@ -145,17 +142,15 @@ def prepare_untrained(ctx: Context, model: nn.Module, evaluation_mode: bool) -> 
     Raises:
         ConfigurationError: The model isn't for evaluation: to train it, the engine needs its optimizer.
     """
-    plugin = ctx.strategy.deepspeed
-    is_sharded = plugin is not None and plugin.stage == 3
     if not evaluation_mode:
         raise ConfigurationError(
             f"prepare_model: {ctx.strategy.engine} needs the model and its optimizer together. Write "
             "prepare(ctx, model, optimizer, ...); or pass evaluation_mode=True for one that isn't trained."
         )
-    if plugin is None or not is_sharded:
+    plugin = ctx.strategy.deepspeed
+    if plugin is None or plugin.stage != 3:
         return None
-    plan = plan_deepspeed(plugin, deepspeed_facts(ctx, model, None, None))
-    return apply_deepspeed(ctx, model, plan).model
+    return apply_deepspeed(ctx, model, plan_deepspeed(plugin, deepspeed_facts(ctx, model, None)))[0]
 
 
 def _batch_size(ctx: Context, item: object) -> int | None:

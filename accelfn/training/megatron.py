@@ -1,12 +1,10 @@
-"""Prepare a model, its optimizer, scheduler and loaders together for Megatron-LM."""
+"""Prepare loaders for Megatron-LM, also over its own datasets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelfn.context import Context
@@ -14,20 +12,6 @@ from accelfn.context.config import MegatronLMPlugin
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.data.rebuild import batch_sampler_of, remake
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.engines.megatron import (
-    MegatronLMDummyScheduler,
-    MegatronModel,
-    MegatronOptimizer,
-    build_schedule,
-    plan_length,
-    prepare_megatron,
-)
-from accelfn.parallel.engines.megatron import (
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-)
-from accelfn.parallel.engines.megatron import (
-    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
-)
 
 
 class MegatronLMDummyDataLoader:
@@ -48,35 +32,6 @@ class MegatronLMDummyDataLoader:
         """
         self.dataset_args: dict[str, Any] = dict(dataset_kwargs)
         self.micro_batch_size: int = self.dataset_args.get("micro_batch_size", 1)
-
-
-def prepare_with_megatron(
-    ctx: Context, model: nn.Module, optimizer: Optimizer, scheduler: object, loaders: Mapping[int, Any]
-) -> tuple[MegatronModel, MegatronOptimizer, Any]:
-    """Prepare a model, its optimizer and its scheduler with Megatron-LM.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: With a ``megatron_lm_plugin``.
-        model: Any model with a ``config``.
-        optimizer: Over its parameters.
-        scheduler: A scheduler over the optimizer, a :class:`MegatronLMDummyScheduler`, or None.
-        loaders: From :func:`prepare_megatron_loaders`; they tell how many samples a step has.
-
-    Raises:
-        Exception: As :func:`accelfn.parallel.engines.megatron.prepare_megatron`.
-    """
-    plugin = cast("MegatronLMPlugin", ctx.strategy.megatron)
-    found = (getattr(loader, "total_batch_size", None) for loader in loaders.values())
-    sizes = [size for size in found if size is not None]
-    size = (min if plugin.is_train_batch_min else max)(sizes, default=None)
-    asked = isinstance(scheduler, MegatronLMDummyScheduler)
-    length = plan_length(scheduler, plugin, size) if asked else None
-    prepared, trained = prepare_megatron(ctx, model, optimizer)
-    if length is not None:
-        scheduler = build_schedule(trained.optimizer, plugin, length)
-    return prepared, trained, scheduler
 
 
 def prepare_megatron_loaders(ctx: Context, objects: Mapping[int, object]) -> dict[int, Any]:

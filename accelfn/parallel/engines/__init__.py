@@ -18,7 +18,6 @@ from accelfn.parallel.engines.deepspeed_plan import (
     plan_deepspeed as plan_deepspeed,
 )
 from accelfn.parallel.engines.deepspeed import (
-    DeepSpeedParts as DeepSpeedParts,
     DummyOptim as DummyOptim,
     DummyScheduler as DummyScheduler,
     apply_deepspeed as apply_deepspeed,

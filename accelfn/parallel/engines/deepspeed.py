@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,13 @@ from accelfn.parallel.engines.deepspeed_plan import (
     plan_deepspeed,
 )
 from accelfn.parallel.engines.deepspeed_state import plain_state
-from accelfn.parallel.engines.engine import EngineHandle, EngineOptimizer, EngineState, EngineStep
+from accelfn.parallel.engines.engine import (
+    EngineHandle,
+    EngineOptimizer,
+    EngineScheduler,
+    EngineState,
+    EngineStep,
+)
 from accelfn.parallel.forward_agreement import check_each_forward
 from accelfn.parallel.handle import Communication, EngineName
 from accelfn.parallel.optimizers import why_not_flat
@@ -82,31 +88,6 @@ class DummyScheduler:
         self.warmup_num_steps = warmup_num_steps
         self.lr_scheduler_callable = lr_scheduler_callable
         self.kwargs = kwargs
-
-
-class DeepSpeedScheduler(LRScheduler):
-    """DeepSpeed's own scheduler, which its engine steps; ``step`` does nothing."""
-
-    def __init__(self, optimizer: EngineOptimizer, scheduler: Any) -> None:
-        """Stand for ``scheduler``."""
-        # Not LRScheduler.__init__, which steps.
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-
-    def step(self, epoch: int | None = None) -> None:
-        """Do nothing: the engine's step steps it."""
-
-    def get_last_lr(self) -> list[Any]:
-        """Return the learning rate of each group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return DeepSpeed's state."""
-        return dict(self.scheduler.state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load DeepSpeed's state."""
-        self.scheduler.load_state_dict(state_dict)
 
 
 class DeepSpeedHandle(EngineHandle):
@@ -202,20 +183,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
         return EngineStep(norm, False)
 
 
-class DeepSpeedParts(NamedTuple):
-    """The result of :func:`apply_deepspeed`.
-
-    Attributes:
-        model: DeepSpeed's engine around the model.
-        optimizer: In place of the one that was passed; None without one.
-        scheduler: The scheduler to use; None without one.
-    """
-
-    model: nn.Module
-    optimizer: DeepSpeedOptimizer | None
-    scheduler: LRScheduler | None
-
-
 def load_deepspeed() -> Any:
     """Return the package deepspeed.
 
@@ -284,7 +251,7 @@ def apply_deepspeed(
     plan: DeepSpeedPlan,
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | DummyScheduler | None = None,
-) -> DeepSpeedParts:
+) -> tuple[nn.Module, DeepSpeedOptimizer | None, LRScheduler | None]:
     """Build DeepSpeed's engine as planned. Its parameters get the values of rank 0.
 
     Ranks: every rank of ``ctx``.
@@ -295,6 +262,10 @@ def apply_deepspeed(
         plan: From :func:`accelfn.parallel.engines.plan_deepspeed`.
         optimizer: Over the model's parameters, without state; None for a model that isn't trained.
         scheduler: Over the optimizer.
+
+    Returns:
+        The engine around the model, the optimizer in place of the one that was passed, and the scheduler to
+        use; None for one that wasn't passed.
 
     Raises:
         ConfigurationError: The optimizer has state or other parameters; the model is on the meta device; or
@@ -341,9 +312,9 @@ def apply_deepspeed(
         with_precision(ctx, engine.module)
     _cast_around(engine, plan.dtype)
     if optimizer is None:
-        return DeepSpeedParts(engine, None, None)
+        return engine, None, None
     own = DeepSpeedOptimizer(engine, [one for group in groups for one in group], handle)
-    return DeepSpeedParts(engine, own, _scheduler(engine, own, scheduler))
+    return engine, own, _scheduler(engine, own, scheduler)
 
 
 def _check(ctx: Context, model: nn.Module, plan: DeepSpeedPlan, optimizer: Optimizer | None) -> None:
@@ -440,7 +411,7 @@ def _scheduler(
     if isinstance(scheduler, DummyScheduler):
         if scheduler.lr_scheduler_callable is not None:
             return scheduler.lr_scheduler_callable(optimizer.optimizer)
-        return DeepSpeedScheduler(optimizer, engine.lr_scheduler)
+        return EngineScheduler(optimizer, engine.lr_scheduler)
     if scheduler is not None and scheduler.optimizer is not optimizer.optimizer:
         scheduler.optimizer = optimizer.optimizer  # DeepSpeed's own on the host
     return scheduler

@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.handle import HANDLE, EngineName, Handle, handle_of, handles_of
@@ -146,6 +147,36 @@ class EngineOptimizer(OptimizerProxy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
+
+
+class EngineScheduler(LRScheduler):
+    """An engine's own scheduler, which the engine's step steps; ``step`` does nothing.
+
+    Attributes:
+        optimizer: Has the groups with learning rates.
+        scheduler: The engine's.
+    """
+
+    def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:
+        """Stand for ``scheduler``."""
+        # Not LRScheduler.__init__, which steps.
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+
+    def step(self, epoch: int | None = None) -> None:
+        """Do nothing: the engine's step steps it."""
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the learning rate of each group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the engine's state of it."""
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the engine's state of it."""
+        self.scheduler.load_state_dict(state_dict)
 
 
 def owner_of_step(operation: str, parameters: Sequence[torch.Tensor]) -> EngineHandle | None:

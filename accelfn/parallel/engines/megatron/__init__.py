@@ -12,8 +12,6 @@ from accelfn.parallel.engines.megatron.plan import (
 from accelfn.parallel.engines.megatron.schedule import (
     MegatronLMDummyScheduler as MegatronLMDummyScheduler,
     MegatronLMScheduler as MegatronLMScheduler,
-    build_schedule as build_schedule,
-    plan_length as plan_length,
 )
 from accelfn.parallel.engines.megatron.steps import (
     AbstractTrainStep as AbstractTrainStep,

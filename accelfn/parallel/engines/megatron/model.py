@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,13 +12,23 @@ import torch.distributed as dist
 from torch import nn
 
 from accelfn.context import Context
+from accelfn.context.config import MegatronLMPlugin
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.engines.megatron.build import Core
 from accelfn.parallel.engines.megatron.generate import check_options, choose, sequence_length
 from accelfn.parallel.engines.megatron.plan import MegatronPlan
-from accelfn.parallel.engines.megatron.steps import causal_mask
+from accelfn.parallel.engines.megatron.steps import causal_mask, step_of
 from accelfn.parallel.strategies.pipeline import SentError
-from accelfn.tree import find_batch_size, map_tensors, slice_tensors
+from accelfn.tree import find_batch_size, flatten, map_tensors, slice_tensors
+
+
+def _only(results: list[Any]) -> Any:
+    """Return the result of a batch of one microbatch."""
+    return results[0]
+
+
+def _nothing(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the loss of a microbatch, and no values to collect."""
+    return output, {}
 
 
 class MegatronOutput(NamedTuple):
@@ -56,27 +68,27 @@ class MegatronModel(nn.Module):
     def __init__(
         self,
         ctx: Context,
-        core: Core,
+        core: Any,
         plan: MegatronPlan,
+        plugin: MegatronLMPlugin,
         chunks: Sequence[nn.Module],
         config: Any,
-        *,
-        returns_logits: bool = False,
     ) -> None:
         """Stand for the user's model."""
         super().__init__()
         self.config = config
         self.plan = plan
         self.chunks: nn.ModuleList = nn.ModuleList(chunks)
-        self._core = core
-        self._is_gpt = all(isinstance(unwrapped(chunk), core.gpt.GPTModel) for chunk in chunks)
+        self.core = core
+        self._is_gpt = all(isinstance(unwrapped(chunk), core.models.gpt.GPTModel) for chunk in chunks)
         self._device = ctx.device
-        self._returns_logits = returns_logits
+        self._plugin = plugin
+        self._steps = step_of(plugin, config)
         # The part that the schedule runs now, and the output of the call that has run it.
         self._chunk: list[nn.Module] = []  # not a module of this one
         self._outputs: list[Any] = []
-        # Runs a call in training, or of another model than GPT; set by the handle.
-        self.run_step: Callable[[dict[str, Any], bool], Any] | None = None
+        # Sum of the weights of whole steps since the last update, on this replica.
+        self._weight: torch.Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of one microbatch, or of a whole batch; see the class.
@@ -90,10 +102,13 @@ class MegatronModel(nn.Module):
             return self._call_scheduled(self._chunk[0], args, kwargs)
         trains = self.training and torch.is_grad_enabled()
         if trains or not self._is_gpt:
-            named = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
-            assert self.run_step is not None  # set by the handle of each model
-            return self.run_step(named, trains)
-        return self._evaluate(args, kwargs)
+            return self.run_step(
+                dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs, trains
+            )
+        if self.plan.pp == 1:
+            return self.compute(self.chunks[0], *args, **kwargs)
+        with torch.no_grad():
+            return self.run_schedule([(args, kwargs)], lambda model, piece: model(*piece[0], **piece[1]))
 
     def _call_scheduled(self, chunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._outputs:
@@ -109,7 +124,7 @@ class MegatronModel(nn.Module):
 
     def compute(
         self,
-        chunk: nn.Module,
+        chunk: Any,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -125,8 +140,7 @@ class MegatronModel(nn.Module):
             )
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        stage: Any = chunk
-        output = stage(input_ids, position_ids, causal_mask(attention_mask))
+        output = chunk(input_ids, position_ids, causal_mask(attention_mask))
         if not is_last(chunk):
             return output
         # Logits are sharded along the vocabulary, which may be padded.
@@ -138,9 +152,9 @@ class MegatronModel(nn.Module):
                 targets.masked_fill(~counted, 0).contiguous(), output[:, :-1].transpose(0, 1).contiguous()
             )
             loss = (losses * counted).sum() / counted.sum()
-        if labels is None or self._returns_logits:
+        if labels is None or self._plugin.return_logits:
             if unwrapped(chunk).parallel_output:
-                output = self._core.tensor_parallel.gather_from_tensor_model_parallel_region(output)
+                output = self.core.tensor_parallel.gather_from_tensor_model_parallel_region(output)
             logits = output[..., : getattr(self.config, "vocab_size", None)].float()
         return MegatronOutput(loss, logits)
 
@@ -148,8 +162,9 @@ class MegatronModel(nn.Module):
         self,
         pieces: Sequence[Any],
         compute: Callable[[nn.Module, Any], Any],
-        to_differentiate: Callable[[Any], torch.Tensor] | None,
-    ) -> list[Any]:
+        to_differentiate: Callable[[Any], torch.Tensor] | None = None,
+        join: Callable[[list[Any]], Any] = _only,
+    ) -> Any:
         """Run the microbatches of a batch through the stages, in Megatron's schedule.
 
         Ranks: every rank of the model.
@@ -158,9 +173,10 @@ class MegatronModel(nn.Module):
             pieces: The microbatches, of one shape.
             compute: ``compute(model, piece)`` calls the model once; its result is that of a microbatch.
             to_differentiate: Returns the tensor to differentiate, of a result; None for no backward pass.
+            join: Returns the result of the batch from those of the microbatches.
 
         Returns:
-            The results, on the last stage; elsewhere nothing.
+            The result of the batch, on every stage.
         """
         results: list[Any] = []
 
@@ -185,22 +201,82 @@ class MegatronModel(nn.Module):
             return to_differentiate(result) * len(pieces), _nothing
 
         self.run_megatron(pieces, run_stage, trains=to_differentiate is not None)
-        return results
+        return self.from_last(join(results) if results else None)
 
     def run_megatron(
         self, pieces: Sequence[Any], run_stage: Callable[[Any, nn.Module], Any], *, trains: bool
     ) -> None:
         """Run Megatron's schedule over microbatches of one shape, with its own kind of step."""
-        chunks = list(self.chunks)
-        self._core.schedules.get_forward_backward_func()(
+        leaves: list[Any] = flatten(pieces[0])[0]
+        lengths = (leaf.shape[1] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1)
+        self.core.pipeline_parallel.get_forward_backward_func()(
             forward_step_func=run_stage,
-            data_iterator=[iter(pieces) for _ in chunks] if len(chunks) > 1 else iter(pieces),
-            model=chunks if len(chunks) > 1 else chunks[0],
+            data_iterator=[iter(pieces) for _ in self.chunks],
+            model=list(self.chunks),
             num_microbatches=len(pieces),
-            seq_length=_length_of(pieces[0]),
+            seq_length=next(lengths, 1),
             micro_batch_size=find_batch_size(pieces[0]) or 1,
             forward_only=not trains,
         )
+
+    def run_step(self, named: dict[str, Any], trains: bool) -> Any:
+        """Run a call of the model outside of a loss function: all microbatches, and both passes in training.
+
+        Ranks: every rank of the context.
+
+        Returns:
+            The mean loss over all replicas; as the output of transformers if the model's config says so. Its
+            backward pass does nothing more.
+
+        Raises:
+            NotAvailableError: The context scales losses for float16, with a scale that isn't known here.
+        """
+        if trains and self.plan.precision == "fp16":
+            raise NotAvailableError(
+                "Megatron-LM: model(**batch) runs the backward pass at once, and float16 needs the loss "
+                'scale before. Use accelfn.forward_backward, or mixed_precision="bf16".'
+            )
+        number = self.plan.num_micro_batches if trains else 1
+        sums: list[torch.Tensor] = []  # of losses and of weights, by microbatch
+
+        def count(loss_func: Callable[[Any], Any], output: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+            first, *middle, _ = loss_func(output)
+            if middle and self._plugin.calculate_per_token_loss:
+                sums.append(torch.stack((first.detach().double(), middle[0].double())))
+                return first * self.plan.num_micro_batches, {}  # Megatron divides by the number
+            mean = first / middle[0].clamp(min=1) if middle else first
+            sums.append(torch.stack((mean.detach().double(), torch.ones_like(mean, dtype=torch.float64))))
+            return mean.clone(), {}
+
+        def run_stage(iterator: Any, chunk: nn.Module) -> tuple[Any, Callable[..., Any]]:
+            output, loss_func = self._steps.forward_step(iterator, chunk)
+            return output, partial(count, loss_func)
+
+        with torch.set_grad_enabled(trains):
+            self.run_megatron(split(named, number), run_stage, trains=trains)
+        totals: torch.Tensor = self.from_last(torch.stack(sums).sum(0) if sums else None)
+        if trains and self._plugin.calculate_per_token_loss:
+            self._weight = totals[1] if self._weight is None else self._weight + totals[1]
+        totals = self._sum_over_replicas(totals.clone())
+        loss = (totals[0] / totals[1]).float()
+        if trains:
+            loss = loss.requires_grad_().clone()
+            cast("Any", loss).register_hook(_check_factor)
+        return MegatronOutput(loss) if getattr(self.config, "return_dict", False) else loss
+
+    def take_divisor(self) -> float:
+        """Return what averaged gradients of whole steps are divided by, and forget it."""
+        weight, self._weight = self._weight, None
+        if weight is None:
+            return 1.0
+        # Without any token there is nothing to learn from.
+        return float(self._sum_over_replicas(weight)) / self.plan.dp or math.inf
+
+    def _sum_over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over Megatron's replicas, in place."""
+        group = self.core.parallel_state.get_data_parallel_group()
+        cast("Any", dist).all_reduce(tensor, group=group)
+        return tensor
 
     def from_last(self, value: Any) -> Any:
         """Return the last stage's value on every stage.
@@ -209,7 +285,7 @@ class MegatronModel(nn.Module):
         """
         if self.plan.pp == 1:
             return value
-        state = self._core.parallel_state
+        state = self.core.parallel_state
         box = [map_tensors(lambda leaf: leaf.detach().cpu(), value)]
         source = state.get_pipeline_model_parallel_last_rank()
         dist.broadcast_object_list(box, source, group=state.get_pipeline_model_parallel_group())
@@ -258,15 +334,20 @@ class MegatronModel(nn.Module):
         check_options(temperature, top_k, top_p, options)
         longest = self.inner_chunks()[0].max_sequence_length
         lengths, total = sequence_length(inputs, attention_mask, longest, max_length, max_new_tokens)
-        end = _first(getattr(self.config, "eos_token_id", None))
+        end: int | Sequence[int] | None = getattr(self.config, "eos_token_id", None)
+        end = end[0] if isinstance(end, Sequence) else end
         tokens = nn.functional.pad(inputs, (0, total - inputs.shape[1]), value=end or 0)
         is_done = torch.zeros_like(lengths, dtype=torch.bool)
+        group: Any = self.core.parallel_state.get_model_parallel_group()
         was_training = self.training
         self.eval()
         try:
             for position in range(int(lengths.min()), total):
-                logits = self._next_logits(tokens[:, :position]).float()
-                chosen = self._agree(choose(logits, temperature, top_k, top_p))
+                logits = self.run_schedule(
+                    [tokens[:, :position]], lambda model, piece: model(piece).logits[:, -1]
+                )
+                chosen = choose(logits.float(), temperature, top_k, top_p)
+                dist.broadcast(chosen, group=group, group_src=0)  # other ranks may draw others
                 is_free = (position >= lengths) & ~is_done
                 tokens[is_free, position] = chosen[is_free]
                 is_done |= is_free & (chosen == (-1 if end is None else end))
@@ -276,29 +357,9 @@ class MegatronModel(nn.Module):
         finally:
             self.train(was_training)
 
-    def _next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        found = self.run_schedule([tokens], lambda model, piece: model(piece).logits[:, -1], None)
-        return self.from_last(found[0] if found else None)
-
-    def _agree(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of the first rank of the replica: others may draw others."""
-        group: Any = self._core.parallel_state.get_model_parallel_group()
-        dist.broadcast(tokens, dist.get_process_group_ranks(group)[0], group=group)
-        return tokens
-
     def inner_chunks(self) -> list[Any]:
         """Return this rank's parts without Megatron's wrappers, as the provider has built them."""
         return [unwrapped(chunk) for chunk in self.chunks]
-
-    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of a batch, on every rank along the stages."""
-        if self.plan.pp == 1:
-            return self.compute(self.chunks[0], *args, **kwargs)
-        with torch.no_grad():
-            outputs = self.run_schedule(
-                [(args, kwargs)], lambda model, piece: model(*piece[0], **piece[1]), None
-            )
-        return self.from_last(outputs[0] if outputs else None)
 
 
 def split(batch: Any, number: int) -> list[Any]:
@@ -331,23 +392,11 @@ def is_last(chunk: nn.Module) -> bool:
     return bool(unwrapped(chunk).post_process)
 
 
-def _nothing(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the loss of a microbatch, and no values to collect."""
-    return output, {}
-
-
-def _first(token: int | Sequence[int] | None) -> int | None:
-    return token[0] if isinstance(token, Sequence) else token
-
-
-def _length_of(piece: Any) -> int:
-    """Return the length of the sequences of a microbatch: that of the first tensor with two dimensions."""
-    lengths: list[int] = []
-
-    def look(leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.dim() > 1:
-            lengths.append(leaf.shape[1])
-        return leaf
-
-    map_tensors(look, piece)
-    return lengths[0] if lengths else 1
+def _check_factor(grad: torch.Tensor) -> None:
+    """Refuse to multiply the gradients of a loss that were computed already."""
+    if float(grad) != 1.0:
+        raise ConfigurationError(
+            "Megatron-LM: model(**batch) has computed the gradients of its loss already, and they can't "
+            f"be multiplied by {float(grad):g} afterwards. Accumulate by num_micro_batches instead of "
+            "gradient_accumulation_steps, or use accelfn.forward_backward."
+        )

@@ -8,6 +8,12 @@ from typing import NamedTuple
 
 from accelfn.context.config import MegatronLMPlugin
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.facts import table_text
+
+# Megatron's optimizer, by the class that it stands for.
+_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
+    {"Adam": "adam", "AdamW": "adam", "FusedAdam": "adam", "SGD": "sgd", "FusedSGD": "sgd"}
+)
 
 
 class MegatronPlan(NamedTuple):
@@ -60,9 +66,7 @@ class MegatronPlan(NamedTuple):
 
     def __str__(self) -> str:
         """Return the rows as a table."""
-        rows = self.rows()
-        width = max(map(len, rows))
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+        return table_text(self.rows())
 
 
 def plan_megatron(
@@ -96,7 +100,11 @@ def plan_megatron(
     precision  float32
     clipping   at norm 1
     """
-    _refuse_unavailable(plugin)
+    defaults = MegatronLMPlugin()
+    for name, why in _UNAVAILABLE.items():
+        value = getattr(plugin, name)
+        if value != getattr(defaults, name) and value not in ("unfused", "local"):
+            raise NotAvailableError(f"Megatron-LM: {name}={value!r} {why}.")
     if precision not in ("no", "fp16", "bf16"):
         raise NotAvailableError(
             f"Megatron-LM: mixed_precision={precision!r} needs TransformerEngine's layers, which accelfn "
@@ -119,35 +127,22 @@ def plan_megatron(
             f"Megatron-LM: use_distributed_optimizer shards the state of AdamW alone, got {optimizer}. Pass "
             "AdamW, or leave it out."
         )
+    if optimizer is not None and optimizer not in _OPTIMIZERS:
+        raise NotAvailableError(
+            f"Megatron-LM has two optimizers, Adam and SGD, and would replace the {optimizer} by one of "
+            f"them. Pass one of {', '.join(_OPTIMIZERS)}."
+        )
     return MegatronPlan(
         tp=tp,
         pp=pp,
         dp=size // (tp * pp),
         num_chunks=_count_chunks(plugin, num_layers),
         num_micro_batches=plugin.num_micro_batches,
-        optimizer=None if optimizer is None else optimizer_kind(optimizer),
+        optimizer=None if optimizer is None else _OPTIMIZERS[optimizer],
         shards_state=plugin.use_distributed_optimizer,
         precision=precision,
         max_norm=plugin.gradient_clipping,
     )
-
-
-def optimizer_kind(name: str) -> str:
-    """Return "adam" or "sgd" for the class name of an optimizer.
-
-    Raises:
-        NotAvailableError: It is another one.
-
-    >>> optimizer_kind("AdamW")
-    'adam'
-    """
-    kinds = {"Adam": "adam", "AdamW": "adam", "FusedAdam": "adam", "SGD": "sgd", "FusedSGD": "sgd"}
-    if name not in kinds:
-        raise NotAvailableError(
-            f"Megatron-LM has two optimizers, Adam and SGD, and would replace the {name} by one of them. "
-            f"Pass one of {', '.join(kinds)}."
-        )
-    return kinds[name]
 
 
 def _count_chunks(plugin: MegatronLMPlugin, num_layers: int | None) -> int:
@@ -210,11 +205,3 @@ _UNAVAILABLE: Mapping[str, str] = MappingProxyType(
         "set_all_logging_options": _IN_YOUR_LOOP,
     }
 )
-
-
-def _refuse_unavailable(plugin: MegatronLMPlugin) -> None:
-    defaults = MegatronLMPlugin()
-    for name, why in _UNAVAILABLE.items():
-        value = getattr(plugin, name)
-        if value != getattr(defaults, name) and value not in ("unfused", "local"):
-            raise NotAvailableError(f"Megatron-LM: {name}={value!r} {why}.")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.context.config import MegatronLMPlugin
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.engines.megatron.build import import_core
+from accelfn.parallel.engines.engine import EngineScheduler
 
 
 class MegatronLMDummyScheduler:
@@ -36,64 +35,18 @@ class MegatronLMDummyScheduler:
         self.kwargs = kwargs
 
 
-class MegatronLMScheduler(LRScheduler):
-    """Megatron's schedule, stepped once with each step of the optimizer."""
-
-    def __init__(self, optimizer: Optimizer, schedule: Any, increment: int) -> None:
-        """Set the learning rates of ``optimizer`` by ``schedule``.
-
-        Args:
-            optimizer: Has the groups.
-            schedule: An ``OptimizerParamScheduler`` of megatron-core over it.
-            increment: Its steps per step of the optimizer: 1, or the samples of a step.
-        """
-        # Not LRScheduler.__init__, which would set the learning rates by itself.
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self._increment = increment
-
-    def step(self, epoch: int | None = None) -> None:
-        """Set the learning rates of the next step."""
-        del epoch
-        self.schedule.step(self._increment)
-
-    def get_last_lr(self) -> list[float | Any]:
-        """Return the learning rate of each group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        return dict(self.schedule.state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state, and the learning rates of it."""
-        self.schedule.num_steps = 0  # the state's steps are added
-        self.schedule.load_state_dict(dict(state_dict))
-
-
-class ScheduleLength(NamedTuple):
-    """How long a schedule is.
-
-    Attributes:
-        total: Steps or samples until the learning rate has fallen.
-        warmup: Steps or samples in which it rises.
-        increment: Steps or samples per step of the optimizer.
-    """
-
-    total: int
-    warmup: int
-    increment: int
-
-
 def plan_length(
     dummy: MegatronLMDummyScheduler, plugin: MegatronLMPlugin, batch_size: int | None
-) -> ScheduleLength:
-    """Return the length of the schedule that ``dummy`` asks for. Pure.
+) -> tuple[int, int, int]:
+    """Return the length of the schedule that ``dummy`` asks for, in steps or samples. Pure.
 
     Args:
         dummy: The request.
         plugin: Its ``lr_*`` and ``train_*`` fields, in steps or samples.
         batch_size: Samples in a step of all replicas; None if it is unknown.
+
+    Returns:
+        Until the learning rate has fallen, in which it rises, and per step of the optimizer.
 
     Raises:
         ConfigurationError: The number of steps isn't known, or isn't above the number of them in which the
@@ -119,44 +72,61 @@ def plan_length(
             "MegatronLMDummyScheduler: lr_decay_samples and train_samples need the number of samples in a "
             "step. Prepare the loader in the same call, or give steps (lr_decay_iters)."
         )
-    return ScheduleLength(total, warmup, (batch_size or 1) if by_samples else 1)
+    return total, warmup, (batch_size or 1) if by_samples else 1
 
 
-def build_schedule(
-    optimizer: Optimizer, plugin: MegatronLMPlugin, length: ScheduleLength
-) -> MegatronLMScheduler:
-    """Build Megatron's schedule over the groups of ``optimizer``.
+class MegatronLMScheduler(EngineScheduler):
+    """Megatron's schedule, stepped once with each step of the optimizer."""
 
-    Raises:
-        ConfigurationError: The learning rate or the weight decay would move in the wrong direction.
-    """
-    first = optimizer.param_groups[0]
-    decay = float(first.get("weight_decay", 0.0))
-    start = decay if plugin.start_weight_decay is None else plugin.start_weight_decay
-    end = decay if plugin.end_weight_decay is None else plugin.end_weight_decay
-    changes_decay = plugin.weight_decay_incr_style != "constant"
-    for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = float(group["lr"]), plugin.min_lr
-        if not changes_decay:
-            group["start_wd"] = group["end_wd"] = group.get("weight_decay", 0.0)
-    core: Any = import_core()
-    try:
-        schedule = core.param_scheduler.OptimizerParamScheduler(
-            cast("Any", optimizer),
-            init_lr=0.0,
-            max_lr=float(first["lr"]),
-            min_lr=plugin.min_lr,
-            lr_warmup_steps=length.warmup,
-            lr_decay_steps=length.total,
-            lr_decay_style=plugin.lr_decay_style,
-            start_wd=start,
-            end_wd=end,
-            wd_incr_steps=length.total,
-            wd_incr_style=plugin.weight_decay_incr_style,
-        )
-    except AssertionError as error:
-        raise ConfigurationError(
-            f"MegatronLMDummyScheduler: min_lr={plugin.min_lr} must be at most the learning rate "
-            f"{float(first['lr'])}, and the weight decay mustn't fall from {start} to {end}."
-        ) from error
-    return MegatronLMScheduler(optimizer, schedule, length.increment)
+    def __init__(
+        self, core: Any, optimizer: Optimizer, plugin: MegatronLMPlugin, length: tuple[int, int, int]
+    ) -> None:
+        """Set the learning rates of ``optimizer``.
+
+        Args:
+            core: megatron-core.
+            optimizer: Has the groups.
+            plugin: How learning rate and weight decay change.
+            length: From :func:`plan_length`.
+
+        Raises:
+            ConfigurationError: The learning rate or the weight decay would move in the wrong direction.
+        """
+        total, warmup, self._increment = length
+        first = optimizer.param_groups[0]
+        rate, decay = float(first["lr"]), float(first.get("weight_decay", 0.0))
+        start = decay if plugin.start_weight_decay is None else plugin.start_weight_decay
+        end = decay if plugin.end_weight_decay is None else plugin.end_weight_decay
+        for group in optimizer.param_groups:
+            group["max_lr"], group["min_lr"] = float(group["lr"]), plugin.min_lr
+            if plugin.weight_decay_incr_style == "constant":
+                group["start_wd"] = group["end_wd"] = group.get("weight_decay", 0.0)
+        try:
+            schedule = core.optimizer_param_scheduler.OptimizerParamScheduler(
+                optimizer,
+                init_lr=0.0,
+                max_lr=rate,
+                min_lr=plugin.min_lr,
+                lr_warmup_steps=warmup,
+                lr_decay_steps=total,
+                lr_decay_style=plugin.lr_decay_style,
+                start_wd=start,
+                end_wd=end,
+                wd_incr_steps=total,
+                wd_incr_style=plugin.weight_decay_incr_style,
+            )
+        except AssertionError as error:
+            raise ConfigurationError(
+                f"MegatronLMDummyScheduler: min_lr={plugin.min_lr} must be at most the learning rate "
+                f"{rate}, and the weight decay mustn't fall from {start} to {end}."
+            ) from error
+        super().__init__(optimizer, schedule)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the learning rates of the next step."""
+        self.scheduler.step(self._increment)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state, and the learning rates of it."""
+        self.scheduler.num_steps = 0  # the state's steps are added
+        super().load_state_dict(dict(state_dict))
