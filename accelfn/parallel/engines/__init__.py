@@ -5,8 +5,6 @@ from accelfn.parallel.engines.engine import (
     REPLACED as REPLACED,
     EngineHandle as EngineHandle,
     EngineOptimizer as EngineOptimizer,
-    EngineState as EngineState,
-    EngineStep as EngineStep,
     owner_of_step as owner_of_step,
     with_plain_objects as with_plain_objects,
     with_plain_weights as with_plain_weights,
@@ -34,8 +32,4 @@ from accelfn.parallel.engines.megatron import (
     T5TrainStep as T5TrainStep,
     plan_megatron as plan_megatron,
 )
-from accelfn.parallel.engines.xla import (
-    XlaShardPlan as XlaShardPlan,
-    apply_xla as apply_xla,
-    plan_xla as plan_xla,
-)
+from accelfn.parallel.engines.xla import XlaShardPlan as XlaShardPlan

@@ -276,28 +276,26 @@ def apply_deepspeed(
     package = load_deepspeed()
     _check(ctx, model, plan, optimizer)
     names = {id(parameter) for parameter in model.parameters()}
-    groups: list[list[torch.Tensor]] = []
-    if optimizer is not None:
-        groups = [list(group["params"]) for group in optimizer.param_groups]
-        if any(id(one) not in names for group in groups for one in group):
-            raise ConfigurationError(
-                f"prepare: the {type(optimizer).__name__} has parameters of another model than the one that "
-                "is prepared with it. Make it from model.parameters() of the same model."
-            )
+    groups: list[list[torch.Tensor]] = [
+        list(group["params"]) for group in ([] if optimizer is None else optimizer.param_groups)
+    ]
+    if any(id(one) not in names for group in groups for one in group):
+        raise ConfigurationError(
+            f"prepare: the {type(optimizer).__name__} has parameters of another model than the one that "
+            "is prepared with it. Make it from model.parameters() of the same model."
+        )
     dtypes = {name: one.dtype for name, one in (*model.named_parameters(), *model.named_buffers())}
     if plan.leaf_classes:
-        chosen = {type(one) for one in model.modules() if type(one).__name__ in plan.leaf_classes}
-        package.utils.set_z3_leaf_modules(model, list(chosen))
+        leaves = {type(one) for one in model.modules() if type(one).__name__ in plan.leaf_classes}
+        package.utils.set_z3_leaf_modules(model, list(leaves))
     arguments: dict[str, Any] = {"model": model, "config": dict(plan.config)}
-    stepping = optimizer
     if isinstance(optimizer, DummyOptim):
         arguments["model_parameters"] = [
             {**group, "params": list(group["params"])} for group in optimizer.param_groups
         ]
     elif optimizer is not None:
-        if plan.cpu_optimizer is not None:
-            stepping = _on_host(package, plan.cpu_optimizer, optimizer)
-        arguments["optimizer"] = stepping
+        chosen = plan.cpu_optimizer
+        arguments["optimizer"] = optimizer if chosen is None else _on_host(package, chosen, optimizer)
     _join_group(package, ctx)
     engine = package.initialize(**arguments)[0]
     # Also at stage 0, where there are no hooks of ZeRO that it would have to wait for.
@@ -314,7 +312,12 @@ def apply_deepspeed(
     if optimizer is None:
         return engine, None, None
     own = DeepSpeedOptimizer(engine, [one for group in groups for one in group], handle)
-    return engine, own, _scheduler(engine, own, scheduler)
+    if isinstance(scheduler, DummyScheduler):
+        make = scheduler.lr_scheduler_callable
+        scheduler = EngineScheduler(own, engine.lr_scheduler) if make is None else make(own.optimizer)
+    elif scheduler is not None:
+        scheduler.optimizer = own.optimizer  # DeepSpeed's own, if that steps on the host
+    return engine, own, scheduler
 
 
 def _check(ctx: Context, model: nn.Module, plan: DeepSpeedPlan, optimizer: Optimizer | None) -> None:
@@ -405,18 +408,6 @@ def _cast_around(engine: nn.Module, dtype: str | None) -> None:
     engine.register_forward_hook(after)
 
 
-def _scheduler(
-    engine: Any, optimizer: DeepSpeedOptimizer, scheduler: LRScheduler | DummyScheduler | None
-) -> LRScheduler | None:
-    if isinstance(scheduler, DummyScheduler):
-        if scheduler.lr_scheduler_callable is not None:
-            return scheduler.lr_scheduler_callable(optimizer.optimizer)
-        return EngineScheduler(optimizer, engine.lr_scheduler)
-    if scheduler is not None and scheduler.optimizer is not optimizer.optimizer:
-        scheduler.optimizer = optimizer.optimizer  # DeepSpeed's own on the host
-    return scheduler
-
-
 @contextmanager
 def zero3_init(ctx: Context, *, enabled: bool | None = None) -> Generator[None, None, None]:
     """Create models sharded inside, so that no rank has a complete one: ``deepspeed.zero.Init``.
@@ -475,8 +466,4 @@ def gathered_parameters(
         parameters: Of a model of stage 3; others are left as they are.
         modifier_rank: The rank whose changes all ranks get afterwards; None if nothing is changed.
     """
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    package = load_deepspeed()
-    return cast(
-        "AbstractContextManager[Any]", package.zero.GatheredParameters(listed, modifier_rank=modifier_rank)
-    )
+    return load_deepspeed().zero.GatheredParameters(parameters, modifier_rank=modifier_rank)

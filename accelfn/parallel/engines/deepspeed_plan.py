@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
@@ -144,22 +143,30 @@ def plan_deepspeed(plugin: DeepSpeedPlugin, facts: DeepSpeedFacts) -> DeepSpeedP
     """
     given = plugin.config
     _check_keys(given or {}, facts)
-    config = given if given is not None else generated_config(plugin)
-    zero: dict[str, Any] = dict(config["zero_optimization"])
+    config = generated_config(plugin) if given is None else given
+    zero: dict[str, Any] = {"stage": plugin.zero_stage, **config["zero_optimization"]}
     config["zero_optimization"] = zero
     stage = plugin.stage
     if stage < 2 and zero.get("overlap_comm"):
         zero["overlap_comm"] = False  # DeepSpeed overlaps only where it counts the micro-batches itself
     _settle_precision(config, stage, facts.mixed_precision)
     optimizer, scheduler = _check_optimizer(config, facts)
-    _fill(config, zero, plugin, facts)
-    max_norm = float(config.pop("gradient_clipping", 0.0))
-    unfilled = sorted(_autos(config))
+    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        config.setdefault(name, "auto")
+    for name in ("train_batch_size", "communication_data_type"):
+        if config.get(name) == "auto":
+            del config[name]
+    schedule: Any = config.get("scheduler")
+    if schedule:
+        config["scheduler"] = {**schedule, "params": schedule.get("params") or {}}  # DeepSpeed needs a dict
+    unfilled: list[str] = []
+    config = _filled(config, _known_values(plugin, facts), unfilled)
     if unfilled:
         raise ConfigurationError(
-            f'DeepSpeed: nothing fills "auto" of {", ".join(unfilled)}. Write a value, or leave the key out '
-            "for DeepSpeed's default."
+            f'DeepSpeed: nothing fills "auto" of {", ".join(sorted(unfilled))}. Write a value, or leave the '
+            "key out for DeepSpeed's default."
         )
+    max_norm = float(config.pop("gradient_clipping", 0.0))
     _check_batch(config, facts)
     # accelfn divides losses and says where a window closes.
     config.update(
@@ -185,7 +192,7 @@ def plan_deepspeed(plugin: DeepSpeedPlugin, facts: DeepSpeedFacts) -> DeepSpeedP
         max_norm=max_norm,
         dtype=cast("Any", dtype),
         optimizer=optimizer,
-        cpu_optimizer=_cpu_optimizer(config, zero, facts),
+        cpu_optimizer=_cpu_optimizer(config, facts),
         scheduler=scheduler,
         leaf_classes=tuple(plugin.transformer_moe_cls_names or ()) if stage == 3 else (),
     )
@@ -290,79 +297,52 @@ def _check_optimizer(config: Mapping[str, Any], facts: DeepSpeedFacts) -> tuple[
     return steps, {"none": "none", "torch": "yours", "made": "yours"}.get(facts.scheduler, "none")
 
 
-def _fill(
-    config: dict[str, Any], zero: dict[str, Any], plugin: DeepSpeedPlugin, facts: DeepSpeedFacts
-) -> None:
-    """Fill each "auto" of which the value is known. Writes into the configuration."""
+def _known_values(plugin: DeepSpeedPlugin, facts: DeepSpeedFacts) -> dict[str, Any]:
+    """Return the values of each "auto" by path; None where it isn't known."""
     sizes = [size for size in facts.batch_sizes if size is not None]
-    choose = min if plugin.is_train_batch_min else max
-    # The size is DeepSpeed's measure of throughput alone.
-    batch = choose(sizes) if sizes else 1
-    if config.get("train_micro_batch_size_per_gpu", "auto") == "auto":
-        config["train_micro_batch_size_per_gpu"] = batch
-    if config.get("gradient_accumulation_steps", "auto") == "auto":
-        config["gradient_accumulation_steps"] = facts.num_steps
-    if config.get("train_batch_size") == "auto":
-        del config["train_batch_size"]
-    if config.get("gradient_clipping") == "auto":
-        config["gradient_clipping"] = 0.0 if plugin.gradient_clipping == "auto" else plugin.gradient_clipping
-    if config.get("communication_data_type") == "auto":
-        del config["communication_data_type"]
-    sections = {
-        "offload_optimizer": (plugin.offload_optimizer_device, plugin.offload_optimizer_nvme_path),
-        "offload_param": (plugin.offload_param_device, plugin.offload_param_nvme_path),
+    zero: dict[str, Any] = {
+        "stage": plugin.zero_stage,
+        "stage3_gather_16bit_weights_on_model_save": plugin.zero3_save_16bit_model,
     }
-    for name, (device, path) in sections.items():
-        section: Any = zero.get(name)
-        if isinstance(section, Mapping):
-            filled = dict(cast("Mapping[str, Any]", section))
-            _set(filled, device=str(device), nvme_path=None if path == "none" else path)
-            zero[name] = filled
-    zero.setdefault("stage", plugin.zero_stage)
-    _set(
-        zero,
-        stage=plugin.zero_stage,
-        stage3_gather_16bit_weights_on_model_save=plugin.zero3_save_16bit_model,
-    )
-    hidden = facts.hidden_size
-    if hidden is not None:
-        _set(
-            zero,
-            reduce_bucket_size=hidden * hidden,
-            stage3_prefetch_bucket_size=int(0.9 * hidden * hidden),
-            stage3_param_persistence_threshold=10 * hidden,
-        )
-    for name in ("optimizer", "scheduler"):
-        section = config.get(name)
-        if isinstance(section, Mapping):
-            filled = copy.deepcopy(dict(cast("Mapping[str, Any]", section)))
-            params: dict[str, Any] = dict(filled.get("params") or {})
-            if name == "optimizer":
-                _set(params, lr=facts.lr, weight_decay=facts.weight_decay)
-            else:
-                # One optimizer step is one scheduler step, on any number of ranks.
-                _set(
-                    params,
-                    warmup_min_lr=0.0,
-                    warmup_max_lr=facts.lr,
-                    warmup_num_steps=max(1, facts.warmup_num_steps),  # DeepSpeed refuses 0
-                    total_num_steps=facts.total_num_steps,
-                )
-            config[name] = {**filled, "params": params}
+    for what in ("optimizer", "param"):
+        path = getattr(plugin, f"offload_{what}_nvme_path")
+        zero[f"offload_{what}.device"] = str(getattr(plugin, f"offload_{what}_device"))
+        zero[f"offload_{what}.nvme_path"] = None if path == "none" else path
+    if facts.hidden_size is not None:
+        square = facts.hidden_size**2
+        zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"] = square, int(0.9 * square)
+        zero["stage3_param_persistence_threshold"] = 10 * facts.hidden_size
+    return {
+        # DeepSpeed's measure of throughput alone.
+        "train_micro_batch_size_per_gpu": (min if plugin.is_train_batch_min else max)(sizes, default=1),
+        "gradient_accumulation_steps": facts.num_steps,
+        "gradient_clipping": 0.0 if plugin.gradient_clipping == "auto" else plugin.gradient_clipping,
+        **{f"zero_optimization.{name}": value for name, value in zero.items()},
+        "optimizer.params.lr": facts.lr,
+        "optimizer.params.weight_decay": facts.weight_decay,
+        # One optimizer step is one scheduler step, on any number of ranks.
+        "scheduler.params.warmup_min_lr": 0.0,
+        "scheduler.params.warmup_max_lr": facts.lr,
+        "scheduler.params.warmup_num_steps": max(1, facts.warmup_num_steps),  # DeepSpeed refuses 0
+        "scheduler.params.total_num_steps": facts.total_num_steps,
+    }
 
 
-def _set(section: dict[str, Any], **values: Any) -> None:
-    for name, value in values.items():
-        if section.get(name) == "auto" and value is not None:
-            section[name] = value
-
-
-def _autos(node: Any, path: str = "") -> Iterable[str]:
-    if isinstance(node, Mapping):
-        for key, value in cast("Mapping[str, Any]", node).items():
-            yield from _autos(value, f"{path}.{key}" if path else key)
-    elif node == "auto":
-        yield path
+def _filled(
+    section: Mapping[str, Any], values: Mapping[str, Any], unfilled: list[str], path: str = ""
+) -> dict[str, Any]:
+    """Return a copy of a section with values for each "auto"; add the paths without one to ``unfilled``."""
+    filled: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            nested = cast("Mapping[str, Any]", value)
+            filled[key] = _filled(nested, values, unfilled, f"{path}{key}.")
+        elif value != "auto":
+            filled[key] = value
+        else:
+            filled[key] = values.get(f"{path}{key}")
+            unfilled += [f"{path}{key}"] if filled[key] is None else []
+    return filled
 
 
 def _check_batch(config: Mapping[str, Any], facts: DeepSpeedFacts) -> None:
@@ -387,12 +367,10 @@ def _check_batch(config: Mapping[str, Any], facts: DeepSpeedFacts) -> None:
         )
 
 
-def _cpu_optimizer(
-    config: Mapping[str, Any], zero: Mapping[str, Any], facts: DeepSpeedFacts
-) -> CpuOptimizer | None:
-    device = cast("Mapping[str, Any]", zero.get("offload_optimizer") or {}).get("device", "none")
+def _cpu_optimizer(config: Mapping[str, Any], facts: DeepSpeedFacts) -> CpuOptimizer | None:
+    section: Mapping[str, Any] = config["zero_optimization"].get("offload_optimizer") or {}
     if (
-        device == "none"
+        section.get("device", "none") == "none"
         or facts.optimizer != "torch"
         or config.get("zero_force_ds_cpu_optimizer") is False
         or facts.optimizer_class.startswith("DeepSpeedCPU")

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,9 +22,6 @@ from torch.optim import Optimizer
 from accelfn.errors import NotAvailableError
 from accelfn.parallel.engines.engine import EngineState
 from accelfn.tree import is_dtensor
-
-# torch's classes with the state of DeepSpeed's optimizers on the host.
-_PLAIN_CLASSES: Mapping[str, type[Optimizer]] = MappingProxyType({"DeepSpeedCPUAdagrad": torch.optim.Adagrad})
 
 
 def plain_state(
@@ -56,6 +51,7 @@ def plain_state(
     if hasattr(engine.optimizer, "partition_all_parameters"):  # shards that DeepSpeed doesn't step
         engine.optimizer.partition_all_parameters()
     zero = _Zero(engine, stage, groups)
+    gathered: Any = importlib.import_module("deepspeed.runtime.zero").GatheredParameters
     module: nn.Module = engine.module
     named = dict(module.named_parameters())
     model = _empty_model(module)
@@ -64,7 +60,7 @@ def plain_state(
         if name in zero.trained:
             value = zero.rows(one)
         else:
-            with zero.gathered(one):
+            with gathered(one):
                 value = one.detach().to(dtypes.get(name, one.dtype)).clone()
         rows[id(one)] = nn.Parameter(value, requires_grad=one.requires_grad)
     for name, one in module.named_parameters(remove_duplicate=False):
@@ -84,13 +80,17 @@ def plain_state(
         for name, buffer in module.named_buffers():
             if name in buffers:
                 buffer.copy_(buffers[name])
-        with zero.writing():
-            for name, one in named.items():
-                if name in zero.trained:
-                    zero.write(one, rows[id(one)])
+        if zero.trained and stage == 3:
+            engine.optimizer.checkpoint_event_prologue()  # releases gathered parameters
+        for one in zero.trained.values():
+            zero.write(one, rows[id(one)])
+        if zero.trained and stage == 3:
+            engine.optimizer.checkpoint_event_epilogue()
+        elif zero.trained:
+            engine.optimizer.update_lp_params()
         for name, one in named.items():
             if name not in zero.trained:
-                with zero.gathered(one, modifier_rank=0):
+                with gathered(one, modifier_rank=0):
                     one.copy_(rows[id(one)])
         if optimizer is not None:
             _write_optimizer(zero, rows, optimizer)
@@ -104,6 +104,7 @@ class _Zero:
     def __init__(self, engine: Any, stage: int, groups: Sequence[Sequence[torch.Tensor]]) -> None:
         self.stage = stage
         self._zero = engine.optimizer
+        self.base: Any = engine.optimizer.optimizer if groups else None  # the optimizer inside
         in_groups = {id(one) for group in groups for one in group}
         named = cast("nn.Module", engine.module).named_parameters()
         self.trained = {name: one for name, one in named if one.requires_grad and id(one) in in_groups}
@@ -112,11 +113,6 @@ class _Zero:
         device = self._flats[0].device if self._flats else torch.device(engine.device)
         self._device = device  # the host, where ZeRO offloads the state
         self._mesh = DeviceMesh.from_group(cast("dist.ProcessGroup", dist.group.WORLD), device.type)
-
-    @property
-    def base(self) -> Optimizer:
-        """The optimizer inside."""
-        return self._zero.optimizer
 
     def flat(self, parameter: Any) -> torch.Tensor | None:
         """Return the flat tensor with this rank's part of a parameter; None where it has none."""
@@ -156,24 +152,6 @@ class _Zero:
         if key is None:
             parameter.ds_tensor.data.copy_(part)
 
-    def gathered(self, parameter: Any, modifier_rank: int | None = None) -> AbstractContextManager[Any]:
-        """Gather a parameter that isn't trained inside."""
-        if self.stage < 3:
-            return nullcontext()
-        package: Any = importlib.import_module("deepspeed.runtime.zero")
-        return package.GatheredParameters([parameter], modifier_rank=modifier_rank)
-
-    @contextmanager
-    def writing(self) -> Generator[None, None, None]:
-        """Set the parameters of the forward pass to what is written inside."""
-        if self.trained and self.stage == 3:
-            self._zero.checkpoint_event_prologue()  # releases gathered parameters
-        yield
-        if self.trained and self.stage == 3:
-            self._zero.checkpoint_event_epilogue()
-        elif self.trained:
-            self._zero.update_lp_params()
-
     def states(self) -> dict[str, tuple[list[str], dict[str, Any]]]:
         """Return, of each trained parameter, the keys of states by element, and its other states."""
         own: dict[str, tuple[list[str], dict[str, Any]]] = {}
@@ -207,9 +185,11 @@ def _empty_model(module: nn.Module) -> nn.Module:
 def _plain_optimizer(
     zero: _Zero, groups: Sequence[Sequence[torch.Tensor]], rows: Mapping[int, nn.Parameter]
 ) -> Optimizer:
-    base = zero.base
-    kind = _PLAIN_CLASSES.get(type(base).__name__, type(base))
-    if type(base).__name__ in ("DeepSpeedCPUAdam", "FusedAdam"):
+    base: Optimizer = zero.base
+    kind = type(base)
+    if kind.__name__ == "DeepSpeedCPUAdagrad":
+        kind = torch.optim.Adagrad
+    elif kind.__name__ in ("DeepSpeedCPUAdam", "FusedAdam"):
         kind = torch.optim.AdamW if getattr(base, "adam_w_mode", True) else torch.optim.Adam
     plain = kind.__new__(kind)
     Optimizer.__init__(
@@ -232,7 +212,7 @@ def _plain_optimizer(
 
 def _write_optimizer(zero: _Zero, rows: Mapping[int, nn.Parameter], plain: Optimizer) -> None:
     """Write the states and options of a plain optimizer into DeepSpeed's. Collective."""
-    base = zero.base
+    base: Optimizer = zero.base
     for own, group in zip(base.param_groups, plain.param_groups, strict=True):
         own.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
     counts_in_numbers = type(base).__name__.startswith(("DeepSpeedCPU", "FusedAdam"))

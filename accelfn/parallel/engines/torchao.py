@@ -13,11 +13,6 @@ from accelfn.context.config import AORecipeKwargs
 from accelfn.errors import MissingExtraError
 
 
-def has_ao_layers(model: nn.Module) -> bool:
-    """Return whether a module of a model is one of torchao's 8-bit layers."""
-    return any(type(module).__name__ == "Float8Linear" for module in model.modules())
-
-
 def convert(
     model: nn.Module, linears: Collection[str], recipe: AORecipeKwargs, *, gathers: bool, emulated: bool
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,15 +13,6 @@ from torch import nn
 from accelfn.context.config import TERecipeKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.forward import WrappedForward
-
-
-def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Return whether a module of a model is one of transformer-engine's linear layers or normalisations."""
-    te = sys.modules.get("transformer_engine.pytorch")
-    kinds = tuple(
-        getattr(te, name) for name in ("Linear", "LayerNorm", "TransformerLayer") if hasattr(te, name)
-    )
-    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def convert(model: nn.Module, linears: Iterable[str], norms: Iterable[str]) -> None:

@@ -11,7 +11,6 @@ from accelfn.parallel.engines.megatron.plan import (
 )
 from accelfn.parallel.engines.megatron.schedule import (
     MegatronLMDummyScheduler as MegatronLMDummyScheduler,
-    MegatronLMScheduler as MegatronLMScheduler,
 )
 from accelfn.parallel.engines.megatron.steps import (
     AbstractTrainStep as AbstractTrainStep,
@@ -22,8 +21,4 @@ from accelfn.parallel.engines.megatron.steps import (
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
     gather_across_data_parallel_groups as gather_across_data_parallel_groups,
 )
-from accelfn.parallel.engines.megatron.train import (
-    MegatronHandle as MegatronHandle,
-    MegatronOptimizer as MegatronOptimizer,
-    prepare_megatron as prepare_megatron,
-)
+from accelfn.parallel.engines.megatron.train import prepare_megatron as prepare_megatron
