@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -17,8 +17,6 @@ from accelfn.comm import Call
 from accelfn.context import Context
 
 L = TypeVar("L")
-
-EngineName = Literal["none", "ddp", "shard", "pipeline", "deepspeed", "megatron"]
 
 # Attribute of a prepared model: its handle. A plain attribute, so it is in no state dict.
 HANDLE = "_accelfn_handle"
@@ -116,7 +114,6 @@ class Buffers(Protocol):
 class Handle(ABC):
     """The handle of a prepared model; one subclass for each engine that reduces gradients."""
 
-    engine: ClassVar[EngineName] = "ddp"
     has_whole_parameters: ClassVar[bool] = True  # and so equal ones on all ranks
     holds_gradients: ClassVar[bool] = False  # outside of .grad, until they are reduced
     averages_at_once: ClassVar[bool] = False  # each gradient, as soon as it is computed
@@ -225,7 +222,6 @@ class LocalHandle(Handle):
     Its forward pass communicates all the same: each rank has a part of the layers.
     """
 
-    engine: ClassVar[EngineName] = "none"
     has_whole_parameters: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module) -> None:

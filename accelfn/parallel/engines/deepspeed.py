@@ -32,7 +32,7 @@ from accelfn.parallel.engines.engine import (
     EngineStep,
 )
 from accelfn.parallel.forward_agreement import check_each_forward
-from accelfn.parallel.handle import Communication, EngineName
+from accelfn.parallel.handle import Communication
 from accelfn.parallel.optimizers import why_not_flat
 from accelfn.parallel.strategies.precision import with_precision
 from accelfn.parallel.values import names_on_meta
@@ -93,7 +93,6 @@ class DummyScheduler:
 class DeepSpeedHandle(EngineHandle):
     """The handle of a model that DeepSpeed trains or shards."""
 
-    engine: ClassVar[EngineName] = "deepspeed"
     name: ClassVar[str] = "DeepSpeed"
 
     def __init__(

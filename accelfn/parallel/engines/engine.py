@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.handle import HANDLE, EngineName, Handle, handle_of, handles_of
+from accelfn.parallel.handle import HANDLE, Handle, handle_of, handles_of
 from accelfn.parallel.optimizers import OptimizerProxy
 
 # Attribute of an optimizer that an engine has replaced.
@@ -57,7 +57,6 @@ class EngineState(NamedTuple):
 class EngineHandle(Handle):
     """The handle of a model whose engine owns gradients from the backward pass to the step."""
 
-    engine: ClassVar[EngineName] = "deepspeed"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
     name: ClassVar[str] = "the engine"

@@ -23,7 +23,6 @@ from accelfn.parallel.handle import (
     HANDLE,
     IN_NO_SYNC,
     Communication,
-    EngineName,
     Gathering,
     Handle,
     handle_of,
@@ -174,7 +173,6 @@ class ShardHandle(Handle):
     outside of a forward pass; they would not be averaged, and are refused.
     """
 
-    engine: ClassVar[EngineName] = "shard"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
     gathers_in_fp8: bool = False

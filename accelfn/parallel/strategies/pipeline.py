@@ -25,7 +25,7 @@ from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.buffers import BufferWatch, KeptBuffers
-from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, EngineName, Handle, naming_lost_ranks
+from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, Handle, naming_lost_ranks
 from accelfn.parallel.norm import aligned, count_stages
 from accelfn.parallel.pointers import named, whole_of
 from accelfn.parallel.strategies.fsdp import ShardHandle
@@ -742,7 +742,6 @@ class PipelineHandle(Handle):
     Gradients of a parameter on several stages are summed where the window closes.
     """
 
-    engine: ClassVar[EngineName] = "pipeline"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
     splits_batches: ClassVar[bool] = True

@@ -27,7 +27,7 @@ from accelfn.parallel.engines.megatron.schedule import (
     MegatronLMScheduler,
     plan_length,
 )
-from accelfn.parallel.handle import BatchRun, EngineName
+from accelfn.parallel.handle import BatchRun
 
 L = TypeVar("L")
 
@@ -35,7 +35,6 @@ L = TypeVar("L")
 class MegatronHandle(EngineHandle):
     """The handle of a model that Megatron-LM trains."""
 
-    engine: ClassVar[EngineName] = "megatron"
     name: ClassVar[str] = "Megatron-LM"
     optimizer: MegatronOptimizer  # set by that
 
