@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from accelfn.svg import CHAR, GREY, rect_svg, text_svg, write_svg
@@ -19,7 +19,7 @@ class Bar(NamedTuple):
     Attributes:
         name: First label; "" if it is the same as above.
         kind: Second label.
-        sizes: Sizes of the parts, all in one unit.
+        sizes: Bytes of the parts.
     """
 
     name: str
@@ -27,20 +27,13 @@ class Bar(NamedTuple):
     sizes: Sequence[int]
 
 
-def draw_bars_svg(
-    about: Sequence[str],
-    bars: Sequence[Bar],
-    parts: Sequence[tuple[str, str]],
-    *,
-    text: Callable[[int], str] = size_text,
-) -> str:
+def draw_bars_svg(about: Sequence[str], bars: Sequence[Bar], parts: Sequence[tuple[str, str]]) -> str:
     """Draw bars on one scale, each labelled with its total, and a legend. Pure.
 
     Args:
         about: Lines above the bars; the first is the title.
         bars: Bars from top to bottom.
         parts: Name and color of each part, in order; a bar may have fewer parts.
-        text: Formats the total of a bar.
 
     Returns:
         An SVG document.
@@ -49,7 +42,7 @@ def draw_bars_svg(
     names = max((len(bar.name) for bar in bars), default=0) * CHAR
     kinds = max((len(bar.kind) for bar in bars), default=0) * CHAR
     left = _EDGE + names + CHAR + kinds + CHAR
-    sizes = max((len(text(sum(bar.sizes))) for bar in bars), default=0) * CHAR
+    sizes = max((len(size_text(sum(bar.sizes))) for bar in bars), default=0) * CHAR
     legend = sum(len(name) * CHAR + 40 for name, _ in parts)
     width = max(
         left + _WIDTH + CHAR + sizes + _EDGE,
@@ -72,7 +65,7 @@ def draw_bars_svg(
                 length = _WIDTH * size / most
                 lines.append(rect_svg(at, top, length, _BAR, color))
                 at += length
-        lines.append(text_svg(round(at) + CHAR, top + _BASE, text(sum(bar.sizes))))
+        lines.append(text_svg(round(at) + CHAR, top + _BASE, size_text(sum(bar.sizes))))
         top += _ROW
     top += _ROW // 2
     at = float(_EDGE)
