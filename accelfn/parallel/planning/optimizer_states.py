@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -36,49 +37,32 @@ class OptimizerStates(NamedTuple):
 
     Attributes:
         name: Of the optimizer, for people.
-        make: Makes it; None if it is known by ``per_parameter`` only.
-        per_parameter: Bytes per element of a parameter, without ``make``.
-        found: Bytes of the states of a parameter, by its shape and dtype; filled as they are asked for.
+        bytes_of: Returns the bytes of the states of a parameter, by its shape and dtype.
     """
 
     name: str
-    make: MakeOptimizer | None
-    per_parameter: float
-    found: dict[tuple[tuple[int, ...], torch.dtype], int]
+    bytes_of: Callable[[tuple[int, ...], torch.dtype], int]
 
-    def bytes_of(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Return the bytes of the states of one parameter.
 
-        Raises:
-            ConfigurationError: The optimizer can't step without memory.
-
-        >>> states_of("adamw", "a plan").bytes_of((10, 2), torch.float32)  # two like it, and a count
-        164
-        """
-        if (shape, dtype) not in self.found:
-            self.found[shape, dtype] = self._measure(shape, dtype)
-        return self.found[shape, dtype]
-
-    def _measure(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-        if self.make is None:
-            return round(self.per_parameter * parameter.numel())
-        parameter.grad = torch.empty_like(parameter)
-        optimizer: torch.optim.Optimizer | None = None
-        try:
-            optimizer = self.make([parameter])
-            cast("Any", optimizer).step()
-        except Exception as error:
-            # Some read a value in their step, after they have made their states.
-            if optimizer is None or not optimizer.state:
-                raise ConfigurationError(
-                    f"a plan with optimizer={self.name}: it can't step a parameter of shape {shape} without "
-                    f"memory ({type(error).__name__}: {error}). Pass the bytes of its states per parameter "
-                    "instead, such as optimizer=8.0 for two of float32."
-                ) from error
-        leaves: list[Any] = _pytree.tree_leaves(dict(optimizer.state))
-        storages: list[Any] = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+def _measure(name: str, make: MakeOptimizer, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes of the states that an optimizer makes of a parameter in its first step."""
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    optimizer: torch.optim.Optimizer | None = None
+    try:
+        optimizer = make([parameter])
+        cast("Any", optimizer).step()
+    except Exception as error:
+        # Some read a value in their step, after they have made their states.
+        if optimizer is None or not optimizer.state:
+            raise ConfigurationError(
+                f"a plan with optimizer={name}: it can't step a parameter of shape {shape} without "
+                f"memory ({type(error).__name__}: {error}). Pass the bytes of its states per parameter "
+                "instead, such as optimizer=8.0 for two of float32."
+            ) from error
+    leaves: list[Any] = _pytree.tree_leaves(dict(optimizer.state))
+    storages: list[Any] = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def states_of(kind: OptimizerKind, caller: str) -> OptimizerStates:
@@ -93,11 +77,19 @@ def states_of(kind: OptimizerKind, caller: str) -> OptimizerStates:
 
     >>> states_of(0.5, "a plan").name
     '0.5 bytes per parameter'
+    >>> states_of("adamw", "a plan").bytes_of((10, 2), torch.float32)  # two like it, and a count
+    164
     """
     if isinstance(kind, (int, float)):
         if not kind >= 0:
             raise ConfigurationError(f"{caller}: bytes per parameter can't be negative, got {kind}.")
-        return OptimizerStates(f"{kind:g} bytes per parameter", None, float(kind), {})
+        number = float(kind)
+
+        def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+            return round(number * math.prod(shape))
+
+        return OptimizerStates(f"{number:g} bytes per parameter", bytes_of)
+    make: MakeOptimizer
     if not isinstance(kind, str):
         if not callable(cast("object", kind)):
             raise ConfigurationError(
@@ -105,12 +97,14 @@ def states_of(kind: OptimizerKind, caller: str) -> OptimizerStates:
                 f"an object of type {type(kind).__name__}. Pass the class, such as torch.optim.SGD."
             )
         inner = kind.func if isinstance(kind, partial) else kind
-        return OptimizerStates(getattr(inner, "__name__", type(inner).__name__), kind, 0.0, {})
-    if kind not in OPTIMIZERS:
+        name, make = cast("str", getattr(inner, "__name__", type(inner).__name__)), kind
+    elif kind not in OPTIMIZERS:
         close = get_close_matches(kind, OPTIMIZERS, 1)
         raise ConfigurationError(
             f"{caller}: unknown optimizer {kind!r}. "
             f"{f'Did you mean {close[0]!r}? ' if close else ''}Use one of {', '.join(OPTIMIZERS)}; a class; "
             "or the bytes of its states per parameter."
         )
-    return OptimizerStates(kind, OPTIMIZERS[kind], 0.0, {})
+    else:
+        name, make = kind, OPTIMIZERS[kind]
+    return OptimizerStates(name, cache(partial(_measure, name, make)))
