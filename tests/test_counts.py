@@ -499,6 +499,8 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"}
     print(f"{len(own)} modules of accelfn, {len(found) - len(own)} others")
     assert heavy.isdisjoint(found)
-    assert not [name for name in own if name.startswith("accelfn.parallel.planning")]
-    assert len(own) <= 122
+    unneeded = ("accelfn.parallel.planning", "accelfn.parallel.engines.megatron")
+    unneeded += ("accelfn.parallel.engines.deepspeed", "accelfn.training.engines")
+    assert not [name for name in own if name.startswith(unneeded)]
+    assert len(own) <= 128  # a file for each strategy and each kind of option is among them
     assert len(found) - len(own) <= 30

@@ -1,9 +1,9 @@
 """Strategies: how a model is spread over ranks."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from accelfn.lazy import lazy_names as _lazy_names
 from accelfn.parallel.strategies.experts import (
     ExpertPlan as ExpertPlan,
     HeldExperts as HeldExperts,
@@ -38,17 +38,12 @@ if _TYPE_CHECKING:  # loaded when one is asked for: training needs none of them
         search_meshes as search_meshes,
     )
 
-_PLANNING = (
-    *("Budget", "Exchange", "Layout", "MeshSearch", "RefusedMesh", "Traffic"),
-    *("plan_memory", "plan_traffic", "search_meshes"),
+__getattr__ = _lazy_names(
+    __name__,
+    {
+        "accelfn.parallel.planning": (
+            *("Budget", "Exchange", "Layout", "MeshSearch", "RefusedMesh", "Traffic"),
+            *("plan_memory", "plan_traffic", "search_meshes"),
+        )
+    },
 )
-
-
-def __getattr__(name: str) -> object:
-    if name in _PLANNING:
-        return getattr(_import_module("accelfn.parallel.planning"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLANNING})

@@ -1,10 +1,9 @@
 """Prepare, compute in mixed precision, accumulate, clip, step."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-from accelfn.parallel.engines.megatron import (
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
-    gather_across_data_parallel_groups as gather_across_data_parallel_groups,
-)
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from accelfn.lazy import lazy_names as _lazy_names
 from accelfn.parallel.strategies.precision import (
     MixedPrecisionForward as MixedPrecisionForward,
     autocast as autocast,
@@ -27,7 +26,6 @@ from accelfn.training.local_sgd import (
     local_sgd_step as local_sgd_step,
 )
 from accelfn.training.loss import Loss as Loss
-from accelfn.training.megatron import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from accelfn.training.memory import (
     clear_device_cache as clear_device_cache,
     close_engines as close_engines,
@@ -68,3 +66,21 @@ from accelfn.training.train_step import (
 from accelfn.training.unwrap import unwrap_model as unwrap_model
 from accelfn.training.value_and_grad import value_and_grad as value_and_grad
 from accelfn.training.metrics import StepMetrics as StepMetrics
+
+if _TYPE_CHECKING:  # loaded when one is asked for
+    from accelfn.parallel.engines.megatron import (
+        avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+        gather_across_data_parallel_groups as gather_across_data_parallel_groups,
+    )
+    from accelfn.training.megatron import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+
+__getattr__ = _lazy_names(
+    __name__,
+    {
+        "accelfn.parallel.engines.megatron": (
+            "avg_losses_across_data_parallel_group",
+            "gather_across_data_parallel_groups",
+        ),
+        "accelfn.training.megatron": ("MegatronLMDummyDataLoader",),
+    },
+)

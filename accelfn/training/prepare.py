@@ -29,7 +29,6 @@ from accelfn.parallel.step_checks import average_closure, refuse_open_window
 from accelfn.parallel.strategies.fp8 import with_msamp
 from accelfn.parallel.strategies.replicate import check_wrapped, replicate
 from accelfn.parallel.values import check_filled, materialize, names_on_meta, refuse_unfilled
-from accelfn.training.engines import prepare_untrained, prepare_with_engine
 from accelfn.training.optimizers import parameters_of
 from accelfn.training.placement import check_devices, check_packed, is_placed
 from accelfn.training.prepared import MARK, Mark, is_prepared, mark_of
@@ -93,6 +92,8 @@ def prepare_kinds(ctx: Context, objects: Sequence[Any], kinds: Sequence[Kind]) -
     check_together(objects)
     prepared = with_msamp(ctx, objects)
     if ctx.strategy.engine is not None:
+        from accelfn.training.engines import prepare_with_engine
+
         for index, item in prepare_with_engine(ctx, objects).items():
             prepared[index] = item
     for classes, prepare_kind in kinds:
@@ -180,6 +181,8 @@ def prepare_model(
     """
     check_context("prepare_model", ctx)
     if ctx.strategy.engine is not None and plan is None and not is_prepared(ctx, model, "model"):
+        from accelfn.training.engines import prepare_untrained
+
         engine = prepare_untrained(ctx, model, evaluation_mode)
         if engine is not None:
             setattr(model, MARK, mark_of(ctx)._replace(is_wrapped=True))

@@ -1,6 +1,9 @@
 """Adapters of engines that own a model's training step, and what training and checkpoints need of them."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from accelfn.lazy import lazy_names as _lazy_names
 from accelfn.parallel.engines.engine import (
     REPLACED as REPLACED,
     EngineHandle as EngineHandle,
@@ -10,26 +13,56 @@ from accelfn.parallel.engines.engine import (
     with_plain_weights as with_plain_weights,
     wraps_model as wraps_model,
 )
-from accelfn.parallel.engines.deepspeed_plan import (
-    DeepSpeedFacts as DeepSpeedFacts,
-    DeepSpeedPlan as DeepSpeedPlan,
-    plan_deepspeed as plan_deepspeed,
-)
-from accelfn.parallel.engines.deepspeed import (
-    DummyOptim as DummyOptim,
-    DummyScheduler as DummyScheduler,
-    apply_deepspeed as apply_deepspeed,
-    deepspeed_facts as deepspeed_facts,
-    gathered_parameters as gathered_parameters,
-    zero3_init as zero3_init,
-)
-from accelfn.parallel.engines.megatron import (
-    AbstractTrainStep as AbstractTrainStep,
-    BertTrainStep as BertTrainStep,
-    GPTTrainStep as GPTTrainStep,
-    MegatronLMDummyScheduler as MegatronLMDummyScheduler,
-    MegatronPlan as MegatronPlan,
-    T5TrainStep as T5TrainStep,
-    plan_megatron as plan_megatron,
-)
 from accelfn.parallel.engines.xla import XlaShardPlan as XlaShardPlan
+
+if _TYPE_CHECKING:  # loaded when one is asked for: most programs have no engine
+    from accelfn.parallel.engines.deepspeed_plan import (
+        DeepSpeedFacts as DeepSpeedFacts,
+        DeepSpeedPlan as DeepSpeedPlan,
+        plan_deepspeed as plan_deepspeed,
+    )
+    from accelfn.parallel.engines.deepspeed import (
+        DummyOptim as DummyOptim,
+        DummyScheduler as DummyScheduler,
+        apply_deepspeed as apply_deepspeed,
+        deepspeed_facts as deepspeed_facts,
+        gathered_parameters as gathered_parameters,
+        zero3_init as zero3_init,
+    )
+    from accelfn.parallel.engines.megatron import (
+        AbstractTrainStep as AbstractTrainStep,
+        BertTrainStep as BertTrainStep,
+        GPTTrainStep as GPTTrainStep,
+        MegatronLMDummyScheduler as MegatronLMDummyScheduler,
+        MegatronPlan as MegatronPlan,
+        T5TrainStep as T5TrainStep,
+        plan_megatron as plan_megatron,
+    )
+
+__getattr__ = _lazy_names(
+    __name__,
+    {
+        "accelfn.parallel.engines.deepspeed_plan": (
+            "DeepSpeedFacts",
+            "DeepSpeedPlan",
+            "plan_deepspeed",
+        ),
+        "accelfn.parallel.engines.deepspeed": (
+            "DummyOptim",
+            "DummyScheduler",
+            "apply_deepspeed",
+            "deepspeed_facts",
+            "gathered_parameters",
+            "zero3_init",
+        ),
+        "accelfn.parallel.engines.megatron": (
+            "AbstractTrainStep",
+            "BertTrainStep",
+            "GPTTrainStep",
+            "MegatronLMDummyScheduler",
+            "MegatronPlan",
+            "T5TrainStep",
+            "plan_megatron",
+        ),
+    },
+)
