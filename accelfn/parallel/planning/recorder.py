@@ -120,8 +120,8 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "_c10d_functional" and args and args[-1] in self.axes:
             axis, size = self.axes[args[-1]]
             name = func._schema.name.partition("::")[2]
-            found = next((kind for kind in get_args(Collective) if name.startswith(kind)), "send")
-            kind = cast("Collective", found)
+            kinds: tuple[Collective, ...] = get_args(Collective)
+            kind = next((kind for kind in kinds if name.startswith(kind)), "send")
             times = {"all_gather": size, "all_reduce": 2}.get(kind, 1)
             self.count(axis, kind, 1, received_in_ring(times * args[0].nbytes, size))
         return result
