@@ -97,7 +97,7 @@ def states_of(kind: OptimizerKind, caller: str) -> OptimizerStates:
                 f"an object of type {type(kind).__name__}. Pass the class, such as torch.optim.SGD."
             )
         inner = kind.func if isinstance(kind, partial) else kind
-        name, make = cast("str", getattr(inner, "__name__", type(inner).__name__)), kind
+        name, make = getattr(inner, "__name__", type(inner).__name__), cast("MakeOptimizer", kind)
     elif kind not in OPTIMIZERS:
         close = get_close_matches(kind, OPTIMIZERS, 1)
         raise ConfigurationError(
