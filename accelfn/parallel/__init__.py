@@ -38,7 +38,7 @@ if _TYPE_CHECKING:  # loaded when one is asked for: training needs none of them
         search_meshes as search_meshes,
     )
 
-__getattr__ = _lazy_names(
+__getattr__, __dir__ = _lazy_names(
     __name__,
     {
         "accelfn.parallel.planning": (

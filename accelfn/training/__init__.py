@@ -74,7 +74,7 @@ if _TYPE_CHECKING:  # loaded when one is asked for
     )
     from accelfn.training.megatron import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 
-__getattr__ = _lazy_names(
+__getattr__, __dir__ = _lazy_names(
     __name__,
     {
         "accelfn.parallel.engines.megatron": (

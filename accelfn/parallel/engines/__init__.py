@@ -39,7 +39,7 @@ if _TYPE_CHECKING:  # loaded when one is asked for: most programs have no engine
         plan_megatron as plan_megatron,
     )
 
-__getattr__ = _lazy_names(
+__getattr__, __dir__ = _lazy_names(
     __name__,
     {
         "accelfn.parallel.engines.deepspeed_plan": (
