@@ -3,7 +3,7 @@
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from accelfn.lazy import lazy_names as _lazy_names
+from accelfn.lazy import find_name as _find_name, list_names as _list_names
 from accelfn.parallel.strategies.experts import (
     ExpertPlan as ExpertPlan,
     HeldExperts as HeldExperts,
@@ -38,12 +38,17 @@ if _TYPE_CHECKING:  # loaded when one is asked for: training needs none of them
         search_meshes as search_meshes,
     )
 
-__getattr__, __dir__ = _lazy_names(
-    __name__,
-    {
-        "accelfn.parallel.planning": (
-            *("Budget", "Exchange", "Layout", "MeshSearch", "RefusedMesh", "Traffic"),
-            *("plan_memory", "plan_traffic", "search_meshes"),
-        )
-    },
-)
+_LAZY = {
+    "accelfn.parallel.planning": (
+        *("Budget", "Exchange", "Layout", "MeshSearch", "RefusedMesh", "Traffic"),
+        *("plan_memory", "plan_traffic", "search_meshes"),
+    )
+}
+
+
+def __getattr__(name: str) -> object:
+    return _find_name(__name__, _LAZY, name)
+
+
+def __dir__() -> list[str]:
+    return _list_names(__name__, _LAZY)

@@ -3,7 +3,7 @@
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from accelfn.lazy import lazy_names as _lazy_names
+from accelfn.lazy import find_name as _find_name, list_names as _list_names
 from accelfn.parallel.strategies.precision import (
     MixedPrecisionForward as MixedPrecisionForward,
     autocast as autocast,
@@ -74,13 +74,18 @@ if _TYPE_CHECKING:  # loaded when one is asked for
     )
     from accelfn.training.megatron import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 
-__getattr__, __dir__ = _lazy_names(
-    __name__,
-    {
-        "accelfn.parallel.engines.megatron": (
-            "avg_losses_across_data_parallel_group",
-            "gather_across_data_parallel_groups",
-        ),
-        "accelfn.training.megatron": ("MegatronLMDummyDataLoader",),
-    },
-)
+_LAZY = {
+    "accelfn.parallel.engines.megatron": (
+        "avg_losses_across_data_parallel_group",
+        "gather_across_data_parallel_groups",
+    ),
+    "accelfn.training.megatron": ("MegatronLMDummyDataLoader",),
+}
+
+
+def __getattr__(name: str) -> object:
+    return _find_name(__name__, _LAZY, name)
+
+
+def __dir__() -> list[str]:
+    return _list_names(__name__, _LAZY)

@@ -3,7 +3,7 @@
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from accelfn.lazy import lazy_names as _lazy_names
+from accelfn.lazy import find_name as _find_name, list_names as _list_names
 from accelfn.parallel.engines.engine import (
     REPLACED as REPLACED,
     EngineHandle as EngineHandle,
@@ -39,30 +39,35 @@ if _TYPE_CHECKING:  # loaded when one is asked for: most programs have no engine
         plan_megatron as plan_megatron,
     )
 
-__getattr__, __dir__ = _lazy_names(
-    __name__,
-    {
-        "accelfn.parallel.engines.deepspeed_plan": (
-            "DeepSpeedFacts",
-            "DeepSpeedPlan",
-            "plan_deepspeed",
-        ),
-        "accelfn.parallel.engines.deepspeed": (
-            "DummyOptim",
-            "DummyScheduler",
-            "apply_deepspeed",
-            "deepspeed_facts",
-            "gathered_parameters",
-            "zero3_init",
-        ),
-        "accelfn.parallel.engines.megatron": (
-            "AbstractTrainStep",
-            "BertTrainStep",
-            "GPTTrainStep",
-            "MegatronLMDummyScheduler",
-            "MegatronPlan",
-            "T5TrainStep",
-            "plan_megatron",
-        ),
-    },
-)
+_LAZY = {
+    "accelfn.parallel.engines.deepspeed_plan": (
+        "DeepSpeedFacts",
+        "DeepSpeedPlan",
+        "plan_deepspeed",
+    ),
+    "accelfn.parallel.engines.deepspeed": (
+        "DummyOptim",
+        "DummyScheduler",
+        "apply_deepspeed",
+        "deepspeed_facts",
+        "gathered_parameters",
+        "zero3_init",
+    ),
+    "accelfn.parallel.engines.megatron": (
+        "AbstractTrainStep",
+        "BertTrainStep",
+        "GPTTrainStep",
+        "MegatronLMDummyScheduler",
+        "MegatronPlan",
+        "T5TrainStep",
+        "plan_megatron",
+    ),
+}
+
+
+def __getattr__(name: str) -> object:
+    return _find_name(__name__, _LAZY, name)
+
+
+def __dir__() -> list[str]:
+    return _list_names(__name__, _LAZY)
