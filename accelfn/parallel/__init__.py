@@ -1,6 +1,7 @@
 """Strategies: how a model is spread over ranks."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+from types import MappingProxyType as _MappingProxyType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn.lazy import find_name as _find_name, list_names as _list_names
@@ -38,12 +39,14 @@ if _TYPE_CHECKING:  # loaded when one is asked for: training needs none of them
         search_meshes as search_meshes,
     )
 
-_LAZY = {
-    "accelfn.parallel.planning": (
-        *("Budget", "Exchange", "Layout", "MeshSearch", "RefusedMesh", "Traffic"),
-        *("plan_memory", "plan_traffic", "search_meshes"),
-    )
-}
+_LAZY = _MappingProxyType(
+    {
+        "accelfn.parallel.planning": (
+            *("Budget", "Exchange", "Layout", "MeshSearch", "RefusedMesh", "Traffic"),
+            *("plan_memory", "plan_traffic", "search_meshes"),
+        )
+    }
+)
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,7 @@
 """Prepare, compute in mixed precision, accumulate, clip, step."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+from types import MappingProxyType as _MappingProxyType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn.lazy import find_name as _find_name, list_names as _list_names
@@ -74,13 +75,15 @@ if _TYPE_CHECKING:  # loaded when one is asked for
     )
     from accelfn.training.megatron import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 
-_LAZY = {
-    "accelfn.parallel.engines.megatron": (
-        "avg_losses_across_data_parallel_group",
-        "gather_across_data_parallel_groups",
-    ),
-    "accelfn.training.megatron": ("MegatronLMDummyDataLoader",),
-}
+_LAZY = _MappingProxyType(
+    {
+        "accelfn.parallel.engines.megatron": (
+            "avg_losses_across_data_parallel_group",
+            "gather_across_data_parallel_groups",
+        ),
+        "accelfn.training.megatron": ("MegatronLMDummyDataLoader",),
+    }
+)
 
 
 def __getattr__(name: str) -> object:

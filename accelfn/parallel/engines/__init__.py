@@ -1,6 +1,7 @@
 """Adapters of engines that own a model's training step, and what training and checkpoints need of them."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+from types import MappingProxyType as _MappingProxyType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn.lazy import find_name as _find_name, list_names as _list_names
@@ -39,30 +40,32 @@ if _TYPE_CHECKING:  # loaded when one is asked for: most programs have no engine
         plan_megatron as plan_megatron,
     )
 
-_LAZY = {
-    "accelfn.parallel.engines.deepspeed_plan": (
-        "DeepSpeedFacts",
-        "DeepSpeedPlan",
-        "plan_deepspeed",
-    ),
-    "accelfn.parallel.engines.deepspeed": (
-        "DummyOptim",
-        "DummyScheduler",
-        "apply_deepspeed",
-        "deepspeed_facts",
-        "gathered_parameters",
-        "zero3_init",
-    ),
-    "accelfn.parallel.engines.megatron": (
-        "AbstractTrainStep",
-        "BertTrainStep",
-        "GPTTrainStep",
-        "MegatronLMDummyScheduler",
-        "MegatronPlan",
-        "T5TrainStep",
-        "plan_megatron",
-    ),
-}
+_LAZY = _MappingProxyType(
+    {
+        "accelfn.parallel.engines.deepspeed_plan": (
+            "DeepSpeedFacts",
+            "DeepSpeedPlan",
+            "plan_deepspeed",
+        ),
+        "accelfn.parallel.engines.deepspeed": (
+            "DummyOptim",
+            "DummyScheduler",
+            "apply_deepspeed",
+            "deepspeed_facts",
+            "gathered_parameters",
+            "zero3_init",
+        ),
+        "accelfn.parallel.engines.megatron": (
+            "AbstractTrainStep",
+            "BertTrainStep",
+            "GPTTrainStep",
+            "MegatronLMDummyScheduler",
+            "MegatronPlan",
+            "T5TrainStep",
+            "plan_megatron",
+        ),
+    }
+)
 
 
 def __getattr__(name: str) -> object:
