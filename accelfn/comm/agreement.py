@@ -101,7 +101,8 @@ def find_mismatch(records: Sequence[CallRecord]) -> MismatchError:
         counts, ended = uneven
         hint = (
             f"The counts above are batches read so far; rank(s) {', '.join(map(str, ended))} had no more. "
-            'Use the same number on all ranks: even_batches=True, drop_last=True, or uneven="stop_first".'
+            'Use the same number on all ranks: even_batches=True, drop_last=True, or uneven="stop_first" (of '
+            "microbatches, or accelerator.uneven)."
         )
         return UnevenDataError(operation, rows, hint, callers, counts)
     return MismatchError(operation, rows, hint, callers)

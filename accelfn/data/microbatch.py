@@ -403,7 +403,7 @@ def _remedies(counts: Sequence[int], remedies: Sequence[str]) -> str:
     if min(counts) == 0:  # with "stop_first" or drop_last, nothing would be read
         options = [option for option in remedies if option in EVEN_BATCHES]
         return f"Give each rank some data{''.join(f', or use {option}' for option in options)}."
-    options = ", ".join([*remedies, 'uneven="stop_first" or uneven="pad".'])
+    options = ", ".join([*remedies, 'uneven="stop_first" or "pad" (of microbatches, or accelerator.uneven).'])
     return f"Use {options}" if remedies else f"Give each rank equally many batches, or use {options}"
 
 

@@ -105,7 +105,7 @@ def test_uneven_ranks_are_an_error_that_names_the_counts() -> None:
 
 
 OWN_BATCHES = [[0, 1], [2], [3, 4]]
-USE = 'uneven="stop_first" or uneven="pad".'
+USE = 'uneven="stop_first" or "pad" (of microbatches, or accelerator.uneven).'
 EVEN_OR_DROP, EVEN = f"Use even_batches=True, drop_last=True, {USE}", f"Use even_batches=True, {USE}"
 SOME = "Give each rank some data, or use even_batches=True."
 EQUALLY, NONE = f"Give each rank equally many batches, or use {USE}", "Give each rank some data."
