@@ -65,7 +65,7 @@ def _sync_file(descriptor: int) -> None:
     if sys.platform == "darwin":
         import fcntl
 
-        with suppress(OSError):  # some network file systems lack it
+        with suppress(OSError):  # where a network file system lacks it, fsync says whether all is well
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # fsync doesn't empty the disk's own cache there
             return
     os.fsync(descriptor)

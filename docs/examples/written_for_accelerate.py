@@ -3,6 +3,8 @@
 # Accelerate's types are incomplete.
 # pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+import tempfile
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -24,6 +26,10 @@ def main() -> None:
                 accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
                 optimizer.step()
                 optimizer.zero_grad()
+    if accelerator.is_main_process:
+        with tempfile.TemporaryDirectory() as folder:
+            accelerator.save_state(f"{folder}/checkpoint")
+            accelerator.save_model(model, f"{folder}/model")
     weight, bias = (round(parameter.item(), 3) for parameter in model.parameters())
     accelerator.print(f"{accelerator.num_processes} processes: weight {weight}, bias {bias}")
 

@@ -77,6 +77,13 @@ def test_scripts_are_launched_on_ranks_with_the_alias_until_one_fails(tmp_path: 
     assert done.returncode != 0
 
 
+def test_a_configuration_has_its_usual_place(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELFN_CONFIG", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert write_basic_config("bf16") == tmp_path / "accelfn" / "config.yaml"
+    assert load_config_from_file(None).to_dict()["mixed_precision"] == "bf16"
+
+
 def test_a_written_configuration_is_the_one_that_is_read(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

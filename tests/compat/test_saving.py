@@ -99,6 +99,31 @@ def test_what_one_rank_cannot_save_alone_says_so(tmp_path: pathlib.Path) -> None
         run_ranks(run, 2)
 
 
+@pytest.mark.parametrize(
+    "call",
+    ["save_state", *(pytest.param(one, marks=pytest.mark.slow) for one in ("save_model", "get_state_dict"))],
+)
+def test_shards_are_saved_by_all_ranks_and_the_main_process_alone_is_told(
+    tmp_path: pathlib.Path, call: str
+) -> None:
+    def run(ctx: Context) -> None:
+        current().world = ctx
+        accelerator = Accelerator(fsdp_plugin=af.FullyShardedDataParallelPlugin())
+        model = accelerator.prepare(nn.Linear(2, 2))
+        calls: dict[str, Any] = {
+            "save_state": lambda: accelerator.save_state(tmp_path / "state"),
+            "save_model": lambda: accelerator.save_model(model, tmp_path / "model"),
+            "get_state_dict": lambda: accelerator.get_state_dict(model),
+        }
+        calls[call]()
+        if accelerator.is_main_process:
+            calls[call]()
+        accelerator.wait_for_everyone()
+
+    with pytest.raises(MismatchError, match=rf"{call} is inside `if .* is_main_process`, move it out"):
+        run_ranks(run, 2, on="processes")
+
+
 def test_what_hooks_write_stays_in_the_folder_of_the_checkpoint(tmp_path: pathlib.Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 1))

@@ -38,6 +38,23 @@ class Kind(NamedTuple):
     rtol: float = 2e-4
 
 
+class Orthogonal(Optimizer):
+    """A program's own optimizer, which multiplies whole matrices."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update = parameter.grad / parameter.grad.norm()
+                    for _ in range(3 if update.dim() == 2 else 0):
+                        update = 1.5 * update - 0.5 * update @ update.mT @ update
+                    parameter.sub_(group["lr"] * update)
+
+
 def muon(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=0.01)
 
@@ -51,6 +68,7 @@ KINDS: dict[str, Kind] = {
     "Adafactor": Kind(made(TORCH, "Adafactor", lr=0.01), steps_shards=False),
     "Rprop": Kind(made(TORCH, "Rprop", lr=1e-3), steps_shards=False),
     "Muon": Kind(muon, steps_shards=False),
+    "own": Kind(Orthogonal),
     **{name: Kind(made(TORCH, name, lr=0.01)) for name in ("Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")},
 }
 OTHERS: dict[str, Kind] = {
@@ -61,7 +79,7 @@ OTHERS: dict[str, Kind] = {
     "Lion8bit": Kind(made(BITS, "Lion8bit", lr=1e-3), steps_shards=False, rtol=2e-3),
 }
 SETS = [
-    pytest.param({name: KINDS[name] for name in ("Adam fused", "SGD fused", "Muon")}, id="sample"),
+    pytest.param({name: KINDS[name] for name in ("Adam fused", "SGD fused", "Muon", "own")}, id="sample"),
     pytest.param(KINDS, id="torch", marks=pytest.mark.slow),
     pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
 ]

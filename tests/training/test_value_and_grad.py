@@ -111,14 +111,20 @@ def _tangents(ctx: Context) -> list[torch.Tensor]:
     of: Any = af.value_and_grad(ctx, _cubes)
     x, w = torch.tensor([1.0, 2.0]) * (ctx.rank + 1), torch.tensor([2.0, 3.0])
     _, tangent, *_ = torch.func.jvp(lambda w: of({"w": w}, x)[1]["w"], (w,), (torch.ones(2),))
-    model = af.prepare_model(ctx, torch.nn.Linear(2, 2))
-    output, moved, *_ = torch.func.jvp(model, (x,), (torch.ones(2),))
-    return [tangent, output - model(x), moved - model.weight.sum(1)]
+    model = torch.nn.Linear(2, 2)
+    weight = model.weight.detach().clone()
+    prepared = af.prepare_model(ctx, model)
+    output, moved, *_ = torch.func.jvp(prepared, (x,), (torch.ones(2),))
+    return [tangent, output - prepared(x), moved - af.broadcast(ctx, weight).sum(1)]
 
 
-def test_tangents_go_through_it_and_through_a_prepared_model() -> None:
+@pytest.mark.parametrize("fsdp", [None, af.FullyShardedDataParallelPlugin()], ids=["replicas", "shards"])
+def test_tangents_go_through_it_and_through_a_prepared_model(
+    fsdp: af.FullyShardedDataParallelPlugin | None,
+) -> None:
     expected = [torch.tensor([18.0, 54.0]), torch.zeros(2), torch.zeros(2)]
-    for found in run_ranks(_tangents, 2, on="processes"):  # torch has one level of tangents for all threads
+    # On processes, since torch has one level of tangents for all threads.
+    for found in run_ranks(_tangents, 2, on="processes", fsdp_plugin=fsdp):
         torch.testing.assert_close([tensor.detach() for tensor in found], expected)
 
 

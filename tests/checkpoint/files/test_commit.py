@@ -1,18 +1,20 @@
 """How a checkpoint appears, what it never replaces, how it is found, and who may write and read at once."""
 
 import errno
+import fcntl
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import accelfn as af
-from accelfn.checkpoint import find_checkpoints, folder_for_files, latest_checkpoint
+from accelfn.checkpoint import disk, find_checkpoints, folder_for_files, latest_checkpoint
 from accelfn.checkpoint.commit import abandon, begin_save
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.verify import verify_checkpoint
@@ -74,6 +76,31 @@ def test_a_directory_is_synced_unless_its_system_knows_no_sync(
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
     with pytest.raises(OSError, match=str(errno.EIO)):
         save(tmp_path / "there", 1)
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_macos_empties_the_cache_of_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: bool
+) -> None:
+    synced: list[str] = []
+
+    def control(descriptor: int, operation: int, *more: int) -> int:
+        assert operation == 51
+        if lacks:
+            raise OSError(errno.ENOTSUP, "")
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return 0
+
+    monkeypatch.setattr(disk, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    if lacks:
+        monkeypatch.setattr(
+            os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        )
+    save(tmp_path / "here", 1)
+    assert str(tmp_path / "here") in synced
+    assert any(TENSORS.split(".")[0] in path for path in synced)
 
 
 # --- refusing ------------------------------------------------------------------------------------

@@ -202,6 +202,28 @@ def test_a_module_runs_its_own_code_when_it_is_loaded(tmp_path: Path, way: str) 
     assert loaded.calls == [way]
 
 
+@pytest.mark.parametrize("fsdp", [None, af.FullyShardedDataParallelPlugin()], ids=["replicas", "shards"])
+def test_a_rate_that_was_set_by_hand_is_that_of_the_checkpoint(tmp_path: Path, fsdp: Any) -> None:
+    def prepared(ctx: Context) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return af.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+
+    def run(ctx: Context) -> None:
+        model, optimizer = prepared(ctx)
+        layouts.step(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.125
+        af.save_state(ctx, tmp_path, {"model": model, "optimizer": optimizer})
+        layouts.step(model, optimizer)
+        other, its_optimizer = prepared(ctx)
+        af.load_state(ctx, tmp_path, {"model": other, "optimizer": its_optimizer})
+        assert its_optimizer.param_groups[0]["lr"] == 0.125
+        layouts.step(other, its_optimizer)
+        found = layouts.whole(other, its_optimizer)
+        assert not layouts.differing(found, layouts.whole(model, optimizer))
+
+    run_ranks(run, 2, on="processes", fsdp_plugin=fsdp)
+
+
 @pytest.mark.parametrize("on", ["memory", "processes"])
 def test_the_newest_is_loaded_if_there_is_any(tmp_path: Path, on: Any) -> None:
     def run(ctx: Context) -> list[Any]:

@@ -182,6 +182,11 @@ BESIDE = {
         "--use_fsdp",
         "--fsdp_sharding_strategy=2",
     ),
+    "strategy of version 1": (
+        "fsdp_config: {fsdp_version: 1, fsdp_reshard_after_forward: FULL_SHARD}",
+        "--use_fsdp",
+        "--fsdp_sharding_strategy=1",
+    ),
     "cp": (
         "distributed_type: FSDP\nparallelism_config: {parallelism_config_cp_size: 2}",
         "--fsdp_version=2 -n2",
