@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accelfn as af
 from accelfn import Context, DistributedDataParallelKwargs
+from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError
 from accelfn.testing import Where, run_ranks
 
@@ -256,6 +257,37 @@ def test_ranks_may_use_other_parameters(on: Where) -> None:
     assert expected[1][0] is None
     for found in run_ranks(lambda ctx: [run(ctx, False), run(ctx, True)], 2, on):
         assert found == [expected] * 2
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_a_forward_pass_that_is_never_reversed_says_nothing_of_the_next_window() -> None:
+    """Torch looks in it for unused parameters, such as one that is frozen; it may be trained by then."""
+
+    def gradients(ctx: Context, model: nn.Module, x: torch.Tensor) -> list[float]:
+        first, scaler = cast("Any", af.unwrap_model(model))[0], af.init_scaler(ctx)
+        first.requires_grad_(False)
+        model(x)
+        first.requires_grad_(True)
+        for place in range(2):
+            micro = plan_microbatch(place, 0, 100, 2)
+            with af.accumulate(ctx, micro, model):
+                scaler = af.backward(ctx, model((place + 1) * x).sum(), scaler, micro)
+        return [float(cast("torch.Tensor", one.grad).sum()) for one in model.parameters()]
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        for one in model.parameters():
+            nn.init.constant_(one, 0.5)
+        return model
+
+    def run(ctx: Context) -> list[float]:
+        options = DistributedDataParallelKwargs(find_unused_parameters=True)
+        ctx = ctx.replace(kwargs_handlers=[options])
+        return gradients(ctx, af.prepare_model(ctx, make()), torch.full((1, 2), ctx.rank + 1.0))
+
+    ranks = [gradients(Context(), make(), torch.full((1, 2), rank + 1.0)) for rank in range(2)]
+    expected = [sum(both) / 2 for both in zip(*ranks, strict=True)]
+    assert run_ranks(run, 2, "processes") == [expected] * 2
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])

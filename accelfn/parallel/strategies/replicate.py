@@ -161,6 +161,8 @@ class DDPHandle(Handle):
         if ddp is None:
             return
         call_log, is_nested = self._call_log, _unfinished(ddp) is not None
+        # From it torch looks for unused parameters where it is to.
+        value = None if call_log.backward is None else call_log.backward.value
         if not is_nested:
             self._got, self._reductions = set(), call_log.reductions
             if call_log.backward is not None and not (ddp.find_unused_parameters or ddp.static_graph):
@@ -171,13 +173,16 @@ class DDPHandle(Handle):
             self._unreduced = IN_NO_SYNC
         elif is_announced:
             self._unreduced = None
+            if not ddp.require_backward_grad_sync and not is_nested:
+                # An earlier forward pass was announced and never reversed; others may be unused by now.
+                ddp.reducer.prepare_for_backward([] if value is None else [value])
         elif ddp.static_graph or self.is_shared:
             self._unreduced = (
                 "the loss wasn't computed by a call of the prepared model, which torch requires with "
                 + ("parameters in two prepared models" if self.is_shared else "static_graph=True")
                 + ". Compute it in the model's forward, and call the prepared model"
             )
-        elif ddp.find_unused_parameters and (call_log.backward is None or call_log.backward.value is None):
+        elif ddp.find_unused_parameters and value is None:
             self._unreduced = (
                 "the loss wasn't computed by a call of the prepared model, from which torch would look for "
                 "unused parameters. Call accelfn.backward in place of loss.backward()"
@@ -187,8 +192,6 @@ class DDPHandle(Handle):
             if not is_nested:
                 if ddp.reducer._rebuild_buckets():  # once, as before a forward pass
                     ddp._has_rebuilt_buckets = True
-                # From it torch looks for unused parameters where it is to.
-                value = None if call_log.backward is None else call_log.backward.value
                 ddp.reducer.prepare_for_backward([] if value is None else [value])
 
     def _complete(self) -> None:
