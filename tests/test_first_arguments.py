@@ -54,6 +54,23 @@ def test_what_takes_no_context_says_so() -> None:
         PUBLIC["unwrap_model"](af.Context(), nn.Linear(1, 1))
 
 
+def test_other_first_arguments_are_named() -> None:
+    ctx, model = af.Context(), nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"^load_model: takes no Context\. Write load_model\(model, \.\.\.\)"):
+        PUBLIC["load_model"](ctx, model, "folder")
+    with pytest.raises(TypeError, match=r"device_placement\. Write Accelerator\(context=ctx\)"):
+        PUBLIC["Accelerator"](ctx)
+    with pytest.raises(TypeError, match=r"^set_seed: seed must be an int, got '42' of type str"):
+        PUBLIC["set_seed"]("42")
+    scaler, accelerator = af.init_scaler(ctx), af.Accelerator(context=ctx)
+    for clip in ("clip_grad_norm_", "clip_grad_value_"):
+        said = rf"^{clip}: takes parameters, got the module Linear\. Pass model\.parameters\(\)"
+        with pytest.raises(TypeError, match=said):
+            PUBLIC[clip](ctx, model, 1.0, scaler_state=scaler)
+        with pytest.raises(TypeError, match=said):
+            getattr(accelerator, clip)(model, 1.0)
+
+
 def takers(parameter: str) -> list[str]:
     return [name for name in TAKES_CONTEXT if parameter in inspect.signature(PUBLIC[name]).parameters]
 

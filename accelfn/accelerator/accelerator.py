@@ -55,6 +55,7 @@ from accelfn.data.metrics import gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.optimizers import steps_in_backward
 from accelfn.training.backward import add_gradients
+from accelfn.training.optimizers import list_parameters
 from accelfn.training.prepare import Kind, prepare_kinds
 from accelfn.training.scaler import may_skip
 
@@ -158,6 +159,10 @@ class Accelerator(Extras, Saving):
         reduction: str | CanonicalReduction | None = None,
     ) -> None:
         """Start a context, or use an existing one."""
+        if isinstance(cast("object", device_placement), Context):
+            raise TypeError(
+                "Accelerator: the first argument is device_placement. Write Accelerator(context=ctx)."
+            )
         arguments = locals()
         options: dict[str, Any] = {name: arguments[name] for name in ContextOptions.__annotations__}
         options["cpu"] = cpu or None
@@ -409,19 +414,19 @@ class Accelerator(Extras, Saving):
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
         """Bound the norm of gradients and return what it was; see :func:`accelfn.clip_grad_norm_`."""
-        parameters, state = self._unscaled(parameters)
+        parameters, state = self._unscaled("clip_grad_norm_", parameters)
         return training.clip_grad_norm_(self.context, parameters, max_norm, norm_type, scaler_state=state)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Bound each entry of gradients; see :func:`accelfn.clip_grad_value_`."""
-        parameters, state = self._unscaled(parameters)
+        parameters, state = self._unscaled("clip_grad_value_", parameters)
         training.clip_grad_value_(self.context, parameters, clip_value, scaler_state=state)
 
     def _unscaled(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor
+        self, operation: str, parameters: Iterable[torch.Tensor] | torch.Tensor
     ) -> tuple[list[torch.Tensor], training.ScalerState]:
         self._require_closing_window()
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        listed = list_parameters(operation, parameters)
         return listed, self._scaling.unscale_for(self.context, listed)
 
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

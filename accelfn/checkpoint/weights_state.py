@@ -35,6 +35,8 @@ def require_module(operation: str, model: object) -> nn.Module:
     Raises:
         TypeError: It isn't.
     """
+    if isinstance(model, Context):
+        raise TypeError(f"{operation}: takes no Context. Write {operation}(model, ...).")
     if not isinstance(model, nn.Module):
         raise TypeError(f"{operation}: takes a module, got {type(model).__name__}.")
     return model

@@ -127,15 +127,15 @@ def _rows(records: Sequence[CallRecord]) -> tuple[list[Disagreement], str]:
         "shapes and dtypes."
     )
     operations = [record.operation for record in records]
+    # Other operations are often called at several lines, and a model is called at one by all ranks.
+    calls = [(one.operation, one.site if one.operation == "forward" else "") for one in records]
+    if calls.count(calls[0]) == 1 and len(calls) > 1:
+        hint += f" If {operations[0]} is inside `if ... is_main_process`, move it out: all ranks take part."
     if rows := _differing(operations, "a call of "):
-        if operations.count(operations[0]) == 1:
-            hint += (
-                f" If {operations[0]} is inside `if ... is_main_process`, move it out: all ranks take part."
-            )
         return rows, hint
     if rows := _differing([f"call {record.number}" for record in records]):
         return rows, "A rank has skipped a call, or made an extra one. " + hint
-    if rows := _differing([record.place for record in records]):
+    if rows := _differing([record.place or "outside of accumulate" for record in records]):
         return rows, "The ranks are at different positions in their data. " + hint
     paths = dict.fromkeys(path for record in records for path in record.leaves)
     rows = [

@@ -40,7 +40,7 @@ def set_seed(
         deterministic: Also enable torch's deterministic algorithms, for the process.
 
     Raises:
-        TypeError: ``seed`` is a context, or ``ctx`` is none.
+        TypeError: ``seed`` is a context or no int, or ``ctx`` is no context.
         ValueError: ``seed`` is out of range, or ``device_specific`` without ``ctx``.
     """
     if isinstance(seed, Context) or not isinstance(cast("object", ctx), (Context, type(None))):
@@ -48,6 +48,8 @@ def set_seed(
             f"set_seed: the seed comes first, then the context: got {type(seed).__name__} and "
             f"{type(ctx).__name__}. Write set_seed(seed), or set_seed(seed, ctx=ctx, device_specific=True)."
         )
+    if not isinstance(cast("object", seed), int):
+        raise TypeError(f"set_seed: seed must be an int, got {seed!r} of type {type(seed).__name__}.")
     if device_specific:
         if ctx is None:
             raise ValueError(

@@ -7,10 +7,10 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -358,6 +358,17 @@ def with_mesh(ctx: Context) -> Context:
     timeout = timedelta(seconds=ctx.guard.timeout_s)
     mesh = build_mesh(ctx.world, ctx.collectives, plan, parallelism.device_mesh, timeout=timeout)
     return dataclasses.replace(ctx, mesh=mesh)
+
+
+def _refuse_change(ctx: Context, name: str, value: object = None) -> NoReturn:
+    raise FrozenInstanceError(
+        f"a Context never changes, and its {name} can't be set. Make another one, such as "
+        'ctx.replace(mixed_precision="bf16"), which takes the options of init_context.'
+    )
+
+
+# Those of a frozen dataclass fail for names that aren't fields.
+Context.__setattr__ = Context.__delattr__ = _refuse_change
 
 
 def _from_options(options: dict[str, Any]) -> Context:

@@ -74,6 +74,22 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
     return together
 
 
+def send_buffers(optimizers: Iterable[Optimizer]) -> None:
+    """Send rank 0's buffers of the models that optimizers train, where forward passes have changed them.
+
+    From then on a rank computes with them alone too, such as the main process in an evaluation.
+
+    Ranks: every rank of the world of these models.
+    """
+    for optimizer in optimizers:
+        # The first of a group stands for all: this runs in each step.
+        for group in optimizer.param_groups:
+            for parameter in group["params"][:1]:
+                for handle in handles_of(parameter):
+                    if handle.buffers is not None and handle.buffers.is_due():
+                        handle.buffers.send()
+
+
 def refuse_open_window(optimizer: Optimizer, *_: object) -> None:
     """Refuse a step of torch's own optimizer inside of an open window. For its hooks before a step.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from accelfn.parallel.engines import EngineOptimizer
@@ -28,6 +29,18 @@ def list_optimizers(operation: str, optimizer: object, or_else: str = "") -> tup
             f"{operation}: optimizer must be a torch optimizer or a sequence of them{or_else}; got {kind}."
         )
     return found
+
+
+def list_parameters(operation: str, parameters: object) -> list[torch.Tensor]:
+    """Return parameters as a list.
+
+    Raises:
+        TypeError: They are a module.
+    """
+    if isinstance(parameters, nn.Module):
+        kind = type(parameters).__name__
+        raise TypeError(f"{operation}: takes parameters, got the module {kind}. Pass model.parameters().")
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(cast("Any", parameters))
 
 
 def parameters_in(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:

@@ -17,8 +17,8 @@ from accelfn.parallel.engines import REPLACED, EngineOptimizer, owner_of_step
 from accelfn.parallel.norm import clip_norm_, clip_value_
 from accelfn.parallel.optimizers import check_can_step
 from accelfn.parallel.pointers import follow
-from accelfn.parallel.step_checks import check_reduced, follow_optimizers
-from accelfn.training.optimizers import list_optimizers, parameters_in
+from accelfn.parallel.step_checks import check_reduced, follow_optimizers, send_buffers
+from accelfn.training.optimizers import list_optimizers, list_parameters, parameters_in
 from accelfn.training.scaler import (
     ScalerState,
     check_scaler,
@@ -191,7 +191,7 @@ def _ready(
     """Return the current parameters, whose gradients must be complete, averaged and divided."""
     check_context(operation, ctx)
     check_scaler(operation, scaler_state, is_closed=True)
-    found = follow([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    found = follow(list_parameters(operation, parameters))
     if ctx.world.size > 1 and ctx.strategy.engine is None:
         check_reduced(operation, ctx, found)
     if not scaler_state.unscaled and (scaler_state.weight is not None or ctx.precision.scales_loss):
@@ -301,6 +301,7 @@ def _step(
         parameters = parameters_in(optimizers)
         if check_reduced("optimizer_step", ctx, parameters):
             count_call(ctx, Call("optimizer_step"))
+            send_buffers(optimizers)
     scales = ctx.precision.scales_loss
     if scales or scaler_state.weight is not None:
         scaler_state = unscale_gradients(ctx, optimizers, scaler_state._replace())

@@ -139,6 +139,15 @@ def test_an_impossible_place_is_refused(fields: dict[str, int], message: str) ->
         af.World(**fields)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("name", ["precision", "mixed_precision", "device", "lr"])
+def test_a_change_of_a_context_is_refused_with_what_to_write(name: str) -> None:
+    ctx = af.Context()
+    with pytest.raises(dataclasses.FrozenInstanceError, match=rf"{name} can't be set.* ctx\.replace\("):
+        setattr(ctx, name, "bf16")
+    with pytest.raises(dataclasses.FrozenInstanceError, match=rf"{name} can't be set"):
+        delattr(ctx, name)
+
+
 @pytest.mark.parametrize("where", ["memory", "processes"])
 def test_a_pickled_context_knows_its_rank_and_refuses_to_communicate(where: Any) -> None:
     def run(ctx: Context) -> tuple[int, ...]:

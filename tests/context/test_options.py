@@ -46,8 +46,9 @@ def test_unknown_options_are_refused_by_name() -> None:
         match=r"unknown option\(s\) mixed_precison, steps\. Did you mean 'mixed_precision'\? The opt",
     ):
         applied(mixed_precison="bf16", steps=4)
-    with pytest.raises(ConfigurationError, match=r"got 'bfloat16'\. Did you mean 'bf16'\?"):
-        applied(mixed_precision="bfloat16")
+    for name, meant in (("bfloat16", "bf16"), ("float16", "fp16")):
+        with pytest.raises(ConfigurationError, match=rf"got '{name}'\. Did you mean '{meant}'\?"):
+            applied(mixed_precision=name)
     with pytest.raises(TypeError, match="mixed_precison"):
         Context().replace(mixed_precison="bf16")  # pyright: ignore[reportCallIssue]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelfn.errors import ConfigurationError, RemoteRankError
+from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError
 from accelfn.parallel.strategies.recompute import recompute
 from accelfn.testing import Where, run_ranks
 
@@ -89,6 +89,42 @@ def test_ranks_compute_with_rank_0s_buffers_in_windows_methods_and_evaluations(
     for found in run_ranks(train, 2, on, **options):
         torch.testing.assert_close(found, expected)
     assert expected[0][0] == expected[0][1]
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+@pytest.mark.parametrize("unwraps", [False, True])
+def test_the_main_process_evaluates_alone_between_steps(on: Where, unwraps: bool) -> None:
+    def run(ctx: Context) -> list[Any]:
+        model: Any = filled(Statistics())
+        model, optimizer = af.prepare(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler, seen = af.init_scaler(ctx), list[Any]()
+        for step in range(3):
+            scaler = af.backward(ctx, model(rows(ctx.rank, step)).square().mean(), scaler)
+            scaler = af.optimizer_step(ctx, optimizer, scaler)
+            seen.append(buffers_of(model))
+            if ctx.is_main_process:
+                evaluated = af.unwrap_model(model) if unwraps else model
+                with torch.no_grad():
+                    evaluated.eval()(rows(0, 9))
+                evaluated.train()
+        return seen
+
+    first, second = run_ranks(run, 2, on)
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_the_main_process_alone_is_told_that_shards_need_all_ranks() -> None:
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, filled(Statistics()))
+        model(rows(ctx.rank, 0)).square().mean().backward()
+        if ctx.is_main_process:
+            with torch.no_grad():
+                model(rows(0, 0))
+        model(rows(ctx.rank, 1))
+
+    with pytest.raises(MismatchError, match=r"If forward is inside `if .* is_main_process`, move it out"):
+        run_ranks(run, 2, "processes", fsdp_plugin=FullyShardedDataParallelPlugin())
 
 
 def test_constant_buffers_and_copies_send_nothing() -> None:

@@ -87,7 +87,7 @@ def did_you_mean(word: object, words: Iterable[str]) -> str:
 
     known, parts = [*map(str, words)], set(str(word).split("_"))
     near = [one for one in known if len(parts) > 1 and parts <= set(one.split("_"))]
-    near = near or get_close_matches(str(word), known, 1)
+    near = near or get_close_matches(str(word), known, 1, cutoff=0.54)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
