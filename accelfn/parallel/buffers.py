@@ -159,7 +159,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 class BufferSync:
-    """Sends rank 0's buffers at each step and before a forward pass, if they have changed since the last time.
+    """Sends rank 0's buffers at each step and before a forward pass, if they have changed since the last.
 
     So all ranks compute with what is saved, in evaluations too, also of one rank alone after a step. A model
     whose buffers are constant communicates nothing. Copies of the model keep their own buffers.

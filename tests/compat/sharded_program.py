@@ -21,21 +21,20 @@ def trainer(folder: pathlib.Path, **options: Any) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config: Any = transformers.LlamaConfig(**sizes, vocab_size=64, tie_word_embeddings=False)
     ids = [torch.randint(0, 64, (16,)) for _ in range(64)]
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=6,
-        per_device_train_batch_size=8 if "parallelism_config" in options else 4,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="steps",
-        save_steps=3,
-        save_only_model="deepspeed" in options,
-        logging_steps=1,
-        disable_tqdm=True,
-        lr_scheduler_type="constant",
-        learning_rate=1e-3,
-        **options,
-    )
+    common: dict[str, Any] = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 8 if "parallelism_config" in options else 4,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "save_only_model": "deepspeed" in folder.name,
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 1e-3,
+    }
+    arguments = transformers.TrainingArguments(str(folder), **{**common, **options})
     data: Any = [{"input_ids": row, "labels": row.masked_fill(row > 48, -100)} for row in ids]
     return transformers.Trainer(transformers.LlamaForCausalLM(config), arguments, train_dataset=data)
 
@@ -46,9 +45,25 @@ def losses(of: Any) -> list[float]:
 
 def main() -> None:
     folder = pathlib.Path(sys.argv[1])
+    windows = {
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 1,
+    }
+    if sys.argv[2:]:  # DeepSpeed is chosen by the launcher's file
+        run = trainer(folder / "launched deepspeed", **windows)
+        run.train()
+        if run.args.process_index == 0:
+            is_used = run.is_deepspeed_enabled and type(run.deepspeed).__name__
+            (folder / "launched.json").write_text(json.dumps([is_used, losses(run)]))
+        return
     fsdp = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     batch = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", **batch}
+    rates = {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    adam = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+    planned = {"type": "WarmupDecayLR", "params": {**rates, "warmup_type": "linear"}}
     overlapped = {"zero_optimization": {"stage": 1, "overlap_comm": True, "_comment": "fast"}}
     found: dict[str, Any] = {}
     ways: dict[str, dict[str, Any]] = {
@@ -57,6 +72,8 @@ def main() -> None:
         "cp": {"parallelism_config": accelerate.ParallelismConfig(cp_size=2)},
         "deepspeed": {"deepspeed": zero},
         "deepspeed, stage 1": {"deepspeed": {"_comment": "as people write it", **batch, **overlapped}},
+        "windows": windows,
+        "deepspeed, auto": {"deepspeed": {**zero, "optimizer": adam, "scheduler": planned}, **windows},
     }
     for name, options in ways.items():
         run = trainer(folder / name, **options)
