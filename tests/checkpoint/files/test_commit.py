@@ -94,10 +94,12 @@ def test_macos_empties_the_cache_of_the_disk_too(
     monkeypatch.setattr(disk, "sys", SimpleNamespace(platform="darwin"))
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", control)
+
+    def sync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
     if lacks:
-        monkeypatch.setattr(
-            os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        )
+        monkeypatch.setattr(os, "fsync", sync)
     save(tmp_path / "here", 1)
     assert str(tmp_path / "here") in synced
     assert any(TENSORS.split(".")[0] in path for path in synced)
