@@ -29,7 +29,7 @@ from accelfn.bigmodel.devices import (
 from accelfn.bigmodel.weight_files import Checkpoint, Stored
 from accelfn.checkpoint.header import dtype_name
 from accelfn.checkpoint.weights_index import nesting_hint, prefix_hint, tied_by
-from accelfn.checkpoint.weights_state import own_names
+from accelfn.checkpoint.weights_state import own_names, without_inserted
 from accelfn.errors import CheckpointMismatchError, Misfit
 from accelfn.parallel.pointers import WholeModel, whole_of
 from accelfn.tree import is_dtensor, local_of
@@ -283,12 +283,17 @@ def _read_targets(operation: str, model: nn.Module) -> tuple[list[Target], dict[
             layers, or two tensors have the same name without wrappers.
     """
     own = own_names(operation, model)
+
+    def named(name: str) -> str:
+        return own.get(name) or own.get(without_inserted(name), name)  # a state dict may leave them out
+
+    stored = frozenset(own.values())
     groups: dict[object, list[tuple[str, TensorRef]]] = {}
     extras: dict[str, nn.Module] = {}
     for path, module in named_modules(model, every_name=True):
         dot = f"{path}." if path else ""
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            extras[own.get(f"{dot}_extra_state", f"{dot}_extra_state")] = module
+            extras[named(f"{dot}_extra_state")] = module
         for is_parameter in (True, False):
             for key, tensor in store_of(module, is_parameter).items():
                 if tensor is not None:
@@ -300,10 +305,10 @@ def _read_targets(operation: str, model: nn.Module) -> tuple[list[Target], dict[
         ref = group[0][1]
         targets.append(
             Target(
-                names=tuple(own.get(name, name) for name, _ in group),
+                names=tuple(named(name) for name, _ in group),
                 refs=tuple(ref for _, ref in group),
                 tensor=ref.read(),
-                is_stored=any(name in own for name, _ in group),
+                is_stored=any(named(name) in stored for name, _ in group),
                 starts_at_zero=isinstance(ref.owner, _NormBase) and ref.key == "num_batches_tracked",
             )
         )
@@ -422,6 +427,8 @@ def _apply_load_hooks(
             raise ValueError(refusal) from error
         if any(value.is_meta and id(value) not in known for value in state.values()):
             raise ValueError(refusal)
+    # A hook of a wrapper inserts its name.
+    state = {name if name in tensors else without_inserted(name): value for name, value in state.items()}
     return (
         {name: known[id(value)] for name, value in state.items() if id(value) in known},
         {name: value for name, value in state.items() if id(value) not in known},

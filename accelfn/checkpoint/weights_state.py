@@ -60,14 +60,14 @@ def own_names(operation: str, model: nn.Module) -> dict[str, str]:
     """
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
     wrapped = frozenset(
-        _without_inserted(f"{name}.module" if name else "module")
+        without_inserted(f"{name}.module" if name else "module")
         for name, module in modules
         if isinstance(module, (DistributedDataParallel, nn.DataParallel))
     )
     names: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in model.state_dict(keep_vars=True):
-        parts = _without_inserted(name).split(".")
+        parts = without_inserted(name).split(".")
         own = ".".join(part for count, part in enumerate(parts, 1) if ".".join(parts[:count]) not in wrapped)
         if own in taken:
             raise ValueError(f"{operation}: {taken[own]} and {name} would both be called {own}. Rename one.")
@@ -76,7 +76,8 @@ def own_names(operation: str, model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _without_inserted(name: str) -> str:
+def without_inserted(name: str) -> str:
+    """Return a name without what ``torch.compile`` and activation checkpointing insert."""
     return ".".join(part for part in name.split(".") if part not in _INSERTED)
 
 
@@ -280,7 +281,7 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
         inner = unwrap_model(require_module(_GET, plain), keep_torch_compile=False)
         check_filled(_GET, inner)
         tensors = (inner if unwrap else plain).state_dict(keep_vars=True)
-        names = own_names(_GET, inner) if unwrap else {name: _without_inserted(name) for name in tensors}
+        names = own_names(_GET, inner) if unwrap else {name: without_inserted(name) for name in tensors}
         own = {own: tensors[name] for name, own in names.items()}
         state, stages = complete_state(ctx, _GET, inner, own, agree_on)
         agree_on("state", lambda: describe_state(state, stages))
