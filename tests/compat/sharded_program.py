@@ -45,12 +45,8 @@ def losses(of: Any) -> list[float]:
 
 def main() -> None:
     folder = pathlib.Path(sys.argv[1])
-    windows = {
-        "gradient_accumulation_steps": 2,
-        "max_steps": 3,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 1,
-    }
+    decay = {"lr_scheduler_type": "linear", "warmup_steps": 2}  # DeepSpeed's has at least two
+    windows = {"gradient_accumulation_steps": 2, "max_steps": 4, **decay}
     if sys.argv[2:]:  # DeepSpeed is chosen by the launcher's file
         run = trainer(folder / "launched deepspeed", **windows)
         run.train()
