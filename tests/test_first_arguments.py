@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import accelfn as af
@@ -40,6 +41,15 @@ def test_a_forgotten_context_is_named(name: str) -> None:
     said = rf"^{name}: the first argument must be the Context, got Linear\. Write {name}"
     with pytest.raises(TypeError, match=said):
         use(name, nn.Linear(1, 1), *(None for _ in others))
+
+
+@pytest.mark.parametrize("name", TAKES_CONTEXT)
+def test_a_forgotten_context_is_named_where_other_arguments_are_missing_for_it(name: str) -> None:
+    said = f"^{name}: the first argument must be the Context, got"
+    with pytest.raises(TypeError, match=f"{said} Tensor"):
+        PUBLIC[name](torch.ones(2))
+    with pytest.raises(TypeError, match=f"{said} nothing"):
+        PUBLIC[name]()
 
 
 def test_an_accelerator_holds_the_context() -> None:

@@ -16,7 +16,7 @@ from accelfn.bigmodel.load import apply_plan
 from accelfn.bigmodel.load_plan import LoadOptions, LoadPlan, plan_load
 from accelfn.bigmodel.weight_files import FileId, open_checkpoint
 from accelfn.comm import Call, agree, broadcast_object_list, catch
-from accelfn.context import Context, check_context, init_context
+from accelfn.context import Context, init_context, takes_context
 from accelfn.context.process_group import is_registered
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel import PipelinePlan, SchedulePlan, plan_stages, read_facts
@@ -197,6 +197,7 @@ def plan_pipeline(
     return plan_stages(facts, num_stages, costs=costs, last=last)
 
 
+@takes_context
 def prepare_pipeline(
     ctx: Context,
     model: nn.Module,
@@ -253,7 +254,6 @@ def prepare_pipeline(
         MismatchError: The ranks' plans differ.
         RemoteRankError: Another rank has failed.
     """
-    check_context(_PREPARE, ctx)
     args: tuple[Any, ...] = cast("tuple[Any, ...]", example) if isinstance(example, tuple) else (example,)
     kwargs = dict(example_kwargs or {})
     if isinstance(example, Mapping) and example_kwargs is None:

@@ -41,7 +41,7 @@ from accelfn.checkpoint.restore import (
 from accelfn.checkpoint.scheduled_disk import disk_of
 from accelfn.checkpoint.verify import check_attachments
 from accelfn.comm import catch
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -71,6 +71,7 @@ class StoredParts(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
+@takes_context
 def load_state(
     ctx: Context,
     directory: str | os.PathLike[str],
@@ -120,13 +121,13 @@ def load_state(
         RemoteRankError: One of these happened on another rank; or an earlier save in the background has
             failed, and another rank has not asked for its result.
     """
-    check_context("load_state", ctx)
     phases = CollectivePhases(ctx, "load_state")
     plain, write_back = with_plain_objects(like)
     request = begin_load(ctx, phases, directory, plain, strict, partial)
     return write_back(_load(ctx, phases, request.directory, plain, request, random_state))
 
 
+@takes_context
 def load_latest(
     ctx: Context,
     directory: str | os.PathLike[str],
@@ -170,7 +171,6 @@ def load_latest(
     ...     before, load_latest(Context(), folder, {"step": 0})
     (None, {'step': 7})
     """
-    check_context("load_latest", ctx)
     phases = CollectivePhases(ctx, "load_latest")
     plain, write_back = with_plain_objects(like)
     request = begin_load(ctx, phases, directory, plain, strict, partial)
@@ -182,7 +182,7 @@ def load_latest(
         if older is None or not _is_damage(error):
             raise error
         if ctx.is_main_process:
-            warnings.warn(f"load_latest: {error} Loading {older} instead.", stacklevel=2)
+            warnings.warn(f"load_latest: {error} Loading {older} instead.", stacklevel=3)
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn, cast
 import torch
 
 from accelfn.comm import Call, agree, failing_together
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.data.workers import Hold, SignalHolder
 
 __all__ = ("EXIT_PREEMPTED", "STOP_SIGNALS", "PreemptionGuard", "preemption")
@@ -126,6 +126,7 @@ class _StopHandler(SignalHolder):
             handler = handler.previous
 
 
+@takes_context
 @contextmanager
 def preemption(
     ctx: Context,
@@ -168,7 +169,6 @@ def preemption(
     ...     before, guard.should_stop()
     (False, True)
     """
-    check_context("preemption", ctx)
     with failing_together(ctx, "preemption"):
         numbers = _check_signals(signals)
         guard = PreemptionGuard(ctx, _seconds(time_limit))

@@ -53,7 +53,7 @@ from accelfn.checkpoint.scheduled_disk import disk_of
 from accelfn.checkpoint.stages import join_stages
 from accelfn.checkpoint.write import Job, begin_job, entry_key, write_job
 from accelfn.comm import catch, check_replicas
-from accelfn.context import Context, check_context, news
+from accelfn.context import Context, news, takes_context
 from accelfn.context.config import GuardMode
 from accelfn.errors import MissingRankError, ReplicaDriftError
 from accelfn.parallel.engines import with_plain_objects
@@ -125,6 +125,7 @@ def save_state(
     files: str | os.PathLike[str] | None = None,
     allow_drift: bool = False,
 ) -> Path | SaveHandle: ...
+@takes_context
 def save_state(
     ctx: Context,
     directory: str | os.PathLike[str],
@@ -187,7 +188,6 @@ def save_state(
             failed, and another rank has not asked for its result.
         MismatchError: A rank called something else.
     """
-    check_context("save_state", ctx)
     check_path("save_state", directory)
     path = Path(os.path.abspath(directory))
     disk = disk_of(ctx, REAL_DISK)

@@ -57,7 +57,7 @@ from accelfn.checkpoint.weights_state import (
     together,
 )
 from accelfn.comm import check_replicas, gather_object
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.context.config import GuardMode
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit
 from accelfn.parallel.engines import with_plain_weights
@@ -73,6 +73,7 @@ _DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.ite
 # --- saving --------------------------------------------------------------------------------------
 
 
+@takes_context
 def save_model(
     ctx: Context,
     model: nn.Module,
@@ -118,7 +119,6 @@ def save_model(
         MismatchError: The ranks' models differ.
         ReplicaDriftError: Replicas of a parameter differ between ranks, and only one could be saved.
     """
-    check_context("save_model", ctx)
     model, _ = with_plain_weights(model)
     check_path("save_model", directory)
     folder = Path(directory)

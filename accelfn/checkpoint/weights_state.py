@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.checkpoint.weights_index import tied_by
 from accelfn.comm import Call, agree, broadcast, catch, gather_object
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.parallel.engines import with_plain_weights
 from accelfn.parallel.pointers import whole_of
 from accelfn.parallel.values import check_filled, gathered
@@ -249,6 +249,7 @@ def gathered_tensors(
         yield value if stages is None else stages.send(name, value)
 
 
+@takes_context
 def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
     """Return the state dict of a model, with complete tensors under the model's own names.
 
@@ -274,7 +275,6 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
     >>> sorted(get_state_dict(Context(), torch.nn.Linear(2, 1)))
     ['bias', 'weight']
     """
-    check_context("get_state_dict", ctx)
     plain, _ = with_plain_weights(model)
 
     def collect(agree_on: Agreement) -> dict[str, Any]:

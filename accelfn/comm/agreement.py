@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from accelfn.context import Context, Unsettled, call_site, check_context, publish, text_of
+from accelfn.context import Context, Unsettled, call_site, publish, takes_context, text_of
 from accelfn.context.config import GuardMode
 from accelfn.errors import Caller, Disagreement, MismatchError, RemoteRankError, UnevenDataError
 from accelfn.tree import PackSpec, TreeSpec, flatten
@@ -520,6 +520,7 @@ def describe_tree(operation: str, tree: Any) -> Call:
     return tree_call(operation, "", structure, [_kind(leaf) for leaf in leaves])
 
 
+@takes_context
 def verify_structure(ctx: Context, tree: Any) -> None:
     """Check that every rank has a tree of the same structure, shapes and dtypes.
 
@@ -533,7 +534,6 @@ def verify_structure(ctx: Context, tree: Any) -> None:
     Raises:
         MismatchError: The trees differ; the same error on every rank, with rank and path of each difference.
     """
-    check_context("verify_structure", ctx)
     if ctx.world.size == 1:
         return
     # An explicit check, so it compares in any mode of the guard.

@@ -25,7 +25,7 @@ from accelfn.comm.agreement import (
     gather_known,
     padded_size,
 )
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 
 T = TypeVar("T")
 
@@ -36,6 +36,7 @@ _LENGTH = struct.Struct("<Q")
 def gather_object(ctx: Context, obj: list[T]) -> list[T]: ...
 @overload
 def gather_object(ctx: Context, obj: T) -> list[T]: ...
+@takes_context
 def gather_object(ctx: Context, obj: Any) -> list[Any]:
     """Gather the Python objects of all ranks in one list.
 
@@ -57,7 +58,6 @@ def gather_object(ctx: Context, obj: Any) -> list[Any]:
     >>> gather_object(Context(), ["a", "b"]), gather_object(Context(), {"score": 1})
     (['a', 'b'], [{'score': 1}])
     """
-    check_context("gather_object", ctx)
     objects = cast("list[Any]", obj) if isinstance(obj, list) else [obj]
     if ctx.world.size == 1:
         return objects
@@ -66,6 +66,7 @@ def gather_object(ctx: Context, obj: Any) -> list[Any]:
     return [item for rank in blobs for item in pickle.loads(rank)]
 
 
+@takes_context
 def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) -> list[T]:
     """Send every rank the list of Python objects of rank ``from_process``.
 
@@ -87,7 +88,6 @@ def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) ->
     >>> broadcast_object_list(Context(), ["a", 1])
     ['a', 1]
     """
-    check_context("broadcast_object_list", ctx)
     sends = ctx.world.rank == from_process
 
     def prepare() -> bytes:

@@ -13,12 +13,13 @@ import torch
 
 from accelfn.comm.agreement import Call, agree, catch
 from accelfn.comm.objects import gather_bytes
-from accelfn.context import Context, check_context, publish
+from accelfn.context import Context, publish, takes_context
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@takes_context
 def wait_for_everyone(ctx: Context) -> None:
     """Return when every rank has called this.
 
@@ -27,11 +28,11 @@ def wait_for_everyone(ctx: Context) -> None:
     Raises:
         MismatchError: Another rank called another operation instead.
     """
-    check_context("wait_for_everyone", ctx)
     if ctx.world.size > 1:
         agree(ctx, Call("wait_for_everyone"))
 
 
+@takes_context
 @contextmanager
 def main_process_first(ctx: Context) -> Generator[None, None, None]:
     """Run a ``with`` block on the main process before the other ranks enter it.
@@ -41,11 +42,11 @@ def main_process_first(ctx: Context) -> Generator[None, None, None]:
     Raises:
         RemoteRankError: On the other ranks, which don't enter the block, if it failed on the main process.
     """
-    check_context("main_process_first", ctx)
     with _first(ctx, ctx.is_main_process, "main_process_first"):
         yield
 
 
+@takes_context
 @contextmanager
 def local_main_process_first(ctx: Context) -> Generator[None, None, None]:
     """Run a ``with`` block on the first process of each node before the other ranks enter it.
@@ -56,7 +57,6 @@ def local_main_process_first(ctx: Context) -> Generator[None, None, None]:
     Raises:
         RemoteRankError: On the other ranks, if the block failed on the first process of a node.
     """
-    check_context("local_main_process_first", ctx)
     with _first(ctx, ctx.is_local_main_process, "local_main_process_first"):
         yield
 
@@ -76,6 +76,7 @@ def _first(ctx: Context, goes_first: bool, operation: str) -> Generator[None, No
         agree(ctx, call)
 
 
+@takes_context
 @contextmanager
 def failing_together(ctx: Context, doing: str) -> Generator[None, None, None]:
     """Propagate an exception in the block to every rank, before it is raised on this one.
@@ -90,7 +91,6 @@ def failing_together(ctx: Context, doing: str) -> Generator[None, None, None]:
         ctx: The world.
         doing: What the block does, for the message on the other ranks.
     """
-    check_context("failing_together", ctx)
     try:
         yield
     except Exception as error:
@@ -103,6 +103,7 @@ def failing_together(ctx: Context, doing: str) -> Generator[None, None, None]:
 def on_main_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: ...
 @overload
 def on_main_process(ctx: Context, *, share: bool = False) -> Decorator: ...
+@takes_context
 def on_main_process(ctx: Context, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on the main process only; elsewhere the function returns None.
 
@@ -121,7 +122,6 @@ def on_main_process(ctx: Context, *, share: bool = False) -> Any:
     >>> report()
     'done'
     """
-    check_context("on_main_process", ctx)
     return _only(ctx, "on_main_process", ctx.is_main_process, share)
 
 
@@ -129,12 +129,12 @@ def on_main_process(ctx: Context, *, share: bool = False) -> Any:
 def on_local_main_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: ...
 @overload
 def on_local_main_process(ctx: Context, *, share: bool = False) -> Decorator: ...
+@takes_context
 def on_local_main_process(ctx: Context, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on the first process of each node; elsewhere it returns None.
 
     Ranks: as :func:`on_main_process`; with ``share`` all ranks of a node return its first process's result.
     """
-    check_context("on_local_main_process", ctx)
     return _only(ctx, "on_local_main_process", ctx.is_local_main_process, share)
 
 
@@ -142,9 +142,9 @@ def on_local_main_process(ctx: Context, *, share: bool = False) -> Any:
 def on_last_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: ...
 @overload
 def on_last_process(ctx: Context, *, share: bool = False) -> Decorator: ...
+@takes_context
 def on_last_process(ctx: Context, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on the last rank; see :func:`on_main_process`."""
-    check_context("on_last_process", ctx)
     return _only(ctx, "on_last_process", ctx.is_last_process, share)
 
 
@@ -152,13 +152,13 @@ def on_last_process(ctx: Context, *, share: bool = False) -> Any:
 def on_process(ctx: Context, index: int, *, share: Literal[True]) -> SharingDecorator: ...
 @overload
 def on_process(ctx: Context, index: int, *, share: bool = False) -> Decorator: ...
+@takes_context
 def on_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on rank ``index``; see :func:`on_main_process`.
 
     Raises:
         ValueError: ``index`` isn't a rank, so the function would never run.
     """
-    check_context("on_process", ctx)
     if not 0 <= index < ctx.world.size:
         raise ValueError(f"on_process: index must be a rank in 0..{ctx.world.size - 1}, got {index}.")
     return _only(ctx, "on_process", ctx.rank == index, share, f" on rank {index}")
@@ -168,6 +168,7 @@ def on_process(ctx: Context, index: int, *, share: bool = False) -> Any:
 def on_local_process(ctx: Context, index: int, *, share: Literal[True]) -> SharingDecorator: ...
 @overload
 def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Decorator: ...
+@takes_context
 def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on local rank ``index`` of each node.
 
@@ -176,7 +177,6 @@ def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     Raises:
         ValueError: This node has no such local rank.
     """
-    check_context("on_local_process", ctx)
     if not 0 <= index < ctx.world.local_size:
         raise ValueError(
             f"on_local_process: index must be a local rank in 0..{ctx.world.local_size - 1}, got {index}."
@@ -222,12 +222,12 @@ def _only(ctx: Context, operation: str, runs: bool, share: bool, where: str = ""
     return decorate
 
 
+@takes_context
 def print_once(ctx: Context, *values: Any, **options: Any) -> None:
     """Print on the first process of each node, with the arguments of the builtin ``print``.
 
     Ranks: any; doesn't communicate.
     """
-    check_context("print_once", ctx)
     if ctx.is_local_main_process:
         builtins.print(*values, **options)
 
@@ -244,6 +244,7 @@ def set_trigger(state: TriggerState) -> TriggerState:
     return TriggerState(is_set=True)
 
 
+@takes_context
 def check_trigger(ctx: Context, state: TriggerState) -> tuple[TriggerState, bool]:
     """Return whether any rank has set the flag, and clear it if so.
 
@@ -256,7 +257,6 @@ def check_trigger(ctx: Context, state: TriggerState) -> tuple[TriggerState, bool
     >>> state.is_set, stop
     (False, True)
     """
-    check_context("check_trigger", ctx)
     rows = [torch.tensor([state.is_set], dtype=torch.uint8, device="cpu")]
     if ctx.world.size > 1:
         rows = agree(ctx, Call("check_trigger"), rows[0])

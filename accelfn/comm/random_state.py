@@ -16,10 +16,10 @@ from accelfn.comm.objects import broadcast_bytes
 from accelfn.comm.transfer import unwrap
 from accelfn.context import (
     Context,
-    check_context,
     device_random_state,
     seed_torch,
     set_device_random_state,
+    takes_context,
 )
 from accelfn.context.config import RNGType
 from accelfn.errors import ConfigurationError
@@ -66,6 +66,7 @@ def set_seed(
         torch.use_deterministic_algorithms(True)
 
 
+@takes_context
 def synchronize_rng_states(
     ctx: Context, types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
@@ -83,7 +84,6 @@ def synchronize_rng_states(
         ValueError: ``"generator"`` is used without ``generator``.
         ConfigurationError: A type is unknown, or of another device than this rank's.
     """
-    check_context("synchronize_rng_states", ctx)
     names = [item.value if isinstance(item, RNGType) else item for item in types]
 
     def read() -> list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:

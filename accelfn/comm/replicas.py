@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from accelfn.comm.agreement import Call, agree, as_bytes, catch, layout_call
 from accelfn.comm.objects import gather_bytes
 from accelfn.comm.transfer import unwrap
-from accelfn.context import AXES, JOINED, Context, check_context
+from accelfn.context import AXES, JOINED, Context, takes_context
 from accelfn.errors import Drift, ReplicaDriftError
 from accelfn.tree import (
     TreeSpec,
@@ -34,6 +34,7 @@ _DIGEST_BYTES = 16
 _ALL_AXES = tuple(axis for axis in AXES if axis != "pp")
 
 
+@takes_context
 def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
     """Check that a tree has the same bits on every rank, such as the parameters of a replicated model.
 
@@ -62,7 +63,6 @@ def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
 
     >>> check_replicas(Context(), torch.nn.Linear(3, 2), name="model")
     """
-    check_context("check_replicas", ctx)
     parts, error = catch(lambda: _by_axes(ctx, tree, name))
     if parts is None or (list(parts) == [_ALL_AXES] and ctx.along(*_ALL_AXES) is ctx):
         _check_part(ctx, None if parts is None else parts[_ALL_AXES], name, error)

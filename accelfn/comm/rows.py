@@ -14,12 +14,13 @@ from accelfn.comm.agreement import Call, catch, check_rank, tree_call
 from accelfn.comm.moves import Pieces, split_blocks
 from accelfn.comm.objects import broadcast_bytes, gather_bytes
 from accelfn.comm.transfer import PackedTree, detached, prepare_tree, unwrap
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.tree import TensorInformation, flatten, flatten_tensor, is_packed_sequence, tree_structure
 
 T = TypeVar("T")
 
 
+@takes_context
 def split_between_processes(ctx: Context, inputs: T, apply_padding: bool = False) -> T:
     """Return this rank's part of ``inputs``: consecutive items, split as evenly as possible.
 
@@ -42,7 +43,6 @@ def split_between_processes(ctx: Context, inputs: T, apply_padding: bool = False
     >>> split_between_processes(Context(), ["A", "B", "C"])
     ['A', 'B', 'C']
     """
-    check_context("split_between_processes", ctx)
     length = _length(inputs, "inputs")
     size, rank = ctx.world.size, ctx.world.rank
     if size == 1:
@@ -109,6 +109,7 @@ def _take(inputs: Any, indices: list[int]) -> Any:
     return tuple(inputs[index] for index in indices)
 
 
+@takes_context
 def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     """Split each tensor of rank ``from_process`` along its first dimension, one part for each rank.
 
@@ -135,7 +136,6 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     >>> scatter(Context(), torch.arange(3))
     tensor([0, 1, 2])
     """
-    check_context("scatter", ctx)
     sends = ctx.world.rank == from_process
 
     def prepare() -> tuple[PackedTree | None, bytes]:
@@ -174,6 +174,7 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     return structure.unflatten(received)
 
 
+@takes_context
 def pad_across_processes(
     ctx: Context, tree: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> T:
@@ -199,7 +200,6 @@ def pad_across_processes(
     >>> pad_across_processes(Context(), torch.tensor([1, 2]))
     tensor([1, 2])
     """
-    check_context("pad_across_processes", ctx)
 
     def prepare() -> PackedTree:
         for name, value in (("dim", dim), ("pad_index", pad_index)):

@@ -28,13 +28,14 @@ from accelfn.comm.moves import (
 from accelfn.comm.objects import gather_bytes
 from accelfn.comm.rows import split_sizes
 from accelfn.comm.transfer import unwrap
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.tree import TreeSpec, flatten, is_packed_sequence, require_tensors
 
 T = TypeVar("T")
 Axis = str | tuple[str, ...] | None
 
 
+@takes_context
 def shard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     """Split each tensor along ``dim``, and return this rank's piece. The inverse of :func:`unshard`.
 
@@ -73,6 +74,7 @@ def shard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     return _operate(ctx, "shard", axis, tree, f"dim={dim}", prepare, split)
 
 
+@takes_context
 def unshard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     """Concatenate the pieces of all ranks, on every rank, as one value that all ranks hold.
 
@@ -103,6 +105,7 @@ def unshard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     return _join(ctx, "unshard", axis, tree, dim, is_shared=True)
 
 
+@takes_context
 def all_gather(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     """Concatenate each tensor over all ranks along ``dim``, in rank order, on every rank.
 
@@ -133,6 +136,7 @@ def all_gather(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     return _join(ctx, "all_gather", axis, tree, dim, is_shared=False)
 
 
+@takes_context
 def reduce_scatter(ctx: Context, tree: T, axis: Axis = None, dim: int = 0, reduction: str = "sum") -> T:
     """Sum each tensor over all ranks, and return this rank's piece of the sum along ``dim``.
 
@@ -183,6 +187,7 @@ def reduce_scatter(ctx: Context, tree: T, axis: Axis = None, dim: int = 0, reduc
     return _operate(ctx, "reduce_scatter", axis, tree, options, prepare, sum_pieces)
 
 
+@takes_context
 def all_to_all(ctx: Context, tree: T, split_dim: int, concat_dim: int, axis: Axis = None) -> T:
     """Split tensors along ``split_dim``, send each rank its piece, and concatenate along ``concat_dim``.
 
@@ -233,6 +238,7 @@ def all_to_all(ctx: Context, tree: T, split_dim: int, concat_dim: int, axis: Axi
     return _operate(ctx, "all_to_all", axis, tree, options, prepare, exchange, uneven=True)
 
 
+@takes_context
 def permute(ctx: Context, tree: T, sources: Sequence[int], axis: Axis = None) -> T:
     """Send tensors to another rank: rank ``r`` receives those of rank ``sources[r]``.
 
@@ -314,7 +320,6 @@ def _operate(
         plan: Returns the move, from the lengths on all ranks.
         uneven: Lengths along free dimensions may differ between ranks, and are exchanged.
     """
-    check_context(operation, ctx)
     if axis is not None:
         ctx = ctx.along(*((axis,) if isinstance(axis, str) else axis))
     flat, error = catch(lambda: prepare(ctx))

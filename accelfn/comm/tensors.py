@@ -27,12 +27,13 @@ from accelfn.comm.transfer import (
     stack_buffers,
     unwrap,
 )
-from accelfn.context import Context, ReduceOp, check_context
+from accelfn.context import Context, ReduceOp, takes_context
 from accelfn.tree import Packed, flatten_group, is_packed_sequence, unpack
 
 T = TypeVar("T")
 
 
+@takes_context
 def gather(ctx: Context, tree: T) -> T:
     """Concatenate each tensor of ``tree`` over all ranks along its first dimension, in rank order.
 
@@ -54,7 +55,6 @@ def gather(ctx: Context, tree: T) -> T:
     >>> gather(Context(), {"x": torch.ones(2), "loss": torch.tensor(0.5)})
     {'x': tensor([1., 1.]), 'loss': tensor([0.5000])}
     """
-    check_context("gather", ctx)
     size = ctx.world.size
     prepared, error = catch(lambda: prepare_tree("gather", tree, is_packed_sequence))
     if size == 1:
@@ -77,6 +77,7 @@ def gather(ctx: Context, tree: T) -> T:
     return layout.structure.unflatten(gathered)
 
 
+@takes_context
 def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) -> T:
     """Reduce each tensor of ``tree`` over all ranks, element by element.
 
@@ -105,7 +106,6 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     >>> reduce(Context(), torch.tensor([1.0, 2.0]), "mean")
     tensor([1., 2.])
     """
-    check_context("reduce", ctx)
     size = ctx.world.size
 
     def prepare() -> PackedTree:
@@ -140,6 +140,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     return unpack(Packed(tuple(buffers), layout))
 
 
+@takes_context
 def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     """Send every rank the tensors of rank ``from_process``.
 
@@ -162,7 +163,6 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     >>> broadcast(Context(), [torch.tensor(1)])
     [tensor(1)]
     """
-    check_context("broadcast", ctx)
 
     def prepare() -> PackedTree:
         check_rank(ctx, "broadcast", "from_process", from_process)

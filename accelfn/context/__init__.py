@@ -18,9 +18,9 @@ from accelfn.context.collectives import (
 from accelfn.context.config import Config as Config, Precision as Precision, Strategy as Strategy
 from accelfn.context.context import (
     Context as Context,
-    check_context as check_context,
     close_context as close_context,
     configure as configure,
+    takes_context as takes_context,
     with_mesh as with_mesh,
 )
 from accelfn.context.device import (

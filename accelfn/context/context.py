@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, field
 from datetime import timedelta
+from functools import wraps
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Self, Unpack
+from typing_extensions import ParamSpec, Self, Unpack
 
 from accelfn.context.collectives import Collectives, disconnected
 from accelfn.context.config import (
@@ -38,6 +39,9 @@ from accelfn.context.options import (
 from accelfn.context.world import Owned, World
 from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError, NotAvailableError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _no_axes() -> dict[tuple[str, ...], Context]:
@@ -375,23 +379,33 @@ def _from_options(options: dict[str, Any]) -> Context:
     return Context(**options, collectives=disconnected(options["world"].size))
 
 
-def check_context(function: str, ctx: object) -> None:
-    """Check that the first argument of a function is a context.
+def takes_context(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function say what its first argument must be, whatever else is missing.
 
-    Raises:
-        TypeError: ``ctx`` isn't a :class:`Context`.
+    Calling it raises a TypeError that names the function if the first argument isn't a :class:`Context`.
     """
-    if isinstance(ctx, Context):
-        return
-    has_context = isinstance(getattr(ctx, "context", None), Context)
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not isinstance(args[0] if args else kwargs.get("ctx"), Context):
+            raise _forgotten(function.__name__, *args)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _forgotten(function: str, *given: object) -> TypeError:
+    """Return the error for a call whose first argument isn't a context."""
+    has_context = isinstance(getattr(given[0], "context", None), Context) if given else False
     remedy = "accelerator.context" if has_context else "what accelfn.init_context() returns"
-    kind = ctx.__name__ if isinstance(ctx, type) else type(ctx).__name__
-    raise TypeError(
+    kind = type(given[0]).__name__ if given else "nothing"
+    return TypeError(
         f"{function}: the first argument must be the Context, got {kind}. Write {function}(ctx, ...), "
         f"where ctx is {remedy}."
     )
 
 
+@takes_context
 def close_context(ctx: Context) -> None:
     """Undo exactly what ``init_context`` did for ``ctx``. Closing twice has no effect.
 
@@ -405,7 +419,6 @@ def close_context(ctx: Context) -> None:
         Exception: The background save's error, unless ``result()`` already raised it; the context is closed
             nevertheless.
     """
-    check_context("close_context", ctx)
     try:
         ctx.world.background.settle()
     finally:

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import Self
 
 from accelfn.comm import Call, gather_bytes
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.context.call_log import LoaderPlace
 from accelfn.data.dispatch import SliceFunction
 from accelfn.data.order import make_keys
@@ -176,6 +176,7 @@ def prepare_data_loader(
     sharding: Sharding = "global",
     slice_fn: SliceFunction | None = None,
 ) -> PreparedDataLoader[T]: ...
+@takes_context
 def prepare_data_loader(
     ctx: Context,
     loader: DataLoader[T] | PreparedDataLoader[T] | Iterable[T],
@@ -234,7 +235,6 @@ def prepare_data_loader(
     >>> list(loader)
     [tensor([0, 1]), tensor([2, 3]), tensor([4])]
     """
-    check_context("prepare_data_loader", ctx)
     if isinstance(loader, PreparedDataLoader):
         if passes_of(loader).context != ctx:
             raise ConfigurationError(

@@ -10,7 +10,7 @@ import torch
 
 from accelfn.comm import catch, gather, gather_bytes
 from accelfn.comm.agreement import tree_call
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.data.microbatch import MicroBatch, check_micro
 from accelfn.errors import MismatchError
 from accelfn.tree import TreeSpec, find_device, flatten
@@ -20,6 +20,7 @@ __all__ = ("gather_for_metrics", "gather_objects_for_metrics", "gather_valid")
 T = TypeVar("T")
 
 
+@takes_context
 def gather_for_metrics(
     ctx: Context, tree: T, micro: MicroBatch, *, of: Literal["batch", "pass"] | None = None
 ) -> T:
@@ -66,10 +67,10 @@ def gather_for_metrics(
     >>> gather_for_metrics(Context(), {"x": batch, "name": ["a", "b"], "loss": batch.sum()}, micro)
     {'x': tensor([1., 1.]), 'name': ['a', 'b'], 'loss': tensor([2.])}
     """
-    check_context("gather_for_metrics", ctx)
     return gather_valid(ctx, tree, micro, of)
 
 
+@takes_context
 def gather_objects_for_metrics(
     ctx: Context, obj: Any, micro: MicroBatch | None, *, of: Literal["batch", "pass"] | None = None
 ) -> list[Any]:
@@ -88,7 +89,6 @@ def gather_objects_for_metrics(
     Returns:
         One list, the same on every rank.
     """
-    check_context("gather_objects_for_metrics", ctx)
     return gather_valid(ctx, obj, micro, of, as_objects=True, function="gather_objects_for_metrics")
 
 

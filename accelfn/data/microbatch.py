@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 
 from accelfn.comm import Call, check, failing_together, gather_bytes
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader, passes_of
 from accelfn.data.passes import Position
@@ -146,6 +146,7 @@ def check_micro(function: str, micro: object, *, is_needed: bool = False) -> Non
         )
 
 
+@takes_context
 def microbatches(
     ctx: Context, loader: Iterable[T], uneven: Uneven = "error"
 ) -> Iterator[tuple[T, MicroBatch]]:
@@ -186,7 +187,6 @@ def microbatches(
     >>> [(len(batch), micro.window, micro.sync) for batch, micro in microbatches(ctx, loader)]
     [(2, 2, False), (2, 2, True), (1, 1, True)]
     """
-    check_context("microbatches", ctx)
     if uneven not in ("error", "stop_first", "pad", "join"):
         raise ValueError(
             f'microbatches: uneven must be "error", "stop_first", "pad" or "join", got {uneven!r}.'

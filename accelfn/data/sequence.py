@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from accelfn.comm import unshard
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.tree import flatten
 
 __all__ = ("gather_sequence", "sequence_sharder", "shard_sequence")
@@ -20,6 +20,7 @@ Dims = Mapping[str, int] | Mapping[int, int] | int
 Padding = Mapping[str, float] | Mapping[int, float]
 
 
+@takes_context
 def shard_sequence(ctx: Context, batch: T, dims: Dims, padding: Padding | None = None) -> T:
     """Return this rank's shard of the sequences of a batch, which all ranks along ``"seq"`` hold in full.
 
@@ -53,7 +54,6 @@ def shard_sequence(ctx: Context, batch: T, dims: Dims, padding: Padding | None =
     >>> shard_sequence(ctx, {"ids": torch.arange(8), "row": 1}, {"ids": 0})
     {'ids': tensor([0, 1, 6, 7]), 'row': 1}
     """
-    check_context("shard_sequence", ctx)
     size, rank, is_ring = ctx.axis_size("seq"), ctx.coordinate("seq"), ctx.axis_size("cp") > 1
     if size == 1:
         return batch
@@ -77,6 +77,7 @@ def sequence_sharder(ctx: Context) -> Callable[[Any], Any] | None:
     return lambda batch: shard_sequence(ctx, batch, dims, ctx.loading.sequence_padding)
 
 
+@takes_context
 def gather_sequence(ctx: Context, tree: T, dims: Dims) -> T:
     """Gather the sequences that :func:`shard_sequence` sharded, in their order, on every rank.
 
@@ -98,7 +99,6 @@ def gather_sequence(ctx: Context, tree: T, dims: Dims) -> T:
         TypeError: As for :func:`shard_sequence`.
         MismatchError: The trees differ between ranks.
     """
-    check_context("gather_sequence", ctx)
     size = ctx.axis_size("seq")
     if size == 1:
         return tree

@@ -96,7 +96,7 @@ def read_stream(
             f"each of {size} ranks reads the full stream and keeps its part, so the data is read {size} "
             f"times. To read it once, give the dataset num_shards (at least {size}) and shard(num_shards, "
             'index), or give each rank its own part and use sharding="already_sharded".',
-            stacklevel=4,
+            stacklevel=5,
         )
     reader = StreamReader(ctx, source, dataset, plan, False)
     reader.what = f"a stream of {length_of(dataset)} samples, {what}"

@@ -22,7 +22,7 @@ from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.manifest import Json
 from accelfn.checkpoint.plan import Held, has_copies
 from accelfn.comm import Call, catch, count_call, gather_bytes
-from accelfn.context import Context, World, check_context
+from accelfn.context import Context, World, takes_context
 from accelfn.context.world import GroupOwner
 from accelfn.errors import CheckpointMismatchError
 from accelfn.tree import local_of
@@ -211,6 +211,7 @@ class Memory:
             )
 
 
+@takes_context
 def remember(ctx: Context, state: Any, *, every: int = 10) -> None:
     """Keep a snapshot of the state in memory, from which the run goes on if a rank is lost.
 
@@ -234,7 +235,6 @@ def remember(ctx: Context, state: Any, *, every: int = 10) -> None:
         MismatchError: A rank has called it less often, as the next operation of all ranks finds.
         DistributedError: Another rank was lost.
     """
-    check_context("remember", ctx)
     if not isinstance(cast("object", every), int):
         raise TypeError(f"remember: every must be an int, got {every!r}.")
     if every < 1:

@@ -8,12 +8,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 M = TypeVar("M", bound=nn.Module)
 
 
+@takes_context
 def convert_sync_batchnorm(ctx: Context, model: M) -> M:
     """Convert batch normalisation to torch's SyncBatchNorm, with mean and variance over all ranks' batches.
 
@@ -38,7 +39,6 @@ def convert_sync_batchnorm(ctx: Context, model: M) -> M:
     >>> convert_sync_batchnorm(Context(), model) is model
     True
     """
-    check_context("convert_sync_batchnorm", ctx)
     if ctx.num_processes == 1 or not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return model
     if ctx.world.group is None:

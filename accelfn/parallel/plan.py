@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from accelfn.context import Context, MeshPlan, check_context
+from accelfn.context import Context, MeshPlan, takes_context
 from accelfn.context.config import FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import xla
@@ -120,6 +120,7 @@ class ModelPlan(NamedTuple):
         return table_text(self.rows())
 
 
+@takes_context
 def plan_model(
     ctx: Context, model: nn.Module | ModelFacts, *, engine: Literal["ddp", "shard"] | None = None
 ) -> ModelPlan:
@@ -148,7 +149,6 @@ def plan_model(
     precision  that of the parameters
     compiled   nothing
     """
-    check_context("plan_model", ctx)
     if ctx.strategy.engine is not None and engine is None:
         raise ConfigurationError(
             f"plan_model plans torch's own strategies, and here {ctx.strategy.engine} trains. Print "

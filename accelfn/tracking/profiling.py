@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from accelfn.comm import Call, agree, catch
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.context.config import ProfileKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 
+@takes_context
 @contextmanager
 def profile(
     ctx: Context, profile_handler: ProfileKwargs | None = None
@@ -47,7 +48,6 @@ def profile(
     >>> any("sum" in event.key for event in profiler.key_averages())
     True
     """
-    check_context("profile", ctx)
     if ctx.num_processes > 1 and not dist.is_initialized():
         raise NotAvailableError(
             "profile: these ranks are threads, but torch has one profiler per process. Profile processes, "

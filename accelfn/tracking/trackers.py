@@ -13,7 +13,7 @@ from operator import index
 from typing import Any, Literal, cast
 
 from accelfn.comm import catch, failing_together
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.context.config.records import settle_log_with
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.tracking.adapters import ADAPTERS, BuiltInTracker
@@ -146,6 +146,7 @@ class Trackers:
     is_finished: bool = False
 
 
+@takes_context
 def init_trackers(
     ctx: Context,
     project_name: str,
@@ -190,7 +191,6 @@ def init_trackers(
     ...     trackers.names
     ('jsonl',)
     """
-    check_context("init_trackers", ctx)
     if on_error not in ("warn", "raise"):
         raise ValueError(f'init_trackers: on_error must be "warn" or "raise", got {on_error!r}.')
     requested = log_with if log_with is not None else ctx.log_with or "jsonl"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accelfn.context import BackwardPass, Context, check_context, note_failure
+from accelfn.context import BackwardPass, Context, note_failure, takes_context
 from accelfn.data import MicroBatch
 from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError
@@ -30,6 +30,7 @@ Model = TypeVar("Model")
 Batch = TypeVar("Batch")
 
 
+@takes_context
 def backward(
     ctx: Context,
     loss: torch.Tensor,
@@ -69,7 +70,6 @@ def backward(
         ConfigurationError: Windows have several batches, and ``micro`` is missing; or in exact mode, a
             parameter got a second gradient from one batch, or a sparse one.
     """
-    check_context("backward", ctx)
     if not isinstance(micro, MicroBatch):
         check_micro("backward", micro)
         if ctx.accumulation.num_steps > 1:
@@ -157,6 +157,7 @@ def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
         raise
 
 
+@takes_context
 def forward_backward(
     ctx: Context,
     model: Model,
@@ -204,7 +205,6 @@ def forward_backward(
     >>> loss.shape, model.weight.grad
     (torch.Size([]), tensor([[1., 1.]]))
     """
-    check_context("forward_backward", ctx)
     check_scaler("forward_backward", scaler_state)
     check_micro("forward_backward", micro, is_needed=True)
     models = modules_in("forward_backward", model)
@@ -291,6 +291,7 @@ def modules_in(operation: str, model: object) -> list[nn.Module]:
     return leaves
 
 
+@takes_context
 def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return ``model(*args, **kwargs)``, also for pipelined models.
 
@@ -319,13 +320,13 @@ def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     >>> forward(Context(), nn.Identity(), torch.ones(1))
     tensor([1.])
     """
-    check_context("forward", ctx)
     handle = handle_of(model)
     if isinstance(handle, PipelineHandle):
         return handle.forward(args, kwargs)
     return model(*args, **kwargs)
 
 
+@takes_context
 def lomo_backward(
     ctx: Context,
     loss: torch.Tensor,
@@ -356,7 +357,6 @@ def lomo_backward(
             losses for float16, which LOMO does by itself, or is in exact mode, which sums gradients before a
             step. Or there are several ranks, and the model wasn't prepared for a step in backward.
     """
-    check_context("lomo_backward", ctx)
     check_micro("lomo_backward", micro)
     if micro is None and ctx.accumulation.num_steps > 1:
         raise _window_error("lomo_backward", ctx)

@@ -12,13 +12,14 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils.data import DataLoader
 
 from accelfn.comm import Call, agree, catch, failing_together
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.data import PreparedDataLoader
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.handle import joined, naming_lost_ranks, uncompiled
 
 
+@takes_context
 @contextmanager
 def join_uneven_inputs(
     ctx: Context,
@@ -59,7 +60,6 @@ def join_uneven_inputs(
         TypeError: One of ``joinables`` can't join, or one of ``loaders`` isn't prepared.
         ValueError: There are no ``joinables``.
     """
-    check_context("join_uneven_inputs", ctx)
     if ctx.num_processes == 1:
         yield False
         return

@@ -20,7 +20,7 @@ from accelfn.context import (
     Context,
     Strategy,
     World,
-    check_context,
+    takes_context,
 )
 from accelfn.context.config import GradientAccumulationPlugin
 from accelfn.data import shard_sequence
@@ -125,6 +125,7 @@ def _text_of(differences: Mapping[str, float], what: str) -> str:
     return f"of {len(differences)} {what}; the largest difference is {differences[name]:.1e}, of {name}"
 
 
+@takes_context
 def verify_layout(
     ctx: Context,
     model: M,
@@ -169,7 +170,6 @@ def verify_layout(
     tolerance  3.5e-04
     found      equal to one process
     """
-    check_context("verify_layout", ctx)
     ctx = ctx.replace(dynamo_backend="no")
     with random_states_restored(ctx) as is_drawing:
         part, whole = _on_all(ctx, lambda: (_take_part(ctx, batch), _copied(ctx, model)))

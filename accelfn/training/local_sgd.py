@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelfn.comm import reduce
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 
@@ -18,6 +18,7 @@ class LocalSGDState(NamedTuple):
     num_steps: int = 0
 
 
+@takes_context
 def average_parameters(ctx: Context, model: nn.Module) -> None:
     """Set the trainable parameters of ``model`` to their mean over all ranks. Writes into them.
 
@@ -32,7 +33,6 @@ def average_parameters(ctx: Context, model: nn.Module) -> None:
     Raises:
         MismatchError: The parameters differ in a name, shape or dtype.
     """
-    check_context("average_parameters", ctx)
     if ctx.num_processes == 1:
         return
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -64,6 +64,7 @@ def check_local_sgd(operation: str, ctx: Context, every: int) -> None:
         )
 
 
+@takes_context
 def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, every: int = 8) -> LocalSGDState:
     """Count an optimizer step, and average the parameters over all ranks after each ``every`` of them.
 
@@ -95,7 +96,6 @@ def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, ever
     >>> local_sgd_step(Context(), model, state, every=2)
     LocalSGDState(num_steps=0)
     """
-    check_context("local_sgd_step", ctx)
     check_local_sgd("local_sgd_step", ctx, every)
     if state.num_steps + 1 < every:
         return LocalSGDState(state.num_steps + 1)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
 from accelfn.comm import Call, agree, catch
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import ModelPlan, plan_model
@@ -45,6 +45,7 @@ S = TypeVar("S", bound=LRScheduler)
 def prepare(ctx: Context, one: T, /) -> T: ...
 @overload
 def prepare(ctx: Context, /, *objects: Unpack[Ts]) -> tuple[Unpack[Ts]]: ...
+@takes_context
 def prepare(ctx: Context, /, *objects: Any) -> Any:
     """Prepare models, optimizers, loaders and schedulers, and return them in the same order.
 
@@ -63,7 +64,6 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
     >>> prepare(Context(), nn.Linear(1, 1), "anything")
     (Linear(in_features=1, out_features=1, bias=True), 'anything')
     """
-    check_context("prepare", ctx)
     if not objects:
         raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
     loaders = (DataLoader, PreparedDataLoader, *ctx.loading.custom_classes)
@@ -137,6 +137,7 @@ def _is_known(optimizer: Optimizer) -> bool:
     return any(MARK in vars(one) for one in found if one is not None)
 
 
+@takes_context
 def prepare_model(
     ctx: Context, model: M, *, evaluation_mode: bool = False, plan: ModelPlan | None = None
 ) -> M:
@@ -179,7 +180,6 @@ def prepare_model(
         NotAvailableError: An optimizer of its parameters, prepared before or in the same call of
             :func:`prepare`, can't step shards.
     """
-    check_context("prepare_model", ctx)
     if ctx.strategy.engine is not None and plan is None and not is_prepared(ctx, model, "model"):
         from accelfn.training.engines import prepare_untrained
 
@@ -280,6 +280,7 @@ def _marked(ctx: Context, inner: nn.Module, result: M) -> M:
     return result
 
 
+@takes_context
 def prepare_optimizer(ctx: Context, optimizer: O) -> O:
     """Move the state of an optimizer to the devices of its parameters, and shard it as they are.
 
@@ -299,7 +300,6 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
         NotAvailableError: Its package can't step the shards of its sharded model, or keeps the state where no
             checkpoint finds it.
     """
-    check_context("prepare_optimizer", ctx)
     if ctx.strategy.engine is not None and not is_prepared(ctx, optimizer, "optimizer"):
         raise ConfigurationError(
             f"prepare_optimizer: {ctx.strategy.engine} needs the model and its optimizer together. Write "
@@ -325,6 +325,7 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
     return optimizer
 
 
+@takes_context
 def prepare_scheduler(ctx: Context, scheduler: S) -> S:
     """Check a learning rate scheduler, and return it; step it by :func:`accelfn.scheduler_step`.
 
@@ -337,7 +338,6 @@ def prepare_scheduler(ctx: Context, scheduler: S) -> S:
     Raises:
         ConfigurationError: Another context has prepared its optimizer, or none has.
     """
-    check_context("prepare_scheduler", ctx)
     # Checks its optimizer's mark: an attribute of a scheduler would be in its state dict.
     optimizer: object = scheduler.optimizer
     if not is_prepared(ctx, optimizer, "optimizer of the scheduler"):

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from accelfn.comm import Call, catch, check
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.context.config import GradientCheck
 from accelfn.data import MicroBatch
 from accelfn.devices import DEVICE_TYPES, device_type
@@ -123,6 +123,7 @@ def check_scaler(
         )
 
 
+@takes_context
 def init_scaler(ctx: Context) -> ScalerState:
     """Return the first state. Without float16 the scale is always 1.
 
@@ -131,7 +132,6 @@ def init_scaler(ctx: Context) -> ScalerState:
     >>> init_scaler(Context()).scale
     tensor(1.)
     """
-    check_context("init_scaler", ctx)
     scale = ctx.precision.scaler.init_scale if ctx.precision.scales_loss else 1.0
     return ScalerState(
         scale=torch.tensor(scale, dtype=torch.float32, device=ctx.device),
@@ -141,6 +141,7 @@ def init_scaler(ctx: Context) -> ScalerState:
     )
 
 
+@takes_context
 def unscale_gradients(
     ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: ScalerState
 ) -> ScalerState:
@@ -164,7 +165,6 @@ def unscale_gradients(
             parameter is, and scaling would not help.
         MismatchError: Some ranks have weights and some have none.
     """
-    check_context("unscale_gradients", ctx)
     check_scaler("unscale_gradients", scaler_state, is_closed=True, divides=True)
     unscaled = _unscaled(ctx, optimizer, scaler_state)
     scaler_state.superseded_by = "unscale_gradients"
@@ -357,12 +357,12 @@ def may_skip(ctx: Context) -> bool:
     return ctx.precision.scales_loss or ctx.guard.check_gradients == GradientCheck.SKIP
 
 
+@takes_context
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:
     """Return whether the latest optimizer step was skipped, for which this waits for the device.
 
     Steps are skipped with float16, and with ``Guard(check_gradients="skip")``.
     """
-    check_context("step_was_skipped", ctx)
     if not isinstance(cast("object", scaler_state), ScalerState):
         raise _no_state("step_was_skipped", scaler_state)
     return may_skip(ctx) and bool(scaler_state.found_inf.item())

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accelfn.comm import Call, check_replicas, count_call, gather_object, reduce
-from accelfn.context import Context, check_context, end_step
+from accelfn.context import Context, end_step, takes_context
 from accelfn.errors import ConfigurationError, NonFiniteGradientError, NotAvailableError
 from accelfn.parallel.engines import REPLACED, EngineOptimizer, owner_of_step
 from accelfn.parallel.norm import clip_norm_, clip_value_
@@ -93,6 +93,7 @@ def _is_finite(gradient: torch.Tensor) -> bool:
     return bool(torch.isfinite(gradient._values() if gradient.is_sparse else gradient).all())
 
 
+@takes_context
 def clip_grad_norm_(
     ctx: Context,
     parameters: Iterable[torch.Tensor] | torch.Tensor,
@@ -136,6 +137,7 @@ def clip_grad_norm_(
     return clip_norm_(ctx, ready, max_norm, norm_type)
 
 
+@takes_context
 def clip_grad_value_(
     ctx: Context,
     parameters: Iterable[torch.Tensor] | torch.Tensor,
@@ -189,7 +191,6 @@ def _ready(
     operation: str, ctx: Context, parameters: Iterable[torch.Tensor] | torch.Tensor, scaler_state: ScalerState
 ) -> list[torch.Tensor]:
     """Return the current parameters, whose gradients must be complete, averaged and divided."""
-    check_context(operation, ctx)
     check_scaler(operation, scaler_state, is_closed=True)
     found = follow(list_parameters(operation, parameters))
     if ctx.world.size > 1 and ctx.strategy.engine is None:
@@ -206,6 +207,7 @@ def _ready(
 _STEPS = "_accelfn_steps"
 
 
+@takes_context
 def optimizer_step(
     ctx: Context,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -256,7 +258,6 @@ def optimizer_step(
     >>> scaler = af.backward(ctx, model(torch.ones(1, 1)).sum(), af.init_scaler(ctx))
     >>> scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
     """
-    check_context("optimizer_step", ctx)
     check_scaler("optimizer_step", scaler_state, is_closed=True, divides=True)
     optimizers = list_optimizers("optimizer_step", optimizer)
     schedulers = () if scheduler is None else list_schedulers("optimizer_step", scheduler)
@@ -399,6 +400,7 @@ def _step_if_finite(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) ->
             one.step()
 
 
+@takes_context
 def scheduler_step(
     ctx: Context,
     scheduler: LRScheduler,
@@ -423,7 +425,6 @@ def scheduler_step(
         ValueError: Steps may be skipped, and no state was passed; or it was superseded.
         TypeError: The scheduler needs a metric and got none, or got one and takes none.
     """
-    check_context("scheduler_step", ctx)
     if scaler_state is not None:
         check_scaler("scheduler_step", scaler_state)
     if isinstance(scheduler, ReduceLROnPlateau) != (metric is not None):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.comm import Call, check
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.data import MicroBatch, plan_microbatch
 from accelfn.data.microbatch import Draws
 from accelfn.errors import ConfigurationError
@@ -226,6 +226,7 @@ _OR_PURE = ", or have init(params) and update(grads, state, params=params)"
 def init_train_state(ctx: Context, optimizer: Optimizers) -> TrainState: ...
 @overload
 def init_train_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> PureTrainState[Params]: ...
+@takes_context
 def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
     """Return the initial state for a function made by :func:`make_train_step`.
 
@@ -247,7 +248,6 @@ def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
     >>> init_train_state(Context(), torch.optim.SGD([torch.zeros(1)])).num_steps
     tensor(0)
     """
-    check_context("init_train_state", ctx)
     if not is_pure_optimizer(optimizer):
         list_optimizers("init_train_state", optimizer, _OR_PURE)
         if params is not None:
@@ -282,6 +282,7 @@ def make_train_step(
     *,
     max_norm: float | None = None,
 ) -> Callable[[PureTrainState[Params], Batch], tuple[PureTrainState[Params], StepMetrics]]: ...
+@takes_context
 def make_train_step(
     ctx: Context,
     loss_fn: Callable[[Any, Any], torch.Tensor | Loss],
@@ -339,7 +340,6 @@ def make_train_step(
     >>> state.num_steps, metrics.skipped
     (tensor(1), tensor(False))
     """
-    check_context("make_train_step", ctx)
     if max_norm is not None:
         check_bound("make_train_step", "max_norm", max_norm)
     if not callable(loss_fn):

@@ -11,7 +11,7 @@ from accelfn.comm import catch, reduce
 from accelfn.comm.agreement import has_transforms
 from accelfn.comm.moves import average as average_differentiably
 from accelfn.comm.moves import is_differentiated, keep
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.errors import NotAvailableError
 from accelfn.parallel.strategies.precision import autocast
 from accelfn.training.loss import check_means
@@ -23,6 +23,7 @@ V = TypeVar("V")
 Params = TypeVar("Params")
 
 
+@takes_context
 def value_and_grad(
     ctx: Context, loss_fn: Callable[Concatenate[Params, P], V]
 ) -> Callable[Concatenate[Params, P], tuple[V, Params]]:
@@ -64,7 +65,6 @@ def value_and_grad(
     >>> step({"w": torch.tensor([1.0, 2.0])}, torch.tensor([3.0, 4.0]))
     (tensor(11.), {'w': tensor([3., 4.])})
     """
-    check_context("value_and_grad", ctx)
     check_means(ctx, "value_and_grad")
 
     def call(params: Params, /, *args: P.args, **kwargs: P.kwargs) -> tuple[V, Params]:

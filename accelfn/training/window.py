@@ -12,10 +12,10 @@ from torch import nn
 
 from accelfn.context import (
     Context,
-    check_context,
     device_module,
     device_random_state,
     set_device_random_state,
+    takes_context,
 )
 from accelfn.data import MicroBatch
 from accelfn.data.microbatch import Draws, check_micro
@@ -26,6 +26,7 @@ from accelfn.parallel.strategies.exact import exact_batch
 from accelfn.training.prepared import is_averaged
 
 
+@takes_context
 @contextmanager
 def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
     """Don't average the gradients of ``models`` in backward passes inside; they accumulate on each rank.
@@ -35,12 +36,12 @@ def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
 
     Ranks: all of ``ctx`` in the same way; doesn't communicate.
     """
-    check_context("no_sync", ctx)
     del ctx
     with syncing(False, *models), local_steps(*models):
         yield
 
 
+@takes_context
 @contextmanager
 def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, None, None]:
     """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
@@ -57,12 +58,12 @@ def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, 
     Raises:
         ConfigurationError: ``static_graph`` is on, which needs torch to know in the forward pass.
     """
-    check_context("trigger_sync_in_backward", ctx)
     del ctx
     with syncing(True, model):
         yield
 
 
+@takes_context
 def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractContextManager[None]:
     """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
 
@@ -81,7 +82,6 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
             prepared, or with ``evaluation_mode``; or the context is in exact mode, and the model was prepared
             without it.
     """
-    check_context("accumulate", ctx)
     check_micro("accumulate", micro, is_needed=True)
     if ctx.world.size == 1 and ctx.reduction is None:
         return nullcontext()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
 from accelfn.parallel.engines.deepspeed_plan import (
     CpuOptimizer,
@@ -204,6 +204,7 @@ def load_deepspeed() -> Any:
     return package
 
 
+@takes_context
 def deepspeed_facts(
     ctx: Context,
     model: nn.Module,
@@ -217,7 +218,6 @@ def deepspeed_facts(
         MissingExtraError: DeepSpeed isn't installed.
         NotAvailableError: It is too old.
     """
-    check_context("deepspeed_facts", ctx)
     package = load_deepspeed()
     constants = vars(importlib.import_module(f"{package.__name__}.runtime.constants"))
     config: Any = getattr(model, "config", None)
@@ -407,6 +407,7 @@ def _cast_around(engine: nn.Module, dtype: str | None) -> None:
     engine.register_forward_hook(after)
 
 
+@takes_context
 @contextmanager
 def zero3_init(ctx: Context, *, enabled: bool | None = None) -> Generator[None, None, None]:
     """Create models sharded inside, so that no rank has a complete one: ``deepspeed.zero.Init``.
@@ -424,7 +425,6 @@ def zero3_init(ctx: Context, *, enabled: bool | None = None) -> Generator[None, 
         ConfigurationError: The context has no such plugin.
         NotAvailableError: There is no process group.
     """
-    check_context("zero3_init", ctx)
     plugin = ctx.strategy.deepspeed
     if plugin is None or plugin.stage != 3:
         stage = "none" if plugin is None else f"one of stage {plugin.stage}"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from accelfn.context import Context, check_context
+from accelfn.context import Context, takes_context
 from accelfn.parallel.facts import ModelFacts, owner_of, table_text
 from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.planning.optimizer_states import OptimizerKind, OptimizerStates, states_of
@@ -165,6 +165,7 @@ class Budget(NamedTuple):
         return f"each of {self.num_ranks:,} ranks at most" if self.num_ranks > 1 else "a single rank"
 
 
+@takes_context
 def plan_memory(
     ctx: Context,
     model: nn.Module | ModelFacts,
@@ -215,7 +216,6 @@ def plan_memory(
     >>> plan_memory(Context(), nn.Sequential(nn.Linear(1000, 250), nn.Sigmoid()), batch=batch).activations
     320000
     """
-    check_context("plan_memory", ctx)
     states = states_of(optimizer, "plan_memory")
     step = plan_step(ctx, model, plan=plan, batch=batch, loss_fn=loss_fn)
     return budget_of(ctx, step, states)

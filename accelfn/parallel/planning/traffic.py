@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from accelfn.context import Context, MeshPlan, check_context
+from accelfn.context import Context, MeshPlan, takes_context
 from accelfn.parallel.facts import ModelFacts, owner_of, table_text
 from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.planning.costs import Exchange, StageCost, merge
@@ -64,6 +64,7 @@ class Traffic(NamedTuple):
         return table_text(self.rows()) if self.exchanges else "nothing is sent between ranks"
 
 
+@takes_context
 def plan_traffic(
     ctx: Context,
     model: nn.Module | ModelFacts,
@@ -97,7 +98,6 @@ def plan_traffic(
     >>> [(one.axis, one.kind, one.what, one.received) for one in traffic.exchanges]
     [('dp_replicate', 'all_reduce', 'gradients', 1876875)]
     """
-    check_context("plan_traffic", ctx)
     return traffic_of(ctx, plan_step(ctx, model, plan=plan, batch=batch, loss_fn=loss_fn))
 
 

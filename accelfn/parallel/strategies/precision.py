@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from accelfn.context import Context, Precision, check_context
+from accelfn.context import Context, Precision, takes_context
 from accelfn.context.config import AutocastKwargs
 from accelfn.parallel.forward import WrappedForward
 from accelfn.tree import convert_to_fp32
@@ -17,6 +17,7 @@ from accelfn.tree import convert_to_fp32
 M = TypeVar("M", bound=nn.Module)
 
 
+@takes_context
 def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
     """Compute in the context's precision inside a ``with`` block.
 
@@ -33,7 +34,6 @@ def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> Ab
     ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
     torch.bfloat16
     """
-    check_context("autocast", ctx)
     return autocast_in(ctx.precision, ctx.device.type, autocast_handler)
 
 
