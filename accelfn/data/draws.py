@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from accelfn.data.workers import begin_reading
 
-__all__ = ("read_isolated", "restore_generators", "save_generators", "seed_from")
+__all__ = ("read_isolated", "restore_generators", "save_generators", "seed_from", "seeded")
 
 T = TypeVar("T")
 
@@ -50,6 +51,17 @@ def restore_generators(states: tuple[Any, ...]) -> None:
     torch.default_generator.set_state(torch_state)
     if numpy_state is not None:
         sys.modules["numpy.random"].set_state(numpy_state)
+
+
+@contextmanager
+def seeded(key: tuple[int, ...]) -> Generator[None, None, None]:
+    """Draw from generators seeded by ``key`` inside, without advancing the program's."""
+    outer = save_generators()
+    try:
+        seed_from(key)
+        yield
+    finally:
+        restore_generators(outer)
 
 
 def _isolate_generators(batches: Iterator[T], *, continues: bool) -> Iterator[T]:

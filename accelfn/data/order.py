@@ -22,6 +22,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, Sampler, Sequent
 
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context
+from accelfn.data.draws import seeded
 from accelfn.data.states import State, restore_sampler, sampler_state
 from accelfn.errors import ConfigurationError
 
@@ -141,9 +142,11 @@ def refuse_sharded(sampler: object) -> None:
 
 
 def draw_together(
-    ctx: Context, sampler: Any, epoch: int, state: State | None = None
+    ctx: Context, sampler: Any, seed: int, epoch: int, state: State | None = None
 ) -> tuple[list[Any], State | None, State | None]:
     """Draw an epoch from a custom sampler on rank 0, for all ranks.
+
+    What it draws from the program's generators is a function of seed and epoch, and doesn't advance them.
 
     Ranks: every rank of ``ctx``.
 
@@ -151,6 +154,7 @@ def draw_together(
         ctx: The world.
         sampler: A sampler or batch sampler. Its ``set_epoch`` is called if it has one, and that of its inner
             sampler.
+        seed: Of the order.
         epoch: From 0.
         state: The state to restore before.
 
@@ -164,9 +168,11 @@ def draw_together(
         if state is not None:
             restore_sampler(sampler, state)
         before = sampler_state(sampler)
-        drawn = [list(sampler), before, sampler_state(sampler)]
-    items, before, after = broadcast_object_list(ctx.tagged("a sampler"), drawn)
-    return items, before, after
+        with seeded((seed, epoch)):
+            items = list(sampler)
+        drawn = [items, before, sampler_state(sampler)]
+    all_items, before, after = broadcast_object_list(ctx.tagged("a sampler"), drawn)
+    return all_items, before, after
 
 
 def set_epoch_of(thing: Any, epoch: int) -> None:

@@ -163,7 +163,9 @@ class SampledReader(Reader[T]):
 
     def _draw(self, sampler: Any, at: PassStart) -> tuple[list[Any], State | None]:
         """Draw an epoch from a custom sampler; return it with the sampler's state before."""
-        drawn, before, self._sampler_after = draw_together(self._ctx, sampler, at.epoch, at.states.sampler)
+        drawn, before, self._sampler_after = draw_together(
+            self._ctx, sampler, self.seed, at.epoch, at.states.sampler
+        )
         return drawn, before
 
     def _plan(self, number: int, start: int, *, by_batch: bool = False) -> EpochPlan:

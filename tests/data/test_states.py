@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -63,6 +65,19 @@ class Shuffler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
+
+
+class Drawn(Sampler[int]):
+    """Draws from a generator of the program, and keeps nothing."""
+
+    def __init__(self, num: int, permute: Callable[[int], Any]) -> None:
+        self.num, self.permute = num, permute
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([int(number) for number in self.permute(self.num)])
 
 
 class Uneven:
@@ -196,6 +211,9 @@ def as_row(number: Any) -> torch.Tensor:
 SOURCES: dict[str, Callable[[int], Any]] = {
     "shuffled": lambda num: indexed(num, shuffle=True),
     "generator": lambda num: indexed(num, sampler=weighted(num)),
+    "torch's": lambda num: indexed(num, sampler=WeightedRandomSampler([1.0] * num, num)),
+    "Python's": lambda num: indexed(num, sampler=Drawn(num, lambda n: random.sample(range(n), n))),
+    "NumPy's": lambda num: indexed(num, sampler=Drawn(num, np.random.permutation)),
     "state": lambda num: indexed(num, sampler=Shuffler(num)),
     "inside": lambda num: indexed(
         num, batch_sampler=OwnBatches(RandomSampler(range(num), generator=generator()), 2, False)
