@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -21,7 +22,7 @@ from accelfn.parallel.strategies.fsdp import ShardHandle, with_named_errors
 from accelfn.parallel.strategies.pipeline import PipelineHandle
 from accelfn.parallel.strategies.precision import with_precision
 from accelfn.parallel.strategies.replicate import replicate
-from accelfn.parallel.strategies.strategy import Application, Planning
+from accelfn.parallel.strategies.strategy import Application, Planning, Strategy
 from accelfn.parallel.values import fill, materialize, release
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,9 +52,7 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
     _reset_forward(model)
     before = named(model)
     values = _release(ctx, model, plan) if plan.is_spread else None
-    at = Application(ctx, model, plan._asdict(), before)
-    for strategy in STRATEGIES:
-        strategy.apply(at)
+    _apply_each(STRATEGIES, Application(ctx, model, plan._asdict(), before))
     result: nn.Module = model
     if values is not None:
         _fill(ctx, model, plan, values)
@@ -80,14 +79,21 @@ def apply_compute(ctx: Context, model: nn.Module) -> None:
     _reset_forward(model)
     facts = read_facts(model)
     mesh = ctx.mesh_plan.restrict("seq")  # along other axes the model is whole
-    plans: dict[str, Any] = {strategy.name: None for strategy in STRATEGIES}
+    plans: dict[str, Any] = dict.fromkeys(strategy.name for strategy in STRATEGIES)
     at = Planning(ctx, mesh, "none", model, facts, facts, 0, plans)
     computing = [strategy for strategy in STRATEGIES if strategy.is_compute]
     for strategy in computing:
-        plans[strategy.name] = strategy.of_rank(strategy.plan(at), at)
-    for strategy in computing:
-        strategy.apply(Application(ctx, model, plans, named(model)))
+        if strategy.is_for(mesh):
+            plans[strategy.name] = strategy.of_rank(strategy.plan(at), at)
+    _apply_each(computing, Application(ctx, model, plans, named(model)))
     with_precision(ctx, model)
+
+
+def _apply_each(strategies: Iterable[Strategy], at: Application) -> None:
+    for strategy in strategies:
+        plan = at.plans[strategy.name]
+        if plan:
+            strategy.apply(plan, at)
 
 
 def _reset_forward(model: nn.Module) -> None:

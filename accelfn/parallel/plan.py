@@ -168,16 +168,16 @@ def _local(plan: Any, at: Planning) -> ModelFacts:
 
 # In the order in which strategies are planned and applied; nothing else knows it.
 STRATEGIES: tuple[Strategy, ...] = (
-    Strategy("schedule", plan=pipeline_plan.plan_schedule_at),
-    Strategy("pipeline", plan=pipeline_plan.plan, narrow=pipeline_plan.narrow, apply=stages.apply),
-    Strategy("experts", plan=experts.plan, of_rank=_only, narrow=_local, apply=experts.apply),
-    Strategy("tensor", plan=tensor.plan, of_rank=_only, narrow=_local, apply=tensor.apply),
-    Strategy("attention", of_rank=attention.of_rank, apply=attention.apply, is_compute=True),
+    Strategy("schedule", ("pp",), plan=pipeline_plan.plan_order),
+    Strategy("pipeline", ("pp",), plan=pipeline_plan.plan, narrow=pipeline_plan.narrow, apply=stages.apply),
+    Strategy("experts", ("ep",), plan=experts.plan, of_rank=_only, narrow=_local, apply=experts.apply),
+    Strategy("tensor", ("tp",), plan=tensor.plan, of_rank=_only, narrow=_local, apply=tensor.apply),
+    Strategy("attention", ("seq",), of_rank=attention.of_rank, apply=attention.apply, is_compute=True),
     Strategy("fp8", plan=fp8.plan, of_rank=_only, apply=fp8.apply, is_compute=True),
     Strategy("recomputed", plan=recompute.plan, of_rank=recompute.of_rank, apply=recompute.apply),
     Strategy("compiled", of_rank=compilation.of_rank, apply=compilation.apply, is_compute=True),
     Strategy("xla", of_rank=xla.of_rank, apply=xla.apply),
-    Strategy("", apply=fp8.apply_around, is_compute=True),
+    Strategy("fp8", apply=fp8.apply_around, is_compute=True, is_second=True),
     Strategy("shard", of_rank=fsdp_plan.of_rank, apply=fsdp.apply),
 )
 
@@ -243,24 +243,26 @@ def plan_whole(
     whole = facts or (model if isinstance(model, ModelFacts) else read_facts(model))
     mesh = ctx.mesh_plan
     chosen = _choose_engine(ctx, mesh, engine)
-    plans: dict[str, Any] = {}
+    plans: dict[str, Any] = dict.fromkeys(strategy.name for strategy in STRATEGIES)
     for strategy in STRATEGIES:
-        at = Planning(ctx, mesh, chosen, real, whole, whole, 0, plans)
-        known_one = known.get(strategy.name)
-        plans[strategy.name] = strategy.plan(at) if known_one is None else known_one
+        if strategy.is_for(mesh):
+            at = Planning(ctx, mesh, chosen, real, whole, whole, 0, plans)
+            known_one = known.get(strategy.name)
+            plans[strategy.name] = strategy.plan(at) if known_one is None else known_one
     return WholePlan(ctx, whole, real, mesh, chosen, plans)
 
 
 def plan_rank(whole: WholePlan, pp_rank: int) -> ModelPlan:
     """Return the plan for the ranks at a coordinate along "pp"."""
     ctx, facts, mesh, names = whole.ctx, whole.facts, whole.mesh, whole.facts.own_names
-    plans: dict[str, Any] = {}
+    plans: dict[str, Any] = dict.fromkeys(whole.plans)
     for strategy in STRATEGIES:
+        if not strategy.is_for(mesh):
+            continue
         at = Planning(ctx, mesh, whole.engine, whole.model, whole.facts, facts, pp_rank, plans)
         plans[strategy.name] = plan = strategy.of_rank(whole.plans[strategy.name], at)
         if plan is not None:
             facts = strategy.narrow(plan, at)
-    del plans[""]
     return ModelPlan(
         model=facts.kinds[""],
         num_parameters=whole.facts.numel(*names),

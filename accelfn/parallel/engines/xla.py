@@ -65,17 +65,14 @@ def of_rank(whole: None, at: Planning) -> XlaShardPlan | None:
     return XlaShardPlan(choose_units(plugin, at.facts, wrapped_at(at, plugin)))
 
 
-def apply(at: Application) -> None:
-    """Shard the model over the devices of the host in place, if XLA does; names and classes stay.
+def apply(plan: XlaShardPlan, at: Application) -> None:
+    """Shard the model over the devices of the host in place; names and classes stay.
 
     Ranks: the only one.
 
     Raises:
         MissingExtraError: torch_xla isn't installed, or has no FSDP v2.
     """
-    plan: XlaShardPlan | None = at.plans["xla"]
-    if plan is None:
-        return
     spmd: Any = import_xla("torch_xla.distributed.spmd")
     shard: Any = import_xla(_FSDP).SpmdFullyShardedDataParallel
     mesh = spmd.get_global_mesh()

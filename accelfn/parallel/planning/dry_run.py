@@ -146,7 +146,8 @@ def _simulate(
             )
             everywhere = attention._replace(modules=tuple(filter(is_here, dict.fromkeys(names))))
             apply_attention(twin, everywhere, seq.group, ring=traffic.attend_in_ring)
-        apply_fp8(twin, _merge_fp8_plans(plans, is_here))
+        if (fp8 := _merge_fp8_plans(plans, is_here)) is not None:
+            apply_fp8(twin, fp8)
         if dtype is None:
             _set_precision(ctx, twin, plans, is_here)
         recomputed = {name for other in plans for name in other.recomputed if is_here(name)}

@@ -23,10 +23,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from accelfn.context import Context, MeshPlan
 from accelfn.context.config import TorchContextParallelConfig
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.facts import ModelFacts, list_text, read_facts
+from accelfn.parallel.facts import ModelFacts, list_text
 from accelfn.parallel.forward import WrappedForward
 from accelfn.parallel.strategies.position_check import find_mixing_kind, find_mixing_module
 from accelfn.parallel.strategies.strategy import Application, Planning
@@ -667,51 +666,25 @@ def apply_attention(
     model.forward = SequenceForward(model.forward, sharing, builds_mask=builds_mask)
 
 
-def of_rank(whole: None, at: Planning) -> AttentionPlan | None:
-    """Return how ranks that share sequences compute attention; None where they don't."""
+def of_rank(whole: None, at: Planning) -> AttentionPlan:
+    """Return how ranks that share sequences compute attention."""
     del whole
-    return _plan_for(at.ctx, at.facts, at.mesh, at.model, at.whole)
-
-
-def _plan_for(
-    ctx: Context,
-    facts: ModelFacts,
-    mesh: MeshPlan,
-    model: nn.Module | None,
-    whole: ModelFacts | None = None,
-) -> AttentionPlan | None:
-    if mesh.size("seq") == 1:
-        return None
-    parallelism = ctx.strategy.parallelism
+    parallelism = at.ctx.strategy.parallelism
     handler = None if parallelism is None else parallelism.cp_handler
-    axis = "cp" if mesh.size("cp") > 1 else "sp"
-    return plan_attention(handler, facts, axis, mesh.size("seq"), model, whole)
+    axis = "cp" if at.mesh.size("cp") > 1 else "sp"
+    return plan_attention(handler, at.facts, axis, at.mesh.size("seq"), at.model, at.whole)
 
 
-def apply(at: Application) -> None:
-    """Share attention along "cp" or "sp", if there are such ranks."""
-    share_attention(at.ctx, at.model, at.plans["attention"])
+def apply(plan: AttentionPlan, at: Application) -> None:
+    """Make ranks along "cp" or "sp" compute attention together.
 
-
-def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None = None) -> None:
-    """Make ranks along "cp" or "sp" compute attention together, if there are any. Writes into ``model``.
-
-    Ranks: every rank of ``ctx``; nothing is communicated.
-
-    Args:
-        ctx: The world.
-        model: Without shared attention yet.
-        plan: From :func:`plan_model`; None to make one.
+    Ranks: every rank of the context; nothing is communicated.
 
     Raises:
         NotAvailableError: The ranks are threads.
-        ConfigurationError: As :func:`accelfn.parallel.strategies.attention.plan_attention`.
     """
-    if ctx.mesh is None or ctx.mesh.plan.size("seq") == 1:
-        return
-    plan = plan or _plan_for(ctx, read_facts(model), ctx.mesh.plan, model)
-    group = ctx.mesh.sequence_group()
-    if plan is None or group is None:
+    ctx, group = at.ctx, None if at.ctx.mesh is None else at.ctx.mesh.sequence_group()
+    if group is None:
         raise NotAvailableError(
             "ranks that share sequences must be processes with an initialised torch.distributed; these are "
             'threads. In a test, use run_ranks(..., on="processes").'
@@ -721,4 +694,4 @@ def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None =
     # A stage of a pipeline ends the model's forward early; scales of 8 bits are those of all positions.
     is_tried = ctx.axis_size("pp") == 1 and ctx.precision.mode != "fp8"
     find_mixing = partial(find_mixing_module, ctx) if is_tried else None
-    apply_attention(model, plan, group, find_mixing=find_mixing)
+    apply_attention(at.model, plan, group, find_mixing=find_mixing)

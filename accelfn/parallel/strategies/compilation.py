@@ -161,6 +161,6 @@ def of_rank(whole: None, at: Planning) -> tuple[str, ...]:
     return modules_to_compile(options, at.facts, None if pipeline else at.model, units, pipeline)
 
 
-def apply(at: Application) -> None:
+def apply(plan: tuple[str, ...], at: Application) -> None:
     """Compile modules of the model."""
-    compile_(at.model, at.ctx.strategy.dynamo, at.plans["compiled"])
+    compile_(at.model, at.ctx.strategy.dynamo, plan)

@@ -357,7 +357,7 @@ class _RoutedForward(_ExpertForward):
 def plan(at: Planning) -> ExpertPlan | None:
     """Return how experts are spread over ranks; None where each rank has all of them."""
     mesh, dynamo, parallelism = at.mesh, at.ctx.strategy.dynamo, at.ctx.strategy.parallelism
-    if mesh.size("ep") == 1 or at.engine != "shard":
+    if at.engine != "shard":
         return None
     if mesh.size("tp") > 1:
         raise ConfigurationError(
@@ -374,9 +374,7 @@ def plan(at: Planning) -> ExpertPlan | None:
     return plan_experts(handler or ExpertParallelConfig(), at.facts, mesh.ep_size)
 
 
-def apply(at: Application) -> None:
-    """Spread experts over ranks, if they are to be."""
-    plan: ExpertPlan | None = at.plans["experts"]
-    if plan is not None and at.ctx.mesh is not None:
-        apply_experts(at.model, plan, at.ctx.mesh.device_mesh("ep"))
-        retie(at.before, at.model)
+def apply(plan: ExpertPlan, at: Application) -> None:
+    """Spread experts over ranks."""
+    apply_experts(at.model, plan, at.device_mesh("ep"))
+    retie(at.before, at.model)

@@ -333,17 +333,15 @@ def names_of_filtered(accept: Callable[[Any, str], bool], model: nn.Module) -> f
     )
 
 
-def apply_fp8(model: nn.Module, plan: Fp8Plan | None) -> None:
+def apply_fp8(model: nn.Module, plan: Fp8Plan) -> None:
     """Convert layers of a model as planned. Writes into it; names of parameters don't change.
 
     Ranks: local.
 
     Args:
         model: On any device, also meta.
-        plan: From :func:`plan_fp8`; None changes nothing.
+        plan: From :func:`plan_fp8`.
     """
-    if plan is None:
-        return
     recipe = plan.choice.recipe
     if isinstance(recipe, AORecipeKwargs):
         from accelfn.parallel.engines import torchao
@@ -355,32 +353,20 @@ def apply_fp8(model: nn.Module, plan: Fp8Plan | None) -> None:
         transformer_engine.convert(model, plan.converted, plan.norms)
 
 
-def run_in_fp8(model: nn.Module, plan: Fp8Plan | None) -> None:
-    """Wrap the forward of a model whose layers need to be told when to compute in fp8. Writes into it.
-
-    Ranks: local.
-
-    Args:
-        model: From :func:`apply_fp8`, compiled if it is to be.
-        plan: The same.
-    """
-    if plan is not None and isinstance(plan.choice.recipe, TERecipeKwargs):
-        from accelfn.parallel.engines import transformer_engine
-
-        transformer_engine.with_fp8_autocast(model, plan.choice.recipe)
-
-
 def plan(at: Planning) -> Fp8Plan | None:
     """Return which layers compute in 8 bits; None without mixed precision "fp8"."""
     axes = at.mesh.active()
     return plan_fp8_of(at.ctx, at.facts, at.model, engine=at.engine, axes=axes, ignored=ignored_at(at))
 
 
-def apply(at: Application) -> None:
-    """Convert layers, if some compute in 8 bits."""
-    apply_fp8(at.model, at.plans["fp8"])
+def apply(plan: Fp8Plan, at: Application) -> None:
+    """Convert layers."""
+    apply_fp8(at.model, plan)
 
 
-def apply_around(at: Application) -> None:
-    """Wrap the model's forward, if layers compute in 8 bits by an engine that needs it."""
-    run_in_fp8(at.model, at.plans["fp8"])
+def apply_around(plan: Fp8Plan, at: Application) -> None:
+    """Wrap the forward of a model, compiled if it is to be, whose layers are told when to compute in fp8."""
+    if isinstance(plan.choice.recipe, TERecipeKwargs):
+        from accelfn.parallel.engines import transformer_engine
+
+        transformer_engine.with_fp8_autocast(at.model, plan.choice.recipe)

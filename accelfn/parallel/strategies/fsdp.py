@@ -584,10 +584,7 @@ def with_named_errors(model: nn.Module, translate_error: Callable[[Exception], E
     vars(model)["_call_impl"] = _NamedCall(model, translate_error)
 
 
-def apply(at: Application) -> None:
-    """Shard the parameters, if they are to be."""
-    plan: ShardPlan | None = at.plans["shard"]
-    if plan is not None and at.ctx.mesh is not None:
-        device_mesh = at.ctx.mesh.device_mesh
-        of_experts = None if at.plans["experts"] is None else device_mesh(*plan.expert_dims_of_mesh)
-        apply_shard(at.model, plan, device_mesh(*plan.dims), at.ctx.device, of_experts)
+def apply(plan: ShardPlan, at: Application) -> None:
+    """Shard the parameters."""
+    of_experts = None if at.plans["experts"] is None else at.device_mesh(*plan.expert_dims_of_mesh)
+    apply_shard(at.model, plan, at.device_mesh(*plan.dims), at.ctx.device, of_experts)

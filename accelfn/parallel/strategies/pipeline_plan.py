@@ -442,19 +442,15 @@ def _and(stages: Sequence[int]) -> str:
     return f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
 
 
-def plan_schedule_at(at: Planning) -> SchedulePlan | None:
-    """Return the schedule of a pipeline; None without one."""
-    size = at.mesh.size("pp")
-    return plan_schedule(_options(at.ctx), size) if size > 1 else None
+def plan_order(at: Planning) -> SchedulePlan:
+    """Return the order in which the stages of a pipeline compute."""
+    return plan_schedule(_options(at.ctx), at.mesh.size("pp"))
 
 
-def plan(at: Planning) -> PipelinePlan | None:
-    """Return how a model is split into stages; None without a pipeline."""
-    schedule: SchedulePlan | None = at.plans["schedule"]
-    if schedule is None:
-        return None
-    options = _options(at.ctx)
-    return plan_stages(at.facts, schedule.num_stages, split=options.split, last=options.last)
+def plan(at: Planning) -> PipelinePlan:
+    """Return how a model is split into stages."""
+    options, num_stages = _options(at.ctx), at.plans["schedule"].num_stages
+    return plan_stages(at.facts, num_stages, split=options.split, last=options.last)
 
 
 def narrow(plan: PipelinePlan, at: Planning) -> ModelFacts:

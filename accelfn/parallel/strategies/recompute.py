@@ -152,6 +152,6 @@ def of_rank(whole: None, at: Planning) -> tuple[str, ...]:
     return plan_recompute(at.facts, units_at(at))
 
 
-def apply(at: Application) -> None:
+def apply(plan: tuple[str, ...], at: Application) -> None:
     """Recompute modules in the backward pass."""
-    recompute(at.ctx, at.model, at.plans["recomputed"])
+    recompute(at.ctx, at.model, plan)

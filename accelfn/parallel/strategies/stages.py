@@ -665,9 +665,7 @@ def _staged(model: nn.Module) -> StagedForward:
     )
 
 
-def apply(at: Application) -> None:
-    """Keep this rank's stages of a model alone, if it is split into some."""
-    plan: PipelinePlan | None = at.plans["pipeline"]
-    if plan is not None:
-        own = at.plans["schedule"].stages_of(at.ctx.coordinate("pp"))
-        apply_stages(at.model, plan, own, at.ctx.device)
+def apply(plan: PipelinePlan, at: Application) -> None:
+    """Keep this rank's stages of a model alone."""
+    own = at.plans["schedule"].stages_of(at.ctx.coordinate("pp"))
+    apply_stages(at.model, plan, own, at.ctx.device)

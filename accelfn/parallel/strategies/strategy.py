@@ -8,13 +8,18 @@ and applied. A new one is a file here, a row there, and the field of its plan in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from accelfn.context import Context, MeshPlan
 from accelfn.parallel.facts import ModelFacts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accelfn.context import Mesh
 
 Engine = Literal["none", "ddp", "shard"]
 
@@ -59,26 +64,37 @@ class Application(NamedTuple):
     plans: Mapping[str, Any]
     before: Mapping[str, torch.Tensor]
 
+    def device_mesh(self, *dims: str) -> DeviceMesh:
+        """Return torch's mesh with these dimensions; see :meth:`accelfn.context.Mesh.device_mesh`."""
+        return cast("Mesh", self.ctx.mesh).device_mesh(*dims)
+
 
 class Strategy(NamedTuple):
     """A row of the table of strategies: all are pure but ``apply``, which writes into the model.
 
     Attributes:
-        name: Field of its plan in a :class:`accelfn.parallel.ModelPlan`; "" for a second step of a strategy,
-            which reads the plan of the first.
+        name: Field of its plan in a :class:`accelfn.parallel.ModelPlan`.
+        dims: Dimensions of the mesh that it is for: it is planned where one of them has several ranks.
         plan: Returns the plan for all ranks together, such as the stages of a pipeline; None without one.
         of_rank: Returns the plan for one rank, from that for all ranks. Where each rank plans by itself, it
             is the only one.
         narrow: Returns the facts of the part of the model that a rank has with its plan; called where it has
             one.
-        apply: Carries the plan out.
+        apply: Carries the plan out; called where there is one.
         is_compute: Whether it is about how a rank computes, and not about what it holds. Such a strategy also
             applies to a model that isn't trained.
+        is_second: Whether it is a second step of the strategy of that name, which applies the same plan.
     """
 
     name: str
+    dims: tuple[str, ...] = ()
     plan: Callable[[Planning], Any] = lambda at: None
     of_rank: Callable[[Any, Planning], Any] = lambda plan, at: plan
     narrow: Callable[[Any, Planning], ModelFacts] = lambda plan, at: at.facts
-    apply: Callable[[Application], None] = lambda at: None
+    apply: Callable[[Any, Application], None] = lambda plan, at: None
     is_compute: bool = False
+    is_second: bool = False
+
+    def is_for(self, mesh: MeshPlan) -> bool:
+        """Return whether models on a mesh are planned by it."""
+        return not self.is_second and (not self.dims or mesh.size(*self.dims) > 1)

@@ -580,16 +580,14 @@ class StyledForward(WrappedForward):
 
 def plan(at: Planning) -> TensorPlan | None:
     """Return how ranks share each layer; None where they don't."""
-    if at.mesh.size("tp") == 1 or at.engine == "ddp":
+    if at.engine == "ddp":
         return None
     parallelism = at.ctx.strategy.parallelism
     handler = None if parallelism is None else parallelism.tp_handler
     return plan_tensor(handler or TorchTensorParallelConfig(), at.facts, at.mesh.size("tp"))
 
 
-def apply(at: Application) -> None:
-    """Split layers over the ranks along "tp", if they are shared."""
-    plan: TensorPlan | None = at.plans["tensor"]
-    if plan is not None and at.ctx.mesh is not None:
-        apply_tensor(at.model, plan, at.ctx.mesh.device_mesh("tp"))
-        retie(at.before, at.model)
+def apply(plan: TensorPlan, at: Application) -> None:
+    """Split layers over the ranks along "tp"."""
+    apply_tensor(at.model, plan, at.device_mesh("tp"))
+    retie(at.before, at.model)
