@@ -209,20 +209,20 @@ def prepare_model(
         setattr(model, MARK, mark_of(ctx)._replace(is_unaveraged=True))
         return model
     settled = _agreed(ctx, lambda: _planned(ctx, model, plan))
-    if not settled.is_spread and was_prepared:
-        _agreed(ctx, lambda: check_filled("prepare_model", model))
-        return _marked(ctx, model, replicate(ctx, model))
-    empty: tuple[str, ...] = ()
-    if not settled.is_spread:
-        model, empty = _placed(ctx, model)
-    if empty and ctx.num_processes > 1:  # what none of them has can't be sent by rank 0
-        agree(ctx, Call("prepare_model of tensors on the meta device", ", ".join(empty)))
-    check_packed(ctx, model)
     if settled.is_spread:
+        check_packed(ctx, model)
         rows = settled.rows()
         if settled.pipeline is not None:  # the same on all stages
             rows = {name: rows[name] for name in ("mesh", "pipeline", "schedule")}
         agree(ctx, Call("prepare_model", repr(rows), lambda: rows))
+        return _marked(ctx, model, apply_model(ctx, model, settled))
+    if was_prepared:
+        _agreed(ctx, lambda: check_filled("prepare_model", model))
+        return _marked(ctx, model, replicate(ctx, model))
+    model, empty = _placed(ctx, model)
+    if empty and ctx.num_processes > 1:  # what none of them has can't be sent by rank 0
+        agree(ctx, Call("prepare_model of tensors on the meta device", ", ".join(empty)))
+    check_packed(ctx, model)
     result = apply_model(ctx, model, settled)
     refuse_unfilled(model, empty)  # after replicas have exchanged what is in the memory
     return _marked(ctx, model, result)
@@ -251,11 +251,12 @@ def _agreed(ctx: Context, action: Callable[[], T]) -> T:
 
 def _planned(ctx: Context, model: nn.Module, plan: ModelPlan | None) -> ModelPlan:
     settled = plan or plan_model(ctx, model)
-    if settled.is_spread:
+    is_spread = settled.is_spread
+    if is_spread:
         has_shards = settled.shard is not None or settled.tensor is not None
         check_plan("prepare_model", stepping_of(model.parameters()), has_shards=has_shards)
-    check_devices(ctx, model, is_spread=settled.is_spread)
-    if settled.is_spread:
+    check_devices(ctx, model, is_spread=is_spread)
+    if is_spread:
         refuse_hooks(model)
     return settled
 
