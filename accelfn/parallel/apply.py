@@ -16,13 +16,14 @@ from accelfn.parallel.facts import read_facts
 from accelfn.parallel.forward import WrappedForward, plain_forward
 from accelfn.parallel.forward_agreement import check_each_forward
 from accelfn.parallel.handle import Handle, LocalHandle
-from accelfn.parallel.plan import STRATEGIES, ModelPlan
+from accelfn.parallel.plan import ModelPlan
 from accelfn.parallel.pointers import leave_pointers, named
 from accelfn.parallel.strategies.fsdp import ShardHandle, with_named_errors
 from accelfn.parallel.strategies.pipeline import PipelineHandle
 from accelfn.parallel.strategies.precision import with_precision
 from accelfn.parallel.strategies.replicate import replicate
 from accelfn.parallel.strategies.strategy import Application, Planning, Strategy
+from accelfn.parallel.strategies.table import STRATEGIES
 from accelfn.parallel.values import fill, materialize, release
 
 M = TypeVar("M", bound=nn.Module)

@@ -261,8 +261,8 @@ def run_batch(
         value = loss.value * factor if loss.weight is None and factor != 1.0 else loss.value
         return divide_loss(ctx, value, loss.weight if counts_weight else None, scaler, micro)
 
-    add_gradients = partial(differentiate, ctx)
-    work = BatchRun(compute, model, batch, to_differentiate, add_gradients, join_losses, num_batches)
+    run_backward = partial(differentiate, ctx)
+    work = BatchRun(compute, model, batch, to_differentiate, run_backward, join_losses, num_batches)
     try:
         loss = work.run() if handle is None else handle.run(work)
     except Exception as error:

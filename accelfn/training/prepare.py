@@ -21,7 +21,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel import ModelPlan, plan_model
 from accelfn.parallel.apply import apply_compute, apply_model
 from accelfn.parallel.facts import modules_of
-from accelfn.parallel.gradients import refuse_hooks
+from accelfn.parallel.gradient_hooks import refuse_hooks
 from accelfn.parallel.handle import has_engine
 from accelfn.parallel.optimizers import begin_training, check_plan, note_optimizer, stepping_of
 from accelfn.parallel.pointers import newest, repoint

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accelfn.parallel.buffers import BufferSync
-from accelfn.parallel.strategies.exact import ThreadDDP
+from accelfn.parallel.strategies.thread_ddp import ThreadDDP
 from accelfn.testing.programs import campaign, finding_of
 from tests.programs import records
 from tests.programs.grammar import GRAMMAR

@@ -1,1 +1,1 @@
-"""The strategies by which ranks share a model: one file each, with its plan and what applies it."""
+"""The strategies by which ranks share a model, in the order of ``table.py``, and what averages replicas."""

@@ -18,7 +18,7 @@ from accelfn.comm import Call
 from accelfn.context import Context, Precision
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import modules_of
-from accelfn.parallel.gradients import WaitingGradients, refuse_hook_of_shard
+from accelfn.parallel.gradient_hooks import refuse_hook_of_shard
 from accelfn.parallel.handle import (
     HANDLE,
     IN_NO_SYNC,
@@ -31,6 +31,7 @@ from accelfn.parallel.handle import (
 from accelfn.parallel.strategies.fsdp_plan import ShardPlan
 from accelfn.parallel.strategies.precision import autocast_in
 from accelfn.parallel.strategies.strategy import Application
+from accelfn.parallel.waiting_gradients import WaitingGradients
 from accelfn.tree import is_dtensor, local_of
 
 if TYPE_CHECKING:

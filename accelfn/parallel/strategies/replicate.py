@@ -21,11 +21,12 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.buffers import IGNORED, sync_buffers
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward_agreement import WITHOUT_TENSORS, check_each_forward
-from accelfn.parallel.gradients import refuse_hook_of_replica
+from accelfn.parallel.gradient_hooks import refuse_hook_of_replica
 from accelfn.parallel.handle import BY_HAND, IN_NO_SYNC, Communication, Handle, handles_of
 from accelfn.parallel.optimizers import stepping_of
 from accelfn.parallel.strategies.comm_hooks import choose_comm_hook, register_comm_hook
-from accelfn.parallel.strategies.exact import ExactReplica, ThreadDDP
+from accelfn.parallel.strategies.exact import ExactReplica
+from accelfn.parallel.strategies.thread_ddp import ThreadDDP
 from accelfn.parallel.values import is_made_of_others, send_values
 from accelfn.tree import is_dtensor
 

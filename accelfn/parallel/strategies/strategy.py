@@ -1,8 +1,8 @@
 """What a strategy is: how it is planned, and how it is applied to a model.
 
-The strategies are rows of :data:`accelfn.parallel.plan.STRATEGIES`, in the order in which they are planned
-and applied. A new one is a file here, a row there, and the field of its plan in
-:class:`accelfn.parallel.ModelPlan`, of the same name.
+The strategies are the rows of ``table.py``. A new one is a file here, a row there, and the field of its plan
+in :class:`accelfn.parallel.ModelPlan`, of the same name, whose ``rows`` print it. Where ranks hold parts of
+the model by it, ``is_spread`` of that class says so; where it averages gradients, it has a handle.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Gradients outside of ``.grad``: hooks on them, which are refused, and those that wait for a reduction."""
+"""Hooks of the program on gradients that ranks share or average, which are refused."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.pointers import AFTER, BEFORE
-from accelfn.parallel.values import count_writes
-from accelfn.tree import from_local, local_of
-
-K = TypeVar("K")
 
 
 def _has_hook(parameter: torch.Tensor, kind: str) -> bool:
@@ -66,45 +62,3 @@ def refuse_hook_of_replica(operation: str, parameter: torch.Tensor) -> None:
             "step there would let the models of the ranks drift apart. Do after backward what the hook does; "
             "or shard the model with an fsdp_plugin, and register it after prepare: FSDP averages before."
         )
-
-
-class WaitingGradients(Generic[K]):
-    """Parameters whose gradients wait outside of ``.grad``, until an accumulation window closes.
-
-    Meanwhile their ``.grad`` are zeros that take no memory. Whoever clears them, in any way, means the
-    gradients that wait.
-    """
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self._held: list[tuple[K, torch.Tensor, torch.Tensor, int, torch.Tensor | None]] = []
-
-    def __bool__(self) -> bool:
-        """Return whether there are any."""
-        return bool(self._held)
-
-    def hold(self, key: K, parameter: torch.Tensor) -> None:
-        """Set ``.grad`` of a parameter to zeros, until :meth:`release`."""
-        zeros = _zeros_without_memory(parameter)
-        self._held.append((key, parameter, zeros, count_writes(zeros), parameter.grad))
-        parameter.grad = zeros
-
-    def release(self) -> list[K]:
-        """Restore ``.grad`` of all parameters, except where it was cleared; return the keys of these."""
-        cleared: list[K] = []
-        for key, parameter, zeros, num_writes, before in self._held:
-            if parameter.grad is not zeros:
-                cleared.append(key)
-            elif count_writes(zeros) == num_writes:
-                parameter.grad = before
-            else:  # cleared in place
-                parameter.grad = torch.zeros_like(parameter if before is None else before)
-                cleared.append(key)
-        self._held.clear()
-        return cleared
-
-
-def _zeros_without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    local = local_of(tensor)
-    zeros = torch.zeros((), dtype=local.dtype, device=local.device).expand(local.shape)
-    return from_local(zeros, like=tensor)
